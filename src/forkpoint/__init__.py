@@ -1,0 +1,48 @@
+"""Train language models on rollouts that share tokens, computing every shared token once."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from forkpoint.config import Config as Config
+from forkpoint.errors import ConfigError as ConfigError
+from forkpoint.errors import ForkpointError as ForkpointError
+from forkpoint.errors import PlanError as PlanError
+from forkpoint.errors import RolloutError as RolloutError
+from forkpoint.errors import UnsupportedError as UnsupportedError
+from forkpoint.plan import ModelShape as ModelShape
+from forkpoint.plan import Plan as Plan
+from forkpoint.rollout_files import load_rollouts as load_rollouts
+from forkpoint.rollout_files import save_rollouts as save_rollouts
+from forkpoint.rollouts import Rollout as Rollout
+from forkpoint.rollouts import RolloutBatch as RolloutBatch
+
+if TYPE_CHECKING:
+    from forkpoint import losses as losses
+    from forkpoint.policy import Policy as Policy
+    from forkpoint.policy import Scores as Scores
+    from forkpoint.policy import StepStats as StepStats
+    from forkpoint.policy import wrap as wrap
+    from forkpoint.verify import VerifyReport as VerifyReport
+
+__version__ = "0.1.0"
+
+# Names that need torch are imported when first used: plans and the CLI's help need none.
+_LAZY = {
+    "Policy": "forkpoint.policy",
+    "Scores": "forkpoint.policy",
+    "StepStats": "forkpoint.policy",
+    "VerifyReport": "forkpoint.verify",
+    "wrap": "forkpoint.policy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "losses":
+        return import_module("forkpoint.losses")
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, "losses"})

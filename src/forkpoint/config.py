@@ -1,0 +1,46 @@
+"""Options of a policy. Imports no torch, so that the planner and the CLI can use it alone."""
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_origin
+
+from forkpoint.errors import ConfigError
+
+Sharing = Literal["none", "group", "tree"]
+Boundary = Literal["in_row", "across_rows", "mixed"]
+Waves = Literal["packed", "padded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a batch is planned and run. Unknown names and values outside the lists are refused."""
+
+    sharing: Literal["auto", "none", "group", "tree"] = "auto"
+    """What may share: nothing (dense), rollouts of one group, or any rollouts of the batch."""
+    boundary: Literal["auto", "in_row", "across_rows", "mixed"] = "auto"
+    """Where a fork lies: inside one packed row, between a parent row and its child rows, or either,
+    so that subtrees that fit in what is left of a row stay whole (mixed)."""
+    waves: Waves = "packed"
+    """Child rows without children of their own: packed back to back, or batch x longest."""
+    max_row_tokens: int | None = None
+    """The most tokens that go through the model in one forward; None lets the planner choose."""
+    memory_budget_bytes: int | None = None
+    """The most bytes that activations and boundary state may take together; None is no limit."""
+    attention_kernel: str = "auto"
+    """A kernel of `forkpoint.ops.attention` by name; asking for one that cannot serve raises."""
+    head_chunk_tokens: int = 1024
+    """How many tokens' logits exist at a time in the head."""
+    restore_grads: bool = False
+    """Copy existing gradients before each step, so that a failed step puts them back."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if get_origin(field.type) is Literal and value not in get_args(field.type):
+                allowed = ", ".join(repr(v) for v in get_args(field.type))
+                raise ConfigError(f"{field.name} is {value!r}; allowed are {allowed}.")
+        for name in ("max_row_tokens", "memory_budget_bytes", "head_chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"{name} is {value!r}; it takes a whole number of at least 1.")
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")

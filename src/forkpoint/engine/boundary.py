@@ -1,0 +1,129 @@
+"""Boundary state: what later rows need of earlier ones, captured, read, and injected.
+
+A layer names any tensors whose first dimension is the row's tokens (K and V in attention). In a
+row's forward they are copied into the arena; rows below read them there as constants and add their
+gradients in float32; in the row's own backward the sums join the gradients that arrive from within
+the row.
+
+The injection happens where the tensor was captured, inside the one backward call of the row, rather
+than by giving the captured tensors to that call as further roots. So nothing of the graph is held
+outside it, the sum is rounded to the tensor's dtype once, activation checkpointing needs no care,
+and a row is rooted only in its loss or, without trained tokens, in its top output with a zero
+gradient (which FSDP needs in any case, to gather the last block).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Key = tuple[int, str]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which boundary gradients of a state's dtype are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Arena:
+    """One buffer a layer and name for the boundary state of the rows that are open, as planned.
+
+    Its slots are handed out by the plan; buffers are made when a layer first captures.
+    """
+
+    def __init__(self, slots: int, *, gradients: bool) -> None:
+        self.slots = slots
+        self.gradients = gradients
+        self._state: dict[Key, Tensor] = {}
+        self._gradient: dict[Key, Tensor] = {}
+
+    def buffers(self, key: Key, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """State [slots, ...] of `like`'s dtype and its gradient buffer, made if need be."""
+        if key not in self._state:
+            shape = (self.slots, *like.shape[1:])
+            self._state[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
+            if self.gradients:
+                self._gradient[key] = torch.empty(
+                    shape, dtype=accumulation_dtype(like.dtype), device=like.device
+                )
+        state = self._state[key]
+        assert state.dtype == like.dtype and state.shape[1:] == like.shape[1:], (
+            f"boundary {key} is {state.dtype} {tuple(state.shape[1:])} in one row and {like.dtype} "
+            f"{tuple(like.shape[1:])} in another"
+        )
+        return state, self._gradient.get(key)
+
+    def read(self, key: Key) -> tuple[Tensor, Tensor | None]:
+        """State and gradient buffer as a row below reads them.
+
+        Rows write disjoint slots of one buffer between another row's forward and backward. `.data`
+        gives each reader a version counter of its own, so that autograd does not mistake those
+        writes for changes of what the reader saved.
+        """
+        gradient = self._gradient.get(key)
+        return self._state[key].data, None if gradient is None else gradient.data
+
+    @property
+    def nbytes(self) -> int:
+        buffers = (*self._state.values(), *self._gradient.values())
+        return sum(b.numel() * b.element_size() for b in buffers)
+
+
+class Capture:
+    """Which slots of a row are boundary state, and where they go in the arena."""
+
+    def __init__(self, arena: Arena, runs: list[tuple[int, int, int]]) -> None:
+        """`runs` are (first slot, one past the last, first arena slot)."""
+        self.arena = arena
+        self.runs = runs
+        self.open = True
+        """False after the row's forward: recomputation must not write what children have read."""
+
+
+def boundary(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
+    """Mark a tensor of a row as boundary state; use what is returned in its place.
+
+    Args:
+        x_T: [T, ...], one entry for each token of the row.
+        key: the layer, and the name of the tensor within it.
+        capture: None in rows that no other row reads.
+    """
+    if capture is None:
+        return x_T
+    state, gradient = capture.arena.buffers(key, x_T)
+    if capture.open:
+        with torch.no_grad():
+            for begin, end, at in capture.runs:
+                state[at : at + end - begin].copy_(x_T[begin:end])
+                if gradient is not None:
+                    gradient[at : at + end - begin].zero_()
+    if gradient is None or not x_T.requires_grad:
+        return x_T
+    return _Inject.apply(x_T, gradient, capture.runs)
+
+
+class _Inject(torch.autograd.Function):
+    """The identity, whose backward adds the gradients that other rows have left in the arena."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_T: Tensor, gradient: Tensor, runs: list[tuple[int, int, int]]
+    ) -> Tensor:
+        # Not save_for_backward: the buffer is written on purpose until this backward reads it.
+        ctx.gradient, ctx.runs = gradient, runs
+        return x_T.view_as(x_T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+        if len(ctx.runs) == 1 and ctx.runs[0][:2] == (0, len(grad_T)):
+            at = ctx.runs[0][2]
+            total = ctx.gradient[at : at + len(grad_T)] + grad_T
+            return total.to(grad_T.dtype), None, None
+        total = grad_T.clone()
+        for begin, end, at in ctx.runs:
+            total[begin:end] = (ctx.gradient[at : at + end - begin] + grad_T[begin:end]).to(
+                grad_T.dtype
+            )
+        return total, None, None

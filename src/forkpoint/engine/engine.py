@@ -1,0 +1,295 @@
+"""The schedule: one recursion over rows for every method.
+
+    visit(row):
+        forward(row)                 reads ancestors' boundary state, captures its own
+        for child in row.children:   visit(child)
+        backward(row)                roots its loss; its ancestors' boundary gradients accumulate
+
+Nothing here knows which published method it is running; the plan does not say.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.config import Config
+from forkpoint.engine.boundary import Arena
+from forkpoint.engine.guard import GradientGuard
+from forkpoint.engine.rows import RowContext, RowInputs, prepare_rows
+from forkpoint.engine.timing import PhaseTimer
+from forkpoint.engine.views import LossViews, outputs_of
+from forkpoint.errors import ConfigError
+from forkpoint.forest import IntArray
+from forkpoint.hosts.base import HeadOutputs, Host
+from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.planner import splits
+from forkpoint.rollouts import RolloutBatch
+
+RowLoss = Callable[[RowInputs, HeadOutputs], Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a pass over a plan gives: T is the batch's tokens, entries not trained are 0."""
+
+    loss: Tensor
+    logprobs_T: Tensor
+    entropies_T: Tensor | None
+    events: tuple[str, ...]
+    phase_ms: dict[str, float]
+
+
+class Engine:
+    """Runs plans on a host."""
+
+    def __init__(self, host: Host, config: Config) -> None:
+        self.host, self.config = host, config
+
+    def score(self, plan: Plan, batch: RolloutBatch, *, entropy: bool) -> StepResult:
+        """Log-probs (and entropies) of every trained token, without a graph."""
+        with torch.no_grad(), self.host.entered():
+            return self._pass(plan, batch, self._prepare(plan, batch), entropy=entropy)
+
+    def forward_backward(
+        self,
+        plan: Plan,
+        batch: RolloutBatch,
+        loss: Loss,
+        denominators: Denominators,
+        scale: float,
+    ) -> StepResult:
+        """Add the gradients of the batch's loss, times `scale`, to `.grad`.
+
+        A loss whose coupled rollouts lie in one row each is computed row by row. Otherwise the
+        log-probs come first, without a graph, then the loss's gradient by them, then the plan with
+        these as weights.
+        """
+        views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
+        parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
+        guard = GradientGuard(parameters, restore=self.config.restore_grads)
+        prepared = self._prepare(plan, batch)
+        coupling = loss.coupling(batch)
+        with guard.protecting(), self.host.entered():
+            if loss.decomposition == "token":
+                row_loss, constant = self._token_loss(loss, views), None
+            elif not splits(plan, batch, coupling):
+                row_loss, constant = self._whole_loss(loss, views, coupling, prepared)
+            else:
+                return self._replay(plan, batch, loss, views, prepared, scale, guard)
+            result = self._pass(
+                plan,
+                batch,
+                prepared,
+                entropy=loss.needs_entropy,
+                row_loss=row_loss,
+                scale=scale,
+                guard=guard,
+            )
+        if constant is None:
+            return result
+        return _replace_loss(result, result.loss + constant)
+
+    def _prepare(self, plan: Plan, batch: RolloutBatch) -> list[RowInputs]:
+        return prepare_rows(plan, batch, self.host.device)
+
+    # How a loss is applied to one row ------------------------------------------------------------
+
+    def _token_loss(self, loss: Loss, views: LossViews) -> RowLoss:
+        """Token-additive: each row's trained tokens, once for every rollout that owns them."""
+
+        def row_loss(inputs: RowInputs, outputs: HeadOutputs) -> Tensor | None:
+            if not len(inputs.trained_tokens):
+                return None
+            entries = self._entries(inputs.trained_entry)
+            return self._call(
+                loss,
+                outputs_of(outputs.logprobs, outputs.entropies, entries),
+                views.of_tokens(inputs.trained_tokens),
+            )
+
+        return row_loss
+
+    def _whole_loss(
+        self, loss: Loss, views: LossViews, coupling: IntArray, prepared: list[RowInputs]
+    ) -> tuple[RowLoss, Tensor]:
+        """Coupled rollouts together, in the row that holds all of their trained tokens.
+
+        Also returns the part of the loss of classes that train on nothing: a constant.
+        """
+        trained_classes = {
+            inputs.row.index: np.unique(coupling[views.rollout_of[inputs.trained_tokens]])
+            for inputs in prepared
+        }
+
+        def row_loss(inputs: RowInputs, outputs: HeadOutputs) -> Tensor | None:
+            if not len(inputs.trained_tokens):
+                return None
+            view, tokens = views.of_rollouts(np.isin(coupling, trained_classes[inputs.row.index]))
+            entries = np.full(len(tokens), -1, np.int64)
+            entries[np.searchsorted(tokens, inputs.trained_tokens)] = inputs.trained_entry
+            return self._call(
+                loss,
+                outputs_of(outputs.logprobs, outputs.entropies, self._entries(entries)),
+                view,
+            )
+
+        every = np.concatenate([*trained_classes.values(), np.zeros(0, np.int64)])
+        untrained = ~np.isin(coupling, every)
+        constant = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
+        if untrained.any():
+            view, tokens = views.of_rollouts(untrained)
+            zeros = constant.new_zeros(len(tokens))
+            with torch.no_grad():
+                constant = self._call(
+                    loss, LossOutputs(logprobs=zeros, entropies=zeros.clone()), view
+                ).to(constant.dtype)
+        return row_loss, constant
+
+    def _replay(
+        self,
+        plan: Plan,
+        batch: RolloutBatch,
+        loss: Loss,
+        views: LossViews,
+        prepared: list[RowInputs],
+        scale: float,
+        guard: GradientGuard,
+    ) -> StepResult:
+        with torch.no_grad():
+            scored = self._pass(plan, batch, prepared, entropy=loss.needs_entropy)
+        view, _ = views.of_rollouts(np.ones(len(batch), bool))
+        logprobs = scored.logprobs_T.requires_grad_()
+        entropies = scored.entropies_T
+        wanted = [logprobs] if entropies is None else [logprobs, entropies.requires_grad_()]
+        with torch.enable_grad():
+            value = self._call(loss, LossOutputs(logprobs=logprobs, entropies=entropies), view)
+            weights = torch.autograd.grad(value, wanted, allow_unused=True)
+
+        def row_loss(inputs: RowInputs, outputs: HeadOutputs) -> Tensor | None:
+            if not len(inputs.trained_tokens):
+                return None
+            entries = self._entries(inputs.trained_entry)
+            tokens = self._entries(inputs.trained_tokens)
+            here = outputs_of(outputs.logprobs, outputs.entropies, entries)
+            total = here.logprobs.new_zeros(())
+            for weight, values in zip(weights, (here.logprobs, here.entropies), strict=False):
+                if weight is not None and values is not None:
+                    total = total + (weight[tokens] * values).sum()
+            return total
+
+        result = self._pass(
+            plan,
+            batch,
+            prepared,
+            entropy=loss.needs_entropy,
+            row_loss=row_loss,
+            scale=scale,
+            guard=guard,
+        )
+        events = (*scored.events, *result.events)
+        phase_ms = {k: scored.phase_ms[k] + ms for k, ms in result.phase_ms.items()}
+        return StepResult(value.detach(), result.logprobs_T, result.entropies_T, events, phase_ms)
+
+    def _call(self, loss: Loss, outputs: LossOutputs, view: LossBatch) -> Tensor:
+        value = loss(outputs, view)
+        if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
+            found = (
+                f"{value.dtype} of shape {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else repr(value)
+            )
+            raise ConfigError(
+                f"the loss {loss!r} returned {found}; it must return a floating-point scalar "
+                "tensor, computed from outputs.logprobs."
+            )
+        return value
+
+    def _entries(self, values: IntArray) -> Tensor:
+        return torch.as_tensor(values, device=self.host.device)
+
+    # The schedule --------------------------------------------------------------------------------
+
+    def _pass(
+        self,
+        plan: Plan,
+        batch: RolloutBatch,
+        prepared: list[RowInputs],
+        *,
+        entropy: bool,
+        row_loss: RowLoss | None = None,
+        scale: float = 1.0,
+        guard: GradientGuard | None = None,
+    ) -> StepResult:
+        """Run every row's forward and, with a loss, its backward."""
+        training = row_loss is not None
+        device, dtype = self.host.device, self.host.loss_dtype
+        arena = Arena(plan.arena_slots, gradients=training)
+        logprobs_T = torch.zeros(plan.logical_tokens, dtype=dtype, device=device)
+        entropies_T = torch.zeros_like(logprobs_T) if entropy else None
+        total = torch.zeros((), dtype=dtype, device=device)
+        timer = PhaseTimer(device)
+        events: list[str] = []
+        roots: dict[int, tuple[Tensor, Tensor]] = {}
+        for phase, index in plan.schedule(backward=training):
+            inputs = prepared[index]
+            leaf = not inputs.row.children
+            timer.mark("B" if leaf else "A" if phase == "F" else "C")
+            events.append(f"{phase} {plan.row_names[index]}")
+            if phase == "B":
+                root, gradient = roots.pop(index)
+                assert guard is not None
+                guard.began = True
+                torch.autograd.backward([root], [gradient])
+                del root, gradient
+                continue
+            context = RowContext(
+                plan,
+                inputs,
+                arena,
+                kernel=self.config.attention_kernel,
+                head_chunk_tokens=self.config.head_chunk_tokens,
+                entropy=entropy,
+            )
+            with torch.set_grad_enabled(training):
+                outputs = self.host.forward(context)
+                context.end_forward()
+                value = row_loss(inputs, outputs) if row_loss else None
+            self._collect(inputs, outputs, logprobs_T, entropies_T)
+            if training:
+                if value is not None:
+                    total += value.detach()
+                roots[index] = _root(value, outputs.top, scale)
+            del outputs, value, context
+        timer.mark("B")
+        return StepResult(total, logprobs_T, entropies_T, tuple(events), timer.totals_ms())
+
+    def _collect(
+        self,
+        inputs: RowInputs,
+        outputs: HeadOutputs,
+        logprobs_T: Tensor,
+        entropies_T: Tensor | None,
+    ) -> None:
+        if not len(inputs.trained_tokens):
+            return
+        tokens = self._entries(inputs.trained_tokens)
+        entries = self._entries(inputs.trained_entry)
+        logprobs_T[tokens] = outputs.logprobs.detach()[entries]
+        if entropies_T is not None:
+            assert outputs.entropies is not None
+            entropies_T[tokens] = outputs.entropies.detach()[entries]
+
+
+def _root(value: Tensor | None, top: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """What a row's one backward starts from: its loss, or its top output with a zero gradient."""
+    if value is not None and value.requires_grad:
+        return value, torch.full_like(value, scale)
+    return top, torch.zeros_like(top)
+
+
+def _replace_loss(result: StepResult, loss: Tensor) -> StepResult:
+    return StepResult(loss, result.logprobs_T, result.entropies_T, result.events, result.phase_ms)

@@ -1,0 +1,51 @@
+"""Nothing is half applied: gradients after a failed step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+REDO = (
+    "forkpoint: this step failed after some of its gradients had been added, so they were taken "
+    "away again: every .grad is None, and an accumulated step must be redone from its start. "
+    "Config(restore_grads=True) keeps a copy of earlier gradients and puts it back instead."
+)
+RESTORED = (
+    "forkpoint: this step failed; .grad is as it was before it, and the step may be tried again."
+)
+
+
+class GradientGuard:
+    """Takes gradients back if the block fails once a backward has begun."""
+
+    def __init__(self, parameters: list[nn.Parameter], *, restore: bool) -> None:
+        self.parameters = parameters
+        self.before = [p.grad for p in parameters]
+        self.copies: list[Tensor | None] | None = None
+        if restore:
+            self.copies = [None if g is None else g.detach().clone() for g in self.before]
+        self.began = False
+
+    @contextmanager
+    def protecting(self) -> Iterator["GradientGuard"]:
+        try:
+            yield self
+        except BaseException as error:
+            self._take_back(error)
+            raise
+
+    def _take_back(self, error: BaseException) -> None:
+        accumulated = any(g is not None for g in self.before)
+        if not self.began:
+            return
+        for index, parameter in enumerate(self.parameters):
+            before = self.before[index]
+            if before is None or self.copies is None:
+                parameter.grad = None
+                continue
+            copy = self.copies[index]
+            assert copy is not None
+            # Into the tensor that was there: optimizers and buckets may hold on to it.
+            before.detach().copy_(copy)
+            parameter.grad = before
+        error.add_note(REDO if accumulated and self.copies is None else RESTORED)

@@ -1,0 +1,180 @@
+"""A plan's rows as tensors: tokens, positions, attention tables, and what the head computes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.engine.boundary import Arena, Capture
+from forkpoint.forest import IntArray
+from forkpoint.ops.attention import ArenaSlice, AttentionTable
+from forkpoint.plan.layout import Row, full_table, windowed_table
+from forkpoint.plan.plan import Plan
+from forkpoint.rollouts import RolloutBatch
+
+
+@dataclass(frozen=True, eq=False)
+class RowInputs:
+    """What one row gives the model."""
+
+    row: Row
+    input_ids: Tensor
+    """int64 [1, T], or [B, L] for a padded row."""
+    position_ids: Tensor
+    """The same shape: positions along each token's path."""
+    head_slots: Tensor
+    """int64 [n]: slots whose next token some rollout trains on."""
+    head_labels: Tensor
+    """int64 [n]"""
+    head_temperatures: Tensor | None
+    """[n], or None where all are 1."""
+    trained_tokens: IntArray
+    """Positions in the batch's flat tokens of what is trained in this row, ascending."""
+    trained_entry: IntArray
+    """For each of them, its entry among the n; rollouts that share a trained token share it."""
+
+
+class RowContext:
+    """What travels with a row's forward through the model's call arguments.
+
+    A plain object: FSDP copies dataclasses it meets there, and what is captured would land in the
+    copy.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: RowInputs,
+        arena: Arena,
+        *,
+        kernel: str,
+        head_chunk_tokens: int,
+        entropy: bool,
+    ) -> None:
+        self.inputs = inputs
+        self.kernel = kernel
+        self.head_chunk_tokens = head_chunk_tokens
+        self.entropy = entropy
+        row = inputs.row
+        self.arena = arena
+        self.capture = Capture(arena, _capture_runs(plan, row)) if row.keeps_boundary else None
+        self._plan = plan
+        self._tables: dict[int, AttentionTable] = {}
+        inside = set(row.segments)
+        self._reads_arena = any(
+            parent >= 0 and parent not in inside
+            for parent in (int(plan.forest.parent[s]) for s in row.segments)
+        )
+
+    def table(self, window: int, device: torch.device) -> AttentionTable:
+        """The launches of layers with this window (0 sees all), built once and kept."""
+        if window not in self._tables:
+            forest, arena_of = self._plan.forest, self._plan.arena_of
+            row = self.inputs.row
+            table = (
+                windowed_table(forest, row, arena_of, window)
+                if window
+                else full_table(forest, row, arena_of)
+            )
+            self._tables[window] = AttentionTable.from_numpy(
+                table.launches, table.cu, table.key_index, device=device
+            )
+        return self._tables[window]
+
+    def ancestors(self, layer: int) -> ArenaSlice | None:
+        """K and V of the rows around this one in a layer; None where it reads nothing of them."""
+        if not self._reads_arena:
+            return None
+        k, grad_k = self.arena.read((layer, "k"))
+        v, grad_v = self.arena.read((layer, "v"))
+        return ArenaSlice(k, v, grad_k, grad_v)
+
+    def end_forward(self) -> None:
+        """From now on a forward of this row is a recomputation."""
+        if self.capture is not None:
+            self.capture.open = False
+
+
+def _capture_runs(plan: Plan, row: Row) -> list[tuple[int, int, int]]:
+    runs: list[tuple[int, int, int]] = []
+    for segment, slot, at in zip(row.segments, row.slot_begin, row.arena_begin, strict=True):
+        if at < 0:
+            continue
+        end = slot + int(plan.forest.length[segment])
+        if runs and runs[-1][1] == slot and runs[-1][2] + slot - runs[-1][0] == at:
+            runs[-1] = (runs[-1][0], end, runs[-1][2])
+        else:
+            runs.append((slot, end, at))
+    return runs
+
+
+def prepare_rows(plan: Plan, batch: RolloutBatch, device: torch.device) -> list[RowInputs]:
+    """Turn every row of a plan into tensors, with one copy to the device a tensor."""
+    forest = plan.forest
+    first_token = forest.segment_tokens(batch.offsets)
+    edge_offsets = forest.edge_offsets
+    token_edge = forest.token_edges(batch.offsets)
+
+    trained = np.flatnonzero(batch.loss_mask)
+    labelled = np.zeros(forest.edges, bool)
+    labelled[token_edge[trained]] = True
+    temperature = np.ones(forest.edges)
+    rollout_of = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))
+    temperature[token_edge[trained]] = batch.temperatures[rollout_of[trained]]
+    row_of_edge = np.zeros(forest.edges, np.int64)
+    entry_of_edge = np.full(forest.edges, -1, np.int64)
+    pending = []
+    for row in plan.rows:
+        ids, positions, edges = _slots(plan, batch, row, first_token, edge_offsets)
+        row_of_edge[edges[edges >= 0]] = row.index
+        slots = np.flatnonzero(np.where(edges >= 0, labelled[edges], False))
+        entry_of_edge[edges[slots]] = np.arange(len(slots))
+        pending.append((row, ids, positions, slots, edges[slots]))
+
+    label_of_edge = np.zeros(forest.edges, np.int64)
+    label_of_edge[token_edge[trained]] = batch.token_ids[trained]
+    row_of_token = row_of_edge[token_edge[trained]]
+    by_row = np.argsort(row_of_token, kind="stable")
+    bounds = np.searchsorted(row_of_token[by_row], np.arange(len(plan.rows) + 1))
+    warm = bool((batch.temperatures != 1.0).any())
+
+    prepared = []
+    for row, ids, positions, slots, edges in pending:
+        tokens = trained[by_row[bounds[row.index] : bounds[row.index + 1]]]
+        shape = (len(row.segments), row.width) if row.width else (1, row.slots)
+        prepared.append(
+            RowInputs(
+                row=row,
+                input_ids=torch.as_tensor(ids.reshape(shape), device=device),
+                position_ids=torch.as_tensor(positions.reshape(shape), device=device),
+                head_slots=torch.as_tensor(slots, device=device),
+                head_labels=torch.as_tensor(label_of_edge[edges], device=device),
+                head_temperatures=(
+                    torch.as_tensor(temperature[edges], device=device) if warm else None
+                ),
+                trained_tokens=tokens,
+                trained_entry=entry_of_edge[token_edge[tokens]],
+            )
+        )
+    return prepared
+
+
+def _slots(
+    plan: Plan, batch: RolloutBatch, row: Row, first_token: IntArray, edge_offsets: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Token, position and edge of every slot of a row.
+
+    Padding repeats the segment's last token at the positions that follow, and has edge -1: causal
+    attention hides it from every real token, and nothing reads it.
+    """
+    forest = plan.forest
+    segments = np.asarray(row.segments)
+    length = forest.length[segments]
+    slots = np.full(len(segments), row.width) if row.width else length
+    segment = np.repeat(segments, slots)
+    step = np.arange(row.slots) - np.repeat(np.asarray(row.slot_begin), slots)
+    real = step < forest.length[segment]
+    token = first_token[segment] + np.minimum(step, forest.length[segment] - 1)
+    edges = np.where(real, edge_offsets[segment] + step, -1)
+    return batch.token_ids[token], forest.start[segment] + step, edges

@@ -1,0 +1,26 @@
+"""The errors that forkpoint raises at its users.
+
+Every message says what is wrong, which values were met, what is allowed and what to do. All of them
+are ValueErrors, so that callers need not import this module. Broken internal invariants are plain
+assertions instead.
+"""
+
+
+class ForkpointError(Exception):
+    """Base class of every error that forkpoint raises on purpose."""
+
+
+class RolloutError(ForkpointError, ValueError):
+    """A rollout, a rollout file or a batch that cannot be trained on as it is."""
+
+
+class ConfigError(ForkpointError, ValueError):
+    """An option whose value is not allowed, alone or together with another."""
+
+
+class PlanError(ForkpointError, ValueError):
+    """A batch for which no plan fits the limits that were set."""
+
+
+class UnsupportedError(ForkpointError, ValueError):
+    """A model, layer, mask, kernel or wrapper that has not been shown to be exact."""

@@ -1,0 +1,281 @@
+"""The forest of segments that a batch's rollouts share.
+
+Nodes are edges: a token of a rollout with the token after it. Edge i of a rollout reads token i and
+has token i + 1 as its label, so two rollouts share edge i when their first i + 2 tokens are the
+same, and every fork lies one token before the tokens part. A segment is a maximal run of edges with
+the same set of rollouts through it.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class SortedRollouts:
+    """Rollouts in the order of their tokens, with what neighbours share.
+
+    In this order every set of rollouts that shares a segment is contiguous, so that the forest, and
+    any forest in which fewer rollouts share, follows from `shared_edges` alone.
+    """
+
+    rollouts: IntArray
+    """[M] positions in the batch; rollouts of one token have no edge and are left out."""
+    edges: IntArray
+    """[M] how many edges each has: its tokens less one."""
+    shared_edges: IntArray
+    """[M] how many leading edges each shares with the one before it; entry 0 is 0."""
+
+    def cut(self, where: NDArray[np.bool_]) -> "SortedRollouts":
+        """The same order with nothing shared between entry i - 1 and entry i where `where[i]`."""
+        return replace(self, shared_edges=np.where(where, 0, self.shared_edges))
+
+    def take(self, entries: IntArray) -> "SortedRollouts":
+        """The entries named, in the order named; whole trees must stay together and in order."""
+        return SortedRollouts(
+            self.rollouts[entries], self.edges[entries], self.shared_edges[entries]
+        )
+
+    @property
+    def new_edges(self) -> IntArray:
+        """[M] edges of each that the one before it does not have; their sum is the forest's."""
+        return self.edges - self.shared_edges
+
+
+def sort_rollouts(
+    token_ids: NDArray[np.integer], offsets: NDArray[np.integer], classes: NDArray[np.integer]
+) -> SortedRollouts:
+    """Sort a ragged batch by class, then by tokens, and measure what neighbours share.
+
+    Args:
+        token_ids: [T] token ids of all rollouts, back to back, none negative.
+        offsets: [N + 1] where each rollout starts; the last entry is T.
+        classes: [N] only rollouts of the same class may share.
+
+    Runs in time and memory linear in tokens apart from the comparisons of the sort.
+    """
+    offsets = np.asarray(offsets, np.int64)
+    lengths = np.diff(offsets)
+    # Big-endian bytes compare as the tokens do, and comparing them is one memcmp.
+    width = 4 if token_ids.size == 0 or int(token_ids.max()) < 2**32 else 8
+    flat = np.ascontiguousarray(token_ids, dtype=f">u{width}")
+    raw = flat.tobytes()
+    starts = (offsets * width).tolist()
+    keys = [raw[a:b] for a, b in itertools.pairwise(starts)]
+    class_list = np.asarray(classes).tolist()
+    order = sorted(
+        np.flatnonzero(lengths > 1).tolist(),
+        key=lambda rollout: (class_list[rollout], keys[rollout]),
+    )
+    shared = np.zeros(len(order), np.int64)
+    begin = offsets.tolist()
+    for entry in range(1, len(order)):
+        before, this = order[entry - 1], order[entry]
+        if class_list[before] == class_list[this]:
+            same = min(begin[before + 1] - begin[before], begin[this + 1] - begin[this])
+            differ = (
+                flat[begin[before] : begin[before] + same] != flat[begin[this] : begin[this] + same]
+            )
+            first = int(differ.argmax())
+            tokens = first if differ[first] else same
+            shared[entry] = max(tokens - 1, 0)
+    rollouts = np.asarray(order, np.int64)
+    return SortedRollouts(rollouts, lengths[rollouts] - 1, shared)
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Segments in depth-first order, parents before children, children in the rollouts' order."""
+
+    order: IntArray
+    """[M] rollouts in sorted order; a segment's owners are a slice of it."""
+    parent: IntArray
+    """[S] the segment above, -1 for a root."""
+    start: IntArray
+    """[S] position of the segment's first token on its path, the same for every owner."""
+    length: IntArray
+    """[S] edges of the segment, at least 1."""
+    owner_begin: IntArray
+    """[S] owners are `order[owner_begin : owner_end]`."""
+    owner_end: IntArray
+    """[S]"""
+    leaf: IntArray
+    """[N] the segment that holds each rollout's last edge, -1 for a rollout of one token."""
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+    @property
+    def edges(self) -> int:
+        """How many edges there are: what a plan over this forest computes."""
+        return int(self.length.sum())
+
+    @property
+    def roots(self) -> int:
+        return int((self.parent < 0).sum())
+
+    @property
+    def multiplicity(self) -> IntArray:
+        """[S] how many rollouts go through each segment."""
+        return self.owner_end - self.owner_begin
+
+    @property
+    def edge_offsets(self) -> IntArray:
+        """[S + 1] where each segment's edges start when all are numbered in segment order."""
+        return np.concatenate([[0], np.cumsum(self.length)]).astype(np.int64)
+
+    @property
+    def depth(self) -> IntArray:
+        """[S] how many segments lie above each."""
+        depth = np.zeros(len(self), np.int64)
+        for segment, parent in enumerate(self.parent.tolist()):
+            if parent >= 0:
+                depth[segment] = depth[parent] + 1
+        return depth
+
+    def owners(self, segment: int) -> IntArray:
+        """The rollouts through a segment, as positions in the batch."""
+        return self.order[self.owner_begin[segment] : self.owner_end[segment]]
+
+    def path(self, segment: int) -> list[int]:
+        """The segments from the root down to this one, itself included; [] for -1."""
+        found = []
+        while segment >= 0:
+            found.append(segment)
+            segment = int(self.parent[segment])
+        return found[::-1]
+
+    def children(self) -> list[list[int]]:
+        """For each segment, the segments below it."""
+        below: list[list[int]] = [[] for _ in range(len(self))]
+        for segment, parent in enumerate(self.parent.tolist()):
+            if parent >= 0:
+                below[parent].append(segment)
+        return below
+
+    def subtree_edges(self) -> IntArray:
+        """[S] edges of each segment and all below it."""
+        total = self.length.copy()
+        for segment in range(len(self) - 1, -1, -1):
+            if self.parent[segment] >= 0:
+                total[self.parent[segment]] += total[segment]
+        return total
+
+    def token_edges(self, offsets: IntArray) -> IntArray:
+        """[T] for each token of the batch, the edge whose label it is; -1 for first tokens."""
+        edges = np.full(int(offsets[-1]), -1, np.int64)
+        firsts = self.edge_offsets
+        for rollout, leaf in enumerate(self.leaf.tolist()):
+            base = int(offsets[rollout]) + 1
+            for segment in self.path(leaf):
+                begin, length = base + int(self.start[segment]), int(self.length[segment])
+                first = int(firsts[segment])
+                edges[begin : begin + length] = np.arange(first, first + length)
+        return edges
+
+    def segment_tokens(self, offsets: IntArray) -> IntArray:
+        """[S] where in the batch's flat tokens each segment's first token stands (one owner's)."""
+        return np.asarray(offsets, np.int64)[self.order[self.owner_begin]] + self.start
+
+    def chained(self, max_tokens: int) -> "Forest":
+        """The same edges with every longer segment cut into a chain of at most `max_tokens`.
+
+        The pieces of one segment are as equal as whole tokens allow, so that no row is a sliver.
+        """
+        pieces = -(-self.length // max_tokens)
+        if (pieces <= 1).all():
+            return self
+        first_piece = np.cumsum(pieces) - pieces
+        last_piece = first_piece + pieces - 1
+        segment = np.repeat(np.arange(len(self)), pieces)
+        piece = np.arange(len(segment)) - first_piece[segment]
+        size, longer = self.length[segment] // pieces[segment], self.length % pieces
+        begin = piece * size + np.minimum(piece, longer[segment])
+        above = np.where(self.parent >= 0, last_piece[self.parent], -1)
+        return replace(
+            self,
+            parent=np.where(piece > 0, np.arange(len(segment)) - 1, above[segment]),
+            start=self.start[segment] + begin,
+            length=size + (piece < longer[segment]),
+            owner_begin=self.owner_begin[segment],
+            owner_end=self.owner_end[segment],
+            leaf=np.where(self.leaf >= 0, last_piece[self.leaf], -1),
+        )
+
+
+class _Node:
+    """A segment while the forest is built: its children may still move to a lower part."""
+
+    __slots__ = ("begin", "children", "end", "ends", "owner_begin", "owner_end")
+
+    def __init__(self, begin: int, end: int, owner_begin: int) -> None:
+        self.begin, self.end, self.owner_begin = begin, end, owner_begin
+        self.owner_end = owner_begin + 1
+        self.children: list[_Node] = []
+        self.ends: list[int] = []
+
+
+def build_forest(order: SortedRollouts, rollouts: int) -> Forest:
+    """Build the forest of rollouts sorted by their tokens.
+
+    Args:
+        order: the sorted rollouts, cut wherever neighbours may not share.
+        rollouts: N, how many rollouts the batch has, those of one token included.
+    """
+    roots: list[_Node] = []
+    stack: list[_Node] = []
+    for entry, (edges, shared) in enumerate(
+        zip(order.edges.tolist(), order.shared_edges.tolist(), strict=True)
+    ):
+        while stack and stack[-1].begin >= shared:
+            stack.pop().owner_end = entry
+        if stack and stack[-1].end > shared:
+            upper = stack[-1]
+            lower = _Node(shared, upper.end, upper.owner_begin)
+            lower.owner_end = entry
+            lower.children, lower.ends = upper.children, upper.ends
+            upper.end, upper.children, upper.ends = shared, [lower], []
+        if edges > shared:
+            node = _Node(shared, edges, entry)
+            (stack[-1].children if stack else roots).append(node)
+            stack.append(node)
+        stack[-1].ends.append(int(order.rollouts[entry]))
+    for node in stack:
+        node.owner_end = len(order.rollouts)
+
+    parents: list[int] = []
+    nodes: list[_Node] = []
+    leaf = np.full(rollouts, -1, np.int64)
+    for segment, (node, parent) in enumerate(_depth_first(roots)):
+        nodes.append(node)
+        parents.append(parent)
+        leaf[node.ends] = segment
+
+    def column(name: str) -> IntArray:
+        return np.fromiter((getattr(node, name) for node in nodes), np.int64, len(nodes))
+
+    begin = column("begin")
+    return Forest(
+        order=order.rollouts,
+        parent=np.asarray(parents, np.int64),
+        start=begin,
+        length=column("end") - begin,
+        owner_begin=column("owner_begin"),
+        owner_end=column("owner_end"),
+        leaf=leaf,
+    )
+
+
+def _depth_first(roots: list[_Node]) -> Iterator[tuple[_Node, int]]:
+    todo = [(node, -1) for node in reversed(roots)]
+    segment = 0
+    while todo:
+        node, parent = todo.pop()
+        yield node, parent
+        todo.extend((child, segment) for child in reversed(node.children))
+        segment += 1

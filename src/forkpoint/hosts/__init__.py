@@ -1,0 +1,1 @@
+"""How a model family is entered: one module a library."""

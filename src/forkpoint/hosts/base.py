@@ -1,0 +1,57 @@
+"""What the engine asks of a model, whatever library it comes from."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.engine.rows import RowContext
+from forkpoint.plan.cost import ModelShape
+from forkpoint.rollouts import RolloutBatch
+
+
+@dataclass(frozen=True, eq=False)
+class HeadOutputs:
+    """What one row's forward gives back."""
+
+    logprobs: Tensor
+    """float32 (float64 for a float64 model) [n], for the context's head slots."""
+    entropies: Tensor | None
+    """The same, or None where they were not asked for."""
+    top: Tensor
+    """The last hidden states: the root of a backward where no token is trained."""
+
+
+class Host(Protocol):
+    """A model that the engine can run rows through."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The outermost module, as it was wrapped."""
+        ...
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """float64 for a float64 model, else float32."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def check(self, batch: RolloutBatch, *, training: bool) -> None:
+        """Refuse what has not been shown exact, in the model's present state and for this batch."""
+        ...
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Within it `forward` works; after it, whatever happened, the model is as it was."""
+        ...
+
+    def forward(self, context: RowContext) -> HeadOutputs: ...

@@ -1,0 +1,231 @@
+"""What a loss is given, what it declares, and how a function becomes one.
+
+The engine shows a loss one view of the batch at a time and adds up what the calls return. A loss is
+right for every view because whatever it divides by was fixed over the whole batch beforehand.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal, cast, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.rollouts import RolloutBatch
+
+Decomposition = Literal["token", "rollout", "joint"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denominators:
+    """What means are taken over: counts of the whole batch, over all calls and ranks of a step.
+
+    A count of 0 is allowed and means that there is nothing to divide.
+
+    tokens: trained tokens.
+    rollouts: rollouts, those without trained tokens included.
+    groups: groups.
+
+    Raises ConfigError for a count that is negative or not finite.
+    """
+
+    tokens: float
+    rollouts: float
+    groups: float
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "rollouts", "groups"):
+            check_number(f"denominators.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossOutputs:
+    """What the model says of a view's T tokens.
+
+    logprobs: float32 or float64 [T], with a graph; 0 outside the loss mask.
+    entropies: the same for the entropies, or None unless the loss has `needs_entropy`.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossBatch:
+    """A view of the batch: T tokens of n rollouts, flat, the rollouts one after another.
+
+    A view of a token-additive loss may hold any of the batch's tokens, one of a rollout-additive
+    loss holds whole rollouts, one of a joint loss all rollouts that are coupled. Tensors lie on the
+    device of the log-probs, and floats have their dtype.
+
+    offsets: int64 [n + 1]; rollout i has the view's tokens `offsets[i] : offsets[i + 1]`.
+    token_rollout: int64 [T]; for each token, which of the n rollouts it belongs to.
+    loss_mask: bool [T].
+    advantages: [T].
+    old_logprobs, reference_logprobs, weights: [T], or None where the batch has none.
+    rollout_tokens: [n]; trained tokens of the whole rollout, however few of them are in this view.
+    rollout_index: int64 [n]; the rollout's position in the RolloutBatch.
+    group_index: int64 [n]; the rollout's group in the RolloutBatch.
+    temperatures: [n].
+    denominators: of the whole batch, not of this view.
+    rollout_ids: n texts.
+    """
+
+    offsets: Tensor
+    token_rollout: Tensor
+    loss_mask: Tensor
+    advantages: Tensor
+    old_logprobs: Tensor | None
+    reference_logprobs: Tensor | None
+    weights: Tensor | None
+    rollout_tokens: Tensor
+    rollout_index: Tensor
+    group_index: Tensor
+    temperatures: Tensor
+    denominators: Denominators
+    rollout_ids: tuple[str, ...]
+
+    def trained(self, values_T: Tensor) -> Tensor:
+        """`values_T` with 0 outside the loss mask, where then neither value nor gradient counts."""
+        return torch.where(self.loss_mask, values_T, 0)
+
+    def rollout_sum(self, values_T: Tensor) -> Tensor:
+        """The sum of each rollout's values: [n]."""
+        return values_T.new_zeros(len(self.rollout_ids)).index_add(0, self.token_rollout, values_T)
+
+    def rollout_mean(self, values_T: Tensor) -> Tensor:
+        """The mean of each rollout's values over its trained tokens, 0 where it has none: [n].
+
+        It is the mean only in views that hold whole rollouts; in others it is their share of it.
+        """
+        return self.rollout_sum(self.trained(values_T)) / self.rollout_tokens.clamp(min=1)
+
+    def total(self, terms_T: Tensor, normalize: Literal["token", "rollout", "none"]) -> Tensor:
+        """The trained tokens' terms as one scalar, additive over any views of the batch.
+
+        "token": their sum over `denominators.tokens`. "rollout": the mean over rollouts of the mean
+        over the rollout's trained tokens; a rollout without any counts as 0. "none": their sum.
+        """
+        terms_T = self.trained(terms_T)
+        if normalize == "none":
+            return terms_T.sum()
+        if normalize == "token":
+            return divide(terms_T.sum(), self.denominators.tokens)
+        terms_T = terms_T / self.rollout_tokens.clamp(min=1)[self.token_rollout]
+        return divide(terms_T.sum(), self.denominators.rollouts)
+
+
+class Loss:
+    """A loss and how it decomposes. Subclass it, set what follows, and define `__call__`.
+
+    decomposition: "token" if the loss of the batch is the sum over any split of its tokens into
+        views, "rollout" if it is so over any split into whole rollouts, "joint" if coupled rollouts
+        (see `coupling`) must be seen together. A loss that claims too much trains on wrong
+        gradients.
+    needs_entropy: whether `outputs.entropies` is wanted, with gradients.
+    needs: fields of the RolloutBatch without which the loss cannot be computed.
+    takes_weights: False where the loss has no use for per-token weights; they are then refused.
+
+    A call must not read values back to the host (`.item()`, `if tensor:`): what depends on values
+    is checked in `check`, on numpy arrays, before anything runs.
+    """
+
+    decomposition: Decomposition
+    needs_entropy: bool = False
+    needs: tuple[str, ...] = ()
+    takes_weights: bool = True
+
+    def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        """The view's part of the loss, a scalar with a graph to `outputs`."""
+        raise NotImplementedError(f"{type(self).__name__} does not define __call__.")
+
+    def check(self, batch: RolloutBatch) -> None:
+        """Raises RolloutError where this loss cannot be computed on `batch`."""
+        for name in self.needs:
+            if getattr(batch, name) is None:
+                raise RolloutError(
+                    f"{self!r} needs {name}, but the rollouts have none. Give every Rollout its "
+                    f"{name}; policy.score(batch) computes log-probs under a model."
+                )
+        if batch.weights is not None and not self.takes_weights:
+            raise RolloutError(
+                f"The rollouts have weights, for which {type(self).__name__} has no use. Leave "
+                "weights out, or take a loss that multiplies its terms by them, such as GRPO."
+            )
+
+    def coupling(self, batch: RolloutBatch) -> NDArray[np.int64]:
+        """Which rollouts must lie in one graph: int64 [N], equal for those that must.
+
+        All of them for a joint loss, unless it knows better; otherwise each is on its own.
+        """
+        count = len(batch.rollout_ids)
+        return np.zeros(count, np.int64) if self.decomposition == "joint" else np.arange(count)
+
+
+LossFunction = Callable[[LossOutputs, LossBatch], Tensor]
+
+
+@dataclass(frozen=True)
+class FunctionLoss(Loss):
+    """A function of (outputs, batch) as a loss: joint, since nothing is known of it."""
+
+    decomposition = "joint"
+
+    function: LossFunction
+
+    def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        return self.function(outputs, batch)
+
+
+def as_loss(loss: Loss | LossFunction) -> Loss:
+    """`loss` itself if it is a Loss; a function of (outputs, batch) becomes a joint one.
+
+    Raises ConfigError for anything else, for a class in place of its instance, and for a Loss whose
+    decomposition or needs are not allowed.
+    """
+    if isinstance(loss, type):
+        raise ConfigError(
+            f"The loss is the class {loss.__name__}; pass an instance, {loss.__name__}()."
+        )
+    if not isinstance(loss, Loss):
+        if not callable(loss) or hasattr(loss, "decomposition"):
+            raise ConfigError(
+                f"The loss is {loss!r} of type {type(loss).__name__}; it takes a "
+                "forkpoint.losses.Loss or a function of (outputs, batch). A loss that declares its "
+                "decomposition subclasses Loss."
+            )
+        return FunctionLoss(cast(LossFunction, loss))
+    check_choice("decomposition", getattr(loss, "decomposition", None), get_args(Decomposition))
+    for name in loss.needs:
+        check_choice("needs", name, ("old_logprobs", "reference_logprobs", "weights"))
+    return loss
+
+
+def divide(total: Tensor, count: float) -> Tensor:
+    """`total / count`, and `total`, then an empty sum, where there is nothing to divide by."""
+    return total / count if count else total
+
+
+def check_number(
+    name: str, value: object, *, positive: bool = False, infinite: bool = False
+) -> None:
+    """Raises ConfigError unless `value` is a number of at least 0 (above 0 if `positive`)."""
+    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    large_enough = number > 0 if positive else number >= 0
+    if large_enough and (infinite or number < math.inf):
+        return
+    raise ConfigError(
+        f"{name} is {value!r}; it takes a {'' if infinite else 'finite '}number "
+        f"{'above' if positive else 'of at least'} 0."
+    )
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises ConfigError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}.")

@@ -1,0 +1,37 @@
+"""Weighted log-likelihood: supervised fine-tuning on rollouts that share tokens."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from forkpoint.losses.base import Loss, LossBatch, LossOutputs, check_choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogLikelihood(Loss):
+    """The negative log-likelihood of the trained tokens, token-additive.
+
+    A trained token's term is `-w * logprob`, where w are the rollouts' weights, 1 if they have
+    none. Advantages and old log-probs play no part.
+
+    normalize: "token" is the sum of the terms over `denominators.tokens`, the trained tokens of the
+        whole batch (the cross-entropy of ordinary fine-tuning); "rollout" is the mean over
+        `denominators.rollouts` of each rollout's mean over its trained tokens, 0 for a rollout
+        without any; "none" is the sum. Weights do not enter a denominator.
+
+    Raises ConfigError for a normalize that is not allowed.
+    """
+
+    decomposition = "token"
+
+    normalize: Literal["token", "rollout", "none"] = "token"
+
+    def __post_init__(self) -> None:
+        check_choice("normalize", self.normalize, ("token", "rollout", "none"))
+
+    def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        terms_T = -batch.trained(outputs.logprobs)
+        if batch.weights is not None:
+            terms_T = terms_T * batch.trained(batch.weights)
+        return batch.total(terms_T, self.normalize)

@@ -1,0 +1,120 @@
+"""What a kernel is to the composition: two functions and a record of what they can do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.attention.table import Launch
+
+
+class Forward(Protocol):
+    """q [Tq, H, D], k [Tk, K, D], v [Tk, K, E] of one launch -> o [Tq, H, E], lse [H, Tq].
+
+    o in the inputs' dtype or in `accumulate_dtype`, lse in the latter, natural logarithm, both
+    freshly allocated. Inputs are contiguous in their last dimension and may be strided in others.
+    """
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKE: Tensor,
+        launch: Launch,
+        *,
+        scale: float,
+        softcap: float,
+        window: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Backward(Protocol):
+    """Gradients dq, dk, dv of one launch, in the inputs' dtype or in `accumulate_dtype`.
+
+    o and lse are those of the merged result, not of this launch: P = exp(s - lse) and the row sums
+    of do * o are all that a flash backward takes from them, so its gradients are this launch's part
+    of the true ones. All three are freshly allocated, shaped as q, k and v.
+    """
+
+    def __call__(
+        self,
+        do_THE: Tensor,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKE: Tensor,
+        o_THE: Tensor,
+        lse_HT: Tensor,
+        launch: Launch,
+        *,
+        scale: float,
+        softcap: float,
+        window: int,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def _no_refusal(*_: object) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel by name, its pair of functions, and what has been shown of it; the rest is False."""
+
+    name: str
+    forward: Forward
+    backward: Backward
+    device_types: tuple[str, ...] | None
+    """Types of device it runs on; None is any."""
+    dtypes: tuple[torch.dtype, ...]
+    refuses_head_dims: Callable[[int, int], str | None] = _no_refusal
+    """Why a head dim D with value dim E cannot be served ("it needs ..."), or None."""
+    refuses_device: Callable[[torch.device], str | None] = _no_refusal
+    """Why a device of the right type cannot be served (package missing, old chip), or None."""
+    softcap: bool = False
+    window: bool = False
+    causal_offset: bool = False
+    """Causal launches whose sequences have more keys than queries; windowed layers need it."""
+    ragged: bool = False
+    """Sequences of different lengths in one launch."""
+    deterministic: bool = False
+    """Its backward can be made to give the same bits each time."""
+
+    def refusal(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        value_dim: int,
+        softcap: float,
+        window: int,
+        deterministic: bool,
+    ) -> str | None:
+        """Why it cannot serve such attention, worded to follow its name; None if it can."""
+        if self.device_types is not None and device.type not in self.device_types:
+            return f"it runs on {', '.join(self.device_types)}, not on {device.type}"
+        if dtype not in self.dtypes:
+            return f"it takes {', '.join(map(str, self.dtypes))}, not {dtype}"
+        if softcap and not self.softcap:
+            return f"it has no softcap (asked for {softcap})"
+        if window and not (self.window and self.causal_offset):
+            return f"it has no sliding window (asked for {window})"
+        if deterministic and not self.deterministic:
+            return "its backward is not deterministic"
+        return self.refuses_head_dims(head_dim, value_dim) or self.refuses_device(device)
+
+    def launch_refusal(self, launch: Launch) -> str | None:
+        """Why it cannot serve this launch of an attention that it serves; None if it can."""
+        if launch.ragged and not self.ragged:
+            return "it takes sequences of equal length, and a launch has others"
+        longer = launch.k_end - launch.k_begin != launch.q_end - launch.q_begin
+        if launch.causal and longer and not self.causal_offset:
+            return "it has no causal mask for more keys than queries, and a launch needs it"
+        return None
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse, of sums over launches and of boundary gradients: float32, or float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,45 @@
+"""Joining the partial results of a row's launches by log-sum-exp."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.attention.kernel import accumulate_dtype
+
+
+class Part(NamedTuple):
+    """What one launch's forward returned for the queries q_begin to q_begin + len(o)."""
+
+    q_begin: int
+    o_THE: Tensor
+    lse_HT: Tensor
+
+
+def merge(parts: list[Part], sinks_H: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """O = sum over parts of exp(lse_p - LSE) o_p, with LSE = log(sum exp lse_p + exp sink).
+
+    parts: the first covers all queries, later ones a contiguous range each. Returns o [T, H, E] in
+    `dtype` and lse [H, T] in float32 (float64 for float64), contiguous; inputs may be reused.
+    """
+    _, first_THE, lse_HT = parts[0]
+    if len(parts) == 1 and sinks_H is None:
+        return first_THE.to(dtype).contiguous(), lse_HT.contiguous()
+
+    total_HT = lse_HT.clone(memory_format=torch.contiguous_format)
+    for begin, _, part_HT in parts[1:]:
+        view_HT = total_HT[:, begin : begin + part_HT.shape[1]]
+        torch.logaddexp(view_HT, part_HT, out=view_HT)
+    if sinks_H is not None:
+        torch.logaddexp(total_HT, sinks_H.to(total_HT.dtype)[:, None], out=total_HT)
+
+    out_THE = None
+    for begin, o_THE, part_HT in parts:
+        queries = slice(begin, begin + len(o_THE))
+        weight_TH1 = (part_HT - total_HT[:, queries]).exp_().T[:, :, None]
+        if out_THE is None:
+            out_THE = o_THE.to(accumulate_dtype(dtype)) * weight_TH1
+        else:
+            out_THE[queries].addcmul_(o_THE.to(out_THE.dtype), weight_TH1)
+    assert out_THE is not None
+    return out_THE.to(dtype).contiguous(), total_HT

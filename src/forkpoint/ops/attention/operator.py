@@ -1,0 +1,283 @@
+"""The attention of a row as torch operators: forward, backward, and what compilers see of them.
+
+A query sees its own segment causally and every ancestor whole. That is one causal call over the
+row's segments and one unmasked call for each further level of ancestors; the partial results are
+merged by log-sum-exp. Since P = exp(s - LSE) and only the row sums of dO * O are needed besides,
+each call's stock backward, given the merged O and LSE, returns its part of the exact gradients.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint.errors import UnsupportedError
+from forkpoint.ops.attention.checks import check_launches, check_tensors
+from forkpoint.ops.attention.kernel import Kernel, accumulate_dtype
+from forkpoint.ops.attention.merge import Part, merge
+from forkpoint.ops.attention.registry import select_kernel
+from forkpoint.ops.attention.source import RowSum, Source
+from forkpoint.ops.attention.table import (
+    FROM_ARENA,
+    FROM_ROW,
+    ArenaSlice,
+    AttentionTable,
+    Launch,
+    read_launches,
+)
+
+
+def shared_attention(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKE: Tensor,
+    *,
+    table: AttentionTable,
+    arena: ArenaSlice | None = None,
+    sinks: Tensor | None = None,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    kernel: str = "auto",
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the tokens of one row over their paths, in the row and in the arena.
+
+    q_THD [T, H, D], k_TKD [T, K, D], v_TKE [T, K, E]: one floating dtype and device; H is a
+    multiple of K, and query head h reads key-value head h // (H / K). sinks [H], any floating
+    dtype: learnable logits without a value in every softmax. scale multiplies the scores; softcap
+    c > 0 makes them c * tanh(s / c); window W > 0 lets a query at i see keys j with i - W < j <= i,
+    by a table made for it: one causal launch, which gathers the tails of the paths.
+
+    Returns o_THE [T, H, E] in the dtype of q, and lse_HT [H, T], float32 (float64 for float64), the
+    log of the softmax denominators, sinks included; lse is not differentiable.
+
+    The backward returns the gradients of q, k, v and sinks that are required, and adds those of the
+    arena into arena.grad_k and arena.grad_v, in place, where these are given. Autograd's version
+    counter does not guard the arena: other slices of its buffer may be written between forward and
+    backward, but not this one. There is no second derivative.
+
+    Raises UnsupportedError where the kernel cannot serve; AssertionError for inputs that contradict
+    one another or the table.
+    """
+    arena_tensors = (None, None, None, None)
+    if arena is not None:
+        assert not (arena.k.requires_grad or arena.v.requires_grad), (
+            "the arena is constant here; detach it, and let its gradients go to grad_k and grad_v"
+        )
+        arena_tensors = (arena.k, arena.v, arena.grad_k, arena.grad_v)
+    return _forward_op(
+        q_THD,
+        k_TKD,
+        v_TKE,
+        *arena_tensors,
+        sinks,
+        table.launches,
+        table.cu_cpu,
+        table.cu_device,
+        table.row_gather,
+        table.arena_gather,
+        scale,
+        softcap,
+        window,
+        kernel,
+        deterministic,
+    )
+
+
+@torch.library.custom_op("forkpoint::shared_attention", mutates_args=())
+def _forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arena_k: Tensor | None,
+    arena_v: Tensor | None,
+    arena_grad_k: Tensor | None,
+    arena_grad_v: Tensor | None,
+    sinks: Tensor | None,
+    launches: Tensor,
+    cu_cpu: Tensor,
+    cu_device: Tensor,
+    row_gather: Tensor | None,
+    arena_gather: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+    kernel: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    check_tensors(q, k, v, arena_k, arena_v, arena_grad_k, arena_grad_v, sinks)
+    calls = read_launches(launches, cu_cpu, cu_device)
+    arena_tokens = 0 if arena_k is None else len(arena_k)
+    check_launches(calls, len(q), arena_tokens, row_gather is not None, window)
+    chosen = _select(q, v, calls, kernel, softcap, window, deterministic)
+
+    q = _dense_last(q)
+    keys = Source(k, arena_k, row_gather, arena_gather)
+    values = Source(v, arena_v, row_gather, arena_gather)
+    parts = []
+    with _without_autocast(q):
+        for launch in calls:
+            o_THE, lse_HT = chosen.forward(
+                q[launch.q_begin : launch.q_end],
+                _dense_last(keys.read(launch)),
+                _dense_last(values.read(launch)),
+                launch,
+                scale=scale,
+                softcap=softcap,
+                window=window,
+            )
+            parts.append(Part(launch.q_begin, o_THE, lse_HT))
+        return merge(parts, sinks, q.dtype)
+
+
+@torch.library.custom_op(
+    "forkpoint::shared_attention_backward", mutates_args=("arena_grad_k", "arena_grad_v")
+)
+def _backward_op(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    arena_k: Tensor | None,
+    arena_v: Tensor | None,
+    arena_grad_k: Tensor | None,
+    arena_grad_v: Tensor | None,
+    sinks: Tensor | None,
+    launches: Tensor,
+    cu_cpu: Tensor,
+    cu_device: Tensor,
+    row_gather: Tensor | None,
+    arena_gather: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+    kernel: str,
+    deterministic: bool,
+    wants_q: bool,
+    wants_k: bool,
+    wants_v: bool,
+    wants_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    calls = read_launches(launches, cu_cpu, cu_device)
+    chosen = _select(q, v, calls, kernel, softcap, window, deterministic)
+
+    do, q = do.contiguous(), _dense_last(q)
+    keys = Source(k, arena_k, row_gather, arena_gather, arena_grad_k)
+    values = Source(v, arena_v, row_gather, arena_gather, arena_grad_v)
+    dq_sum = RowSum(q)
+    with _without_autocast(q):
+        for launch in calls:
+            if not (
+                wants_q
+                or (launch.source != FROM_ARENA and (wants_k or wants_v))
+                or (launch.source != FROM_ROW and arena_grad_k is not None)
+            ):
+                continue
+            queries = slice(launch.q_begin, launch.q_end)
+            dq, dk, dv = chosen.backward(
+                do[queries],
+                q[queries],
+                _dense_last(keys.read(launch)),
+                _dense_last(values.read(launch)),
+                o[queries],
+                lse[:, queries],
+                launch,
+                scale=scale,
+                softcap=softcap,
+                window=window,
+                deterministic=deterministic,
+            )
+            if wants_q:
+                dq_sum.add(dq, launch.q_begin)
+            keys.add_grad(launch, dk, wants_k, deterministic)
+            values.add_grad(launch, dv, wants_v, deterministic)
+        # An operator returns tensors, not None: what is not wanted is an empty one.
+        return (
+            dq_sum.result() if wants_q else q.new_empty(0),
+            keys.grad.result() if wants_k else q.new_empty(0),
+            values.grad.result() if wants_v else q.new_empty(0),
+            _sinks_gradient(do, o, lse, sinks)
+            if wants_sinks and sinks is not None
+            else q.new_empty(0),
+        )
+
+
+def _sinks_gradient(do_THE: Tensor, o_THE: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> Tensor:
+    """A sink has the share exp(s_h - LSE) of a softmax and no value: ds = share * (0 - dO . O)."""
+    dtype = lse_HT.dtype
+    delta_HT = (do_THE.to(dtype) * o_THE).sum(-1).T
+    share_HT = (sinks_H.to(dtype)[:, None] - lse_HT).exp_()
+    return -(share_HT * delta_HT).sum(-1).to(sinks_H.dtype)
+
+
+@_forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    tokens, heads, _dim = q.shape
+    o_THE = q.new_empty(tokens, heads, v.shape[2])
+    return o_THE, q.new_empty(heads, tokens, dtype=accumulate_dtype(q.dtype))
+
+
+@_backward_op.register_fake
+def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    sinks, wanted = rest[6], rest[-4:]
+    return tuple(
+        x.new_empty(x.shape) if wants else q.new_empty(0)
+        for x, wants in zip((q, k, v, sinks), wanted, strict=True)
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *arena, sinks = inputs[:8]
+    o_THE, lse_HT = output
+    ctx.mark_non_differentiable(lse_HT)
+    ctx.save_for_backward(q, k, v, o_THE, lse_HT, sinks)
+    # Not saved for backward: autograd would take a write to any slice of the arena for an error,
+    # and offloading would take the arena for an activation of this row.
+    ctx.arena = arena
+    ctx.rest = inputs[8:]
+
+
+def _backward(ctx: Any, do_THE: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, o_THE, lse_HT, sinks = ctx.saved_tensors
+    wanted = [ctx.needs_input_grad[at] for at in (0, 1, 2, 7)]
+    found = _backward_op(do_THE, q, k, v, o_THE, lse_HT, *ctx.arena, sinks, *ctx.rest, *wanted)
+    dq, dk, dv, dsinks = (x if wants else None for x, wants in zip(found, wanted, strict=True))
+    return dq, dk, dv, None, None, None, None, dsinks, *([None] * len(ctx.rest))
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _select(
+    q: Tensor,
+    v: Tensor,
+    launches: list[Launch],
+    kernel: str,
+    softcap: float,
+    window: int,
+    deterministic: bool,
+) -> Kernel:
+    """The kernel that serves, the same in forward and backward."""
+    chosen = select_kernel(
+        kernel, q.device, q.dtype, q.shape[2], v.shape[2], softcap, window, deterministic
+    )
+    for launch in launches:
+        refusal = chosen.launch_refusal(launch)
+        if refusal is not None:
+            raise UnsupportedError(f"Attention kernel {chosen.name!r} cannot serve: {refusal}.")
+    return chosen
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager:
+    """Autocast reaches into operators: here it would round float32 sums and products to 16 bit."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _dense_last(x: Tensor) -> Tensor:
+    """Kernels take any strides but in the last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,216 @@
+"""What the attention of one row reads: its launches, and boundary state of other rows.
+
+Built once a row and used by all of its layers and passes. Plain objects of tensors, no dataclasses:
+FSDP copies dataclasses that it meets in call arguments, and Python numbers that change from row to
+row would recompile a compiled layer. That is why the launches are a tensor on the CPU, which is
+read without a device sync.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LAUNCH_COLUMNS: tuple[str, ...] = (
+    "source",
+    "causal",
+    "q_begin",
+    "q_end",
+    "k_begin",
+    "k_end",
+    "max_q",
+    "max_k",
+    "cu_q_at",
+    "cu_k_at",
+    "count",
+)
+"""Columns of the launch table, in order; `AttentionTable.from_numpy` says what they mean."""
+
+FROM_ROW, FROM_ARENA, FROM_GATHER = 0, 1, 2
+"""Where the keys of a launch come from: the values of its column `source`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One variable-length attention call: `count` sequences, back to back on both sides.
+
+    Sequence i has queries `cu_q[i]` to `cu_q[i+1]` and keys `cu_k[i]` to `cu_k[i+1]`, counted from
+    the start of what a kernel is given. It sees all of its keys, or, if causal, those up to its own
+    position with the last query at the last key (bottom-right). No sequence is empty.
+    """
+
+    source: int
+    causal: bool
+    q_begin: int
+    q_end: int
+    k_begin: int
+    k_end: int
+    max_q: int
+    max_k: int
+    count: int
+    cu_q: Tensor
+    cu_k: Tensor
+    cu_q_cpu: Tensor
+    cu_k_cpu: Tensor
+
+    @property
+    def ragged(self) -> bool:
+        """Whether its sequences differ in length, on either side."""
+        return (
+            self.count * self.max_q != self.q_end - self.q_begin
+            or self.count * self.max_k != self.k_end - self.k_begin
+        )
+
+    def sequences(self) -> Iterator[tuple[int, int, int, int]]:
+        """(q_begin, q_end, k_begin, k_end) of each sequence, relative to the launch."""
+        q, k = self.cu_q_cpu.tolist(), self.cu_k_cpu.tolist()
+        return zip(q, q[1:], k, k[1:], strict=False)
+
+
+class AttentionTable:
+    """The launches of one row as tensors; build it with `from_numpy`.
+
+    launches [n, 11] int64 on the CPU; cu_cpu and cu_device, the same int32 cumulative lengths on
+    the CPU and on the device (one tensor where these are the same). row_gather and arena_gather are
+    None but in windowed layers: int64 [2, *] on the device, positions among the gathered keys above
+    the slots of the row, or of the arena, that they are read from.
+    """
+
+    def __init__(
+        self,
+        launches: Tensor,
+        cu_cpu: Tensor,
+        cu_device: Tensor,
+        row_gather: Tensor | None = None,
+        arena_gather: Tensor | None = None,
+    ) -> None:
+        self.launches = launches
+        self.cu_cpu = cu_cpu
+        self.cu_device = cu_device
+        self.row_gather = row_gather
+        self.arena_gather = arena_gather
+
+    @classmethod
+    def from_numpy(
+        cls,
+        launches: np.ndarray,
+        cu: np.ndarray,
+        key_index: np.ndarray | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> "AttentionTable":
+        """Check a planner's table and put it on the device.
+
+        launches: integers [n, 11], columns as in LAUNCH_COLUMNS. source is 0 for keys of the row, 1
+        for keys of the arena, 2 for keys gathered by key_index. Queries are q[q_begin:q_end], keys
+        source[k_begin:k_end], cut into `count` sequences by `cu[cu_q_at : cu_q_at + count + 1]` and
+        `cu[cu_k_at : ...]`. The first launch covers every query of the row; later ones cover
+        contiguous parts of it.
+        cu: integers [*], runs of cumulative lengths, each starting at 0.
+        key_index: integers [G]; an entry >= 0 is a slot of the row, an entry < 0 is slot -1 - entry
+        of the arena. A table with it has exactly one launch, of source 2.
+
+        Raises AssertionError for a table that breaks these rules: a planner's bug, not a user's.
+        """
+        _check(launches, cu, key_index)
+        cu_cpu = torch.tensor(cu, dtype=torch.int32)
+        row_gather = arena_gather = None
+        if key_index is not None:
+            # Split here, on the host, so that no layer needs masks, clamps or a sync for it.
+            (row,), (other,) = np.nonzero(key_index >= 0), np.nonzero(key_index < 0)
+            row_gather = _to(torch.tensor(np.stack([row, key_index[row]])), device)
+            if other.size:
+                arena_gather = _to(torch.tensor(np.stack([other, -1 - key_index[other]])), device)
+        return cls(
+            torch.tensor(launches, dtype=torch.int64),
+            cu_cpu,
+            _to(cu_cpu, device),
+            row_gather,
+            arena_gather,
+        )
+
+
+class ArenaSlice:
+    """Boundary state of ancestors in other rows, in one layer, as a row sees it.
+
+    k [A, K, D] and v [A, K, E] in the dtype of the row's own; constants here, never differentiated.
+    grad_k and grad_v, both or neither, float32 (float64 for float64) of the same shapes: the
+    backward adds the gradients of k and v into them, in place.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, grad_k: Tensor | None = None, grad_v: Tensor | None = None
+    ) -> None:
+        self.k = k
+        self.v = v
+        self.grad_k = grad_k
+        self.grad_v = grad_v
+
+
+def read_launches(launches: Tensor, cu_cpu: Tensor, cu_device: Tensor) -> list[Launch]:
+    """The launches of a table, with views of its cumulative lengths; no copy and no sync."""
+    found = []
+    for row in launches.tolist():
+        source, causal, q_begin, q_end, k_begin, k_end, max_q, max_k, q_at, k_at, count = row
+        q_cut, k_cut = slice(q_at, q_at + count + 1), slice(k_at, k_at + count + 1)
+        found.append(
+            Launch(
+                source=source,
+                causal=bool(causal),
+                q_begin=q_begin,
+                q_end=q_end,
+                k_begin=k_begin,
+                k_end=k_end,
+                max_q=max_q,
+                max_k=max_k,
+                count=count,
+                cu_q=cu_device[q_cut],
+                cu_k=cu_device[k_cut],
+                cu_q_cpu=cu_cpu[q_cut],
+                cu_k_cpu=cu_cpu[k_cut],
+            )
+        )
+    return found
+
+
+def _to(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on the device, by an asynchronous copy where that is another than the CPU."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _check(launches: np.ndarray, cu: np.ndarray, key_index: np.ndarray | None) -> None:
+    shape = launches.shape
+    assert launches.ndim == 2 and shape[0] > 0 and shape[1] == len(LAUNCH_COLUMNS), (
+        f"launches has shape {shape}; it takes [n, {len(LAUNCH_COLUMNS)}] with n of at least 1"
+    )
+    assert np.issubdtype(launches.dtype, np.integer) and np.issubdtype(cu.dtype, np.integer)
+    gathers = launches[:, 0] == FROM_GATHER
+    if key_index is None:
+        assert not gathers.any(), "a launch gathers its keys, but there is no key_index"
+    else:
+        assert gathers.tolist() == [True], "a table with key_index has one launch, of source 2"
+        assert np.issubdtype(key_index.dtype, np.integer)
+        assert launches[0, 4] == 0 and launches[0, 5] == len(key_index), (
+            f"the launch reads {launches[0, 4]}:{launches[0, 5]} of {len(key_index)} gathered keys"
+        )
+    assert launches[0, 2] == 0, "the first launch covers every query, so it begins at 0"
+    for row in launches.tolist():
+        launch = dict(zip(LAUNCH_COLUMNS, row, strict=True))
+        assert launch["source"] in (FROM_ROW, FROM_ARENA, FROM_GATHER), launch
+        lengths = {}
+        for side in "qk":
+            at = launch[f"cu_{side}_at"]
+            bounds = cu[at : at + launch["count"] + 1]
+            assert launch["count"] > 0 and len(bounds) == launch["count"] + 1, launch
+            lengths[side] = np.diff(bounds)
+            assert bounds[0] == 0, launch
+            assert bounds[-1] == launch[f"{side}_end"] - launch[f"{side}_begin"], launch
+            assert launch[f"{side}_begin"] >= 0 and lengths[side].min() > 0, launch
+            assert launch[f"max_{side}"] == lengths[side].max(), launch
+        assert not launch["causal"] or (lengths["q"] <= lengths["k"]).all(), launch
+        if launch["causal"] and launch["source"] == FROM_ROW:
+            assert (lengths["q"] == lengths["k"]).all(), launch

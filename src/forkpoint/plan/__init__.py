@@ -1,0 +1,6 @@
+"""Plans: which rows run, in which order, and what they keep. Imports no torch."""
+
+from forkpoint.plan.cost import ModelShape as ModelShape
+from forkpoint.plan.cost import Work as Work
+from forkpoint.plan.plan import Plan as Plan
+from forkpoint.plan.planner import make_plan as make_plan

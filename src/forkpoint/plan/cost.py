@@ -1,0 +1,174 @@
+"""Counted floating-point operations, bytes and tokens of a batch for a model shape.
+
+The bound of every speed-up is defined here and nowhere else: FLOPs of dense training over FLOPs of
+the edges run, attention on visible pairs, the head on labelled tokens only on both sides, and
+nothing of ours (recomputation, zero roots, padding) counted as useful.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from forkpoint.errors import ConfigError
+from forkpoint.forest import Forest, IntArray
+
+# A backward runs two matrix products for each one of the forward; attention's runs five for two.
+LINEAR_BACKWARD = 2.0
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What the counts need to know of a decoder with attention and gated MLP blocks."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    intermediate: int
+    vocab: int
+    windows: tuple[int, ...] = field(default=())
+    """One entry a layer: how many positions a query sees, itself included; 0 sees all."""
+    dtype_bytes: int = 2
+    checkpointed: bool = False
+    """Whether blocks keep only their inputs between forward and backward."""
+
+    def __post_init__(self) -> None:
+        if not self.windows:
+            object.__setattr__(self, "windows", (0,) * self.layers)
+        if len(self.windows) != self.layers:
+            raise ConfigError(
+                f"windows has {len(self.windows)} entries for {self.layers} layers; give one each."
+            )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **changes: Any) -> "ModelShape":
+        """Read the shape from a transformers configuration as a mapping (a config.json).
+
+        Raises:
+            ConfigError: a size that the counts need is missing.
+        """
+        names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        missing = [n for n in (*names, "intermediate_size") if config.get(n) is None]
+        if missing:
+            raise ConfigError(
+                f"the model configuration lacks {', '.join(missing)}; forkpoint counts FLOPs of "
+                "decoders described by these keys."
+            )
+        layers, hidden, heads, vocab = (int(config[n]) for n in names)
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        window = int(config.get("sliding_window") or 0)
+        kinds = config.get("layer_types") or ["full_attention"] * layers
+        if config.get("use_sliding_window") is False:
+            window = 0
+        return cls(
+            **{
+                "layers": layers,
+                "hidden": hidden,
+                "heads": heads,
+                "kv_heads": int(config.get("num_key_value_heads") or heads),
+                "head_dim": head_dim,
+                "value_dim": head_dim,
+                "intermediate": int(config["intermediate_size"]),
+                "vocab": vocab,
+                "windows": tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+                **changes,
+            }
+        )
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of the blocks' matrix products, each used once a token."""
+        attention = self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        attention += self.value_dim * self.hidden * (self.kv_heads + self.heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def boundary_bytes_per_token(self) -> int:
+        """K and V of one token in all layers."""
+        return self.layers * self.boundary_elements * self.dtype_bytes
+
+    @property
+    def boundary_gradient_bytes_per_token(self) -> int:
+        """The float32 (float64 for a float64 model) gradients of one token's K and V."""
+        return self.layers * self.boundary_elements * max(4, self.dtype_bytes)
+
+    @property
+    def boundary_elements(self) -> int:
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """What one token's forward leaves for its backward, counted tensor by tensor.
+
+        A block keeps the inputs of its two norms and of its seven matrix products, q, k and v as
+        attention reads them, attention's output, and the gate's, the up's and their product's
+        values; a norm computed in float32 keeps that copy as well. A checkpointed block keeps its
+        input, and one block at a time is whole while it is recomputed.
+        """
+        attention = (self.heads + self.kv_heads) * self.head_dim
+        values = (self.heads + self.kv_heads) * self.value_dim
+        block = 4 * self.hidden + 2 * attention + values + 4 * self.intermediate
+        norm_copies = 2 * self.hidden * 4 if self.dtype_bytes < 4 else 0
+        block_bytes = block * self.dtype_bytes + norm_copies
+        if self.checkpointed:
+            return self.layers * self.hidden * self.dtype_bytes + block_bytes
+        return self.layers * block_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Tokens, visible pairs and labelled tokens; enough to count FLOPs for any model shape."""
+
+    tokens: int
+    pairs: dict[int, int]
+    """For each window in use (0 is none): visible (query, key) pairs of one layer and head."""
+    labelled: int
+
+    def forward_flops(self, shape: ModelShape) -> float:
+        return self._flops(shape, 1.0, 1.0)
+
+    def step_flops(self, shape: ModelShape) -> float:
+        """Forward and backward."""
+        return self._flops(shape, 1.0 + LINEAR_BACKWARD, 1.0 + ATTENTION_BACKWARD)
+
+    def _flops(self, shape: ModelShape, linear: float, attention: float) -> float:
+        dense = 2.0 * (self.tokens * shape.linear_parameters)
+        head = 2.0 * self.labelled * shape.hidden * shape.vocab
+        per_pair = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
+        pairs = sum(self.pairs[window] for window in shape.windows)
+        return linear * (dense + head) + attention * per_pair * pairs
+
+
+def visible_pairs(start: IntArray, length: IntArray, window: int) -> int:
+    """Pairs (query, key) that causal attention visits for runs of tokens on their paths.
+
+    Args:
+        start: [S] tokens before each run on its path.
+        length: [S] tokens of each run.
+        window: how many positions a query sees, itself included; 0 sees all.
+    """
+    start, length = np.asarray(start, np.int64), np.asarray(length, np.int64)
+    if not window:
+        return int((length * start + length * (length + 1) // 2).sum())
+    # Position p sees min(p + 1, window): count those still below the window, then the full ones.
+    growing = np.clip(window - start, 0, length)
+    below = growing * start + growing * (growing + 1) // 2
+    return int((below + (length - growing) * window).sum())
+
+
+def dense_work(edges: IntArray, labelled: int, windows: tuple[int, ...]) -> Work:
+    """Work of running every rollout on its own; `edges` [N] are tokens less one, at least 0."""
+    starts = np.zeros_like(edges)
+    pairs = {window: visible_pairs(starts, edges, window) for window in {0, *windows}}
+    return Work(tokens=int(edges.sum()), pairs=pairs, labelled=labelled)
+
+
+def forest_work(forest: Forest, labelled: int, windows: tuple[int, ...]) -> Work:
+    """Work of running each edge of a forest once."""
+    pairs = {window: visible_pairs(forest.start, forest.length, window) for window in {0, *windows}}
+    return Work(tokens=forest.edges, pairs=pairs, labelled=labelled)

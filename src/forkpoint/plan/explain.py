@@ -1,0 +1,111 @@
+"""A plan as a person reads it."""
+
+import io
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from forkpoint.plan.plan import Plan
+
+MOST_ROWS = 24
+MOST_SEGMENTS = 40
+
+
+def explain(plan: Plan, *, width: int) -> str:
+    """Render what runs, what is saved, why this plan was chosen and what was refused."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    console.print(Group(_summary(plan), _candidates(plan), _rows(plan), _tree(plan)))
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def _summary(plan: Plan) -> Table:
+    table = Table(title=f"plan: {plan.sharing} + {plan.boundary}, {plan.reason}", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    add = table.add_row
+    add("rollouts", f"{plan.rollouts:,}")
+    add("logical tokens (as given)", f"{plan.logical_tokens:,}")
+    add("unique tokens (once in the whole batch)", f"{plan.unique_tokens:,}")
+    add("computed tokens (edges run)", f"{plan.computed_tokens:,}")
+    if plan.run_slots != plan.computed_tokens:
+        add("padding run besides", f"{plan.run_slots - plan.computed_tokens:,}")
+    add("labelled edges (head)", f"{plan.labelled:,}")
+    add("rows, segments", f"{len(plan.rows):,}, {len(plan.forest):,}")
+    add("boundary state held at once, tokens", f"{plan.arena_slots:,}")
+    if plan.shape is not None:
+        dense, shared = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
+        add("dense step, TFLOP", f"{dense / 1e12:,.3f}")
+        add("this step, TFLOP", f"{shared / 1e12:,.3f}")
+    if plan.predicted_peak_bytes is not None:
+        add("activations and boundary at the peak, GiB", f"{plan.predicted_peak_bytes / 2**30:.2f}")
+    unit = "FLOPs" if plan.shape is not None else "tokens"
+    add(f"bound on the speed-up ({unit})", f"{plan.bound:.2f}x")
+    return table
+
+
+def _candidates(plan: Plan) -> Table:
+    table = Table(title="looked at")
+    for name in ("sharing", "boundary", "cost against the plan", "remark"):
+        table.add_column(name)
+    chosen = next(
+        (
+            c.cost
+            for c in plan.candidates
+            if (c.sharing, c.boundary) == (plan.sharing, plan.boundary)
+        ),
+        None,
+    )
+    for candidate in plan.candidates:
+        remark = candidate.refused or ""
+        if (candidate.sharing, candidate.boundary) == (plan.sharing, plan.boundary):
+            remark = "chosen"
+        relative = f"{candidate.cost / chosen:.3f}" if candidate.cost and chosen else "-"
+        table.add_row(candidate.sharing, candidate.boundary, relative, remark)
+    return table
+
+
+def _rows(plan: Plan) -> Table:
+    table = Table(title=f"rows in visiting order ({plan.waves} waves)")
+    for name in ("row", "inside", "segments", "tokens", "slots", "boundary kept"):
+        table.add_column(name, justify="left" if name in ("row", "inside") else "right")
+    for row in plan.rows[:MOST_ROWS]:
+        kept = sum(
+            int(plan.forest.length[s])
+            for s, begin in zip(row.segments, row.arena_begin, strict=True)
+            if begin >= 0
+        )
+        parent = plan.row_names[row.parent] if row.parent >= 0 else "-"
+        table.add_row(
+            plan.row_names[row.index],
+            parent,
+            f"{len(row.segments):,}",
+            f"{row.tokens:,}",
+            f"{row.slots:,}",
+            f"{kept:,}",
+        )
+    if len(plan.rows) > MOST_ROWS:
+        table.caption = f"and {len(plan.rows) - MOST_ROWS:,} rows more"
+    return table
+
+
+def _tree(plan: Plan) -> Tree | Text:
+    forest = plan.forest
+    if len(forest) == 0:
+        return Text("no edges: every rollout is one token long")
+    row_of = {segment: row.index for row in plan.rows for segment in row.segments}
+    top = Tree("segments: tokens x rollouts through them, and their row")
+    nodes: dict[int, Tree] = {-1: top}
+    multiplicity = forest.multiplicity
+    for segment in range(min(len(forest), MOST_SEGMENTS)):
+        label = (
+            f"{int(forest.length[segment]):,} x {int(multiplicity[segment])}  "
+            f"{plan.row_names[row_of[segment]]}"
+        )
+        nodes[segment] = nodes[int(forest.parent[segment])].add(label)
+    if len(forest) > MOST_SEGMENTS:
+        top.add(f"and {len(forest) - MOST_SEGMENTS:,} segments more")
+    return top

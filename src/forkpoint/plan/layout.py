@@ -1,0 +1,216 @@
+"""Which keys each query of a row reads, as launches of variable-length attention.
+
+A launch is a list of sequences whose queries lie back to back in the row and whose keys lie back to
+back in one source, which is what every variable-length kernel takes: adjacent cumulative ranges can
+neither overlap nor skip. The tables are numpy; the engine turns them into tensors once a row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.forest import Forest, IntArray
+
+OWN, ARENA, GATHERED = 0, 1, 2
+COLUMNS = (
+    "source",
+    "causal",
+    "q_begin",
+    "q_end",
+    "k_begin",
+    "k_end",
+    "max_q",
+    "max_k",
+    "cu_q_at",
+    "cu_k_at",
+    "count",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One packed token sequence that goes through the model in one forward."""
+
+    index: int
+    parent: int
+    """The row that must be open while this one runs, -1 for none."""
+    segments: tuple[int, ...]
+    """Segments of the plan's forest, in the order in which they lie in the row."""
+    slot_begin: tuple[int, ...]
+    """Where each segment starts in the row."""
+    width: int
+    """Slots of each segment in a padded row (batch x longest); 0 where the row is packed."""
+    arena_begin: tuple[int, ...]
+    """Where each segment's boundary state lies in the arena; -1 where no other row reads it."""
+    children: tuple[int, ...]
+    slots: int
+    """Tokens that the forward runs, padding included."""
+    tokens: int
+    """Edges that the row holds."""
+
+    @property
+    def keeps_boundary(self) -> bool:
+        return any(begin >= 0 for begin in self.arena_begin)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Launches of one row's attention.
+
+    `launches` is int64 [n, 11] with the columns of COLUMNS; `cu` is int32, the cumulative lengths
+    that `cu_q_at` and `cu_k_at` point into; `key_index` is int64 [G] for windowed layers, entries
+    >= 0 slots of the row, entries < 0 arena slot `-1 - entry`.
+    """
+
+    launches: IntArray
+    cu: NDArray[np.int32]
+    key_index: IntArray | None = None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some sequences of one launch: queries [q, q + n) read keys [k, k + m)."""
+
+    source: int
+    q: int
+    n: int
+    k: int
+    m: int
+
+
+class Reach:
+    """What each segment of a row reads outside itself, nearest last."""
+
+    def __init__(self, forest: Forest, row: Row, arena_of: dict[int, int]) -> None:
+        """`arena_of` maps every segment whose state other rows read to its first arena slot."""
+        self.forest, self.row = forest, row
+        self.slot_of = dict(zip(row.segments, row.slot_begin, strict=True))
+        self.arena_of = arena_of
+        self._above: dict[int, tuple[tuple[int, int, int], ...]] = {-1: ()}
+
+    def above(self, segment: int) -> tuple[tuple[int, int, int], ...]:
+        """(source, begin, end) of all keys above a segment on its path, root first.
+
+        State that lies back to back in the arena reads as one slice.
+        """
+        parent = int(self.forest.parent[segment])
+        if parent not in self._above:
+            chain = []
+            while parent not in self._above:
+                chain.append(parent)
+                parent = int(self.forest.parent[parent])
+            for ancestor in reversed(chain):
+                self._above[ancestor] = self._extended(self._above[parent], ancestor)
+                parent = ancestor
+        return self._above[int(self.forest.parent[segment])]
+
+    def _extended(
+        self, pieces: tuple[tuple[int, int, int], ...], segment: int
+    ) -> tuple[tuple[int, int, int], ...]:
+        length = int(self.forest.length[segment])
+        if segment in self.slot_of:
+            begin = self.slot_of[segment]
+            return (*pieces, (OWN, begin, begin + length))
+        begin = self.arena_of[segment]
+        if pieces and pieces[-1][0] == ARENA and pieces[-1][2] == begin:
+            return (*pieces[:-1], (ARENA, pieces[-1][1], begin + length))
+        return (*pieces, (ARENA, begin, begin + length))
+
+
+def slot_lengths(forest: Forest, row: Row) -> list[int]:
+    """How many slots each segment of the row takes: its length, or the width of a padded row."""
+    return [row.width or int(forest.length[s]) for s in row.segments]
+
+
+def full_table(forest: Forest, row: Row, arena_of: dict[int, int]) -> Table:
+    """Launches of a layer in which every token sees its whole path.
+
+    The first launch is causal over the row's own segments; the others are unmasked rectangles, one
+    launch for as many neighbouring rectangles as lie back to back on both sides.
+    """
+    reach = Reach(forest, row, arena_of)
+    lengths = slot_lengths(forest, row)
+    causal = [
+        _Piece(OWN, begin, n, begin, n) for begin, n in zip(row.slot_begin, lengths, strict=True)
+    ]
+    levels: dict[tuple[int, int], list[_Piece]] = {}
+    for segment, begin, n in zip(row.segments, row.slot_begin, lengths, strict=True):
+        rank = {OWN: 0, ARENA: 0}
+        for source, k_begin, k_end in reach.above(segment):
+            pieces = levels.setdefault((source, rank[source]), [])
+            rank[source] += 1
+            last = pieces[-1] if pieces else None
+            if last and last.q + last.n == begin and (last.k, last.m) == (k_begin, k_end - k_begin):
+                pieces[-1] = _Piece(source, last.q, last.n + n, last.k, last.m)
+            else:
+                pieces.append(_Piece(source, begin, n, k_begin, k_end - k_begin))
+    launches = [(True, causal)]
+    for key in sorted(levels):
+        launches.extend((False, run) for run in _adjacent_runs(levels[key]))
+    return _table(launches)
+
+
+def windowed_table(forest: Forest, row: Row, arena_of: dict[int, int], window: int) -> Table:
+    """The one launch of a windowed layer.
+
+    Each segment's keys are copied together: the at most `window` - 1 nearest tokens above it on its
+    path, then its own. A scalar window argument, aligned to the end, then masks exactly.
+    """
+    reach = Reach(forest, row, arena_of)
+    pieces, keys, total = [], [], 0
+    for segment, begin, n in zip(
+        row.segments, row.slot_begin, slot_lengths(forest, row), strict=True
+    ):
+        tail: list[IntArray] = []
+        wanted = window - 1
+        for source, k_begin, k_end in reversed(reach.above(segment)):
+            if not wanted:
+                break
+            taken = np.arange(max(k_begin, k_end - wanted), k_end)
+            tail.append(taken if source == OWN else -1 - taken)
+            wanted -= len(taken)
+        own = np.arange(begin, begin + n)
+        gathered = np.concatenate([*reversed(tail), own])
+        pieces.append(_Piece(GATHERED, begin, n, total, len(gathered)))
+        keys.append(gathered)
+        total += len(gathered)
+    table = _table([(True, pieces)])
+    return Table(table.launches, table.cu, np.concatenate(keys))
+
+
+def _adjacent_runs(pieces: list[_Piece]) -> list[list[_Piece]]:
+    runs: list[list[_Piece]] = []
+    for piece in pieces:
+        last = runs[-1][-1] if runs else None
+        if last and (last.q + last.n, last.k + last.m) == (piece.q, piece.k):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs
+
+
+def _table(launches: list[tuple[bool, list[_Piece]]]) -> Table:
+    rows, cu, at = [], [], 0
+    for causal, pieces in launches:
+        count = len(pieces)
+        q_lengths, k_lengths = [p.n for p in pieces], [p.m for p in pieces]
+        cu.extend((np.cumsum([0, *q_lengths]), np.cumsum([0, *k_lengths])))
+        first, last = pieces[0], pieces[-1]
+        rows.append(
+            (
+                first.source,
+                int(causal),
+                first.q,
+                last.q + last.n,
+                first.k,
+                last.k + last.m,
+                max(q_lengths),
+                max(k_lengths),
+                at,
+                at + count + 1,
+                count,
+            )
+        )
+        at += 2 * (count + 1)
+    return Table(np.asarray(rows, np.int64), np.concatenate(cu).astype(np.int32))

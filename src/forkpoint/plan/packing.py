@@ -1,0 +1,254 @@
+"""How segments are put into rows."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forkpoint.errors import PlanError
+from forkpoint.forest import Forest, SortedRollouts, build_forest
+from forkpoint.plan.layout import Row
+
+
+@dataclass
+class _Draft:
+    """A row while it is filled."""
+
+    parent: int
+    segments: list[int] = field(default_factory=list)
+    width: int = 0
+
+
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bins of at most `capacity`, as positions in `sizes`, largest first into the first that fits.
+
+    An item larger than the capacity gets a bin of its own.
+    """
+    bins: list[list[int]] = []
+    room = np.zeros(len(sizes), np.int64)
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        fits = np.flatnonzero(room[: len(bins)] >= sizes[item])
+        if len(fits):
+            room[fits[0]] -= sizes[item]
+            bins[fits[0]].append(item)
+        else:
+            room[len(bins)] = capacity - sizes[item]
+            bins.append([item])
+    return bins
+
+
+def order_for_rows(order: SortedRollouts, max_row_tokens: int) -> list[SortedRollouts]:
+    """Rollouts of each row when every row must hold whole paths.
+
+    A tree that fits a row stays whole. A larger one is cut between rollouts, in order, and what the
+    cut rollouts share is computed once in each row.
+
+    Raises:
+        PlanError: a single rollout is longer than a row.
+    """
+    longest = int(order.edges.max(initial=0))
+    if longest > max_row_tokens:
+        rollout = int(order.rollouts[order.edges.argmax()])
+        raise PlanError(
+            f"rollout {rollout} has {longest} tokens to run and a row holds at most "
+            f"{max_row_tokens}: a rollout within one row cannot be cut. Raise max_row_tokens to "
+            f"{longest}, or use boundary='across_rows', which cuts it into a chain of rows."
+        )
+    tree = np.cumsum(order.shared_edges == 0) - 1
+    where = np.zeros(len(order.edges), bool)
+    sizes = np.bincount(tree, weights=order.new_edges).astype(np.int64)
+    used = 0
+    for entry in np.flatnonzero(sizes[tree] > max_row_tokens).tolist():
+        first = entry == 0 or tree[entry] != tree[entry - 1]
+        new = int(order.edges[entry] - (0 if first else order.shared_edges[entry]))
+        if first or used + new > max_row_tokens:
+            where[entry] = True
+            new, used = int(order.edges[entry]), 0
+        used += new
+    order = order.cut(where)
+    tree = np.cumsum(order.shared_edges == 0) - 1
+    sizes = np.bincount(tree, weights=order.new_edges).astype(np.int64)
+    first_entry = np.searchsorted(tree, np.arange(len(sizes) + 1))
+    return [
+        order.take(
+            np.concatenate([np.arange(first_entry[t], first_entry[t + 1]) for t in sorted(trees)])
+        )
+        for trees in first_fit_decreasing(sizes.tolist(), max_row_tokens)
+    ]
+
+
+def rows_of_whole_paths(
+    order: SortedRollouts, rollouts: int, max_row_tokens: int
+) -> tuple[Forest, list[Row]]:
+    """Rows that each hold whole paths: nothing crosses a row (boundary in_row)."""
+    parts = order_for_rows(order, max_row_tokens)
+    joined = SortedRollouts(
+        *(
+            np.concatenate([getattr(p, name) for p in parts] or [np.zeros(0, np.int64)])
+            for name in ("rollouts", "edges", "shared_edges")
+        )
+    )
+    forest = build_forest(joined, rollouts)
+    row_starts = np.cumsum([0, *(len(p.rollouts) for p in parts)])
+    row_of = np.searchsorted(row_starts, forest.owner_begin, side="right") - 1
+    drafts = [_Draft(-1, np.flatnonzero(row_of == row).tolist()) for row in range(len(parts))]
+    return forest, _finish(forest, drafts)
+
+
+def rows_across(forest: Forest, max_row_tokens: int, *, padded: bool) -> tuple[Forest, list[Row]]:
+    """Rows in which every fork lies between a row and its children (boundary across_rows).
+
+    Every row takes as many of the segments waiting below the rows open around it as fit, in order;
+    what lies below the row's own segments waits for its child rows. With `padded`, segments with
+    nothing below them go into rows of their own, batch x longest.
+    """
+    forest = forest.chained(max_row_tokens)
+    below, length = forest.children(), forest.length.tolist()
+    drafts: list[_Draft] = []
+    todo: list[tuple[list[int], int]] = [(np.flatnonzero(forest.parent < 0).tolist(), -1)]
+    while todo:
+        waiting, parent = todo.pop()
+        if padded:
+            leaves = [s for s in waiting if not below[s]]
+            drafts.extend(_padded(leaves, length, parent, max_row_tokens))
+            waiting = [s for s in waiting if below[s]]
+        for segments in _in_order(waiting, length, max_row_tokens):
+            deeper = [child for segment in segments for child in below[segment]]
+            if deeper:
+                todo.append((deeper, len(drafts)))
+            drafts.append(_Draft(parent, segments))
+    return forest, _finish(forest, drafts)
+
+
+def rows_mixed(forest: Forest, max_row_tokens: int) -> tuple[Forest, list[Row]]:
+    """Rows of whole subtrees below rows of what is too large for one (boundary mixed).
+
+    A segment whose subtree does not fit in a row belongs to the spine. Spines are small where trees
+    are bushy, so rows of whole subtrees can be filled well while little stays open around them.
+    """
+    forest = forest.chained(max_row_tokens)
+    below, length = forest.children(), forest.length.tolist()
+    subtree = forest.subtree_edges().tolist()
+    drafts: list[_Draft] = []
+    todo: list[tuple[list[int], int]] = [(np.flatnonzero(forest.parent < 0).tolist(), -1)]
+    while todo:
+        waiting, parent = todo.pop()
+        whole = [s for s in waiting if subtree[s] <= max_row_tokens]
+        for bin_ in first_fit_decreasing([subtree[s] for s in whole], max_row_tokens):
+            drafts.append(_Draft(parent, _with_below([whole[i] for i in bin_], below)))
+        spine = [s for s in waiting if subtree[s] > max_row_tokens]
+        while spine:
+            taken, deeper, later = _spine_row(spine, below, subtree, length, max_row_tokens)
+            todo.append((deeper, len(drafts)))
+            drafts.append(_Draft(parent, taken))
+            spine = later
+    return forest, _finish(forest, drafts)
+
+
+def _in_order(segments: list[int], length: list[int], capacity: int) -> list[list[int]]:
+    """Neighbours together, as many as fit: what lies below one parent stays back to back."""
+    rows: list[list[int]] = []
+    used = 0
+    for segment in segments:
+        if not rows or used + length[segment] > capacity:
+            rows.append([])
+            used = 0
+        rows[-1].append(segment)
+        used += length[segment]
+    return rows
+
+
+def _spine_row(
+    spine: list[int], below: list[list[int]], subtree: list[int], length: list[int], capacity: int
+) -> tuple[list[int], list[int], list[int]]:
+    """As much of the spine as fits in one row, what then waits below it, and what waits beside."""
+    taken: list[int] = []
+    deeper: list[int] = []
+    used = 0
+    for position, top in enumerate(spine):
+        if used + length[top] > capacity:
+            return taken, deeper, spine[position:]
+        todo = [top]
+        while todo:
+            segment = todo.pop()
+            if subtree[segment] > capacity and used + length[segment] <= capacity:
+                taken.append(segment)
+                used += length[segment]
+                todo.extend(reversed(below[segment]))
+            else:
+                deeper.append(segment)
+    return taken, deeper, []
+
+
+def _with_below(segments: list[int], below: list[list[int]]) -> list[int]:
+    found, todo = [], list(segments)
+    while todo:
+        found.append(todo.pop())
+        todo.extend(below[found[-1]])
+    return found
+
+
+def _padded(leaves: Iterable[int], length: list[int], parent: int, capacity: int) -> list[_Draft]:
+    """Rows of equal slots, longest first so that neighbours pad little."""
+    drafts: list[_Draft] = []
+    for segment in sorted(leaves, key=lambda s: -length[s]):
+        draft = drafts[-1] if drafts else None
+        if draft is None or (len(draft.segments) + 1) * draft.width > capacity:
+            draft = _Draft(parent, width=length[segment])
+            drafts.append(draft)
+        draft.segments.append(segment)
+    return drafts
+
+
+def _finish(forest: Forest, drafts: list[_Draft]) -> list[Row]:
+    """Number rows in visiting order, lay their segments out, and link parents with children."""
+    below: dict[int, list[int]] = {}
+    for draft_index, draft in enumerate(drafts):
+        below.setdefault(draft.parent, []).append(draft_index)
+    visiting, todo = [], list(reversed(below.get(-1, [])))
+    while todo:
+        draft_index = todo.pop()
+        visiting.append(draft_index)
+        todo.extend(reversed(below.get(draft_index, [])))
+    number = {draft_index: row for row, draft_index in enumerate(visiting)}
+    rows = []
+    for row, draft_index in enumerate(visiting):
+        draft = drafts[draft_index]
+        segments = draft.segments if draft.width else breadth_or_depth(forest, draft.segments)
+        lengths = [draft.width or int(forest.length[s]) for s in segments]
+        begins = np.cumsum([0, *lengths])
+        rows.append(
+            Row(
+                index=row,
+                parent=number.get(draft.parent, -1),
+                segments=tuple(segments),
+                slot_begin=tuple(begins[:-1].tolist()),
+                width=draft.width,
+                arena_begin=(-1,) * len(segments),
+                children=tuple(number[c] for c in below.get(draft_index, [])),
+                slots=int(begins[-1]),
+                tokens=int(forest.length[segments].sum()),
+            )
+        )
+    return rows
+
+
+def breadth_or_depth(forest: Forest, segments: list[int]) -> list[int]:
+    """The order of a row's segments that needs the fewer attention launches.
+
+    Depth first, all queries below one segment are one rectangle. Breadth first, the rectangles of
+    neighbouring trees lie back to back and go into one launch: several groups in a row cost as many
+    launches as one.
+    """
+    inside = set(segments)
+    level: dict[int, int] = {}
+    for segment in sorted(segments):
+        parent = int(forest.parent[segment])
+        level[segment] = level[parent] + 1 if parent in inside else 0
+    depth_first = sorted(segments)
+    breadth_first = sorted(segments, key=lambda s: (level[s], s))
+    if breadth_first == depth_first:
+        return depth_first
+    inner = {int(forest.parent[s]) for s in segments} & inside
+    levels = max(level.values()) + 1
+    return breadth_first if levels * (levels - 1) // 2 <= len(inner) else depth_first

@@ -1,0 +1,222 @@
+"""A plan: rows, what each reads from outside itself, and the order of forwards and backwards."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from forkpoint.errors import PlanError
+from forkpoint.forest import Forest, IntArray
+from forkpoint.plan.cost import ModelShape, Work
+from forkpoint.plan.layout import Row
+from forkpoint.rollouts import RolloutBatch
+
+JSON_VERSION = 1
+DEPTH_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination that the planner looked at."""
+
+    sharing: str
+    boundary: str
+    cost: float | None
+    """Predicted cost of the step in FLOPs, or in tokens where no model shape is known."""
+    refused: str | None = None
+    """Why there is no such plan."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What will run for one batch. Made by `forkpoint.plan.make_plan`; needs no torch."""
+
+    sharing: str
+    boundary: str
+    waves: str
+    max_row_tokens: int
+    forest: Forest
+    rows: tuple[Row, ...]
+    """In visiting order."""
+    arena_slots: int
+    """The most tokens whose boundary state exists at once."""
+    rollouts: int
+    logical_tokens: int
+    """Tokens as given."""
+    unique_tokens: int
+    """Distinct (path, token) pairs of the whole batch."""
+    labelled: int
+    """Distinct edges whose label some rollout trains on."""
+    dense: Work
+    shared: Work
+    fingerprint: str
+    shape: ModelShape | None = None
+    predicted_peak_bytes: int | None = None
+    """Activations, boundary state and its gradients at the worst moment; not weights."""
+    candidates: tuple[Candidate, ...] = ()
+    reason: str = ""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Edges run, padding not counted."""
+        return sum(row.tokens for row in self.rows)
+
+    @property
+    def run_slots(self) -> int:
+        """Tokens that go through the model, padding included."""
+        return sum(row.slots for row in self.rows)
+
+    @property
+    def bound(self) -> float:
+        """The counted speed-up over dense: FLOPs where the shape is known, else tokens."""
+        if not self.shared.tokens:
+            return 1.0
+        if self.shape is None:
+            return self.dense.tokens / self.shared.tokens
+        return self.dense.step_flops(self.shape) / self.shared.step_flops(self.shape)
+
+    @cached_property
+    def arena_of(self) -> dict[int, int]:
+        """First arena slot of every segment whose boundary state other rows read."""
+        return {
+            segment: begin
+            for row in self.rows
+            for segment, begin in zip(row.segments, row.arena_begin, strict=True)
+            if begin >= 0
+        }
+
+    @cached_property
+    def row_names(self) -> tuple[str, ...]:
+        """A letter for the row's depth and a number for its turn at that depth: A0, B0, B1."""
+        depths: list[int] = []
+        turns: dict[int, int] = {}
+        names = []
+        for row in self.rows:
+            depth = depths[row.parent] + 1 if row.parent >= 0 else 0
+            depths.append(depth)
+            letter = DEPTH_LETTERS[depth] if depth < len(DEPTH_LETTERS) else f"R{depth}."
+            names.append(f"{letter}{turns.get(depth, 0)}")
+            turns[depth] = turns.get(depth, 0) + 1
+        return tuple(names)
+
+    def schedule(self, *, backward: bool = True) -> list[tuple[str, int]]:
+        """("F" or "B", row) in the order of work: children run between a row's F and its B."""
+        steps: list[tuple[str, int]] = []
+        todo = [("F", row.index) for row in reversed(self.rows) if row.parent < 0]
+        while todo:
+            phase, row = todo.pop()
+            steps.append((phase, row))
+            if phase == "F":
+                if backward:
+                    todo.append(("B", row))
+                todo.extend(("F", child) for child in reversed(self.rows[row].children))
+        return steps
+
+    def events(self, *, backward: bool = True) -> tuple[str, ...]:
+        """The literal order of work: `F A0` is row A0's forward, `B A0` its backward."""
+        steps = self.schedule(backward=backward)
+        return tuple(f"{phase} {self.row_names[row]}" for phase, row in steps)
+
+    def row_of_rollouts(self, loss_mask: np.ndarray, offsets: IntArray) -> IntArray:
+        """[N] the one row that holds all trained tokens of each rollout.
+
+        -1 where there are none, -2 where they lie in several rows.
+        """
+        row_of_segment = np.full(len(self.forest), -1, np.int64)
+        for row in self.rows:
+            row_of_segment[list(row.segments)] = row.index
+        found = np.full(self.rollouts, -1, np.int64)
+        for rollout, leaf in enumerate(self.forest.leaf.tolist()):
+            base = int(offsets[rollout]) + 1
+            for segment in self.forest.path(leaf):
+                begin = base + int(self.forest.start[segment])
+                if loss_mask[begin : begin + int(self.forest.length[segment])].any():
+                    row = int(row_of_segment[segment])
+                    found[rollout] = row if found[rollout] in (-1, row) else -2
+        return found
+
+    def check_batch(self, batch: RolloutBatch) -> None:
+        """Refuse a batch that this plan was not made for.
+
+        Raises:
+            PlanError: tokens, lengths, masks or temperatures differ from those planned.
+        """
+        found = fingerprint(batch)
+        if found != self.fingerprint:
+            raise PlanError(
+                f"this plan was made for a batch with fingerprint {self.fingerprint}, and this "
+                f"batch has {found}: their tokens, masks, groups or temperatures differ. Make a "
+                "plan for this batch."
+            )
+
+    def explain(self, *, width: int = 100) -> str:
+        """What runs, what is saved, why this was chosen and what was refused, as text."""
+        from forkpoint.plan.explain import explain
+
+        return explain(self, width=width)
+
+    def to_json(self) -> str:
+        """The plan as JSON; `Plan.from_json` reads it back."""
+        values: dict[str, Any] = {"version": JSON_VERSION}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "forest":
+                value = {f.name: getattr(value, f.name).tolist() for f in fields(value)}
+            elif item.name in ("rows", "candidates"):
+                value = [asdict(entry) for entry in value]
+            elif isinstance(value, Work | ModelShape):
+                value = asdict(value)
+            values[item.name] = value
+        return json.dumps(values)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read a plan that `to_json` wrote.
+
+        Raises:
+            PlanError: it is not a plan, or one of another version.
+        """
+        values = json.loads(text)
+        if not isinstance(values, Mapping) or values.get("version") != JSON_VERSION:
+            found = values.get("version") if isinstance(values, Mapping) else type(values).__name__
+            raise PlanError(
+                f"this JSON has version {found!r} and this forkpoint reads plans of version "
+                f"{JSON_VERSION}; make the plan again."
+            )
+        values = dict(values)
+        del values["version"]
+        values["forest"] = Forest(
+            **{name: np.asarray(v, np.int64) for name, v in values["forest"].items()}
+        )
+        values["rows"] = tuple(_row_from_json(row) for row in values["rows"])
+        values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
+        for name in ("dense", "shared"):
+            pairs = {int(window): n for window, n in values[name]["pairs"].items()}
+            values[name] = Work(**{**values[name], "pairs": pairs})
+        if values["shape"] is not None:
+            shape = values["shape"]
+            values["shape"] = ModelShape(**{**shape, "windows": tuple(shape["windows"])})
+        return cls(**values)
+
+
+def _row_from_json(row: Mapping[str, Any]) -> Row:
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+    return Row(**values)
+
+
+def fingerprint(batch: RolloutBatch) -> str:
+    """A digest of everything that decides which rollouts may share and which edges are trained."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in (
+        batch.token_ids,
+        batch.offsets,
+        batch.loss_mask,
+        batch.group_index,
+        batch.temperatures,
+    ):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,171 @@
+"""The public object: a model together with how its batches are planned and run."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.config import Config
+from forkpoint.engine.engine import Engine
+from forkpoint.engine.views import batch_denominators
+from forkpoint.errors import ConfigError
+from forkpoint.hosts.base import Host
+from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
+from forkpoint.plan import Plan, make_plan
+from forkpoint.rollouts import RolloutBatch
+from forkpoint.verify import VerifyReport, verify
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Log-probs, and entropies where asked for, flat over the batch in its order.
+
+    Both are float32 (float64 for a float64 model) [T] on the model's device; entry i belongs to
+    token i, and entries outside the loss mask are 0.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor | None
+    plan: Plan
+    events: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StepStats:
+    """What a step did."""
+
+    loss: float
+    logical_tokens: int
+    unique_tokens: int
+    computed_tokens: int
+    plan: Plan
+    events: tuple[str, ...]
+    phase_ms: dict[str, float]
+    """A: forwards of rows with children; B: rows without; C: backwards of rows with children."""
+    peak_memory_bytes: int | None
+    """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
+    logprobs: Tensor
+    """[T] under the model before the step; entries outside the loss mask are 0."""
+
+
+class Policy:
+    """A model whose steps compute every shared token once. Made by `forkpoint.wrap`."""
+
+    def __init__(self, host: Host, config: Config) -> None:
+        self.host, self.config = host, config
+
+    def plan(self, batch: RolloutBatch, loss: Loss | LossFunction | None = None) -> Plan:
+        """What would run for a batch.
+
+        Args:
+            batch: the rollouts.
+            loss: the loss it is for, if known: one that couples rollouts across rows costs one
+                more forward, which the choice then takes into account.
+
+        Raises:
+            PlanError: nothing fits the limits of the configuration.
+        """
+        coupling = None if loss is None else as_loss(loss).coupling(batch)
+        return make_plan(batch, self.host.shape, self.config, coupling=coupling)
+
+    def forward_backward(
+        self,
+        batch: RolloutBatch,
+        loss: Loss | LossFunction,
+        *,
+        denominators: Denominators | None = None,
+        scale: float = 1.0,
+        plan: Plan | None = None,
+    ) -> StepStats:
+        """Add to `.grad` exactly what dense training on the batch would.
+
+        Args:
+            batch: the rollouts.
+            loss: one of `forkpoint.losses`, or a function of (outputs, batch).
+            denominators: what the loss's means are taken over where a step has several calls or
+                ranks; by default the batch's own counts.
+            scale: a factor on every gradient, for accumulation and gradient scalers; the loss that
+                is returned is without it.
+            plan: one that `plan` made for this batch; by default it is made here.
+
+        Raises:
+            RolloutError: the batch does not fit the model or the loss.
+            UnsupportedError: the model's present state has not been shown exact.
+            PlanError: no plan fits, or the plan given is another batch's.
+
+        If it fails, no gradient is half added: see Config.restore_grads.
+        """
+        loss = as_loss(loss)
+        loss.check(batch)
+        self.host.check(batch, training=True)
+        if not torch.isfinite(torch.tensor(float(scale))):
+            raise ConfigError(f"scale is {scale!r}; it takes a finite number.")
+        plan = self._plan_for(batch, plan, loss)
+        result = Engine(self.host, self.config).forward_backward(
+            plan, batch, loss, denominators or batch_denominators(batch), float(scale)
+        )
+        cuda = self.host.device.type == "cuda"
+        return StepStats(
+            loss=float(result.loss),
+            logical_tokens=plan.logical_tokens,
+            unique_tokens=plan.unique_tokens,
+            computed_tokens=plan.computed_tokens,
+            plan=plan,
+            events=result.events,
+            phase_ms=result.phase_ms,
+            peak_memory_bytes=(torch.cuda.max_memory_allocated(self.host.device) if cuda else None),
+            logprobs=result.logprobs_T.detach(),
+        )
+
+    def score(
+        self, batch: RolloutBatch, *, entropy: bool = False, plan: Plan | None = None
+    ) -> Scores:
+        """Log-probs of every trained token, without a graph: for old and reference passes.
+
+        Raises as `forward_backward`.
+        """
+        self.host.check(batch, training=False)
+        plan = self._plan_for(batch, plan, None)
+        result = Engine(self.host, self.config).score(plan, batch, entropy=entropy)
+        return Scores(result.logprobs_T, result.entropies_T, plan, result.events)
+
+    def verify(
+        self,
+        batch: RolloutBatch,
+        loss: Loss | LossFunction,
+        *,
+        denominators: Denominators | None = None,
+    ) -> VerifyReport:
+        """Compare every parameter's gradient, shared and dense, with a run in higher precision.
+
+        The model's gradients are as before when this returns. See `forkpoint.verify.verify`.
+        """
+        return verify(self, batch, as_loss(loss), denominators)
+
+    def with_config(self, **changes: object) -> "Policy":
+        """The same model with other options."""
+        return Policy(self.host, replace(self.config, **changes))  # type: ignore[arg-type]
+
+    def _plan_for(self, batch: RolloutBatch, plan: Plan | None, loss: Loss | None) -> Plan:
+        if plan is None:
+            return self.plan(batch, loss)
+        plan.check_batch(batch)
+        return plan
+
+
+def wrap(model: nn.Module, config: Config | None = None) -> Policy:
+    """Make a policy of a model, which stays usable as before.
+
+    Args:
+        model: a supported transformers model, already initialised and on its device, or a peft
+            model around one.
+        config: how batches are planned and run.
+
+    Raises:
+        UnsupportedError: the model has not been shown exact; the message names what is in the way.
+
+    Nothing of the model is changed but while a step runs, so there is nothing to undo: drop the
+    policy and the model is as it was.
+    """
+    return Policy(TransformersHost(model), config or Config())

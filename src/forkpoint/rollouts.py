@@ -1,0 +1,479 @@
+"""Rollouts and batches of them, validated at the door. Imports no torch.
+
+Every per-token array has the length of `token_ids` and entry i belongs to token i. All arrays that
+are stored are read-only copies, so that what was validated here stays true later.
+"""
+
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from forkpoint.errors import RolloutError
+
+MAX_TOKEN_ID = 2**31 - 1
+"""Kernels index vocabularies with int32; a larger id is never a token."""
+
+_LOGPROB_ROUNDING = 1e-6
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+
+
+def short(value: object) -> str:
+    """`value` as an error message shows it: numbers exactly, text and containers cut short."""
+    if isinstance(value, int) and value.bit_length() > 256:  # its digits may exceed Python's limit
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, np.generic):
+        value = value.item()
+    return _REPR.repr(value)
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+class Rollout:
+    """The prompt and the response of one sample, with what the loss needs of it.
+
+    T is the number of tokens. Lists, tuples, numpy arrays and CPU tensors are accepted; what is
+    stored are read-only copies.
+
+    token_ids: int64 [T], T >= 1. Prompt and response, without padding.
+    loss_mask: bool [T]; given as 0/1 or booleans. True for trained tokens; False for token 0, which
+        no earlier token predicts.
+    advantage: a float, or float64 [T].
+    old_logprobs: float64 [T] or None; natural logarithms, under the policy that sampled, of token i
+        given the tokens before it. Entry 0 is ignored and stored as 0.
+    reference_logprobs: the same, under the reference policy.
+    weights: a float, float64 [T], or None.
+    temperature: the sampling temperature, finite and above 0.
+    group_id, rollout_id: text or None; whole numbers are accepted and stored as text.
+    extras: a dict of anything, carried through untouched, or None.
+
+    Raises RolloutError where a value is not allowed; the message names the rollout, the field, the
+    value and its position.
+    """
+
+    token_ids: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    advantage: float | NDArray[np.float64]
+    old_logprobs: NDArray[np.float64] | None
+    reference_logprobs: NDArray[np.float64] | None
+    weights: float | NDArray[np.float64] | None
+    temperature: float
+    group_id: str | None
+    rollout_id: str | None
+    extras: dict[str, Any] | None
+
+    def __init__(
+        self,
+        token_ids: ArrayLike,
+        loss_mask: ArrayLike,
+        advantage: ArrayLike,
+        old_logprobs: ArrayLike | None = None,
+        reference_logprobs: ArrayLike | None = None,
+        weights: ArrayLike | None = None,
+        temperature: float = 1.0,
+        group_id: str | int | None = None,
+        rollout_id: str | int | None = None,
+        extras: dict[str, Any] | None = None,
+    ) -> None:
+        rollout_id = _identifier("A rollout", "rollout_id", rollout_id)
+        who = "A rollout without rollout_id" if rollout_id is None else _name(rollout_id)
+        ids = _token_ids(who, token_ids)
+        mask = _loss_mask(who, loss_mask, len(ids))
+        if extras is not None and not isinstance(extras, dict):
+            raise RolloutError(
+                f"{who}: extras is {short(extras)}; it takes a dict or None. Put the value into a "
+                "dict under a key of its own."
+            )
+        values = {
+            "token_ids": ids,
+            "loss_mask": mask,
+            "advantage": _number_or_floats(who, "advantage", advantage, len(ids)),
+            "old_logprobs": _logprobs(who, "old_logprobs", old_logprobs, mask),
+            "reference_logprobs": _logprobs(who, "reference_logprobs", reference_logprobs, mask),
+            "weights": None
+            if weights is None
+            else _number_or_floats(who, "weights", weights, len(ids)),
+            "temperature": _temperature(who, temperature),
+            "group_id": _identifier(who, "group_id", group_id),
+            "rollout_id": rollout_id,
+            "extras": extras,
+        }
+        for name, value in values.items():
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+            object.__setattr__(self, name, value)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rollout):
+            return NotImplemented
+        return all(
+            _same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Rollout(rollout_id={short(self.rollout_id)}, group_id={short(self.group_id)}, "
+            f"{len(self)} tokens, {np.count_nonzero(self.loss_mask)} trained)"
+        )
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+class RolloutBatch:
+    """Rollouts as ragged flat arrays: the tokens of rollout n are `offsets[n] : offsets[n + 1]`.
+
+    N is the number of rollouts, T that of all their tokens, G that of groups. All arrays are
+    read-only.
+
+    rollouts: N `Rollout`s, each with a rollout_id: one that has none gets its position as text.
+    token_ids: int64 [T].
+    offsets: int64 [N + 1], the starts of the rollouts and T.
+    loss_mask: bool [T].
+    advantages: float64 [T]; a rollout's single number is repeated over its tokens.
+    old_logprobs, reference_logprobs, weights: float64 [T], or None where no rollout has them. The
+        log-probs of first tokens are 0.
+    temperatures: float64 [N].
+    group_index: int64 [N]; the groups are 0 .. G - 1 in order of first appearance. Rollouts without
+        a group_id form one group where their prompts (the tokens before the first trained one, or
+        all if none is) are equal.
+    group_ids: N times the group_id as given, or None.
+    rollout_ids: N texts, all different.
+    extras: N dicts or None.
+
+    Raises RolloutError for an empty batch, for things that are not rollouts, for a rollout_id that
+    is there twice, and where only some of the rollouts have old_logprobs, reference_logprobs or
+    weights.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    token_ids: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    advantages: NDArray[np.float64]
+    old_logprobs: NDArray[np.float64] | None
+    reference_logprobs: NDArray[np.float64] | None
+    weights: NDArray[np.float64] | None
+    temperatures: NDArray[np.float64]
+    group_index: NDArray[np.int64]
+    group_ids: tuple[str | None, ...]
+    rollout_ids: tuple[str, ...]
+    extras: tuple[dict[str, Any] | None, ...]
+
+    def __init__(self, rollouts: Iterable[Rollout]) -> None:
+        given = list(rollouts)
+        check_rollouts(given, "a batch")
+        rollout_ids = _fill_ids([rollout.rollout_id for rollout in given])
+        named = tuple(
+            rollout if rollout.rollout_id is not None else replace(rollout, rollout_id=name)
+            for rollout, name in zip(given, rollout_ids, strict=True)
+        )
+        values = {
+            "rollouts": named,
+            "token_ids": np.concatenate([rollout.token_ids for rollout in named]),
+            "offsets": np.cumsum([0, *map(len, named)], dtype=np.int64),
+            "loss_mask": np.concatenate([rollout.loss_mask for rollout in named]),
+            "advantages": _column(named, "advantage"),
+            "old_logprobs": _column(named, "old_logprobs"),
+            "reference_logprobs": _column(named, "reference_logprobs"),
+            "weights": _column(named, "weights"),
+            "temperatures": np.array([rollout.temperature for rollout in named]),
+            "group_index": _group_index(named),
+            "group_ids": tuple(rollout.group_id for rollout in named),
+            "rollout_ids": rollout_ids,
+            "extras": tuple(rollout.extras for rollout in named),
+        }
+        for name, value in values.items():
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+            object.__setattr__(self, name, value)
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self.rollouts)
+
+    def __getitem__(self, index: int) -> Rollout:
+        """Rollout `index`, with the rollout_id that it has in this batch."""
+        return self.rollouts[index]
+
+    def __repr__(self) -> str:
+        return (
+            f"RolloutBatch({len(self)} rollouts, {self.group_index.max() + 1} groups, "
+            f"{self.logical_tokens} tokens, {self.trained_tokens} trained)"
+        )
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each rollout, int64 [N]."""
+        return np.diff(self.offsets)
+
+    @property
+    def logical_tokens(self) -> int:
+        """Tokens of all rollouts as given: T."""
+        return len(self.token_ids)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens whose loss_mask is 1."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    def select(self, indices: Iterable[int]) -> "RolloutBatch":
+        """A batch of the rollouts at `indices`, in that order; they keep their rollout_ids.
+
+        Raises IndexError for an index outside the batch, and RolloutError where there are no
+        indices or one is there twice.
+        """
+        return RolloutBatch(self.rollouts[index] for index in indices)
+
+    def groups(self) -> list[NDArray[np.int64]]:
+        """For each group, in order of first appearance, its rollouts' indices: int64, ascending."""
+        by_group = np.argsort(self.group_index, kind="stable")
+        return np.split(by_group, np.cumsum(np.bincount(self.group_index))[:-1])
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises RolloutError, naming the first, where a token id is not below `vocab_size`."""
+        outside = self.token_ids >= vocab_size
+        if outside.any():
+            flat = int(outside.argmax())
+            index = int(np.searchsorted(self.offsets, flat, side="right")) - 1
+            raise RolloutError(
+                f"{_name(self.rollout_ids[index])}: token_ids[{flat - self.offsets[index]}] is "
+                f"{self.token_ids[flat]}, but the vocabulary has {vocab_size} entries, so that ids "
+                f"go from 0 to {vocab_size - 1}. Use the model whose tokenizer made these rollouts."
+            )
+
+
+def check_rollouts(rollouts: Sequence[Rollout], what: str) -> None:
+    """Refuses, for `what` (such as "a batch"), no rollouts, things that are none, and equal ids.
+
+    Raises RolloutError, naming the value and its position.
+    """
+    if not rollouts:
+        raise RolloutError(f"There are no rollouts; {what} takes at least one.")
+    seen: dict[str, int] = {}
+    for position, rollout in enumerate(rollouts):
+        if not isinstance(rollout, Rollout):
+            raise RolloutError(
+                f"Item {position} is {short(rollout)} of type {type(rollout).__name__}; {what} "
+                "takes Rollout objects. Make them with Rollout(...) or load_rollouts(path)."
+            )
+        if rollout.rollout_id is not None:
+            first = seen.setdefault(rollout.rollout_id, position)
+            if first != position:
+                raise RolloutError(
+                    f"rollout_id {short(rollout.rollout_id)} is given twice, at positions {first} "
+                    f"and {position}; each rollout of {what} needs its own. Rename one, or leave "
+                    "rollout_id out."
+                )
+
+
+def _name(rollout_id: str) -> str:
+    return f"Rollout {short(rollout_id)}"
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return type(one) is type(other) and np.array_equal(one, other)
+    return one == other
+
+
+def _kind(value_type: type) -> str:
+    """numpy's letter for the kind of a Python or numpy scalar type; "O" for anything else."""
+    for scalar, letter in ((bool, "b"), (int, "i"), (float, "f")):
+        if issubclass(value_type, scalar):
+            return letter
+    return np.dtype(value_type).kind if issubclass(value_type, np.generic) else "O"
+
+
+def _vector(who: str, field: str, values: Any, kinds: str, takes: str) -> np.ndarray:
+    """`values` as a one-dimensional array of one of numpy's `kinds`.
+
+    Lists are looked at value by value, because numpy would turn [5, True] into [5, 1].
+    """
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind == "O":
+        values = values.tolist()
+    if isinstance(values, (list, tuple)):
+        refused = {kind for kind in set(map(type, values)) if _kind(kind) not in kinds}
+        for position, value in enumerate(values if refused else ()):
+            if type(value) in refused:
+                raise RolloutError(f"{who}: {field}[{position}] is {short(value)}; {takes}")
+        array = np.array(values) if values else np.empty(0, np.int64)
+        if array.dtype.kind not in kinds:  # whole numbers of more than 64 bits
+            position = next(i for i, value in enumerate(values) if not -(2**63) <= value < 2**63)
+            raise RolloutError(f"{who}: {field}[{position}] is {short(values[position])}; {takes}")
+        return array
+    array = np.asarray(values)
+    if array.ndim == 0:
+        raise RolloutError(f"{who}: {field} is {short(values)}; {takes}")
+    if array.ndim > 1:
+        shape = " x ".join(map(str, array.shape))
+        raise RolloutError(f"{who}: {field} has {array.ndim} dimensions ({shape}); {takes}")
+    if array.dtype.kind not in kinds and array.size:
+        raise RolloutError(f"{who}: {field}[0] is {short(array[0])} ({array.dtype}); {takes}")
+    return array
+
+
+def _token_ids(who: str, values: Any) -> NDArray[np.int64]:
+    takes = (
+        "token_ids takes a one-dimensional list or array of whole numbers from 0 to "
+        f"{MAX_TOKEN_ID}. Give the ids that the model read, without padding."
+    )
+    array = _vector(who, "token_ids", values, "iu", takes)
+    if not array.size:
+        raise RolloutError(
+            f"{who}: token_ids is empty; a rollout has at least one token. Leave this rollout out."
+        )
+    refused = (array < 0) | (array > MAX_TOKEN_ID)
+    if refused.any():
+        position = int(refused.argmax())
+        raise RolloutError(f"{who}: token_ids[{position}] is {array[position]}; {takes}")
+    return array.astype(np.int64)
+
+
+def _check_length(who: str, field: str, array: np.ndarray, length: int) -> None:
+    if len(array) != length:
+        raise RolloutError(
+            f"{who}: {field} has {len(array)} entries, but token_ids has {length}. Every per-token "
+            "array has one entry per token, and entry i belongs to token i; fill up with 0 where "
+            "there is no value, as over the prompt."
+        )
+
+
+def _loss_mask(who: str, values: Any, length: int) -> NDArray[np.bool_]:
+    takes = (
+        "loss_mask takes a one-dimensional list or array of 0 and 1, or of booleans: 1 where the "
+        "token is trained."
+    )
+    array = _vector(who, "loss_mask", values, "biu", takes)
+    _check_length(who, "loss_mask", array, length)
+    refused = (array != 0) & (array != 1)
+    if refused.any():
+        position = int(refused.argmax())
+        raise RolloutError(f"{who}: loss_mask[{position}] is {array[position]}; {takes}")
+    if array[0]:
+        raise RolloutError(
+            f"{who}: loss_mask[0] is 1, but no earlier token predicts token 0. Set it to 0, or put "
+            "the prompt (at least a start token) before the trained tokens."
+        )
+    return array.astype(np.bool_)
+
+
+def _floats(who: str, field: str, values: Any, length: int) -> NDArray[np.float64]:
+    takes = (
+        f"{field} takes finite numbers, one per token. Put 0 where a token has no value, and look "
+        "for a division by 0 where the numbers are made."
+    )
+    array = _vector(who, field, values, "iuf", takes).astype(np.float64)
+    _check_length(who, field, array, length)
+    refused = ~np.isfinite(array)
+    if refused.any():
+        position = int(refused.argmax())
+        raise RolloutError(f"{who}: {field}[{position}] is {array[position]}; {takes}")
+    return array
+
+
+def _is_number(value: Any) -> bool:
+    array = np.asarray(value)
+    return array.ndim == 0 and array.dtype.kind in "iuf" and bool(np.isfinite(array))
+
+
+def _number_or_floats(who: str, field: str, value: Any, length: int) -> float | NDArray[np.float64]:
+    if isinstance(value, (list, tuple)) or np.ndim(value):
+        return _floats(who, field, value, length)
+    if not _is_number(value):
+        raise RolloutError(
+            f"{who}: {field} is {short(value)}; it takes one finite number, or one per token. Look "
+            "for a division by 0, or for text where a number belongs, where it is made."
+        )
+    return float(value)
+
+
+def _logprobs(
+    who: str, field: str, values: Any, mask: NDArray[np.bool_]
+) -> NDArray[np.float64] | None:
+    if values is None:
+        return None
+    array = _floats(who, field, values, len(mask))
+    array[0] = 0.0
+    refused = mask & (array > _LOGPROB_ROUNDING)
+    if refused.any():
+        position = int(refused.argmax())
+        raise RolloutError(
+            f"{who}: {field}[{position}] is {array[position]}; the logarithm of a probability "
+            "is at most 0. Give log-probs rather than probabilities or their negatives."
+        )
+    return array
+
+
+def _temperature(who: str, value: Any) -> float:
+    if isinstance(value, (list, tuple)) or not _is_number(value) or value <= 0:
+        raise RolloutError(
+            f"{who}: temperature is {short(value)}; it takes one finite number above 0. Give the "
+            "temperature of the sampling; for greedy decoding give 1."
+        )
+    return float(value)
+
+
+def _identifier(who: str, field: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return str(int(value))
+    raise RolloutError(
+        f"{who}: {field} is {short(value)}; it takes text, a whole number or None. "
+        "Write it as text."
+    )
+
+
+def _fill_ids(rollout_ids: Sequence[str | None]) -> tuple[str, ...]:
+    taken = set(rollout_ids)
+    filled: list[str] = []
+    for position, name in enumerate(rollout_ids):
+        if name is None:
+            name = str(position)
+            while name in taken:
+                name += "_"
+            taken.add(name)
+        filled.append(name)
+    return tuple(filled)
+
+
+def _column(rollouts: Sequence[Rollout], field: str) -> NDArray[np.float64] | None:
+    """`field` of all rollouts, flat over their tokens: float64 [T]; None where none has it."""
+    values = [getattr(rollout, field) for rollout in rollouts]
+    without = [value is None for value in values]
+    if all(without):
+        return None
+    if any(without):
+        has, has_not = (rollouts[without.index(lacks)].rollout_id for lacks in (False, True))
+        raise RolloutError(
+            f"Rollout {short(has)} has {field} and rollout {short(has_not)} has not; a batch needs "
+            "it of all of its rollouts or of none. Add what is missing, or make two batches."
+        )
+    return np.concatenate(
+        [
+            np.broadcast_to(value, len(rollout))
+            for value, rollout in zip(values, rollouts, strict=True)
+        ]
+    )
+
+
+def _group_index(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
+    numbers: dict[str | bytes, int] = {}
+    index = np.empty(len(rollouts), np.int64)
+    for n, rollout in enumerate(rollouts):
+        key: str | bytes | None = rollout.group_id
+        if key is None:  # bytes, so that no group_id can be equal to it
+            mask = rollout.loss_mask
+            key = rollout.token_ids[: mask.argmax() if mask.any() else len(mask)].tobytes()
+        index[n] = numbers.setdefault(key, len(numbers))
+    return index

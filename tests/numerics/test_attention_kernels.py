@@ -1,0 +1,247 @@
+"""Kernels on their own: single launches, records, selection and refusals."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from forkpoint.errors import UnsupportedError
+from forkpoint.ops.attention import (
+    KERNELS,
+    AttentionTable,
+    Kernel,
+    Launch,
+    registry,
+    select_kernel,
+    shared_attention,
+)
+from forkpoint.ops.attention.table import read_launches
+
+CPU = torch.device("cpu")
+BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+
+
+def one_launch(lengths: list[tuple[int, int]], causal: bool) -> Launch:
+    """Sequences of (queries, keys) from the arena, behind a first launch that a table must have."""
+    q, k = (np.cumsum([0, *side]) for side in zip(*lengths, strict=True))
+    count, total = len(lengths), int(q[-1])
+    rows = [
+        [0, 1, 0, total, 0, total, total, total, 0, 0, 1],
+        [1, causal, 0, total, 0, k[-1], np.diff(q).max(), np.diff(k).max(), 2, 3 + count, count],
+    ]
+    table = AttentionTable.from_numpy(np.array(rows), np.array([0, total, *q, *k]))
+    return read_launches(table.launches, table.cu_cpu, table.cu_device)[1]
+
+
+def random_qkv(launch: Launch, heads: int = 4, groups: int = 2, dtype=torch.float64):
+    torch.manual_seed(0)
+    q, do = (torch.randn(launch.q_end, heads, 8, dtype=torch.float64) for _ in "qo")
+    k, v = (torch.randn(launch.k_end, groups, 8, dtype=torch.float64) for _ in "kv")
+    return [x.to(dtype) for x in (q, k, v, do)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [[(5, 9)], [(1, 1), (1, 300)], [(4, 6), (4, 6), (260, 700)]])
+def test_kernels_agree_with_the_reference(lengths: list[tuple[int, int]], causal: bool) -> None:
+    launch = one_launch(lengths, causal)
+    q, k, v, do = random_qkv(launch)
+    options = {"scale": 0.4, "softcap": 0.0, "window": 0}
+    expected = BY_NAME["reference"].forward(q, k, v, launch, **options)
+    # As the composition does: a result and a log-sum-exp that more keys went into.
+    merged = expected[0] * 0.5, expected[1] + 0.7
+    gradients = [
+        kernel.backward(do, q, k, v, *merged, launch, deterministic=True, **options)
+        for kernel in (BY_NAME["reference"], BY_NAME["cpu_flash"])
+    ]
+    found = BY_NAME["cpu_flash"].forward(q, k, v, launch, **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_queries_below_one_prefix_keep_their_digits(name: str, dtype: torch.dtype) -> None:
+    """Torch's own CPU kernel sums dk and dv in the inputs' dtype, which loses them in 16 bit."""
+    launch = one_launch([(20_000, 50)], causal=False)
+    options = {"scale": 0.4, "softcap": 0.0, "window": 0}
+    results = []
+    for compute in (dtype, torch.float64):
+        q, k, v, do = (x.to(compute) for x in random_qkv(launch, 2, 1, dtype))
+        o, lse = BY_NAME[name].forward(q, k, v, launch, **options)
+        results.append(
+            BY_NAME[name].backward(do, q, k, v, o, lse, launch, deterministic=False, **options)
+        )
+    for found, expected in zip(*results, strict=True):
+        error = (found.double() - expected).norm() / expected.norm()
+        assert error < torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_backward_repeats_bit_by_bit(name: str) -> None:
+    launch = one_launch([(700, 900), (700, 900), (33, 65)], causal=True)
+    q, k, v, do = random_qkv(launch, 4, 1, torch.float32)
+    options = {"scale": 0.4, "softcap": 0.0, "window": 0}
+    o, lse = BY_NAME[name].forward(q, k, v, launch, **options)
+    runs = [
+        BY_NAME[name].backward(do, q, k, v, o, lse, launch, deterministic=True, **options)
+        for _ in range(4)
+    ]
+    for again in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(again, runs[0], strict=True))
+
+
+def select(name: str = "auto", **changes) -> Kernel:
+    asked = {
+        "device": CPU,
+        "dtype": torch.float32,
+        "head_dim": 32,
+        "value_dim": 32,
+        "softcap": 0.0,
+        "window": 0,
+        "deterministic": False,
+    }
+    return select_kernel(name, **(asked | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "cpu_flash"),
+        ({"window": 9, "deterministic": True, "dtype": torch.float64}, "cpu_flash"),
+        ({"softcap": 30.0}, "reference"),
+        ({"value_dim": 16}, "reference"),
+        ({"device": torch.device("meta")}, "reference"),
+    ],
+)
+def test_auto_takes_the_fastest_that_can_serve(changes: dict, expected: str) -> None:
+    assert select(**changes).name == expected
+    assert select(expected, **changes).name == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"softcap": 30.0}, "it has no softcap (asked for 30.0)"),
+        (
+            {"value_dim": 16},
+            "it needs equal head dims of keys and values, not 32 and 16",
+        ),
+        ({"device": torch.device("cuda:0")}, "it runs on cpu, not on cuda"),
+    ],
+)
+def test_a_named_kernel_refuses_with_reason_and_what_can_serve(changes: dict, reason: str) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        select("cpu_flash", **changes)
+    assert str(raised.value) == (
+        f"Attention kernel 'cpu_flash' cannot serve: {reason}. Able to serve here: 'reference'. "
+        "Name one of these, or leave the choice to 'auto'."
+    )
+
+
+def test_refuses_a_dtype_that_no_kernel_takes() -> None:
+    takes = "torch.float64, torch.float32, torch.bfloat16, torch.float16"
+    with pytest.raises(UnsupportedError) as raised:
+        select("reference", dtype=torch.int8)
+    assert str(raised.value) == (
+        f"Attention kernel 'reference' cannot serve: it takes {takes}, not torch.int8. "
+        "Able to serve here: none. Name one of these, or leave the choice to 'auto'."
+    )
+    with pytest.raises(UnsupportedError) as raised:
+        select(dtype=torch.int8)
+    assert str(raised.value) == (
+        "No attention kernel can serve torch.int8 on cpu with head dims 32 and 32. "
+        f"cpu_flash: it takes {takes}, not torch.int8; reference: it takes {takes}, not torch.int8."
+    )
+
+
+def test_refuses_an_unknown_name() -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        select("flashy")
+    assert str(raised.value) == (
+        "There is no attention kernel 'flashy'; there are 'auto', 'cpu_flash', 'reference'. "
+        "Able to serve here: 'cpu_flash', 'reference'."
+    )
+
+
+def limited(**claims) -> Kernel:
+    """A record that claims nothing but what is named."""
+    reference = BY_NAME["reference"]
+    return Kernel(
+        name="limited",
+        forward=reference.forward,
+        backward=reference.backward,
+        device_types=None,
+        dtypes=(torch.float32,),
+        **claims,
+    )
+
+
+@pytest.mark.parametrize(
+    ("claims", "changes", "reason"),
+    [
+        ({}, {"window": 4}, "it has no sliding window (asked for 4)"),
+        ({"window": True}, {"window": 4}, "it has no sliding window (asked for 4)"),
+        ({"causal_offset": True, "window": True}, {"window": 4}, None),
+        ({}, {"deterministic": True}, "its backward is not deterministic"),
+        ({"refuses_device": lambda device: f"not for {device}"}, {}, "not for cpu"),
+        ({}, {}, None),
+    ],
+)
+def test_what_a_record_does_not_claim_is_refused(
+    claims: dict, changes: dict, reason: str | None
+) -> None:
+    asked = {"softcap": 0.0, "window": 0, "deterministic": False} | changes
+    found = limited(**claims).refusal(CPU, torch.float32, 8, 8, **asked)
+    assert found == reason
+
+
+def test_launches_that_a_record_does_not_claim_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ragged, offset = one_launch([(2, 3), (3, 3)], False), one_launch([(2, 3)], True)
+    equal, square = one_launch([(2, 3), (2, 3)], False), one_launch([(3, 3)], True)
+    none = limited()
+    assert "equal length" in (none.launch_refusal(ragged) or "")
+    assert "more keys than queries" in (none.launch_refusal(offset) or "")
+    assert none.launch_refusal(equal) is none.launch_refusal(square) is None
+    able = limited(ragged=True, causal_offset=True)
+    assert able.launch_refusal(ragged) is able.launch_refusal(offset) is None
+    # And the operator asks.
+    weak = dataclasses.replace(BY_NAME["reference"], ragged=False)
+    monkeypatch.setattr(registry, "KERNELS", (weak,))
+    select_kernel.cache_clear()
+    try:
+        x = torch.ones(5, 1, 4)
+        table = AttentionTable.from_numpy(
+            np.array([[0, 1, 0, 5, 0, 5, 3, 3, 0, 0, 2]]), np.array([0, 2, 5])
+        )
+        with pytest.raises(UnsupportedError, match="'reference' cannot serve: it takes sequences"):
+            shared_attention(x, x, x, table=table, scale=1.0)
+    finally:
+        select_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("row", "cu", "key_index"),
+    [
+        ([0, 1, 1, 5, 0, 4, 4, 4, 0, 0, 1], [0, 4], None),  # does not begin at 0
+        ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 2], [0, 5, 5], None),  # an empty sequence
+        ([0, 1, 0, 5, 0, 5, 4, 5, 0, 0, 1], [0, 5], None),  # max_q is not the longest
+        ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 4], None),  # lengths do not fill the range
+        ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 2], [0, 5], None),  # fewer lengths than sequences
+        ([0, 1, 0, 4, 0, 5, 4, 5, 0, 2, 1], [0, 4, 0, 5], None),  # causal in the row, unequal
+        ([1, 1, 0, 5, 0, 4, 5, 4, 0, 2, 1], [0, 5, 0, 4], None),  # causal, more queries than keys
+        ([3, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], None),  # no such source
+        ([2, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], None),  # gathers nothing
+        ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], [0, 1, 2, 3, 4]),  # does not gather
+        ([2, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], [0, 1, 2, 3]),  # gathers too few
+    ],
+)
+def test_a_table_that_breaks_its_rules_is_caught(
+    row: list[int], cu: list[int], key_index: list[int] | None
+) -> None:
+    with pytest.raises(AssertionError):
+        AttentionTable.from_numpy(
+            np.array([row]), np.array(cu), None if key_index is None else np.array(key_index)
+        )

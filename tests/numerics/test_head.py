@@ -1,0 +1,315 @@
+"""The head against all-logits PyTorch: values, gradients, error in 16 bits, memory, no syncs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forkpoint.engine.head import token_logprobs, token_logprobs_reference
+from forkpoint.errors import ConfigError
+
+TOKENS, VOCAB, WIDTH = 23, 37, 8
+SYNCS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "item")
+
+
+class Recorder(TorchDispatchMode):
+    """The largest tensor that any operation returned, and the operations' names."""
+
+    def __init__(self):
+        super().__init__()
+        self.max_numel, self.names = 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.add(func._schema.name.removeprefix("aten::"))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.max_numel = max(self.max_numel, tensor.numel())
+        return out
+
+
+def make(tokens=TOKENS, vocab=VOCAB, width=WIDTH, dtype=torch.float64, *, bias=True, device="cpu"):
+    torch.manual_seed(tokens)
+    inputs = {
+        "hidden_TC": torch.randn(tokens, width),
+        "weight_VC": torch.randn(vocab, width),
+        "bias_V": torch.randn(vocab) if bias else None,
+    }
+    leaves = {
+        name: None if x is None else x.to(device, dtype).requires_grad_()
+        for name, x in inputs.items()
+    }
+    rest = {
+        "labels_T": torch.randint(vocab, (tokens,)).to(device),
+        "temperature_T": (torch.rand(tokens) + 0.5).to(device, dtype),
+    }
+    return leaves, rest
+
+
+def run(function, leaves, rest, *, entropy=True, **options):
+    """Outputs and gradients of a fixed, uneven combination of both outputs."""
+    logprobs_T, entropies_T = function(**leaves, **rest, entropy=entropy, **options)
+    factor_T = torch.linspace(-1, 2, len(logprobs_T), device=logprobs_T.device)
+    total = (logprobs_T * factor_T).sum()
+    if entropy:
+        total = total + (entropies_T * factor_T.flip(0).square()).sum()
+    wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
+    grads = torch.autograd.grad(total, list(wanted.values()))
+    outputs = {"logprobs": logprobs_T.detach()}
+    if entropy:
+        outputs["entropies"] = entropies_T.detach()
+    return outputs | dict(zip(wanted, grads, strict=True))
+
+
+def assert_close(actual, expected, atol=1e-12):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        message = f"{name}: {{}}".format
+        torch.testing.assert_close(actual[name], value, atol=atol, rtol=atol, msg=message)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, TOKENS, 1024])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 2.0}, {"logit_scale": 0.3}, {"softcap": 3.0, "logit_scale": 1.7}]
+)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_equals_the_reference_in_float64(chunk_tokens, options, entropy):
+    leaves, rest = make()
+    actual = run(
+        token_logprobs, leaves, rest, entropy=entropy, chunk_tokens=chunk_tokens, **options
+    )
+    assert_close(actual, run(token_logprobs_reference, leaves, rest, entropy=entropy, **options))
+
+
+def test_bias_and_temperature_may_be_left_out():
+    leaves, rest = make(bias=False)
+    del rest["temperature_T"]
+    actual = run(token_logprobs, leaves, rest, chunk_tokens=5)
+    assert_close(actual, run(token_logprobs_reference, leaves, rest))
+
+
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradcheck(output, softcap):
+    leaves, rest = make(tokens=5, vocab=7, width=3)
+
+    def function(hidden_TC, weight_VC, bias_V):
+        return token_logprobs(
+            hidden_TC,
+            weight_VC,
+            bias_V=bias_V,
+            entropy=True,
+            softcap=softcap,
+            logit_scale=0.7,
+            chunk_tokens=2,
+            **rest,
+        )[output]
+
+    assert torch.autograd.gradcheck(function, tuple(leaves.values()))
+
+
+@pytest.mark.parametrize("wanted", [(), ("hidden_TC",), ("weight_VC",), ("bias_V", "hidden_TC")])
+def test_gradients_nobody_needs_stay_none(wanted):
+    leaves, rest = make()
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in wanted)
+    logprobs_T, _ = token_logprobs(**leaves, **rest)
+    assert logprobs_T.requires_grad == bool(wanted)
+    if wanted:
+        with Recorder() as recorder:
+            logprobs_T.sum().backward()
+        assert ("addmm_" in recorder.names) == ("weight_VC" in wanted)
+        assert ("mm" in recorder.names) == ("hidden_TC" in wanted)
+    for name, leaf in leaves.items():
+        assert (leaf.grad is not None) == (name in wanted)
+
+
+def test_no_grad_gives_the_same_values_and_no_graph():
+    leaves, rest = make()
+    with torch.no_grad():
+        logprobs_T, entropies_T = token_logprobs(**leaves, **rest, entropy=True, chunk_tokens=4)
+    assert not logprobs_T.requires_grad and not entropies_T.requires_grad
+    expected_T, _ = token_logprobs_reference(**leaves, **rest)
+    torch.testing.assert_close(logprobs_T, expected_T.detach(), atol=1e-12, rtol=0)
+
+
+def test_no_tokens_give_empty_results_and_zero_gradients():
+    leaves, rest = make(tokens=0)
+    logprobs_T, entropies_T = token_logprobs(**leaves, **rest, entropy=True)
+    assert logprobs_T.shape == entropies_T.shape == (0,)
+    (logprobs_T.sum() + entropies_T.sum()).backward()
+    assert leaves["hidden_TC"].grad.shape == (0, WIDTH)
+    assert not leaves["weight_VC"].grad.any() and not leaves["bias_V"].grad.any()
+
+
+def test_only_the_entropy_may_be_differentiated():
+    leaves, rest = make()
+    results = []
+    for function in (token_logprobs, token_logprobs_reference):
+        _, entropies_T = function(**leaves, **rest, entropy=True)
+        results.append(torch.autograd.grad(entropies_T.square().sum(), list(leaves.values())))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_a_vocabulary_entry_masked_by_its_bias_takes_no_part():
+    leaves, rest = make()
+    rest["labels_T"] = rest["labels_T"].clamp(max=VOCAB - 3)
+    kept = {name: leaves[name].detach()[:-2].requires_grad_() for name in ("weight_VC", "bias_V")}
+    with torch.no_grad():
+        leaves["bias_V"][-2:] = -torch.inf
+    actual = run(token_logprobs, leaves, rest)
+    expected = run(token_logprobs_reference, {**leaves, **kept}, rest)
+    for name in kept:
+        assert not actual[name][-2:].any()
+        actual[name] = actual[name][:-2]
+    assert_close(actual, expected)
+
+
+def test_non_contiguous_operands():
+    leaves, rest = make()
+    strided = {
+        name: leaves[name].detach().T.contiguous().T.requires_grad_()
+        for name in ("hidden_TC", "weight_VC")
+    }
+    assert not strided["hidden_TC"].is_contiguous()
+    actual = run(token_logprobs, {**leaves, **strided}, rest, chunk_tokens=4)
+    assert_close(actual, run(token_logprobs_reference, leaves, rest))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.7}])
+def test_16_bit_error_is_within_twice_that_of_pytorch(dtype, options):
+    leaves, rest = make(tokens=200, vocab=300, width=64, dtype=dtype)
+    for leaf in leaves.values():
+        leaf.data.mul_(0.3)
+    exact = run(
+        token_logprobs_reference,
+        {name: x.detach().double().requires_grad_() for name, x in leaves.items()},
+        rest,
+        **options,
+    )
+    ours = run(token_logprobs, leaves, rest, chunk_tokens=16, **options)
+    plain = run(token_logprobs_reference, leaves, rest, **options)
+    assert ours["logprobs"].dtype == ours["entropies"].dtype == torch.float32
+    for name, value in exact.items():
+        assert ours[name].dtype == plain[name].dtype
+        error, bar = ((x[name].double() - value).norm() for x in (ours, plain))
+        assert error <= 2 * bar + 1e-6 * value.norm(), name
+
+
+def test_the_weight_gradient_is_summed_over_chunks_in_float32():
+    # 4096 chunks add the same small amount; in bfloat16 the sum would stop growing at 256 of them.
+    tokens = 4096
+    hidden_TC = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    weight_VC = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    labels_T = torch.zeros(tokens, dtype=torch.int64)
+    token_logprobs(hidden_TC, weight_VC, labels_T, chunk_tokens=1)[0].sum().backward()
+    assert weight_VC.grad.flatten().tolist() == [tokens / 2, -tokens / 2]
+
+
+def linear_then_log_softmax(hidden_TC, weight_VC, labels_T, *, bias_V, temperature_T, entropy):
+    logits_TV = F.linear(hidden_TC, weight_VC, bias_V).float() / temperature_T[:, None]
+    logprobs_TV = logits_TV.log_softmax(-1)
+    logprobs_T = logprobs_TV.gather(-1, labels_T[:, None]).squeeze(-1)
+    return logprobs_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast_is_that_of_a_linear_layer(backward_inside):
+    leaves, rest = make(tokens=100, vocab=200, width=32, dtype=torch.float32)
+    exact = run(
+        token_logprobs_reference,
+        {name: x.detach().double().requires_grad_() for name, x in leaves.items()},
+        rest,
+    )
+
+    def under_autocast(function, inside):
+        def call(*args, **kwargs):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+                return function(*args, **kwargs)
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return run(function if inside else call, leaves, rest)
+
+    ours = under_autocast(token_logprobs, backward_inside)
+    plain = under_autocast(linear_then_log_softmax, False)
+    torch.testing.assert_close(ours["logprobs"], plain["logprobs"], atol=1e-5, rtol=1e-5)
+    for name, value in exact.items():
+        assert ours[name].dtype == torch.float32
+        error, bar = ((x[name].double() - value).norm() for x in (ours, plain))
+        assert error <= 2 * bar, name
+
+
+def test_a_backward_under_autocast_is_that_of_the_forward():
+    leaves, rest = make(dtype=torch.float32)
+    grads = []
+    for enabled in (False, True):
+        logprobs_T, _ = token_logprobs(**leaves, **rest, chunk_tokens=5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            grads.append(torch.autograd.grad(logprobs_T.sum(), list(leaves.values())))
+    for outside, inside in zip(*grads, strict=True):
+        assert torch.equal(outside, inside)
+
+
+def test_autocast_leaves_float64_alone():
+    leaves, rest = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(token_logprobs, leaves, rest)
+    assert_close(actual, run(token_logprobs_reference, leaves, rest))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.7}])
+def test_no_more_logits_than_a_chunk_are_ever_alive(dtype, options):
+    tokens, vocab, width, chunk_tokens = 512, 300, 4, 32
+    leaves, rest = make(tokens, vocab, width, dtype=dtype)
+    with Recorder() as recorder:
+        run(token_logprobs, leaves, rest, chunk_tokens=chunk_tokens, **options)
+    assert recorder.max_numel == chunk_tokens * vocab
+    with Recorder() as recorder:
+        run(token_logprobs_reference, leaves, rest, **options)
+    assert recorder.max_numel == tokens * vocab
+
+
+def test_the_host_never_waits_for_values():
+    leaves, rest = make()
+    with Recorder() as recorder:
+        run(token_logprobs, leaves, rest, softcap=4.0, chunk_tokens=5)
+    assert not recorder.names.intersection(SYNCS)
+
+
+def test_bad_options_are_refused():
+    leaves, rest = make()
+    with pytest.raises(ConfigError, match="chunk_tokens is 0"):
+        token_logprobs(**leaves, **rest, chunk_tokens=0)
+    with pytest.raises(ConfigError, match=r"softcap is -1\.0"):
+        token_logprobs(**leaves, **rest, softcap=-1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_cuda_without_syncs_and_within_the_error_bars(dtype, autocast):
+    leaves, rest = make(700, 1000, 64, dtype=dtype, device="cuda")
+    for leaf in leaves.values():
+        leaf.data.mul_(0.3)
+    exact = run(
+        token_logprobs_reference,
+        {name: x.detach().double().requires_grad_() for name, x in leaves.items()},
+        rest,
+    )
+    plain_logits = token_logprobs_reference if dtype == torch.float64 else linear_then_log_softmax
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        plain = run(plain_logits, leaves, rest)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ours = run(token_logprobs, leaves, rest, chunk_tokens=128)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for name, value in exact.items():
+        assert ours[name].dtype == plain[name].dtype
+        error, bar = ((x[name].double() - value).norm() for x in (ours, plain))
+        assert error <= 2 * bar + 1e-6 * value.norm(), name

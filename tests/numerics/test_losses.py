@@ -1,0 +1,527 @@
+"""Every loss against its formula in Python loops; additivity over views; what is refused."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.losses import (
+    DPO,
+    GRPO,
+    GSPO,
+    Denominators,
+    LogLikelihood,
+    Loss,
+    LossBatch,
+    LossOutputs,
+    as_loss,
+)
+from forkpoint.rollouts import Rollout, RolloutBatch
+
+PER_TOKEN = ("advantages", "old_logprobs", "reference_logprobs", "weights")
+
+
+def make_batch(seed=0, *, pairs=False, without=()):
+    """Rollouts of three groups, some without trained tokens; as pairs, three groups of two."""
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for n in range(6 if pairs else 8):
+        length = int(rng.integers(2, 9))
+        mask = rng.random(length) < 0.6
+        mask[0] = False
+        if pairs:
+            mask[1] = True
+        elif n in (2, 7):
+            mask[:] = False
+        old, reference = -rng.exponential(1.0, (2, length))
+        fields = {
+            "old_logprobs": old,
+            "reference_logprobs": reference,
+            "weights": rng.random(length) + 0.5,
+        }
+        rollouts.append(
+            Rollout(
+                rng.integers(0, 50, length),
+                mask,
+                float(rng.normal()) if pairs or n % 2 else rng.normal(size=length),
+                group_id=f"g{n % 3}",
+                rollout_id=f"r{n}",
+                **{name: value for name, value in fields.items() if name not in without},
+            )
+        )
+    return RolloutBatch(rollouts)
+
+
+def make_logprobs(batch, seed=0):
+    """Log-probs near the old ones, so that some ratios are clipped and some are not."""
+    rng = np.random.default_rng(seed + 100)
+    old = batch.old_logprobs
+    values = -rng.exponential(1.0, len(batch.token_ids)) if old is None else old
+    values = values + rng.normal(0, 0.3, len(values))
+    return torch.tensor(np.where(batch.loss_mask, values, 0.0), requires_grad=True)
+
+
+def make_denominators(batch):
+    return Denominators(
+        tokens=float(batch.loss_mask.sum()),
+        rollouts=float(len(batch.rollout_ids)),
+        groups=float(len(set(batch.group_index.tolist()))),
+    )
+
+
+def owners(batch):
+    return np.repeat(np.arange(len(batch.rollout_ids)), np.diff(batch.offsets))
+
+
+def make_view(batch, tokens=None, *, dtype=torch.float64, device="cpu", denominators=None):
+    """The view of the given flat token positions (ascending), and those positions."""
+    tokens = np.arange(len(batch.token_ids)) if tokens is None else np.asarray(tokens, np.int64)
+    owner = owners(batch)
+    rollouts, token_rollout = np.unique(owner[tokens], return_inverse=True)
+    counts = np.bincount(token_rollout, minlength=len(rollouts))
+    trained = np.bincount(owner, batch.loss_mask, minlength=len(batch.rollout_ids))
+
+    def floats(values):
+        return None if values is None else torch.tensor(values, dtype=dtype, device=device)
+
+    def whole(values):
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    columns = {
+        name: None if (values := getattr(batch, name)) is None else floats(values[tokens])
+        for name in PER_TOKEN
+    }
+    view = LossBatch(
+        offsets=whole(np.concatenate([[0], counts.cumsum()])),
+        token_rollout=whole(token_rollout),
+        loss_mask=torch.tensor(batch.loss_mask[tokens], device=device),
+        rollout_tokens=floats(trained[rollouts]),
+        rollout_index=whole(rollouts),
+        group_index=whole(batch.group_index[rollouts]),
+        temperatures=floats(batch.temperatures[rollouts]),
+        denominators=denominators or make_denominators(batch),
+        rollout_ids=tuple(batch.rollout_ids[n] for n in rollouts),
+        **columns,
+    )
+    return view, torch.tensor(tokens, device=device)
+
+
+def evaluate(loss, batch, logprobs_T, splits=(None,)):
+    """The loss and its gradient, summed over views of the given tokens."""
+    total = torch.zeros((), dtype=logprobs_T.dtype)
+    for tokens in splits:
+        view, indices = make_view(batch, tokens, dtype=logprobs_T.dtype)
+        part = loss(LossOutputs(logprobs=logprobs_T[indices]), view)
+        assert part.shape == () and part.dtype == logprobs_T.dtype
+        total = total + part
+    (grad_T,) = torch.autograd.grad(total, logprobs_T)
+    return total.detach(), grad_T
+
+
+def each_rollout(batch):
+    """(rollout, its trained flat positions) for every rollout."""
+    for n in range(len(batch.rollout_ids)):
+        tokens = range(batch.offsets[n], batch.offsets[n + 1])
+        yield n, [t for t in tokens if batch.loss_mask[t]]
+
+
+def clipped(ratio, advantage, low, high):
+    return min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+
+
+def grpo_by_loops(loss, batch, logprobs_T):
+    total = torch.zeros((), dtype=torch.float64)
+    high = loss.clip if loss.clip_high is None else loss.clip_high
+    for _, tokens in each_rollout(batch):
+        own = torch.zeros((), dtype=torch.float64)
+        for t in tokens:
+            logprob = logprobs_T[t]
+            old = logprob.detach() if batch.old_logprobs is None else batch.old_logprobs[t]
+            term = -clipped((logprob - old).exp(), batch.advantages[t], loss.clip, high)
+            if loss.kl:
+                difference = batch.reference_logprobs[t] - logprob
+                term = term + loss.kl * (difference.exp() - difference - 1)
+            own = own + term * (1 if batch.weights is None else batch.weights[t])
+        if loss.normalize == "rollout" and tokens:
+            own = own / len(tokens) / len(batch.rollout_ids)
+        total = total + own
+    return total / batch.loss_mask.sum() if loss.normalize == "token" else total
+
+
+def likelihood_by_loops(loss, batch, logprobs_T):
+    total = torch.zeros((), dtype=torch.float64)
+    for _, tokens in each_rollout(batch):
+        divisor = {
+            "token": batch.loss_mask.sum(),
+            "rollout": max(len(tokens), 1) * len(batch.rollout_ids),
+            "none": 1,
+        }[loss.normalize]
+        for t in tokens:
+            weight = 1 if batch.weights is None else batch.weights[t]
+            total = total - weight * logprobs_T[t] / divisor
+    return total
+
+
+def gspo_by_loops(loss, batch, logprobs_T):
+    total = torch.zeros((), dtype=torch.float64)
+    high = loss.clip if loss.clip_high is None else loss.clip_high
+    for _, tokens in each_rollout(batch):
+        if not tokens:
+            continue
+        logprobs = torch.stack([logprobs_T[t] for t in tokens])
+        old = logprobs.detach()
+        if batch.old_logprobs is not None:
+            old = torch.tensor([batch.old_logprobs[t] for t in tokens])
+        advantage = sum(batch.advantages[t] for t in tokens) / len(tokens)
+        total = total - clipped((logprobs - old).mean().exp(), advantage, loss.clip, high)
+    return total / len(batch.rollout_ids)
+
+
+def dpo_by_loops(loss, batch, logprobs_T):
+    rewards, advantages = {}, {}
+    for n, tokens in each_rollout(batch):
+        rewards[n] = sum(logprobs_T[t] - batch.reference_logprobs[t] for t in tokens)
+        advantages[n] = batch.advantages[tokens[0]]
+    total = torch.zeros((), dtype=torch.float64)
+    for one in rewards:
+        for other in rewards:
+            same_group = batch.group_index[one] == batch.group_index[other]
+            if same_group and advantages[one] > advantages[other]:
+                margin = loss.beta * (rewards[one] - rewards[other])
+                total = total + torch.log1p(torch.exp(-margin))
+    return total / len(set(batch.group_index.tolist()))
+
+
+GRPO_CASES = [
+    GRPO(),
+    GRPO(normalize="rollout"),
+    GRPO(clip=0.1, clip_high=0.4, kl=0.3),
+    GRPO(clip=math.inf, kl=0.05, normalize="rollout"),
+]
+LIKELIHOOD_CASES = [LogLikelihood(normalize=n) for n in ("token", "rollout", "none")]
+GSPO_CASES = [GSPO(), GSPO(clip=0.1, clip_high=None), GSPO(clip=0.05, clip_high=0.2)]
+DPO_CASES = [DPO(), DPO(beta=1.3)]
+CASES = [
+    *((case, grpo_by_loops) for case in GRPO_CASES),
+    *((case, likelihood_by_loops) for case in LIKELIHOOD_CASES),
+    *((case, gspo_by_loops) for case in GSPO_CASES),
+    *((case, dpo_by_loops) for case in DPO_CASES),
+]
+LOSSES = [case for case, _ in CASES]
+
+
+def batch_for(loss, seed=0, *, without=()):
+    refused = () if loss.takes_weights else ("weights",)
+    batch = make_batch(seed, pairs=isinstance(loss, DPO), without=(*refused, *without))
+    loss.check(batch)
+    return batch
+
+
+def assert_equal(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("loss", "by_loops"), CASES, ids=str)
+def test_equals_its_formula(loss, by_loops, seed):
+    batch = batch_for(loss, seed)
+    logprobs_T = make_logprobs(batch, seed)
+    expected = by_loops(loss, batch, logprobs_T)
+    (expected_grad,) = torch.autograd.grad(expected, logprobs_T)
+    assert_equal(evaluate(loss, batch, logprobs_T), (expected.detach(), expected_grad))
+
+
+@pytest.mark.parametrize("without", [("old_logprobs",), ("weights",), ("old_logprobs", "weights")])
+@pytest.mark.parametrize(("loss", "by_loops"), CASES, ids=str)
+def test_equals_its_formula_without_optional_fields(loss, by_loops, without):
+    batch = batch_for(loss, without=without)
+    logprobs_T = make_logprobs(batch)
+    expected = by_loops(loss, batch, logprobs_T)
+    (expected_grad,) = torch.autograd.grad(expected, logprobs_T)
+    assert_equal(evaluate(loss, batch, logprobs_T), (expected.detach(), expected_grad))
+
+
+def test_the_cases_clip_some_terms_on_both_sides_and_spare_others():
+    batch = make_batch()
+    ratios = np.exp(make_logprobs(batch).detach().numpy() - batch.old_logprobs)[batch.loss_mask]
+    assert (ratios < 0.8).any() and (ratios > 1.4).any() and (abs(ratios - 1) < 0.1).any()
+
+
+def test_on_policy_gradients_are_those_of_the_policy_gradient_theorem():
+    batch = make_batch(without=("old_logprobs", "weights"))
+    _, grad_T = evaluate(GRPO(), batch, make_logprobs(batch))
+    expected_T = -batch.advantages * batch.loss_mask / batch.loss_mask.sum()
+    assert_equal((grad_T,), (torch.tensor(expected_T),))
+
+
+def split(batch, rng, labels_N=None):
+    """Tokens of three views, by token at random or by the rollouts' labels; one view is empty."""
+    count = len(batch.token_ids)
+    part_T = rng.integers(0, 3, count) if labels_N is None else labels_N[owners(batch)]
+    return [np.flatnonzero(part_T == part) for part in (0, 3, 1, 2)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_views_sum_to_the_batch(loss, seed):
+    batch = batch_for(loss, seed)
+    logprobs_T = make_logprobs(batch, seed)
+    rng = np.random.default_rng(seed)
+    labels_N = None if loss.decomposition == "token" else rng.integers(0, 3, 100)
+    if labels_N is not None:
+        labels_N = labels_N[loss.coupling(batch)]
+    parts = split(batch, rng, labels_N)
+    assert sum(map(len, parts)) == len(batch.token_ids) and not len(parts[1])
+    whole = evaluate(loss, batch, logprobs_T)
+    assert_equal(evaluate(loss, batch, logprobs_T, parts), whole)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_what_lies_outside_the_mask_does_not_exist(loss):
+    batch = batch_for(loss)
+    logprobs_T = make_logprobs(batch)
+    expected = evaluate(loss, batch, logprobs_T)
+    columns = {
+        name: None if (values := getattr(batch, name)) is None else values.copy()
+        for name in PER_TOKEN
+    }
+    for poison in (math.nan, math.inf, -1e30):
+        for values in columns.values():
+            if values is not None:
+                values[~batch.loss_mask] = poison
+        names = ("offsets", "loss_mask", "token_ids", "temperatures", "group_index", "rollout_ids")
+        poisoned = SimpleNamespace(**{name: getattr(batch, name) for name in names}, **columns)
+        with torch.autograd.detect_anomaly():  # no NaN on the way either
+            actual = evaluate(loss, poisoned, logprobs_T)
+        assert_equal(actual, expected)
+        assert not actual[1][torch.tensor(~batch.loss_mask)].any()
+
+
+@pytest.mark.parametrize("loss", [case for case in LOSSES if not isinstance(case, DPO)], ids=str)
+def test_a_batch_without_trained_tokens_is_zero_not_nan(loss):
+    rollouts = [
+        Rollout([1, 2, 3], [0, 0, 0], 1.0, [0, -1, -1], [0, -1, -2], rollout_id=name)
+        for name in "ab"
+    ]
+    batch = RolloutBatch(rollouts)
+    value, grad_T = evaluate(loss, batch, make_logprobs(batch))
+    assert value == 0 and not grad_T.any()
+
+
+def test_a_rollout_without_trained_tokens_counts_as_one_rollout():
+    rollouts = [Rollout([1, 2], [0, 1], 1.0), Rollout([1, 2], [0, 0], 1.0)]
+    batch = RolloutBatch(rollouts)
+    logprobs_T = torch.tensor([0.0, -3.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
+    value, _ = evaluate(LogLikelihood(normalize="rollout"), batch, logprobs_T)
+    assert value == 1.5
+    value, _ = evaluate(GSPO(), batch, logprobs_T)
+    assert value == -0.5
+
+
+def test_denominators_replace_the_counts_of_the_view():
+    batch = make_batch()
+    logprobs_T = make_logprobs(batch)
+    outputs = LossOutputs(logprobs=logprobs_T)
+    counts = make_denominators(batch)
+    double = Denominators(
+        tokens=2 * counts.tokens, rollouts=2 * counts.rollouts, groups=2 * counts.groups
+    )
+    for loss in (GRPO(), GRPO(normalize="rollout"), LogLikelihood(), GSPO()):
+        one, other = (
+            loss(outputs, make_view(batch, denominators=which)[0]) for which in (counts, double)
+        )
+        torch.testing.assert_close(one, 2 * other)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_float32_stays_float32(loss):
+    batch = batch_for(loss)
+    logprobs_T = make_logprobs(batch)
+    value, grad_T = evaluate(loss, batch, logprobs_T.detach().float().requires_grad_())
+    expected, expected_grad = evaluate(loss, batch, logprobs_T)
+    torch.testing.assert_close(value.double(), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(grad_T.double(), expected_grad, atol=1e-5, rtol=1e-4)
+
+
+def test_view_helpers():
+    batch = make_batch()
+    view, indices = make_view(batch)
+    values_T = torch.arange(len(indices), dtype=torch.float64) + 1
+    sums, means = view.rollout_sum(values_T), view.rollout_mean(values_T)
+    for n, trained in each_rollout(batch):
+        own = values_T[batch.offsets[n] : batch.offsets[n + 1]]
+        assert sums[n] == own.sum()
+        assert means[n] == (values_T[trained].mean() if trained else 0)
+
+
+class Names(TorchDispatchMode):
+    """The names of the operations that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_the_host_never_waits_for_values(loss):
+    batch = batch_for(loss)
+    view, _ = make_view(batch)
+    logprobs_T = make_logprobs(batch)
+    with Names() as recorder:
+        loss(LossOutputs(logprobs=logprobs_T), view).backward()
+    assert not recorder.names & {"_local_scalar_dense", "nonzero", "masked_select", "_unique2"}
+    assert "where" in recorder.names
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_cuda_without_syncs(loss):
+    batch = batch_for(loss)
+    logprobs_T = make_logprobs(batch)
+    expected = evaluate(loss, batch, logprobs_T)
+    view, _ = make_view(batch, device="cuda")
+    leaf_T = logprobs_T.detach().cuda().requires_grad_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        value = loss(LossOutputs(logprobs=leaf_T), view)
+        value.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_equal((value.detach().cpu(), leaf_T.grad.cpu()), expected)
+
+
+@pytest.mark.parametrize("loss", [GRPO(kl=0.1), DPO()], ids=str)
+def test_missing_reference_logprobs_are_named(loss):
+    batch = make_batch(pairs=True, without=("reference_logprobs", "weights"))
+    with pytest.raises(RolloutError, match=r"needs reference_logprobs.*policy\.score") as error:
+        loss.check(batch)
+    assert repr(loss) in str(error.value)
+
+
+def test_only_what_is_needed_is_asked_for():
+    batch = make_batch(without=("reference_logprobs", "old_logprobs", "weights"))
+    for loss in (GRPO(), LogLikelihood(), GSPO()):
+        loss.check(batch)
+    assert GRPO().needs == () and GRPO(kl=0.1).needs == ("reference_logprobs",)
+
+
+@pytest.mark.parametrize("loss", [GSPO(), DPO()], ids=str)
+def test_weights_without_a_use_are_refused(loss):
+    with pytest.raises(RolloutError, match=f"{type(loss).__name__} has no use"):
+        loss.check(make_batch(pairs=True))
+
+
+def pair(advantages=(1.0, 0.0), masks=([0, 1, 1], [0, 1, 1]), group_id="g"):
+    return [
+        Rollout([1, 2, 3], mask, advantage, reference_logprobs=[0, -1, -1], group_id=group_id)
+        for advantage, mask in zip(advantages, masks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "problem"),
+    [
+        ([*pair(group_id="a"), *pair()[:1]], r"Group g \('2'\): .*exactly two .*not 1"),
+        ([*pair(), *pair()[:1]], r"Group g \('0', '1', '2'\): .*exactly two .*not 3"),
+        (pair((0.5, 0.5)), r"Group g \('0', '1'\) has the advantage 0\.5 twice"),
+        (pair((0.1, 0.1 + 1e-12)), "twice"),
+        (pair(([0, 1, 2], 0.5)), r"Group g .*'0' has advantages that differ"),
+        (pair(masks=([0, 1, 1], [0, 0, 0])), r"Group g .*'1' has no trained tokens"),
+    ],
+)
+def test_dpo_refuses_what_is_no_pair(rollouts, problem):
+    with pytest.raises(RolloutError, match=problem):
+        DPO().check(RolloutBatch(rollouts))
+
+
+def test_dpo_takes_advantages_that_differ_only_outside_the_mask():
+    batch = RolloutBatch(pair(([9, 1, 1], 0.0)))
+    DPO().check(batch)
+    with pytest.raises(RolloutError, match=r"Group 0 \('0', '1'\) has the advantage"):
+        DPO().check(RolloutBatch(pair((1, 1), group_id=None)))
+
+
+def test_coupling():
+    batch = make_batch(pairs=True)
+    assert GRPO().coupling(batch).tolist() == GSPO().coupling(batch).tolist() == [0, 1, 2, 3, 4, 5]
+    assert DPO().coupling(batch).tolist() == [0, 1, 2, 0, 1, 2]
+    assert (
+        as_loss(lambda outputs, batch: outputs.logprobs.sum()).coupling(batch).tolist() == [0] * 6
+    )
+    for loss in (GRPO(), DPO(), GSPO()):
+        assert loss.coupling(batch).dtype == np.int64
+
+
+def test_as_loss_keeps_a_loss_and_wraps_a_function():
+    loss = GRPO()
+    assert as_loss(loss) is loss
+    wrapped = as_loss(lambda outputs, batch: (outputs.logprobs * batch.advantages).sum())
+    assert wrapped.decomposition == "joint" and not wrapped.needs_entropy
+    batch = make_batch()
+    value, _ = evaluate(wrapped, batch, logprobs_T := make_logprobs(batch))
+    expected = logprobs_T.detach() @ torch.tensor(batch.advantages)
+    torch.testing.assert_close(value, expected)
+
+
+class Undeclared(Loss):
+    pass
+
+
+class Needy(Loss):
+    decomposition = "token"
+    needs = ("rewards",)
+
+
+class LooksLikeALoss:
+    decomposition = "token"
+
+    def __call__(self, outputs, batch):
+        return outputs.logprobs.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "problem"),
+    [
+        (GRPO, r"the class GRPO; pass an instance, GRPO\(\)"),
+        (3, "3 of type int"),
+        (LooksLikeALoss(), "subclasses Loss"),
+        (Undeclared(), "decomposition is None; allowed are 'token', 'rollout', 'joint'"),
+        (Needy(), "needs is 'rewards'; allowed are"),
+    ],
+)
+def test_as_loss_refuses(loss, problem):
+    with pytest.raises(ConfigError, match=problem):
+        as_loss(loss)
+
+
+@pytest.mark.parametrize(
+    ("build", "problem"),
+    [
+        (lambda: GRPO(clip=-0.1), r"clip is -0\.1; it takes a number of at least 0"),
+        (lambda: GRPO(clip="0.2"), "clip is '0.2'"),
+        (lambda: GRPO(clip=True), "clip is True"),
+        (lambda: GRPO(clip_high=math.nan), "clip_high is nan"),
+        (lambda: GRPO(kl=math.inf), "kl is inf; it takes a finite number of at least 0"),
+        (lambda: GRPO(normalize="none"), "normalize is 'none'; allowed are 'token', 'rollout'"),
+        (lambda: LogLikelihood(normalize="mean"), "'token', 'rollout', 'none'"),
+        (lambda: GSPO(clip=-1), "clip is -1"),
+        (lambda: GSPO(clip_high=-1), "clip_high is -1"),
+        (lambda: DPO(beta=0), "beta is 0; it takes a finite number above 0"),
+        (lambda: Denominators(tokens=-1, rollouts=1, groups=1), r"denominators\.tokens is -1"),
+    ],
+)
+def test_arguments_that_are_not_allowed(build, problem):
+    with pytest.raises(ConfigError, match=problem):
+        build()

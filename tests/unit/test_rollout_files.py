@@ -1,0 +1,293 @@
+"""Reading and writing rollout files: the round trip is exact, and every damage is named."""
+
+import gzip
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.rollout_files import load_rollouts, save_rollouts
+from forkpoint.rollouts import MAX_TOKEN_ID, Rollout, RolloutBatch
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+GOOD = '{"token_ids":[1,2,3],"loss_mask":[0,1,1],"advantage":0.5,"rollout_id":"a"}'
+DATA = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+def refusal(*parts: str) -> str:
+    """A pattern for a message that holds all the parts, in any order."""
+    return "(?s)" + "".join(f"(?=.*{re.escape(part)})" for part in parts)
+
+
+def write(folder: Path, *lines: str, name: str = "r.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes("\n".join(lines).encode())
+    return path
+
+
+def many(count: int) -> list[Rollout]:
+    rng = np.random.default_rng(0)
+    return [
+        Rollout(rng.integers(0, 50_000, 500), [0] + [1] * 499, -rng.random(500), rollout_id=i)
+        for i in range(count)
+    ]
+
+
+finite_floats = st.floats(allow_nan=False, allow_infinity=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | finite_floats | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@st.composite
+def rollouts_strategy(draw) -> list[Rollout]:
+    made = []
+    ids = draw(st.lists(st.text() | st.none(), min_size=1, max_size=4, unique_by=lambda i: i or i))
+    for rollout_id in ids:
+        tokens = draw(st.lists(st.integers(0, MAX_TOKEN_ID), min_size=1, max_size=6))
+        n = len(tokens)
+        floats = st.lists(finite_floats, min_size=n, max_size=n)
+        logprobs = st.none() | st.lists(st.floats(-1e300, 0), min_size=n, max_size=n)
+        made.append(
+            Rollout(
+                tokens,
+                [False, *draw(st.lists(st.booleans(), min_size=n - 1, max_size=n - 1))],
+                draw(finite_floats | floats),
+                old_logprobs=draw(logprobs),
+                reference_logprobs=draw(logprobs),
+                weights=draw(st.none() | finite_floats | floats),
+                temperature=draw(st.floats(1e-300, 1e300)),
+                group_id=draw(st.none() | st.text()),
+                rollout_id=rollout_id,
+                extras=draw(st.none() | st.dictionaries(st.text(), json_values, max_size=3)),
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@given(rollouts=rollouts_strategy())
+@settings(max_examples=40, deadline=None)
+def test_round_trip_is_exact(suffix, rollouts):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"r{suffix}"
+        save_rollouts(path, rollouts)
+        assert load_rollouts(path) == rollouts
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_round_trip_over_many_blocks(tmp_path, suffix):
+    rollouts = many(120)  # more than one block of the reader, compressed too
+    path = tmp_path / f"r{suffix}"
+    save_rollouts(path, RolloutBatch(rollouts))
+    assert path.stat().st_size > 2**18
+    assert load_rollouts(path) == rollouts
+    assert load_rollouts(path, limit=3) == rollouts[:3]
+    assert load_rollouts(str(path), limit=1000) == rollouts
+
+
+@pytest.mark.parametrize("compress", [lambda b: b, gzip.compress, zstandard.compress])
+def test_format_is_seen_from_the_content(tmp_path, compress):
+    path = tmp_path / "misnamed.txt"
+    path.write_bytes(compress(GOOD.encode()))
+    assert load_rollouts(path)[0].rollout_id == "a"
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+def test_concatenated_archives_are_one_file(tmp_path, compress):
+    other = GOOD.replace('"a"', '"b"')
+    path = tmp_path / "r"
+    path.write_bytes(compress(GOOD.encode() + b"\n") + compress(other.encode() + b"\n"))
+    assert [rollout.rollout_id for rollout in load_rollouts(path)] == ["a", "b"]
+
+
+def test_blank_lines_and_windows_line_ends(tmp_path):
+    path = write(tmp_path, "", GOOD + "\r", "  \r", GOOD.replace('"a"', "7"), "", "")
+    assert [rollout.rollout_id for rollout in load_rollouts(path)] == ["a", "7"]
+
+
+def test_unknown_keys_go_into_extras(tmp_path):
+    path = write(
+        tmp_path, GOOD[:-1] + ',"reward":1.5,"extras":{"turns":[2]}}', GOOD.replace('"a"', '"b"')
+    )
+    first, second = load_rollouts(path)
+    assert first.extras == {"reward": 1.5, "turns": [2]}
+    assert second.extras is None
+    save_rollouts(path, [first])
+    record = json.loads(path.read_text())
+    assert record["extras"] == {"reward": 1.5, "turns": [2]}
+    assert record["loss_mask"] == [0, 1, 1]
+    assert "reward" not in record
+    assert "weights" not in record
+
+
+BAD_JSON = GOOD[:30]
+LINE_2 = [
+    # JSON
+    (BAD_JSON, ["column 22", "not JSON", "one whole JSON object"]),
+    ("hello", ["column 1", "Expecting value", "'hello'"]),
+    ("[1, 2]", ["is [1, 2]", "one JSON object", "token_ids, loss_mask, advantage"]),
+    ("3", ["is 3", "one JSON object"]),
+    ('{"token_ids":[1],"token_ids":[2]}', ["the key 'token_ids' is there twice"]),
+    ('{"token_ids":[' + "9" * 5000 + "]}", ["4300 digits"]),
+    ("[" * 200_000, ["recursion"]),
+    # fields
+    ("{}", ["has no token_ids, loss_mask, advantage", "its keys are []", "rename"]),
+    (GOOD.replace("loss_mask", "mask"), ["has no loss_mask", "'mask'", "rename"]),
+    (GOOD.replace("0.5", "null"), ["Rollout 'a': advantage is None"]),
+    (GOOD.replace("0.5", "NaN"), ["advantage is nan", "finite"]),
+    (GOOD.replace("0.5", "[0, 1, Infinity]"), ["advantage[2] is inf", "finite"]),
+    (GOOD.replace("0.5", "-1e999"), ["advantage is -inf", "finite"]),
+    (GOOD.replace("[1,2", "[1,NaN"), ["token_ids[1] is nan", "whole numbers"]),
+    (GOOD.replace("[1,2", "[1,true"), ["token_ids[1] is True", "whole numbers"]),
+    (GOOD.replace("[1,2", "[1,2.0"), ["token_ids[1] is 2.0", "whole numbers"]),
+    (GOOD.replace("[1,2", "[1,-7"), ["token_ids[1] is -7", "whole numbers"]),
+    (GOOD.replace("[0,1,1]", "[0,1]"), ["loss_mask has 2 entries, but token_ids has 3"]),
+    (GOOD.replace("[0,1,1]", "[1,1,1]"), ["loss_mask[0] is 1"]),
+    (GOOD[:-1] + ',"temperature":0}', ["temperature is 0", "above 0"]),
+    (GOOD.replace('"a"', "[1]"), ["rollout_id is [1]"]),
+    # extras
+    (GOOD[:-1] + ',"extras":[1],"reward":1}', ["extras is [1]", "dict or None"]),
+    (GOOD[:-1] + ',"extras":{"reward":2},"reward":1}', ["'reward' is a key of the line and of"]),
+    (GOOD[:-1] + ',"reward":NaN}', ["extras['reward'] is nan", "null"]),
+    (GOOD[:-1] + ',"extras":{"s":{"x":[1,1e999]}}}', ["extras['s'] is {'x': [1, inf]}"]),
+]
+
+
+@pytest.mark.parametrize(("line", "parts"), LINE_2, ids=[str(i) for i in range(len(LINE_2))])
+def test_refusals_name_file_line_and_field(tmp_path, line, parts):
+    path = write(tmp_path, GOOD.replace('"a"', '"first"'), line, GOOD)
+    with pytest.raises(RolloutError, match=refusal(f"{path}, line 2", *parts)) as caught:
+        load_rollouts(path)
+    assert len(str(caught.value)) < 500
+    assert str(caught.value).count(str(path)) == 1
+    assert len(load_rollouts(path, limit=1)) == 1  # what lies beyond the limit is not read
+
+
+def test_lines_are_counted_from_1_with_blank_ones(tmp_path):
+    path = write(tmp_path, "", "", "hello")
+    with pytest.raises(RolloutError, match=refusal(f"{path}, line 3, column 1")):
+        load_rollouts(path)
+
+
+def test_refuses_other_encodings(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(GOOD.encode() + b'\n{"a": "\xe9"}')
+    with pytest.raises(RolloutError, match=refusal("line 2: byte 8 is 0xe9", "not UTF-8", "Save")):
+        load_rollouts(path)
+
+
+def test_refuses_a_rollout_id_that_is_there_twice(tmp_path):
+    path = write(tmp_path, GOOD, "", GOOD)
+    with pytest.raises(RolloutError, match=refusal("'a' is on line 1 and again on line 3")):
+        load_rollouts(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n  \r\n", gzip.compress(b""), zstandard.compress(b"")])
+def test_refuses_an_empty_file(tmp_path, content):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RolloutError, match=refusal(f"{path} holds no rollouts", "blank lines")):
+        load_rollouts(path)
+
+
+def test_refuses_a_path_that_is_no_file(tmp_path):
+    with pytest.raises(RolloutError, match=refusal(f"{tmp_path / 'no'} does not exist", "Give")):
+        load_rollouts(tmp_path / "no")
+    with pytest.raises(RolloutError, match=refusal(f"{tmp_path} is a directory", "Give")):
+        load_rollouts(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_refuses_archives_that_are_cut_short_or_damaged(tmp_path, suffix):
+    path = tmp_path / f"r{suffix}"
+    save_rollouts(path, many(3))
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 0xFF
+    for content in (whole[:-1], whole[:-6], whole[: len(whole) // 2], whole[:6], bytes(damaged)):
+        path.write_bytes(content)
+        with pytest.raises(RolloutError, match=re.escape(str(path))):
+            load_rollouts(path)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(RolloutError, match=refusal(f"{path} is cut short or damaged", "again")):
+        load_rollouts(path)
+    path.write_bytes(whole + b"rubbish")
+    with pytest.raises(RolloutError, match="cut short or damaged"):
+        load_rollouts(path)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2.0, True, "3"])
+def test_refuses_a_wrong_limit(tmp_path, limit):
+    with pytest.raises(ConfigError, match=refusal(f"limit is {limit!r}", "at least 1")):
+        load_rollouts(write(tmp_path, GOOD), limit=limit)
+
+
+class Unknown:
+    def __repr__(self):
+        return "Unknown()"
+
+
+@pytest.mark.parametrize(
+    ("extras", "parts"),
+    [
+        ({"x": float("nan")}, ["extras {'x': nan} cannot be written as JSON", "finite"]),
+        ({"x": Unknown()}, ["extras {'x': Unknown()} cannot be written as JSON", "text"]),
+        ({1: 2}, ["extras {1: 2} would come back from JSON changed", "text keys"]),
+        ({"x": (1, 2)}, ["extras {'x': (1, 2)} would come back", "no tuples"]),
+    ],
+)
+def test_save_refuses_extras_that_json_cannot_give_back(tmp_path, extras, parts):
+    path = write(tmp_path, GOOD)
+    rollouts = [Rollout([1], [0], 1.0), Rollout([1], [0], 1.0, rollout_id="b", extras=extras)]
+    with pytest.raises(RolloutError, match=refusal("Rollout 'b' (position 1)", *parts)):
+        save_rollouts(path, rollouts)
+    assert path.read_text() == GOOD  # as before
+    assert list(tmp_path.iterdir()) == [path]  # and no temporary file is left
+
+
+def test_save_refuses(tmp_path):
+    rollout = Rollout([1], [0], 1.0, rollout_id="b")
+    with pytest.raises(RolloutError, match=refusal("ends in '.txt'", ".jsonl, .gz, .zst")):
+        save_rollouts(tmp_path / "r.txt", [rollout])
+    with pytest.raises(RolloutError, match=refusal(f"folder {tmp_path / 'no'} does not exist")):
+        save_rollouts(tmp_path / "no" / "r.jsonl", [rollout])
+    with pytest.raises(RolloutError, match="There are no rollouts; a file takes at least one"):
+        save_rollouts(tmp_path / "r.jsonl", [])
+    with pytest.raises(RolloutError, match="'b' is given twice, at positions 0 and 1"):
+        save_rollouts(tmp_path / "r.jsonl", [rollout, rollout])
+    with pytest.raises(RolloutError, match="Item 0 is 5 of type int; a file takes Rollout"):
+        save_rollouts(tmp_path / "r.jsonl", [5])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_equal_rollouts_make_equal_files(tmp_path, suffix):
+    save_rollouts(tmp_path / f"a{suffix}", many(2))
+    save_rollouts(tmp_path / f"b{suffix}", many(2))
+    assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "rollouts", "groups", "tokens"),
+    [("airline.jsonl", 100, 25, 378_424), ("rag.jsonl", 96, 12, 705_578)],
+)
+def test_real_files(tmp_path, name, rollouts, groups, tokens):
+    if not (DATA / name).exists():
+        pytest.skip(f"{DATA / name} is not here")
+    loaded = load_rollouts(DATA / name)
+    batch = RolloutBatch(loaded)
+    assert (len(batch), len(batch.groups()), batch.logical_tokens) == (rollouts, groups, tokens)
+    assert all(set(extras or ()) == {"reward"} for extras in batch.extras)
+    batch.check_vocabulary(8192)
+    save_rollouts(tmp_path / "copy.jsonl.zst", batch)
+    assert load_rollouts(tmp_path / "copy.jsonl.zst") == loaded
