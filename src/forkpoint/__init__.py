@@ -16,6 +16,27 @@ from forkpoint.rollout_files import save_rollouts as save_rollouts
 from forkpoint.rollouts import Rollout as Rollout
 from forkpoint.rollouts import RolloutBatch as RolloutBatch
 
+__all__ = [
+    "Config",
+    "ConfigError",
+    "ForkpointError",
+    "ModelShape",
+    "Plan",
+    "PlanError",
+    "Policy",
+    "Rollout",
+    "RolloutBatch",
+    "RolloutError",
+    "Scores",
+    "StepStats",
+    "UnsupportedError",
+    "VerifyReport",
+    "load_rollouts",
+    "losses",
+    "save_rollouts",
+    "wrap",
+]
+
 if TYPE_CHECKING:
     from forkpoint import losses as losses
     from forkpoint.policy import Policy as Policy

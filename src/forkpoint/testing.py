@@ -31,10 +31,10 @@ def plain_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention over whole rollouts, written out: query [B, H, L, D]; [B, L, H, E] comes back.
+    """Causal attention over whole rollouts, written out.
 
-    Scores are a full matrix in the inputs' dtype, masked by position; sinks join the softmax as one
-    more column.
+    query is [B, H, L, D], key and value have K heads, and [B, L, H, E] comes back. Scores are a
+    full matrix in the inputs' dtype, masked by position; sinks join the softmax as one more column.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -76,7 +76,7 @@ def force_windows_and_sinks(
             module.sinks = nn.Parameter(values)
             extra["s_aux"] = module.sinks
         if window is not None and hasattr(module, "sliding_window"):
-            module.sliding_window = window
+            setattr(module, "sliding_window", window)  # noqa: B010
         elif window is not None:
             extra["sliding_window"] = window
 
@@ -108,7 +108,7 @@ def tiny_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             # The usual initialisation is so small that attention is uniform and norms are all one.
             spread = 0.3 if parameter.dim() > 1 else 0.2
             noise = torch.randn(parameter.shape) * spread

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from forkpoint.dense import DenseRun, dense_run
 from forkpoint.hosts.upcasts import lifted_upcasts
 from forkpoint.losses.base import Denominators, Loss
+from forkpoint.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 
 if TYPE_CHECKING:
@@ -46,9 +47,11 @@ class ParameterError:
     @property
     def excess(self) -> float:
         """Error over what is allowed: above 1 fails."""
-        if not math.isfinite(self.shared_error):
+        if self.shared_error == 0:
+            return 0.0
+        if not math.isfinite(self.shared_error) or self.allowed == 0:
             return math.inf
-        return self.shared_error / self.allowed if self.allowed else math.inf
+        return self.shared_error / self.allowed
 
 
 @dataclass(frozen=True)
@@ -161,10 +164,8 @@ def verify(
     allowed = OVERALL_RATIO * dense_total + ulps
     if dtype == torch.float64:
         allowed = FLOAT64_BAR
-    errors.sort(key=lambda e: -e.excess if e.shared_error else 0.0)
-    passed = shared_total <= allowed and all(
-        e.excess <= 1 for e in errors if e.shared_error or not e.allowed == 0
-    )
+    errors.sort(key=lambda e: -e.excess)
+    passed = shared_total <= allowed and all(e.excess <= 1 for e in errors)
     return VerifyReport(
         passed=bool(passed),
         dtype=str(dtype).removeprefix("torch."),
@@ -190,13 +191,13 @@ def _shared(
     batch: RolloutBatch,
     loss: Loss,
     denominators: Denominators | None,
-):
+) -> tuple[dict[str, Tensor | None], float, Tensor, Plan]:
     before = {name: p.grad for name, p in parameters.items()}
     try:
         for p in parameters.values():
             p.grad = None
         stats = policy.forward_backward(batch, loss, denominators=denominators)
-        gradients = {n: None if p.grad is None else p.grad for n, p in parameters.items()}
+        gradients = {name: p.grad for name, p in parameters.items()}
     finally:
         for name, p in parameters.items():
             p.grad = before[name]

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-PHASES = ("A", "B", "C")
+PHASES: tuple[str, ...] = ("A", "B", "C")
 """A: forwards of rows with children. B: rows without. C: backwards of rows with children."""
 
 
@@ -26,7 +26,7 @@ class PhaseTimer:
 
     def totals_ms(self) -> dict[str, float]:
         """Milliseconds of every phase; the last mark ends the one before it."""
-        totals = dict.fromkeys(PHASES, 0.0)
+        totals: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         if self.cuda and self.marks:
             torch.cuda.synchronize()
         for (phase, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):

@@ -8,11 +8,11 @@ the log-probs asked for instead of logits. Everything else is the model's own co
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.boundary import boundary
@@ -29,10 +29,10 @@ CONTEXT_ARGUMENT = "forkpoint_row"
 
 # Arguments that attention layers pass besides those named in `forkpoint_attention`, and that change
 # nothing in what it computes. Any other with a value is refused, for it may be a mask or a bias.
-HARMLESS_ARGUMENTS = frozenset({"position_ids", "use_cache", "output_attentions", "logits_to_keep"})
+HARMLESS_ARGUMENTS = frozenset({"position_ids", "use_cache", "output_attentions"})
 
-# Rotary embeddings whose frequencies depend on positions alone. The others in transformers (dynamic,
-# longrope) change them beyond the original context length, and are refused for longer rollouts.
+# Rotary embeddings whose frequencies depend on positions alone. Dynamic and longrope change them
+# beyond the original context length, and are refused for longer rollouts; so are unknown ones.
 LENGTH_FREE_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
@@ -133,10 +133,13 @@ class TransformersHost:
         self.causal = _causal_model(model)
         config = self.causal.config
         family = FAMILIES[config.model_type]
-        self.attentions = [
-            m for m in self.causal.modules() if type(m).__name__ == family.attention_class
-        ]
-        _check_head(self.causal)
+        self._configs = {
+            id(config): config
+            for m in self.causal.modules()
+            if type(m).__name__ == family.attention_class
+            for config in [cast(PreTrainedConfig, m.config)]
+        }
+        self.head = _head(self.causal)
         self._shape = self._read_shape()
 
     def _read_shape(self) -> ModelShape:
@@ -155,18 +158,23 @@ class TransformersHost:
 
     @property
     def device(self) -> torch.device:
-        return self.causal.get_input_embeddings().weight.device
+        return self._embedding.device
 
     @property
     def loss_dtype(self) -> torch.dtype:
+        return torch.float64 if self._embedding.dtype == torch.float64 else torch.float32
+
+    @property
+    def _embedding(self) -> Tensor:
         weight = self.causal.get_input_embeddings().weight
-        return torch.float64 if weight.dtype == torch.float64 else torch.float32
+        assert isinstance(weight, Tensor)
+        return weight
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters()
 
     def check(self, batch: RolloutBatch, *, training: bool) -> None:
-        batch.check_vocabulary(self.causal.get_input_embeddings().weight.shape[0])
+        batch.check_vocabulary(self._embedding.shape[0])
         _check_rope(self.causal, int(batch.lengths.max()))
         _check_devices(self.model)
         if training:
@@ -182,7 +190,7 @@ class TransformersHost:
     @contextmanager
     def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for config in {id(m.config): m.config for m in self.attentions}.values():
+            for config in self._configs.values():
                 stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = ATTENTION_NAME
             own = self.causal.__dict__.get("forward")
@@ -216,12 +224,11 @@ class TransformersHost:
         ).last_hidden_state
         inputs = forkpoint_row.inputs
         hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, inputs.head_slots)
-        head = self.causal.get_output_embeddings()
         logprobs, entropies = token_logprobs(
             hidden_nC,
-            head.weight,
+            self.head.weight,
             inputs.head_labels,
-            bias_V=head.bias,
+            bias_V=self.head.bias,
             temperature_T=inputs.head_temperatures,
             entropy=forkpoint_row.entropy,
             chunk_tokens=forkpoint_row.head_chunk_tokens,
@@ -248,8 +255,8 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
         inner = model.get_base_model()  # type: ignore[operator]
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedError(
-            f"{type(inner).__module__}.{type(inner).__name__} is not a transformers model; wrap the "
-            "model itself, before torch.compile, DistributedDataParallel or the like."
+            f"{type(inner).__module__}.{type(inner).__name__} is not a transformers model; wrap "
+            "the model itself, before torch.compile, DistributedDataParallel or the like."
         )
     known = ", ".join(f.model_class for f in FAMILIES.values())
     family = FAMILIES.get(inner.config.model_type)
@@ -262,13 +269,14 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _check_head(causal: PreTrainedModel) -> None:
+def _head(causal: PreTrainedModel) -> nn.Linear:
     head = causal.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise UnsupportedError(
-            f"the output head is a {type(head).__name__}; forkpoint computes log-probs from a plain "
-            "torch.nn.Linear. Leave lm_head out of adapters and quantization."
+            f"the output head is a {type(head).__name__}; forkpoint computes log-probs from a "
+            "plain torch.nn.Linear. Leave lm_head out of adapters and quantization."
         )
+    return head
 
 
 def _check_rope(causal: PreTrainedModel, longest: int) -> None:

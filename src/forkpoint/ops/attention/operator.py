@@ -63,9 +63,6 @@ def shared_attention(
     """
     arena_tensors = (None, None, None, None)
     if arena is not None:
-        assert not (arena.k.requires_grad or arena.v.requires_grad), (
-            "the arena is constant here; detach it, and let its gradients go to grad_k and grad_v"
-        )
         arena_tensors = (arena.k, arena.v, arena.grad_k, arena.grad_v)
     return _forward_op(
         q_THD,

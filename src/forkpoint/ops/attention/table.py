@@ -138,15 +138,22 @@ class ArenaSlice:
     k [A, K, D] and v [A, K, E] in the dtype of the row's own; constants here, never differentiated.
     grad_k and grad_v, both or neither, float32 (float64 for float64) of the same shapes: the
     backward adds the gradients of k and v into them, in place.
+
+    Holds aliases with version counters of their own (`.data`): other slices of the same buffers are
+    written between a row's forward and backward, which autograd and compiled layers would otherwise
+    take for an error. Raises AssertionError for a k or v that requires gradients.
     """
 
     def __init__(
         self, k: Tensor, v: Tensor, grad_k: Tensor | None = None, grad_v: Tensor | None = None
     ) -> None:
-        self.k = k
-        self.v = v
-        self.grad_k = grad_k
-        self.grad_v = grad_v
+        assert not (k.requires_grad or v.requires_grad), (
+            "an arena is constant: detach it, and let its gradients go to grad_k and grad_v"
+        )
+        self.k = k.data
+        self.v = v.data
+        self.grad_k = None if grad_k is None else grad_k.data
+        self.grad_v = None if grad_v is None else grad_v.data
 
 
 def read_launches(launches: Tensor, cu_cpu: Tensor, cu_device: Tensor) -> list[Launch]:

@@ -1,0 +1,291 @@
+"""The operator inside autograd, checkpointing, autocast and compilation."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_attention_forest import Inputs, gradients, make_forest, make_inputs, path_attention
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from forkpoint.ops.attention import (
+    KERNELS,
+    ArenaSlice,
+    AttentionTable,
+    Kernel,
+    accumulate_dtype,
+    registry,
+    select_kernel,
+    shared_attention,
+)
+
+FOREST = make_forest([-1, 0, 0, 2], [5, 7, 3, 6], external=[0])
+PARENT = make_forest([-1], [5])
+SCALE = 0.3
+
+
+def inputs(dtype: torch.dtype = torch.float64, sinks: bool = True) -> Inputs:
+    return make_inputs(FOREST, (4, 2), (8, 8), dtype, sinks=sinks)
+
+
+def arena_of(x: Inputs, grads: bool = True) -> ArenaSlice:
+    assert x.arena_k is not None and x.arena_v is not None
+    k, v = x.arena_k.detach(), x.arena_v.detach()
+    if not grads:
+        return ArenaSlice(k, v)
+    wide = accumulate_dtype(k.dtype)
+    return ArenaSlice(k, v, torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
+
+
+def attend(x: Inputs, arena: ArenaSlice, window: int = 0, **options) -> tuple[Tensor, Tensor]:
+    table = FOREST.table(window)
+    return shared_attention(
+        x.q,
+        x.k,
+        x.v,
+        table=table,
+        arena=arena,
+        sinks=x.sinks,
+        scale=SCALE,
+        window=window,
+        **options,
+    )
+
+
+def expected_gradients(x: Inputs, window: int = 0) -> dict[str, Tensor]:
+    return gradients(path_attention(FOREST, x, scale=SCALE, window=window)[0], x)
+
+
+@pytest.fixture
+def backward_calls(monkeypatch: pytest.MonkeyPatch):
+    """The sources of the launches whose kernel's backward ran."""
+    calls: list[int] = []
+    kernel = KERNELS[0]
+
+    def counting(*args, **options):
+        calls.append(args[6].source)
+        return kernel.backward(*args, **options)
+
+    counted: Kernel = dataclasses.replace(kernel, backward=counting)
+    monkeypatch.setattr(registry, "KERNELS", (counted,))
+    select_kernel.cache_clear()
+    yield calls
+    select_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("sinks",), ("k", "sinks"), ("q", "v")])
+def test_only_wanted_gradients_are_returned(wanted: tuple[str, ...], window: int) -> None:
+    x = inputs()
+    expected = expected_gradients(x, window)
+    for name in x.NAMES:
+        leaf = getattr(x, name)
+        leaf.requires_grad_(name in wanted)
+    attend(x, arena_of(x, grads=False), window)[0].backward(x.do)
+    for name in ("q", "k", "v", "sinks"):
+        found = getattr(x, name).grad
+        if name in wanted:
+            torch.testing.assert_close(found, expected[name], rtol=0, atol=1e-12)
+        else:
+            assert found is None
+
+
+def test_launches_without_wanted_gradients_are_not_run(backward_calls: list[int]) -> None:
+    def calls(*wanted: str, arena_grads: bool) -> list[int]:
+        x = inputs()
+        for name in x.NAMES:
+            getattr(x, name).requires_grad_(name in wanted)
+        backward_calls.clear()
+        attend(x, arena_of(x, arena_grads))[0].backward(x.do)
+        return list(backward_calls)
+
+    # The causal launch, the one below the external root, and the one below a segment of the row.
+    assert calls("q", arena_grads=False) == [0, 1, 0]
+    assert calls("q", "k", "v", "sinks", arena_grads=True) == [0, 1, 0]
+    assert calls("k", arena_grads=False) == [0, 0]
+    assert calls("sinks", arena_grads=True) == [1]
+    assert calls("sinks", arena_grads=False) == []
+
+
+def test_a_row_whose_launches_leave_keys_out_gets_zeros_for_them() -> None:
+    """No planner makes such a row, but a gradient is never uninitialised memory."""
+    x = inputs(sinks=False)
+    arena = arena_of(x)
+    table = FOREST.table()
+    table.launches = table.launches[1:2]  # the rectangle below the root alone
+    o, _ = shared_attention(x.q, x.k, x.v, table=table, arena=arena, scale=SCALE)
+    o.backward(x.do)
+    assert x.k.grad is not None and not x.k.grad.any()
+
+
+@pytest.mark.parametrize("wrap", ["plain", "checkpoint"])
+@pytest.mark.parametrize("window", [0, 4])
+def test_later_captures_into_the_arena_do_not_disturb(window: int, wrap: str) -> None:
+    """Row B reads a slice; row C is captured into the next slice; then B's backward runs."""
+    x = inputs()
+    expected = expected_gradients(x, window)
+    assert x.arena_k is not None and x.arena_v is not None
+    n = len(x.arena_k)
+    buffers = [torch.zeros(n + 9, *a.shape[1:], dtype=a.dtype) for a in (x.arena_k, x.arena_v)]
+    grads = [torch.zeros_like(b) for b in buffers]
+    for buffer, a in zip(buffers, (x.arena_k, x.arena_v), strict=True):
+        buffer[:n] = a.detach()
+    arena = ArenaSlice(buffers[0][:n], buffers[1][:n], grads[0][:n], grads[1][:n])
+    leaves = (x.q, x.k, x.v, x.sinks)
+    table = FOREST.table(window)
+
+    def block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        o, _ = shared_attention(
+            q * 1, k * 1, v * 1, table=table, arena=arena, sinks=sinks, scale=SCALE, window=window
+        )
+        return o * 1
+
+    if wrap == "plain":
+        o = block(*leaves)
+    else:
+        o = checkpoint(block, *leaves, use_reentrant=False)
+    assert isinstance(o, Tensor)
+    for buffer in (*buffers, *grads):
+        buffer[n:] = 7.0
+    o.backward(x.do)
+    for name in ("q", "k", "v", "sinks"):
+        torch.testing.assert_close(getattr(x, name).grad, expected[name], rtol=0, atol=1e-12)
+    for name, grad in zip(("arena_k", "arena_v"), grads, strict=True):
+        torch.testing.assert_close(grad[:n], expected[name], rtol=0, atol=1e-12)
+        assert (grad[n:] == 7).all()
+
+
+def test_an_arena_that_requires_gradients_is_caught() -> None:
+    x = inputs()
+    with pytest.raises(AssertionError, match="the arena is constant here"):
+        attend(x, ArenaSlice(x.arena_k, x.arena_v))
+
+
+def test_lse_is_not_differentiable_and_there_is_no_second_derivative() -> None:
+    x = inputs()
+    o, lse = attend(x, arena_of(x))
+    assert o.requires_grad and not lse.requires_grad
+    (dq,) = torch.autograd.grad(o, x.q, x.do, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        dq.sum().backward()
+
+
+def test_runs_without_a_graph() -> None:
+    x = inputs()
+    with torch.no_grad():
+        o, _ = attend(x, arena_of(x))
+    assert not o.requires_grad
+    torch.testing.assert_close(o, attend(x, arena_of(x))[0].detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu_flash"])
+def test_strided_inputs_and_expanded_gradients(kernel: str) -> None:
+    x = inputs(sinks=False)
+    expected = gradients(path_attention(FOREST, x, scale=SCALE)[0], x | {} if False else x)
+    x.do = torch.ones(1, 1, 1, dtype=x.do.dtype).expand_as(x.do)
+    expected = expected_gradients(x)
+    fused = torch.cat([x.q, x.k, x.v], dim=1).detach()
+    q, k, v = (a.requires_grad_() for a in fused.split([4, 2, 2], dim=1))
+    turned = k.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    assert not q.is_contiguous() and turned.stride(-1) != 1
+    arena = arena_of(x)
+    o, lse = shared_attention(
+        q, turned, v, table=FOREST.table(), arena=arena, scale=SCALE, kernel=kernel
+    )
+    assert o.is_contiguous() and lse.is_contiguous()
+    o.sum().backward()
+    for name, leaf in (("q", q), ("k", turned), ("v", v)):
+        torch.testing.assert_close(leaf.grad, expected[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu_flash"])
+def test_autocast_outside_changes_nothing_inside(kernel: str) -> None:
+    results = []
+    for enabled in (False, True):
+        x = inputs(torch.float32)
+        arena = arena_of(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            o, _ = attend(x, arena, kernel=kernel)
+            o.backward(x.do)
+        results.append([o.detach(), x.q.grad, x.k.grad, x.v.grad, arena.grad_k, x.sinks.grad])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def operator_arguments(
+    window: int, grads: bool, dtype: torch.dtype = torch.float64
+) -> tuple[Inputs, tuple]:
+    x, table = inputs(dtype), FOREST.table(window)
+    arena = arena_of(x, grads)
+    tables = (table.launches, table.cu_cpu, table.cu_device, table.row_gather, table.arena_gather)
+    arenas = (arena.k, arena.v, arena.grad_k, arena.grad_v)
+    options = (SCALE, 0.0, window, "auto", False)
+    return x, (x.q, x.k, x.v, *arenas, x.sinks, *tables, *options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("window", [0, 4])
+def test_opcheck(window: int, grads: bool, dtype: torch.dtype) -> None:
+    x, arguments = operator_arguments(window, grads, dtype)
+    forward = torch.ops.forkpoint.shared_attention.default
+    torch.library.opcheck(forward, arguments, atol=1e-2, rtol=1e-2)
+    q, k, v, *rest = (a.detach() if isinstance(a, Tensor) else a for a in arguments)
+    o, lse = forward(q, k, v, *rest)
+    backward = torch.ops.forkpoint.shared_attention_backward.default
+    for wanted in ((True, True, True, True), (False, True, False, False)):
+        torch.library.opcheck(backward, (x.do, q, k, v, o, lse, *rest, *wanted))
+
+
+class Context:
+    """What an engine hands a layer in its call arguments."""
+
+    def __init__(self, table: AttentionTable, arena: ArenaSlice, window: int) -> None:
+        self.table = table
+        self.arena = arena
+        self.window = window
+
+
+def layer(x: Tensor, weight: Tensor, sinks: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    q, k, v = (x @ weight).view(len(x), 8, 8).split([4, 2, 2], dim=1)
+    o, lse = shared_attention(
+        q,
+        k,
+        v,
+        table=context.table,
+        arena=context.arena,
+        sinks=sinks,
+        scale=SCALE,
+        window=context.window,
+    )
+    return o.flatten(1).sin(), lse
+
+
+def layer_gradients(call: Callable, window: int) -> list[Tensor | None]:
+    x = inputs(torch.float32)
+    context = Context(FOREST.table(window), arena_of(x), window)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(FOREST.row_tokens, 6, generator=generator, requires_grad=True)
+    weight = torch.randn(6, 64, generator=generator, requires_grad=True)
+    out, lse = call(hidden, weight, x.sinks, context)
+    assert not lse.requires_grad
+    out.square().sum().backward()
+    assert x.sinks is not None
+    arena = context.arena
+    return [
+        out.detach(),
+        lse,
+        hidden.grad,
+        weight.grad,
+        x.sinks.grad,
+        arena.grad_k,
+        arena.grad_v,
+    ]
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_compiled_equals_eager(window: int) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found, expected = layer_gradients(compiled, window), layer_gradients(layer, window)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
