@@ -116,7 +116,9 @@ class _Inject(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, None, None]:
         (grad_T,) = grad_outputs
         if len(ctx.runs) == 1 and ctx.runs[0][:2] == (0, len(grad_T)):
             at = ctx.runs[0][2]

@@ -139,9 +139,9 @@ class ArenaSlice:
     grad_k and grad_v, both or neither, float32 (float64 for float64) of the same shapes: the
     backward adds the gradients of k and v into them, in place.
 
-    Holds aliases with version counters of their own (`.data`): other slices of the same buffers are
-    written between a row's forward and backward, which autograd and compiled layers would otherwise
-    take for an error. Raises AssertionError for a k or v that requires gradients.
+    Usually slices of larger buffers, whose other slices are written between a row's forward and
+    backward. What is kept are aliases that look like tensors of their own (see `_alone`).
+    Raises AssertionError for a k or v that requires gradients.
     """
 
     def __init__(
@@ -150,10 +150,20 @@ class ArenaSlice:
         assert not (k.requires_grad or v.requires_grad), (
             "an arena is constant: detach it, and let its gradients go to grad_k and grad_v"
         )
-        self.k = k.data
-        self.v = v.data
-        self.grad_k = None if grad_k is None else grad_k.data
-        self.grad_v = None if grad_v is None else grad_v.data
+        self.k = _alone(k)
+        self.v = _alone(v)
+        self.grad_k = None if grad_k is None else _alone(grad_k)
+        self.grad_v = None if grad_v is None else _alone(grad_v)
+
+
+def _alone(x: Tensor) -> Tensor:
+    """The same memory, with a version counter and a storage of its own that begins with it.
+
+    Autograd, in compiled layers, would take writes to other slices of one buffer for an error. And
+    inductor (torch 2.13) loses what an operator adds into two slices of one storage where their
+    offsets are symbolic: it clones the second one from a wrong place.
+    """
+    return torch.from_dlpack(x)
 
 
 def read_launches(launches: Tensor, cu_cpu: Tensor, cu_device: Tensor) -> list[Launch]:
