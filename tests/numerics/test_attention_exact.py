@@ -1,7 +1,5 @@
 """The composition against attention over whole paths: outputs and every gradient, every kernel."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from test_attention_forest import (
@@ -19,16 +17,7 @@ from forkpoint.ops.attention import ArenaSlice, accumulate_dtype, shared_attenti
 
 KERNELS = ("reference", "cpu_flash")
 SCALE = 0.3
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty and its like return NaN, those inside of torch's own kernels too."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def run(

@@ -1,6 +1,7 @@
 """The operator inside autograd, checkpointing, autocast and compilation."""
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -26,6 +27,7 @@ from forkpoint.ops.attention import (
     select_kernel,
     shared_attention,
 )
+from forkpoint.ops.attention.source import RowSum
 
 FOREST = make_forest([-1, 0, 0, 2], [5, 7, 3, 6], external=[0])
 SCALE = 0.3
@@ -71,6 +73,7 @@ def backward_calls(monkeypatch: pytest.MonkeyPatch):
 
     def counting(*args, **options):
         calls.append(args[6].source)
+        assert all(x.stride(-1) == 1 for x in args[:5])
         return kernel.backward(*args, **options)
 
     counted: Kernel = dataclasses.replace(kernel, backward=counting)
@@ -106,6 +109,13 @@ def test_launches_without_wanted_gradients_are_not_run(backward_calls: list[int]
         attend(x, arena_of(x, arena_grads))[0].backward(x.do)
         return list(backward_calls)
 
+    def calls_of_a_sum() -> list[int]:
+        x = inputs()
+        backward_calls.clear()
+        attend(x, arena_of(x))[0].sum().backward()  # by a gradient that is expanded
+        return list(backward_calls)
+
+    assert calls_of_a_sum() == [0, 1, 0]
     # The causal launch, the one below the external root, and the one below a segment of the row.
     assert calls("q", arena_grads=False) == [0, 1, 0]
     assert calls("q", "k", "v", "sinks", arena_grads=True) == [0, 1, 0]
@@ -123,6 +133,16 @@ def test_a_row_whose_launches_leave_keys_out_gets_zeros_for_them() -> None:
     o, _ = shared_attention(x.q, x.k, x.v, table=table, arena=arena, scale=SCALE)
     o.backward(x.do)
     assert x.k.grad is not None and not x.k.grad.any()
+
+
+def test_parts_in_16_bit_are_summed_in_float32() -> None:
+    like = torch.zeros(6, 1, 2, dtype=torch.bfloat16)
+    total = RowSum(like)
+    total.add(torch.full_like(like, 256), 0)
+    for _ in range(4):
+        total.add(torch.ones_like(like[:3]), 3)  # each would be lost beside 256 in bfloat16
+    assert total.result().dtype == torch.bfloat16
+    assert total.result()[:, 0, 0].tolist() == [256, 256, 256, 260, 260, 260]
 
 
 @pytest.mark.parametrize("wrap", ["plain", "checkpoint"])
@@ -282,7 +302,14 @@ def layer_gradients(call: Callable, forest: Forest, window: int) -> list[Tensor 
     return [out.detach(), lse, hidden.grad, weight.grad, x.sinks.grad, buffer]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+INDUCTOR = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch, about itself
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 def test_compiled_equals_eager(backend: str) -> None:
     """The second row has other lengths, so that its sizes and offsets are symbols."""
     other = make_forest([-1, 0, 0, 2, 2], [9, 4, 8, 2, 1], external=[0])

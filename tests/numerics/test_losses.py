@@ -227,7 +227,7 @@ def assert_equal(actual, expected):
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("loss", "by_loops"), CASES, ids=str)
+@pytest.mark.parametrize(("loss", "by_loops"), CASES, ids=[str(loss) for loss, _ in CASES])
 def test_equals_its_formula(loss, by_loops, seed):
     batch = batch_for(loss, seed)
     logprobs_T = make_logprobs(batch, seed)
@@ -237,7 +237,7 @@ def test_equals_its_formula(loss, by_loops, seed):
 
 
 @pytest.mark.parametrize("without", [("old_logprobs",), ("weights",), ("old_logprobs", "weights")])
-@pytest.mark.parametrize(("loss", "by_loops"), CASES, ids=str)
+@pytest.mark.parametrize(("loss", "by_loops"), CASES, ids=[str(loss) for loss, _ in CASES])
 def test_equals_its_formula_without_optional_fields(loss, by_loops, without):
     batch = batch_for(loss, without=without)
     logprobs_T = make_logprobs(batch)

@@ -1,7 +1,7 @@
 """The flash attention that torch ships for CPUs.
 
 Source: `aten::_scaled_dot_product_flash_attention_for_cpu` and its backward, as found by experiment
-in torch 2.13:
+in torch 2.11 and 2.13:
 - Tensors are [B, H, T, D] with any strides but a last dimension of stride 1, so packed sequences go
   in as views; the output has the strides of q. lse is [B, H, T], natural logarithm, float32
   (float64 for float64); the backward takes it with any strides.

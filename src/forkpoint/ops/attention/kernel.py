@@ -81,6 +81,8 @@ class Kernel:
     """Sequences of different lengths in one launch."""
     deterministic: bool = False
     """Its backward can be made to give the same bits each time."""
+    auto_pairs: int = 0
+    """Launches of fewer (query, key) pairs are left to the next kernel by "auto"."""
 
     def refusal(
         self,

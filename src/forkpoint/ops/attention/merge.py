@@ -33,6 +33,13 @@ def merge(parts: list[Part], sinks_H: Tensor | None, dtype: torch.dtype) -> tupl
     if sinks_H is not None:
         torch.logaddexp(total_HT, sinks_H.to(total_HT.dtype)[:, None], out=total_HT)
 
+    if first_THE.is_cuda and accumulate_dtype(dtype) == torch.float32:
+        from forkpoint.ops.attention.triton_sums import sum_parts
+
+        lses = [part.lse_HT.contiguous() for part in parts]
+        pieces = [(part.q_begin, part.o_THE) for part in parts]
+        return sum_parts(pieces, dtype, lses_HT=lses, total_HT=total_HT), total_HT
+
     out_THE = None
     for begin, o_THE, part_HT in parts:
         queries = slice(begin, begin + len(o_THE))

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forkpoint.errors import UnsupportedError
 from forkpoint.ops.attention.checks import check_launches, check_tensors
 from forkpoint.ops.attention.kernel import Kernel, accumulate_dtype
 from forkpoint.ops.attention.merge import Part, merge
-from forkpoint.ops.attention.registry import select_kernel
+from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.source import RowSum, Source
 from forkpoint.ops.attention.table import (
     FROM_ARENA,
@@ -108,14 +107,14 @@ def _forward_op(
     calls = read_launches(launches, cu_cpu, cu_device)
     arena_tokens = 0 if arena_k is None else len(arena_k)
     check_launches(calls, len(q), arena_tokens, row_gather is not None, window)
-    chosen = _select(q, v, calls, kernel, softcap, window, deterministic)
+    kernels = _select(q, v, calls, kernel, softcap, window, deterministic)
 
     q = _dense_last(q)
     keys = Source(k, arena_k, row_gather, arena_gather)
     values = Source(v, arena_v, row_gather, arena_gather)
     parts = []
     with _without_autocast(q):
-        for launch in calls:
+        for chosen, launch in zip(kernels, calls, strict=True):
             o_THE, lse_HT = chosen.forward(
                 q[launch.q_begin : launch.q_end],
                 _dense_last(keys.read(launch)),
@@ -160,14 +159,14 @@ def _backward_op(
     wants_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     calls = read_launches(launches, cu_cpu, cu_device)
-    chosen = _select(q, v, calls, kernel, softcap, window, deterministic)
+    kernels = _select(q, v, calls, kernel, softcap, window, deterministic)
 
     do, q = do.contiguous(), _dense_last(q)
     keys = Source(k, arena_k, row_gather, arena_gather, arena_grad_k)
     values = Source(v, arena_v, row_gather, arena_gather, arena_grad_v)
     dq_sum = RowSum(q)
     with _without_autocast(q):
-        for launch in calls:
+        for chosen, launch in zip(kernels, calls, strict=True):
             if not (
                 wants_q
                 or (launch.source != FROM_ARENA and (wants_k or wants_v))
@@ -257,16 +256,10 @@ def _select(
     softcap: float,
     window: int,
     deterministic: bool,
-) -> Kernel:
-    """The kernel that serves, the same in forward and backward."""
-    chosen = select_kernel(
-        kernel, q.device, q.dtype, q.shape[2], v.shape[2], softcap, window, deterministic
-    )
-    for launch in launches:
-        refusal = chosen.launch_refusal(launch)
-        if refusal is not None:
-            raise UnsupportedError(f"Attention kernel {chosen.name!r} cannot serve: {refusal}.")
-    return chosen
+) -> list[Kernel]:
+    """The kernel of each launch, the same in forward and backward."""
+    asked = (q.device, q.dtype, q.shape[2], v.shape[2], softcap, window, deterministic)
+    return [launch_kernel(kernel, launch, *asked) for launch in launches]
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager:

@@ -5,11 +5,52 @@ from functools import lru_cache
 import torch
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention import cpu_flash, reference
+from forkpoint.ops.attention import cpu_flash, cudnn, fa2, fa4, reference
 from forkpoint.ops.attention.kernel import Kernel
+from forkpoint.ops.attention.table import Launch
 
-KERNELS: tuple[Kernel, ...] = (cpu_flash.KERNEL, reference.KERNEL)
+KERNELS: tuple[Kernel, ...] = (
+    fa4.KERNEL,
+    cudnn.KERNEL,
+    fa2.KERNEL,
+    cpu_flash.KERNEL,
+    reference.KERNEL,
+)
 """Fastest first: "auto" takes the first that can serve. Each serves only what its record says."""
+
+
+def launch_kernel(
+    name: str,
+    launch: Launch,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    softcap: float,
+    window: int,
+    deterministic: bool,
+) -> Kernel:
+    """The kernel for one launch: partial results merge whatever kernels they come from.
+
+    Raises UnsupportedError as `select_kernel`, and where a named kernel cannot serve the launch.
+    """
+    asked = (device, dtype, head_dim, value_dim, softcap, window, deterministic)
+    if name != "auto":
+        chosen = select_kernel(name, *asked)
+        refusal = chosen.launch_refusal(launch)
+        if refusal is not None:
+            raise UnsupportedError(f"Attention kernel {name!r} cannot serve: {refusal}.")
+        return chosen
+    for chosen in _able(*asked):
+        worth = launch.max_q * launch.max_k * launch.count >= chosen.auto_pairs
+        if worth and chosen.launch_refusal(launch) is None:
+            return chosen
+    return select_kernel(name, *asked)
+
+
+@lru_cache(maxsize=1024)
+def _able(*asked) -> tuple[Kernel, ...]:
+    return tuple(kernel for kernel in KERNELS if kernel.refusal(*asked) is None)
 
 
 @lru_cache(maxsize=1024)

@@ -15,30 +15,41 @@ class RowSum:
 
     def __init__(self, like_TKD: Tensor) -> None:
         self._like = like_TKD
-        self._sum: Tensor | None = None
+        self._parts: list[tuple[int, Tensor]] = []
+        self._wide: Tensor | None = None
 
     def add(self, part_TKD: Tensor, begin: int) -> None:
         """Add to the tokens from `begin` on. Owns the part from here on."""
-        if self._sum is None and len(part_TKD) == len(self._like):
-            self._sum = part_TKD
-        else:
-            self._wide()[begin : begin + len(part_TKD)] += part_TKD
+        self._parts.append((begin, part_TKD))
 
     def add_at(self, slots: Tensor, part_TKD: Tensor, deterministic: bool) -> None:
-        _add_at(self._wide(), slots, part_TKD, deterministic)
+        if self._wide is None:
+            dtype = accumulate_dtype(self._like.dtype)
+            self._wide = self._like.new_zeros(self._like.shape, dtype=dtype)
+        _add_at(self._wide, slots, part_TKD, deterministic)
 
     def result(self) -> Tensor:
         """The sum, contiguous and in the dtype of what it is the gradient of."""
-        if self._sum is None:
-            return torch.zeros_like(self._like, memory_format=torch.contiguous_format)
-        return self._sum.to(self._like.dtype).contiguous()
+        like, parts = self._like, self._parts
+        if self._wide is None:
+            if not parts:
+                return torch.zeros_like(like, memory_format=torch.contiguous_format)
+            begin, first = parts[0]
+            assert begin == 0 and len(first) == len(like), "the first launch covers every token"
+            if len(parts) == 1:
+                return first.to(like.dtype).contiguous()
+            if like.is_cuda and accumulate_dtype(like.dtype) == torch.float32:
+                from forkpoint.ops.attention.triton_sums import sum_parts
 
-    def _wide(self) -> Tensor:
-        dtype = accumulate_dtype(self._like.dtype)
-        if self._sum is None:
-            self._sum = self._like.new_zeros(self._like.shape, dtype=dtype)
-        self._sum = self._sum.to(dtype)
-        return self._sum
+                return sum_parts(parts, like.dtype)
+        total = self._wide
+        for begin, part in parts:
+            if total is None:
+                total = part.to(accumulate_dtype(like.dtype))
+            else:
+                total[begin : begin + len(part)] += part
+        assert total is not None
+        return total.to(like.dtype).contiguous()
 
 
 class Source:

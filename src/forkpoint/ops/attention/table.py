@@ -140,7 +140,8 @@ class ArenaSlice:
     backward adds the gradients of k and v into them, in place.
 
     Usually slices of larger buffers, whose other slices are written between a row's forward and
-    backward. What is kept are aliases that look like tensors of their own (see `_alone`).
+    backward. What is kept are aliases that look like tensors of their own (see `_alone`); they are
+    to be made outside of compiled code, which breaks its graph there or, in one graph, refuses.
     Raises AssertionError for a k or v that requires gradients.
     """
 

@@ -1,0 +1,1 @@
+"""Measurements of forkpoint beside its alternatives: `forkpoint bench`."""

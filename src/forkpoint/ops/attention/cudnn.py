@@ -1,0 +1,118 @@
+"""cuDNN's attention as torch ships it: sequences of one length, on Ampere and newer.
+
+Source: `aten::_scaled_dot_product_cudnn_attention` and its backward, found by experiment in torch
+2.11:
+- Tensors are [B, H, T, D] in any strides with a last dimension of stride 1, so equal packed
+  sequences go in as views; K may be less than H. lse is float32 [B, H, T, 1].
+- float16 and bfloat16; D up to 256 (up to 128 before Hopper) in multiples of 8.
+- is_causal aligns top-left, so it is used where there are as many keys as queries. No softcap; no
+  window.
+- A plan is built for each new shape (tens of milliseconds) and kept. torch's variable-length entry
+  builds it at every call, which is why there is none here.
+- The backward takes the optional tensors that its schema declares required: None is passed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.attention.kernel import Kernel
+from forkpoint.ops.attention.table import Launch
+
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_cudnn_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+
+
+def forward(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKE: Tensor,
+    launch: Launch,
+    *,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    o_BHTE, lse, *_ = _cudnn(
+        *(_batch(x, launch.count) for x in (q_THD, k_TKD, v_TKE)),
+        None,
+        True,
+        0.0,
+        launch.causal,
+        False,
+        scale=scale,
+    )
+    heads = q_THD.shape[1]
+    lse_HT = lse.view(launch.count, heads, -1).transpose(0, 1).reshape(heads, -1)
+    return _packed(o_BHTE), lse_HT
+
+
+def backward(
+    do_THE: Tensor,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKE: Tensor,
+    o_THE: Tensor,
+    lse_HT: Tensor,
+    launch: Launch,
+    *,
+    scale: float,
+    softcap: float,
+    window: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse_BHT = lse_HT.reshape(len(lse_HT), launch.count, -1).transpose(0, 1).contiguous()
+    # The random state of dropout, of which there is none.
+    unused = torch.empty(0, dtype=torch.int64, device=q_THD.device)
+    grads = _cudnn_backward(
+        *(_batch(x, launch.count) for x in (do_THE, q_THD, k_TKD, v_TKE, o_THE)),
+        lse_BHT[..., None],
+        unused,
+        unused,
+        None,
+        None,
+        None,
+        launch.max_q,
+        launch.max_k,
+        0.0,
+        launch.causal,
+        scale=scale,
+    )
+    dq_THD, dk_TKD, dv_TKE = (_packed(x) for x in grads)
+    return dq_THD, dk_TKD, dv_TKE
+
+
+def _batch(x_THD: Tensor, count: int) -> Tensor:
+    return x_THD.unflatten(0, (count, -1)).transpose(1, 2)
+
+
+def _packed(x_BHTD: Tensor) -> Tensor:
+    return x_BHTD.transpose(1, 2).flatten(0, 1)
+
+
+def _refuses_head_dims(head_dim: int, value_dim: int) -> str | None:
+    if head_dim % 8 or value_dim % 8 or max(head_dim, value_dim) > 256:
+        return f"it needs head dims of at most 256 in steps of 8, not {head_dim} and {value_dim}"
+    return None
+
+
+def _refuses_device(device: torch.device) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"it needs a GPU of compute capability 8.0 or newer, not {major}.{minor}"
+    if not torch.backends.cudnn.is_available():
+        return "this torch has no cuDNN"
+    return None
+
+
+KERNEL = Kernel(
+    name="cudnn",
+    forward=forward,
+    backward=backward,
+    device_types=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    refuses_head_dims=_refuses_head_dims,
+    refuses_device=_refuses_device,
+    auto_pairs=1 << 26,
+)

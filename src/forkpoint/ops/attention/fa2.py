@@ -1,0 +1,134 @@
+"""FlashAttention-2 as torch ships it: variable lengths on any GPU from Ampere on.
+
+Source: `aten::_flash_attention_forward` and `aten::_flash_attention_backward`, found by experiment
+in torch 2.11:
+- q [Tq, H, D], k [Tk, K, D], v [Tk, K, D] with int32 cumulative lengths; lse float32 [H, Tq].
+- float16 and bfloat16; D up to 256 in multiples of 8, E equal to D.
+- Causal masks and windows align to the end (bottom-right). No softcap.
+- Its backward adds dq with atomics, in any order, unless torch is asked for deterministic
+  algorithms.
+"""
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.attention.kernel import Kernel
+from forkpoint.ops.attention.table import Launch
+
+_flash = torch.ops.aten._flash_attention_forward.default
+_flash_backward = torch.ops.aten._flash_attention_backward.default
+
+
+def forward(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKE: Tensor,
+    launch: Launch,
+    *,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    o_THE, lse_HT, *_ = _flash(
+        q_THD,
+        k_TKD,
+        v_TKE,
+        launch.cu_q,
+        launch.cu_k,
+        launch.max_q,
+        launch.max_k,
+        0.0,
+        launch.causal,
+        False,
+        scale=scale,
+        **_window(window),
+    )
+    return o_THE, lse_HT
+
+
+def backward(
+    do_THE: Tensor,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKE: Tensor,
+    o_THE: Tensor,
+    lse_HT: Tensor,
+    launch: Launch,
+    *,
+    scale: float,
+    softcap: float,
+    window: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The random state of dropout, of which there is none.
+    unused = q_THD.new_empty(2, dtype=torch.uint64)
+    with _deterministic() if deterministic else nullcontext():
+        return _flash_backward(
+            do_THE,
+            q_THD,
+            k_TKD,
+            v_TKE,
+            o_THE,
+            lse_HT.contiguous(),
+            launch.cu_q,
+            launch.cu_k,
+            launch.max_q,
+            launch.max_k,
+            0.0,
+            launch.causal,
+            unused,
+            unused,
+            scale=scale,
+            **_window(window),
+        )
+
+
+def _window(window: int) -> dict[str, Any]:
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def _deterministic() -> AbstractContextManager[None]:
+    @contextmanager
+    def switched():
+        before = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+    return switched()
+
+
+def _refuses_head_dims(head_dim: int, value_dim: int) -> str | None:
+    if head_dim != value_dim:
+        return f"it needs equal head dims of keys and values, not {head_dim} and {value_dim}"
+    if head_dim % 8 or head_dim > 256:
+        return f"it needs a head dim of at most 256 in steps of 8, not {head_dim}"
+    return None
+
+
+def _refuses_device(device: torch.device) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"it needs a GPU of compute capability 8.0 or newer, not {major}.{minor}"
+    return None
+
+
+KERNEL = Kernel(
+    name="fa2",
+    forward=forward,
+    backward=backward,
+    device_types=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    refuses_head_dims=_refuses_head_dims,
+    refuses_device=_refuses_device,
+    window=True,
+    causal_offset=True,
+    ragged=True,
+    deterministic=True,
+)

@@ -1,0 +1,125 @@
+"""FlashAttention-4, from the optional package flash-attn-4: variable lengths on Hopper and newer.
+
+Source: `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd` of flash-attn-4
+4.0.0b36, the functions beneath its own autograd function. Found there and by experiment:
+- q [Tq, H, D], k [Tk, K, D], v [Tk, K, E] with int32 cumulative lengths; lse float32 [H, Tq].
+- float16 and bfloat16; D and E from 8 to 256 in multiples of 8, equal where K < H.
+- Causal masks and windows align to the end (bottom-right).
+- Its backward takes dO . O and lse from what it is given, so the merged ones are right.
+- An input whose address or strides are not multiples of 16 bytes is copied first.
+- It compiles for a configuration (dtype, head dims, mask) at its first use, seconds each; lengths
+  do not enter.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.attention.kernel import Kernel
+from forkpoint.ops.attention.table import Launch
+
+
+@cache
+def _interface() -> ModuleType:
+    from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
+
+    return interface
+
+
+def forward(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKE: Tensor,
+    launch: Launch,
+    *,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    o_THE, lse_HT, *_ = _interface()._flash_attn_fwd(
+        q_THD,
+        k_TKD,
+        v_TKE,
+        cu_seqlens_q=launch.cu_q,
+        cu_seqlens_k=launch.cu_k,
+        max_seqlen_q=launch.max_q,
+        max_seqlen_k=launch.max_k,
+        softmax_scale=scale,
+        softcap=softcap or None,
+        return_lse=True,
+        **_mask(launch, window),
+    )
+    return o_THE, lse_HT
+
+
+def backward(
+    do_THE: Tensor,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKE: Tensor,
+    o_THE: Tensor,
+    lse_HT: Tensor,
+    launch: Launch,
+    *,
+    scale: float,
+    softcap: float,
+    window: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq_THD, dk_TKD, dv_TKE, *_ = _interface()._flash_attn_bwd(
+        q_THD,
+        k_TKD,
+        v_TKE,
+        o_THE,
+        do_THE,
+        lse_HT,
+        softmax_scale=scale,
+        softcap=softcap,
+        cu_seqlens_q=launch.cu_q,
+        cu_seqlens_k=launch.cu_k,
+        max_seqlen_q=launch.max_q,
+        max_seqlen_k=launch.max_k,
+        deterministic=deterministic,
+        **_mask(launch, window),
+    )
+    return dq_THD, dk_TKD, dv_TKE
+
+
+def _mask(launch: Launch, window: int) -> dict[str, object]:
+    if not window:
+        return {"causal": launch.causal}
+    return {"causal": False, "window_size_left": window - 1, "window_size_right": 0}
+
+
+def _refuses_head_dims(head_dim: int, value_dim: int) -> str | None:
+    if all(8 <= dim <= 256 and dim % 8 == 0 for dim in (head_dim, value_dim)):
+        return None
+    return f"it needs head dims of 8 to 256 in steps of 8, not {head_dim} and {value_dim}"
+
+
+def _refuses_device(device: torch.device) -> str | None:
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        return "flash-attn-4 is not installed (pip install 'forkpoint[fa4]')"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return f"it needs a GPU of compute capability 9.0 or newer, not {major}.{minor}"
+    return None
+
+
+KERNEL = Kernel(
+    name="fa4",
+    forward=forward,
+    backward=backward,
+    device_types=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    refuses_head_dims=_refuses_head_dims,
+    refuses_device=_refuses_device,
+    softcap=True,
+    window=True,
+    causal_offset=True,
+    ragged=True,
+    deterministic=True,
+)

@@ -1,0 +1,128 @@
+"""One pass over several partial results: the merge of outputs, and the sums of gradients.
+
+Every part covers a contiguous range of the result's tokens; the first covers all of them. A part is
+read once and the result written once. Import this only where there is a GPU: it needs Triton.
+"""
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+MOST_PARTS = 4
+"""Parts of one launch; more go in turns, with float32 in between."""
+
+_BLOCK_TOKENS = 16
+
+
+@triton.jit
+def _weight(lse, stride, h, t, begin, mask, total):
+    part = tl.load(lse + h * stride + (t - begin), mask=mask, other=-float("inf"))
+    return tl.exp(part - total)[:, None]
+
+
+@triton.jit
+def _read(part, t, begin, h, stride_t, stride_h, d, mask):
+    at = (t - begin)[:, None] * stride_t + h * stride_h + d[None, :]
+    return tl.load(part + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "b1", "b2", "b3", "e1", "e2", "e3", "ls0", "ls1", "ls2", "ls3"]
+)
+def _sum_parts(
+    out, total, p0, p1, p2, p3, lse0, lse1, lse2, lse3,
+    tokens, b1, b2, b3, e1, e2, e3,
+    st0, st1, st2, st3, sh0, sh1, sh2, sh3, ls0, ls1, ls2, ls3,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
+    PARTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
+    d = tl.arange(0, DIM_POW2)
+    inside = t < tokens
+    row = (d < DIM)[None, :]
+    sum_TD = _read(p0, t, 0, h, st0, sh0, d, inside[:, None] & row)
+    lse = tl.zeros([BLOCK], tl.float32)
+    if WEIGHTED:
+        lse = tl.load(total + h * tokens + t, mask=inside, other=0.0)
+        sum_TD *= _weight(lse0, ls0, h, t, 0, inside, lse)
+    if PARTS > 1:
+        here = inside & (t >= b1) & (t < e1)
+        part_TD = _read(p1, t, b1, h, st1, sh1, d, here[:, None] & row)
+        sum_TD += part_TD * _weight(lse1, ls1, h, t, b1, here, lse) if WEIGHTED else part_TD
+    if PARTS > 2:
+        here = inside & (t >= b2) & (t < e2)
+        part_TD = _read(p2, t, b2, h, st2, sh2, d, here[:, None] & row)
+        sum_TD += part_TD * _weight(lse2, ls2, h, t, b2, here, lse) if WEIGHTED else part_TD
+    if PARTS > 3:
+        here = inside & (t >= b3) & (t < e3)
+        part_TD = _read(p3, t, b3, h, st3, sh3, d, here[:, None] & row)
+        sum_TD += part_TD * _weight(lse3, ls3, h, t, b3, here, lse) if WEIGHTED else part_TD
+    to = out + (t[:, None] * HEADS + h) * DIM + d[None, :]
+    tl.store(to, sum_TD.to(out.dtype.element_ty), mask=inside[:, None] & row)
+
+
+def sum_parts(
+    parts: list[tuple[int, Tensor]],
+    dtype: torch.dtype,
+    *,
+    lses_HT: list[Tensor] | None = None,
+    total_HT: Tensor | None = None,
+) -> Tensor:
+    """Sum parts [T_p, H, D] that begin at a token each; the first begins at 0 and covers all.
+
+    With `lses_HT` [H, T_p] and `total_HT` [H, T], contiguous, part p counts exp(lse_p - total). The
+    result is contiguous [T, H, D] in `dtype`, summed in float32.
+    """
+    while True:
+        now, parts = parts[:MOST_PARTS], parts[MOST_PARTS:]
+        lses = None if lses_HT is None else lses_HT[:MOST_PARTS]
+        result = _launch(now, dtype if not parts else torch.float32, lses, total_HT)
+        if not parts:
+            return result
+        parts = [(0, result), *parts]
+        if lses_HT is not None:
+            # What is summed already counts in full.
+            assert total_HT is not None
+            lses_HT = [total_HT, *lses_HT[MOST_PARTS:]]
+
+
+def _launch(
+    parts: list[tuple[int, Tensor]],
+    dtype: torch.dtype,
+    lses_HT: list[Tensor] | None,
+    total_HT: Tensor | None,
+) -> Tensor:
+    tokens, heads, dim = parts[0][1].shape
+    out = torch.empty(tokens, heads, dim, dtype=dtype, device=parts[0][1].device)
+    assert all(x.stride(-1) == 1 for _, x in parts)
+    filled = [*parts, *[parts[0]] * (MOST_PARTS - len(parts))]
+    tensors = [x for _, x in filled]
+    begins = [begin for begin, _ in filled[1:]]
+    ends = [begin + len(x) for begin, x in filled[1:]]
+    # Without weights these are not read, but a pointer is wanted.
+    lses = [out] * MOST_PARTS
+    if lses_HT is not None:
+        lses = [*lses_HT, *[lses_HT[0]] * (MOST_PARTS - len(lses_HT))]
+        assert all(x.stride(-1) == 1 for x in lses)
+    grid = (triton.cdiv(tokens, _BLOCK_TOKENS), heads)
+    _sum_parts[grid](  # pyright: ignore[reportIndexIssue]
+        out,
+        out if total_HT is None else total_HT,
+        *tensors,
+        *lses,
+        tokens,
+        *begins,
+        *ends,
+        *(x.stride(0) for x in tensors),
+        *(x.stride(1) for x in tensors),
+        *(x.stride(0) for x in lses),
+        HEADS=heads,
+        DIM=dim,
+        DIM_POW2=triton.next_power_of_2(dim),
+        PARTS=len(parts),
+        WEIGHTED=lses_HT is not None,
+        BLOCK=_BLOCK_TOKENS,
+    )
+    return out
