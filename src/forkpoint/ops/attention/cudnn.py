@@ -114,5 +114,7 @@ KERNEL = Kernel(
     dtypes=(torch.bfloat16, torch.float16),
     refuses_head_dims=_refuses_head_dims,
     refuses_device=_refuses_device,
+    # A plan for a new shape takes 30 ms on an H200, once forward and once backward; over the layers
+    # of a model that is what its speed over FA2 wins back from about so many pairs on.
     auto_pairs=1 << 26,
 )

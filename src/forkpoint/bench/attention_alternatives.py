@@ -1,0 +1,138 @@
+"""What shared-prefix attention is compared with: what users have without it."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.bench.attention_cases import Inputs
+from forkpoint.bench.rows import Timing, time_cuda
+from forkpoint.ops.attention import Kernel, Launch
+from forkpoint.plan.cost import visible_pairs
+
+# Dense work is linear in the responses: so many are timed, and the time is scaled.
+DENSE_RESPONSES = 2
+
+
+def dense(inputs: Inputs, chosen: Kernel) -> tuple[Timing, Timing, float]:
+    """The prefix replicated for every response: some of them, scaled to all."""
+    forward, backward, factor = dense_calls(inputs, chosen, every=inputs.case.small)
+    return time_cuda(forward), time_cuda(backward), factor
+
+
+def dense_calls(
+    inputs: Inputs, chosen: Kernel, *, every: bool
+) -> tuple[Callable[[], object], Callable[[], object], float]:
+    case = inputs.case
+    lengths = [case.prefixes[0] + r for r in case.responses[0]]
+    timed = lengths if every else lengths[:DENSE_RESPONSES]
+    if not chosen.ragged and len(set(timed)) > 1:
+        timed = timed[:1]
+    total, part = (
+        visible_pairs(np.zeros(len(x), np.int64), np.asarray(x), 0) for x in (lengths, timed)
+    )
+    tokens = sum(timed)
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, do, k, v = (
+        torch.randn(tokens, h, case.head_dim, generator=generator, device="cuda", dtype=case.dtype)
+        for h in (case.heads, case.heads, case.kv_heads, case.kv_heads)
+    )
+    cu = torch.tensor(np.cumsum([0, *timed]), dtype=torch.int32)
+    launch = Launch(
+        0, True, 0, tokens, 0, tokens, max(timed), max(timed), len(timed),
+        cu.cuda(), cu.cuda(), cu, cu,
+    )  # fmt: skip
+    options = {"scale": inputs.scale, "softcap": 0.0, "window": 0}
+    o, lse = chosen.forward(q, k, v, launch, **options)
+
+    def forward() -> object:
+        return chosen.forward(q, k, v, launch, **options)
+
+    def backward() -> object:
+        return chosen.backward(do, q, k, v, o, lse, launch, **options, deterministic=False)
+
+    return forward, backward, total / part
+
+
+def graphed(function: Callable[[], None]) -> Callable[[], None]:
+    """A replay of the function's work as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def copied_keys(
+    inputs: Inputs, chosen: Kernel, index: Tensor, launch: Launch, q: Tensor, do: Tensor
+) -> tuple[Timing, Timing, float]:
+    options = {"scale": inputs.scale, "softcap": 0.0, "window": 0}
+
+    def forward() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        k, v = inputs.k[index], inputs.v[index]
+        return (k, v, *chosen.forward(q, k, v, launch, **options))
+
+    k, v, o, lse = forward()
+
+    def backward() -> None:
+        _, dk, dv = chosen.backward(do, q, k, v, o, lse, launch, **options, deterministic=False)
+        for part in (dk, dv):
+            inputs.k.new_zeros(inputs.k.shape).index_add_(0, index, part)
+
+    return time_cuda(forward), time_cuda(backward), 1.0
+
+
+@cache
+def _compiled_flex() -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex_attention(inputs: Inputs) -> tuple[Timing, Timing, float]:
+    """FlexAttention over the whole row with the shared-prefix mask, on its Triton kernels."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    case = inputs.case
+    forest = case.forest()
+    padded = -(-inputs.row.slots // 128) * 128
+    segment = torch.full((padded,), -1, device="cuda")
+    above = torch.full((padded,), -2, device="cuda")
+    for index, begin in inputs.slot_of.items():
+        end = begin + int(forest.length[index])
+        segment[begin:end] = index
+        above[begin:end] = int(forest.parent[index])
+
+    def mask(b, h, q, k):
+        return ((segment[q] == segment[k]) & (q >= k)) | (above[q] == segment[k])
+
+    blocks = create_block_mask(mask, None, None, padded, padded, device="cuda", _compile=True)
+    q, k, v, do = (
+        torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padded - len(x)))
+        .transpose(0, 1)[None]
+        .contiguous()
+        .requires_grad_()
+        for x in (inputs.q, inputs.k, inputs.v, inputs.do)
+    )
+    flex = _compiled_flex()
+
+    def forward() -> Tensor:
+        return flex(q, k, v, block_mask=blocks, scale=inputs.scale, enable_gqa=True)
+
+    # The same backward is timed again and again, so its buffers must not be given away.
+    config: Any = torch._functorch.config  # pyright: ignore[reportAttributeAccessIssue]
+    with config.patch(donated_buffer=False):
+        o = forward()
+        torch.autograd.grad(o, (q, k, v), do.detach(), retain_graph=True)
+    backward = time_cuda(lambda: torch.autograd.grad(o, (q, k, v), do.detach(), retain_graph=True))
+    with torch.no_grad():
+        time_forward = time_cuda(forward)
+    return time_forward, backward, 1.0
