@@ -1,6 +1,7 @@
 """Rows of measurements: one JSON object a metric, with all that is needed to read it later."""
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -57,7 +58,10 @@ def environment() -> dict[str, object]:
 
 
 def _commit() -> str:
-    """The checkout's commit, "-dirty" where files differ from it, or "unknown" outside of git."""
+    """The checkout's commit, "-dirty" where its sources differ from it.
+
+    Where there is no checkout, what FORKPOINT_COMMIT says, or "unknown".
+    """
 
     def git(*words: str) -> str:
         here = Path(__file__).parent
@@ -66,7 +70,7 @@ def _commit() -> str:
 
     commit = git("rev-parse", "--short", "HEAD")
     dirty = "-dirty" if commit and git("status", "--porcelain", "--", "src") else ""
-    return commit + dirty or "unknown"
+    return commit + dirty or os.environ.get("FORKPOINT_COMMIT", "unknown")
 
 
 def write_rows(rows: Iterable[ResultRow], path: Path) -> None:
@@ -93,7 +97,7 @@ class Timing:
 
 
 def time_cuda(
-    function: Callable[[], object], *, budget_ms: float = 300.0, most: int = 30, least: int = 5
+    function: Callable[[], object], *, budget_ms: float = 250.0, most: int = 30, least: int = 3
 ) -> Timing:
     """Time a function by CUDA events, warm, repeated within a budget.
 
