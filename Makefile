@@ -1,0 +1,54 @@
+# Everything runs in .venv, which is made here with pip from pyproject.toml and constraints.txt.
+PYTHON ?= python3
+WORKERS ?= 2
+
+venv := .venv
+bin := $(venv)/bin
+ready := $(venv)/.installed
+pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format test-gpu test-versions bench-forest clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(ready)  ## a short replay of generated rollouts, dense beside shared, on the CPU
+	@$(bin)/forkpoint demo
+
+test: $(ready)  ## all tests that need no GPU
+	@$(pytest) -m "not gpu and not multi_gpu" -n $(WORKERS) --dist worksteal
+
+check: $(ready)  ## lint, formatting, types, and every example of the documentation
+	@$(bin)/ruff check .
+	@$(bin)/ruff format --check .
+	@$(bin)/pyright
+	@$(pytest) -q tests/unit/test_docs.py tests/unit/test_house.py
+
+format: $(ready)  ## rewrite files as `make check` wants them
+	@$(bin)/ruff check --fix .
+	@$(bin)/ruff format .
+
+test-gpu: $(ready)  ## the tests that need one CUDA device
+	@$(bin)/python -m pytest -m gpu
+
+test-versions: $(ready)  ## the transformers tests under every supported version
+	@bash scripts/test_versions.sh
+
+bench-forest: $(ready)  ## time the forest of a million tokens
+	@$(bin)/python benchmarks/forest.py
+
+clean:  ## remove the environment and everything built or cached
+	rm -rf $(venv) .venvs build dist demo-output .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch is named by constraints.txt from the start, so that nothing pulls another build of it.
+$(ready): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
+	  "forkpoint needs Python 3.11 or newer, and $(PYTHON) is %d.%d; name another with " \
+	  "make PYTHON=python3.11" % v[:2])'
+	@echo "Installing forkpoint into $(venv) (once, a few minutes)"
+	@$(PYTHON) -m venv $(venv)
+	@$(bin)/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable ".[dev]"
+	@touch $@

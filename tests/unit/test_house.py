@@ -1,0 +1,160 @@
+"""Rules of the repository that a machine can hold: sizes, imports, and what is not to be named."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "forkpoint"
+MODULES = sorted(SOURCE.rglob("*.py"))
+MOST_LINES = 500
+
+# What each part of the core may import of forkpoint, besides itself. What is not listed is the
+# outside (the public object, the CLI, hosts, reports): it may import anything, and no part of the
+# core may import it.
+CORE = {
+    "errors": set(),
+    "config": {"errors"},
+    "rollouts": {"errors"},
+    "rollout_files": {"rollouts", "errors"},
+    "forest": set(),
+    "plan": {"forest", "rollouts", "config", "errors"},
+    "ops": {"plan", "errors"},
+    "losses": {"rollouts", "errors"},
+    "engine": {"ops", "losses", "plan", "forest", "rollouts", "config", "errors"},
+}
+WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine"}
+LIBRARIES_OF_HOSTS = {"transformers", "peft", "accelerate", "trl", "verl", "torchtitan"}
+TORCH_AND_HOSTS = {"torch", *LIBRARIES_OF_HOSTS}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def part_of(path: Path) -> str:
+    """The module or package directly below forkpoint that a file belongs to."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of all that a file imports, in functions and for type checking as well.
+
+    An import from a package is that of each name, so that `from forkpoint import plan` counts.
+    """
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)} imports relatively; give the full name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def not_allowed(path: Path, allowed: set[str]) -> set[str]:
+    """Modules of forkpoint that a file imports beyond those allowed."""
+    named = {name for name in imports(path) if name.partition(".")[0] == "forkpoint"}
+    inside = {name.removeprefix("forkpoint.") for name in named}
+    return {n for n in inside if not any(n == a or n.startswith(f"{a}.") for a in allowed)}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_files_are_short(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MOST_LINES, f"{lines} lines, at most {MOST_LINES}: split it by ideas"
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) in CORE], ids=relative)
+def test_imports_point_one_way(path: Path) -> None:
+    part = part_of(path)
+    found = not_allowed(path, {part, *CORE[part]})
+    assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) in CORE], ids=relative)
+def test_the_core_knows_no_library_of_models(path: Path) -> None:
+    found = {n.partition(".")[0] for n in imports(path)} & LIBRARIES_OF_HOSTS
+    assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) in WITHOUT_TORCH], ids=relative)
+def test_plans_need_no_torch(path: Path) -> None:
+    found = {n.partition(".")[0] for n in imports(path)} & TORCH_AND_HOSTS
+    assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
+
+
+def test_core_parts_exist() -> None:
+    """A part that is renamed must not silently drop out of the rules."""
+    assert set(CORE) | WITHOUT_TORCH <= {part_of(path) for path in MODULES}
+
+
+PLAN = """
+import forkpoint
+from forkpoint.plan import make_plan
+rollouts = [forkpoint.Rollout([1, 2, n], [0, 0, 1], 0.5) for n in range(3)]
+make_plan(forkpoint.RolloutBatch(rollouts)).explain()
+forkpoint.save_rollouts("rollouts.jsonl", rollouts)
+"""
+COMMAND = """
+import runpy, sys
+sys.argv = ["forkpoint", ARGUMENTS]
+try:
+    runpy.run_module("forkpoint", run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import forkpoint",
+        PLAN,
+        COMMAND.replace("ARGUMENTS", '"--help"'),
+        PLAN + COMMAND.replace("ARGUMENTS", '"plan", "rollouts.jsonl"'),
+    ],
+    ids=["import", "make_plan", "--help", "plan"],
+)
+def test_runs_without_torch(code: str, tmp_path: Path) -> None:
+    """Measured in a new interpreter, since imports of imports count too."""
+    loaded = f"import sys; found = {TORCH_AND_HOSTS} & set(sys.modules); assert not found, found"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{loaded}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Written in pieces, so that this file does not name them either.
+NOT_NAMED = {
+    "a machine's path": r"(?<![\w.~}])/(?:" + "|".join(["work", "root", "home", "opt"]) + r")/\w",
+    "a package host": "|".join(["pypi" + r"\.org", "download" + r"\.pytorch", "find-" + "links"]),
+}
+
+
+@pytest.mark.parametrize("what", NOT_NAMED)
+def test_tracked_files_do_not_name(what: str) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so that what is tracked is not known")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    pattern = re.compile(NOT_NAMED[what])
+    for path in (ROOT / file for file in listed.split("\0") if file):
+        if not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text.splitlines(), start=1):
+            found = pattern.search(line)
+            assert not found, f"{relative(path)}, line {number} names {what}: {line.strip()}"
