@@ -29,6 +29,8 @@ class Config:
     """A kernel of `forkpoint.ops.attention` by name; asking for one that cannot serve raises."""
     head_chunk_tokens: int = 1024
     """How many tokens' logits exist at a time in the head."""
+    compile_blocks: bool | None = None
+    """Whether decoder blocks are compiled, each on its own; None does so on CUDA."""
     restore_grads: bool = False
     """Copy existing gradients before each step, so that a failed step puts them back."""
 
@@ -40,7 +42,7 @@ class Config:
                 raise ConfigError(f"{field.name} is {value!r}; allowed are {allowed}.")
         for name in ("max_row_tokens", "memory_budget_bytes", "head_chunk_tokens"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is None and name != "head_chunk_tokens":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it takes a whole number of at least 1.")
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")

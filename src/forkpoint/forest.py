@@ -36,10 +36,12 @@ class SortedRollouts:
         return replace(self, shared_edges=np.where(where, 0, self.shared_edges))
 
     def take(self, entries: IntArray) -> "SortedRollouts":
-        """The entries named, in the order named; whole trees must stay together and in order."""
-        return SortedRollouts(
-            self.rollouts[entries], self.edges[entries], self.shared_edges[entries]
-        )
+        """The entries named, ascending. Neighbours then share what all between them shared."""
+        shared = self.shared_edges[entries]
+        shared[:1] = 0
+        for at in np.flatnonzero(np.diff(entries) > 1).tolist():
+            shared[at + 1] = self.shared_edges[entries[at] + 1 : entries[at + 1] + 1].min()
+        return SortedRollouts(self.rollouts[entries], self.edges[entries], shared)
 
     @property
     def new_edges(self) -> IntArray:

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from forkpoint.config import Config
 from forkpoint.engine.engine import Engine
+from forkpoint.engine.host import Host
 from forkpoint.engine.views import batch_denominators
 from forkpoint.errors import ConfigError
-from forkpoint.hosts.base import Host
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.plan import Plan, make_plan
@@ -66,7 +66,8 @@ class Policy:
         Raises:
             PlanError: nothing fits the limits of the configuration.
         """
-        coupling = None if loss is None else as_loss(loss).coupling(batch)
+        loss = None if loss is None else as_loss(loss)
+        coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
         return make_plan(batch, self.host.shape, self.config, coupling=coupling)
 
     def forward_backward(
@@ -168,4 +169,5 @@ def wrap(model: nn.Module, config: Config | None = None) -> Policy:
     Nothing of the model is changed but while a step runs, so there is nothing to undo: drop the
     policy and the model is as it was.
     """
-    return Policy(TransformersHost(model), config or Config())
+    config = config or Config()
+    return Policy(TransformersHost(model, compile_blocks=config.compile_blocks), config)

@@ -18,12 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forkpoint.ops.attention import accumulate_dtype
+
 Key = tuple[int, str]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which boundary gradients of a state's dtype are summed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Arena:
@@ -45,7 +42,7 @@ class Arena:
             self._state[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
             if self.gradients:
                 self._gradient[key] = torch.empty(
-                    shape, dtype=accumulation_dtype(like.dtype), device=like.device
+                    shape, dtype=accumulate_dtype(like.dtype), device=like.device
                 )
         state = self._state[key]
         assert state.dtype == like.dtype and state.shape[1:] == like.shape[1:], (

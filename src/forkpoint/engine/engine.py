@@ -18,12 +18,12 @@ from torch import Tensor
 from forkpoint.config import Config
 from forkpoint.engine.boundary import Arena
 from forkpoint.engine.guard import GradientGuard
+from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.rows import RowContext, RowInputs, prepare_rows
 from forkpoint.engine.timing import PhaseTimer
 from forkpoint.engine.views import LossViews, outputs_of
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
-from forkpoint.hosts.base import HeadOutputs, Host
 from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.planner import splits
@@ -233,18 +233,20 @@ class Engine:
         total = torch.zeros((), dtype=dtype, device=device)
         timer = PhaseTimer(device)
         events: list[str] = []
-        roots: dict[int, tuple[Tensor, Tensor]] = {}
+        roots: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         for phase, index in plan.schedule(backward=training):
             inputs = prepared[index]
             leaf = not inputs.row.children
             timer.mark("B" if leaf else "A" if phase == "F" else "C")
             events.append(f"{phase} {plan.row_names[index]}")
             if phase == "B":
-                root, gradient = roots.pop(index)
+                tensors, gradients = roots.pop(index)
                 assert guard is not None
-                guard.began = True
-                torch.autograd.backward([root], [gradient])
-                del root, gradient
+                # Frozen layers under a row without trained tokens leave it nothing to do.
+                if tensors:
+                    guard.began = True
+                    torch.autograd.backward(tensors, gradients)
+                del tensors, gradients
                 continue
             context = RowContext(
                 plan,
@@ -262,7 +264,7 @@ class Engine:
             if training:
                 if value is not None:
                     total += value.detach()
-                roots[index] = _root(value, outputs.top, scale)
+                roots[index] = _roots(value, outputs.roots, scale)
             del outputs, value, context
         timer.mark("B")
         return StepResult(total, logprobs_T, entropies_T, tuple(events), timer.totals_ms())
@@ -284,11 +286,14 @@ class Engine:
             entropies_T[tokens] = outputs.entropies.detach()[entries]
 
 
-def _root(value: Tensor | None, top: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """What a row's one backward starts from: its loss, or its top output with a zero gradient."""
+def _roots(
+    value: Tensor | None, others: tuple[Tensor, ...], scale: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What a row's one backward starts from: its loss, or what the host names, with zeros."""
     if value is not None and value.requires_grad:
-        return value, torch.full_like(value, scale)
-    return top, torch.zeros_like(top)
+        return [value], [torch.full_like(value, scale)]
+    tensors = [x for x in others if x.requires_grad]
+    return tensors, [torch.zeros_like(x) for x in tensors]
 
 
 def _replace_loss(result: StepResult, loss: Tensor) -> StepResult:

@@ -1,8 +1,10 @@
 """Nothing is half applied: gradients after a failed step."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 REDO = (
@@ -31,13 +33,15 @@ class GradientGuard:
         try:
             yield self
         except BaseException as error:
-            self._take_back(error)
+            if self.began:
+                self._take_back(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                # While it is handled, its traceback would keep alive what the step's frames hold:
+                # the very memory that a smaller step, tried within the except clause, needs.
+                traceback.clear_frames(error.__traceback__)
             raise
 
     def _take_back(self, error: BaseException) -> None:
-        accumulated = any(g is not None for g in self.before)
-        if not self.began:
-            return
         for index, parameter in enumerate(self.parameters):
             before = self.before[index]
             if before is None or self.copies is None:
@@ -48,4 +52,5 @@ class GradientGuard:
             # Into the tensor that was there: optimizers and buckets may hold on to it.
             before.detach().copy_(copy)
             parameter.grad = before
+        accumulated = any(g is not None for g in self.before)
         error.add_note(REDO if accumulated and self.copies is None else RESTORED)

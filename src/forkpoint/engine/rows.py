@@ -56,6 +56,8 @@ class RowContext:
         self.kernel = kernel
         self.head_chunk_tokens = head_chunk_tokens
         self.entropy = entropy
+        self.last_layer: int | None = None
+        """The layer whose boundary state is the last thing needed of this row; set by the host."""
         row = inputs.row
         self.arena = arena
         self.capture = Capture(arena, _capture_runs(plan, row)) if row.keeps_boundary else None

@@ -5,9 +5,9 @@ model's configuration, and the forward of the causal language model itself, whos
 the log-probs asked for instead of logits. Everything else is the model's own code.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,9 +17,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.boundary import boundary
 from forkpoint.engine.head import token_logprobs
+from forkpoint.engine.host import HeadOutputs
 from forkpoint.engine.rows import RowContext
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.base import HeadOutputs
+from forkpoint.hosts import refusals
+from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.cost import ModelShape
 from forkpoint.rollouts import RolloutBatch
@@ -29,26 +31,13 @@ CONTEXT_ARGUMENT = "forkpoint_row"
 
 # Arguments that attention layers pass besides those named in `forkpoint_attention`, and that change
 # nothing in what it computes. Any other with a value is refused, for it may be a mask or a bias.
-HARMLESS_ARGUMENTS = frozenset({"position_ids", "use_cache", "output_attentions"})
-
-# Rotary embeddings whose frequencies depend on positions alone. Dynamic and longrope change them
-# beyond the original context length, and are refused for longer rollouts; so are unknown ones.
-LENGTH_FREE_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
-LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+HARMLESS_ARGUMENTS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
+)
 
 
-@dataclass(frozen=True)
-class Family:
-    """A model family whose modules have been shown exact."""
-
-    model_class: str
-    attention_class: str
-
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "LlamaAttention"),
-    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Attention"),
-}
+# By model_type: the classes whose modules have been shown exact.
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def forkpoint_attention(
@@ -98,6 +87,8 @@ def forkpoint_attention(
     )
     k_TKD = boundary(k_TKD, (layer, "k"), context.capture)
     v_TKE = boundary(v_TKE, (layer, "v"), context.capture)
+    if layer == context.last_layer:
+        raise _RowEnds((k_TKD, v_TKE))
     window = sliding_window or 0
     o_THE, _ = shared_attention(
         q_THD,
@@ -114,6 +105,18 @@ def forkpoint_attention(
     return o_THE.view(batch, length, *o_THE.shape[1:]), None
 
 
+class _RowEnds(Exception):
+    """Nothing reads more of this row than it has computed: ends its forward.
+
+    Where no token is trained, all that is needed of the last block are its K and V: this leaves out
+    its attention, its MLP and the head, forward and backward.
+    """
+
+    def __init__(self, roots: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.roots = roots
+
+
 def _autocast(*tensors: Tensor) -> list[Tensor]:
     """As torch's own attention does, which is among the operations that autocast casts."""
     kind = tensors[0].device.type
@@ -128,24 +131,16 @@ class TransformersHost:
     Raises UnsupportedError, naming what it is, for anything that has not been shown exact.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, compile_blocks: bool | None = None) -> None:
+        """`compile_blocks` None compiles on CUDA."""
         self._model = model
         self.causal = _causal_model(model)
-        config = self.causal.config
-        family = FAMILIES[config.model_type]
-        self._configs = {
-            id(config): config
-            for m in self.causal.modules()
-            if type(m).__name__ == family.attention_class
-            for config in [cast(PreTrainedConfig, m.config)]
-        }
-        self.head = _head(self.causal)
-        self._shape = self._read_shape()
-
-    def _read_shape(self) -> ModelShape:
-        config = self.causal.config.to_dict()
+        self._check_model()
+        self._blocks = CompiledBlocks(cast(nn.ModuleList, self.causal.base_model.layers))
+        on_cuda = self.device.type == "cuda"
+        self._compiles = on_cuda if compile_blocks is None else compile_blocks
         size = next(self.causal.parameters()).element_size()
-        return ModelShape.from_config(config, dtype_bytes=size)
+        self._shape = ModelShape.from_config(self.causal.config.to_dict(), dtype_bytes=size)
 
     @property
     def model(self) -> nn.Module:
@@ -153,8 +148,7 @@ class TransformersHost:
 
     @property
     def shape(self) -> ModelShape:
-        checkpointed = self.model.training and _checkpointing(self.causal) is not None
-        return replace(self._shape, checkpointed=checkpointed)
+        return replace(self._shape, checkpointed=refusals.checkpointed(self.causal))
 
     @property
     def device(self) -> torch.device:
@@ -174,37 +168,67 @@ class TransformersHost:
         return self.model.named_parameters()
 
     def check(self, batch: RolloutBatch, *, training: bool) -> None:
-        batch.check_vocabulary(self._embedding.shape[0])
-        _check_rope(self.causal, int(batch.lengths.max()))
-        _check_devices(self.model)
+        self._check_idle()
+        # Again at every step: since it was wrapped the model may have been compiled, moved, given
+        # adapters, or put into another mode.
+        self._check_model()
+        refusals.check_dropout(self.model)
+        refusals.check_rope(self.causal, int(batch.lengths.max()))
         if training:
-            _check_checkpointing(self.causal)
-            if not any(p.requires_grad for p in self.model.parameters()):
-                raise UnsupportedError(
-                    "no parameter of the model requires a gradient; unfreeze some, or use "
-                    "policy.score for log-probs alone."
-                )
-        if self.model.training:
-            _check_dropout(self.model)
+            refusals.check_checkpointing(self.causal)
+            refusals.check_trainable(self.model)
+        head = refusals.plain_head(self.causal)
+        batch.check_vocabulary(min(self._embedding.shape[0], head.out_features))
+
+    def _check_model(self) -> None:
+        refusals.check_adapters(self.model)
+        refusals.check_adapters(self.causal)
+        refusals.check_modules(self.model, self.causal.config.model_type)
+        refusals.check_parameters(self.model)
+        refusals.plain_head(self.causal)
+
+    def _check_idle(self) -> None:
+        forward = vars(self.causal).get("forward")
+        if getattr(forward, "__func__", None) is TransformersHost._causal_forward:
+            raise UnsupportedError(
+                "the model is inside a step of forkpoint already (this call comes from a loss, a "
+                "hook or another thread); let that step end first. Log-probs that a loss needs "
+                "are computed before it, by policy.score."
+            )
 
     @contextmanager
     def entered(self) -> Iterator[None]:
+        self._check_idle()
+        found = [getattr(module, "config", None) for module in self.causal.modules()]
+        configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}
         with ExitStack() as stack:
-            for config in self._configs.values():
+            for config in configs.values():
                 stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = ATTENTION_NAME
-            own = self.causal.__dict__.get("forward")
-            stack.callback(_put_back_forward, self.causal, own)
+            attributes = vars(self.causal)
+            own = {"forward": attributes["forward"]} if "forward" in attributes else {}
+            stack.callback(attributes.update, own)
+            stack.callback(attributes.pop, "forward", None)
             self.causal.forward = self._causal_forward
+            if self._compiles:
+                stack.enter_context(self._blocks.entered())
             yield
 
     def forward(self, context: RowContext) -> HeadOutputs:
-        # Through the outermost module: FSDP and peft do their work in its hooks and its forward.
-        return self.model(
-            input_ids=context.inputs.input_ids,
-            position_ids=context.inputs.position_ids,
-            **{CONTEXT_ARGUMENT: context},
-        )
+        inputs = context.inputs
+        # Recomputation would run into the end of the row again, in the middle of a backward.
+        if not len(inputs.head_slots) and not refusals.checkpointed(self.causal):
+            context.last_layer = self._shape.layers - 1
+        try:
+            # Through the outermost module: FSDP and peft work in its hooks and its forward.
+            return self.model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                **{CONTEXT_ARGUMENT: context},
+            )
+        except _RowEnds as end:
+            nothing = torch.empty(0, dtype=self.loss_dtype, device=self.device)
+            return HeadOutputs(nothing, nothing if context.entropy else None, end.roots)
 
     def _causal_forward(
         self,
@@ -215,131 +239,49 @@ class TransformersHost:
     ) -> HeadOutputs:
         """Stands in for the causal model's forward: its decoder, then our head on chosen slots."""
         assert not any(value is not None for value in kwargs.values()), kwargs
-        decoder = self.causal.base_model
-        top = decoder(
+        top = self.causal.base_model(
             input_ids=input_ids,
             position_ids=position_ids,
             use_cache=False,
+            # Whatever the configuration says: these would keep states and install hooks.
+            output_attentions=False,
+            output_hidden_states=False,
             **{CONTEXT_ARGUMENT: forkpoint_row},
         ).last_hidden_state
         inputs = forkpoint_row.inputs
         hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, inputs.head_slots)
+        head = refusals.plain_head(self.causal)
         logprobs, entropies = token_logprobs(
             hidden_nC,
-            self.head.weight,
+            head.weight,
             inputs.head_labels,
-            bias_V=self.head.bias,
+            bias_V=head.bias,
             temperature_T=inputs.head_temperatures,
             entropy=forkpoint_row.entropy,
             chunk_tokens=forkpoint_row.head_chunk_tokens,
         )
-        return HeadOutputs(logprobs, entropies, top)
-
-
-def _put_back_forward(module: nn.Module, own: Callable | None) -> None:
-    if own is None:
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = own
+        return HeadOutputs(logprobs, entropies, (top,))
 
 
 def _causal_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model within, or a refusal that names what was found."""
     inner: Any = model
     if type(model).__module__.split(".")[0] == "peft":
-        kind = getattr(model.active_peft_config, "peft_type", None)
-        if str(getattr(kind, "value", kind)) != "LORA":
-            raise UnsupportedError(
-                f"the peft adapter is {kind}; forkpoint has been shown exact with LORA only."
-            )
+        refusals.check_adapters(model)
         inner = model.get_base_model()  # type: ignore[operator]
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedError(
             f"{type(inner).__module__}.{type(inner).__name__} is not a transformers model; wrap "
             "the model itself, before torch.compile, DistributedDataParallel or the like."
         )
-    known = ", ".join(f.model_class for f in FAMILIES.values())
-    family = FAMILIES.get(inner.config.model_type)
     stock = type(inner).__module__.startswith("transformers.models.")
-    if family is None or not stock or type(inner).__name__ != family.model_class:
+    if not stock or type(inner).__name__ != FAMILIES.get(inner.config.model_type):
         raise UnsupportedError(
-            f"{type(inner).__name__} (model_type {inner.config.model_type!r}) has not been shown "
-            f"exact; supported are {known}."
+            f"{type(inner).__module__}.{type(inner).__name__} (model_type "
+            f"{inner.config.model_type!r}) has not been shown exact; supported are "
+            f"{', '.join(FAMILIES.values())} of transformers, not subclasses of them."
         )
     return inner
 
 
-def _head(causal: PreTrainedModel) -> nn.Linear:
-    head = causal.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        raise UnsupportedError(
-            f"the output head is a {type(head).__name__}; forkpoint computes log-probs from a "
-            "plain torch.nn.Linear. Leave lm_head out of adapters and quantization."
-        )
-    return head
-
-
-def _check_rope(causal: PreTrainedModel, longest: int) -> None:
-    parameters = getattr(causal.config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type", "default")
-    if kind in LENGTH_FREE_ROPE:
-        return
-    limit = parameters.get(
-        "original_max_position_embeddings", causal.config.max_position_embeddings
-    )
-    if kind not in LENGTH_DEPENDENT_ROPE or longest > limit:
-        raise UnsupportedError(
-            f"rope_type is {kind!r} and the longest rollout has {longest} tokens: beyond {limit} "
-            "tokens its frequencies depend on the total length, so rollouts would differ on tokens "
-            f"they share. Use rollouts of at most {limit} tokens or another rope_type "
-            f"({', '.join(sorted(LENGTH_FREE_ROPE))})."
-        )
-
-
-def _check_devices(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if type(parameter.data) is not Tensor and type(parameter.data) is not nn.Parameter:
-            raise UnsupportedError(
-                f"parameter {name} is a {type(parameter.data).__name__}; sharded and quantized "
-                "parameters have not been shown exact. Wrap a model with plain tensors."
-            )
-    devices = sorted({str(p.device) for p in model.parameters()})
-    if len(devices) > 1:
-        raise UnsupportedError(
-            f"the model's parameters lie on {', '.join(devices)}; put them all on one device."
-        )
-
-
-def _checkpointing(causal: PreTrainedModel) -> Callable | None:
-    """The function that decoder layers are checkpointed with, None where they are not."""
-    for module in causal.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            return getattr(module, "_gradient_checkpointing_func", None)
-    return None
-
-
-def _check_checkpointing(causal: PreTrainedModel) -> None:
-    function = _checkpointing(causal)
-    if function is None:
-        return
-    options = getattr(function, "keywords", {})
-    if options.get("use_reentrant", True) is not False:
-        raise UnsupportedError(
-            "gradient checkpointing is reentrant (use_reentrant=True): its forward keeps no graph, "
-            "so gradients of shared tokens would be lost. Enable it with "
-            'gradient_checkpointing_kwargs={"use_reentrant": False}.'
-        )
-
-
-def _check_dropout(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        rate = getattr(module, "p", 0.0) if isinstance(module, nn.Dropout) else 0.0
-        rate = rate or getattr(module, "attention_dropout", 0.0)
-        if module.training and isinstance(rate, float) and rate > 0:
-            raise UnsupportedError(
-                f"{name} has dropout {rate} in training mode: dense training would draw a new mask "
-                "for every copy of a shared token. Set it to 0, or call model.eval()."
-            )
-
-
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, forkpoint_attention)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, torch.compiler.disable(forkpoint_attention))

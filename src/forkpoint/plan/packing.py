@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, SortedRollouts, build_forest
@@ -54,27 +55,31 @@ def order_for_rows(order: SortedRollouts, max_row_tokens: int) -> list[SortedRol
             f"{max_row_tokens}: a rollout within one row cannot be cut. Raise max_row_tokens to "
             f"{longest}, or use boundary='across_rows', which cuts it into a chain of rows."
         )
+    cut = order.cut(_cuts(order, max_row_tokens))
+    piece = np.cumsum(cut.shared_edges == 0) - 1
+    sizes = np.bincount(piece, weights=cut.new_edges).astype(np.int64).tolist()
+    first_entry = np.searchsorted(piece, np.arange(len(sizes) + 1))
+    rows = []
+    for pieces in first_fit_decreasing(sizes, max_row_tokens):
+        entries = [np.arange(first_entry[i], first_entry[i + 1]) for i in sorted(pieces)]
+        rows.append(order.take(np.concatenate(entries)))
+    return rows
+
+
+def _cuts(order: SortedRollouts, max_row_tokens: int) -> NDArray[np.bool_]:
+    """Where trees that are larger than a row are cut: before each rollout that no longer fits."""
     tree = np.cumsum(order.shared_edges == 0) - 1
-    where = np.zeros(len(order.edges), bool)
     sizes = np.bincount(tree, weights=order.new_edges).astype(np.int64)
+    where = np.zeros(len(order.edges), bool)
     used = 0
     for entry in np.flatnonzero(sizes[tree] > max_row_tokens).tolist():
         first = entry == 0 or tree[entry] != tree[entry - 1]
-        new = int(order.edges[entry] - (0 if first else order.shared_edges[entry]))
+        new = int(order.new_edges[entry])
         if first or used + new > max_row_tokens:
             where[entry] = True
             new, used = int(order.edges[entry]), 0
         used += new
-    order = order.cut(where)
-    tree = np.cumsum(order.shared_edges == 0) - 1
-    sizes = np.bincount(tree, weights=order.new_edges).astype(np.int64)
-    first_entry = np.searchsorted(tree, np.arange(len(sizes) + 1))
-    return [
-        order.take(
-            np.concatenate([np.arange(first_entry[t], first_entry[t + 1]) for t in sorted(trees)])
-        )
-        for trees in first_fit_decreasing(sizes.tolist(), max_row_tokens)
-    ]
+    return where
 
 
 def rows_of_whole_paths(

@@ -212,8 +212,9 @@ class _Builder:
         return replace(plan, predicted_peak_bytes=peak_bytes(plan, self.shape))
 
     def _labelled(self, forest: Forest) -> int:
-        edges = forest.token_edges(self.batch.offsets)[self.batch.loss_mask]
-        return len(np.unique(edges))
+        labelled = np.zeros(forest.edges, bool)
+        labelled[forest.token_edges(self.batch.offsets)[self.batch.loss_mask]] = True
+        return int(labelled.sum())
 
 
 def peak_bytes(plan: Plan, shape: ModelShape) -> int:

@@ -21,8 +21,8 @@ class HeadOutputs:
     """float32 (float64 for a float64 model) [n], for the context's head slots."""
     entropies: Tensor | None
     """The same, or None where they were not asked for."""
-    top: Tensor
-    """The last hidden states: the root of a backward where no token is trained."""
+    roots: tuple[Tensor, ...]
+    """What a backward starts from, with zero gradients, where no token is trained."""
 
 
 class Host(Protocol):

@@ -1,0 +1,8 @@
+"""`python -m forkpoint`: the command line."""
+
+import sys
+
+from forkpoint.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Where a model is, and its shape for the planner. Imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from forkpoint.cli.options import Memory
+from forkpoint.errors import ConfigError
+from forkpoint.plan import ModelShape
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+def config_path(model: Path) -> Path:
+    """The configuration of a model given as its folder or as the configuration itself.
+
+    Raises ConfigError where there is none.
+    """
+    if not model.exists():
+        raise ConfigError(
+            f"the model {model} does not exist. Give a folder with a transformers model's "
+            "config.json and weights, or a config.json alone for random weights; nothing is "
+            "downloaded."
+        )
+    if model.is_file():
+        return model
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"the folder {model} has no config.json. Give the folder that a model's "
+            "save_pretrained wrote."
+        )
+    return model / "config.json"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A model configuration as transformers writes it.
+
+    Raises ConfigError for a file that is none.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not JSON ({error}). Give a config.json as transformers writes it."
+        ) from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ConfigError(
+            f"{path} is no model configuration: it has no model_type. Give a config.json as "
+            'transformers writes it, with "model_type": "qwen3", say.'
+        )
+    return config
+
+
+def read_shape(model: Path, options: Memory) -> ModelShape:
+    """The sizes that FLOPs and bytes are counted from.
+
+    Raises ConfigError where the configuration does not say them.
+    """
+    path = config_path(model)
+    config = read_config(path)
+    # What a left out key means is known to the model's code alone, which would need torch.
+    needed = ["num_key_value_heads", "head_dim"] if config["model_type"] != "llama" else []
+    needed += ["layer_types"] if config.get("use_sliding_window") else []
+    missing = [key for key in needed if config.get(key) is None]
+    if missing:
+        raise ConfigError(
+            f"{path} has no {', '.join(missing)}, whose default depends on the model. Add it, or "
+            "give the config.json that save_pretrained writes."
+        )
+    return ModelShape.from_config(
+        config, dtype_bytes=DTYPE_BYTES[options.dtype], checkpointed=options.gradient_checkpointing
+    )

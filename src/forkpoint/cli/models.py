@@ -1,0 +1,94 @@
+"""Making the model that a command runs: a folder's weights, or random ones. Imports torch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from forkpoint.cli.model_config import config_path, read_config
+from forkpoint.cli.options import Runtime
+from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
+from forkpoint.hosts.transformers import FAMILIES
+
+
+def load_model(model: Path, options: Runtime) -> PreTrainedModel:
+    """The model in training mode on its device; nothing is downloaded.
+
+    Raises:
+        ConfigError: there is no such model, it cannot be made, or there is no such device.
+        UnsupportedError: forkpoint does not know its family.
+    """
+    device = _device(options.device)
+    path = config_path(model)
+    kind = read_config(path)["model_type"]
+    if kind not in FAMILIES:
+        raise UnsupportedError(
+            f"{path}: model_type {kind!r} has not been shown exact; supported are "
+            f"{', '.join(FAMILIES)}."
+        )
+    dtype = getattr(torch, options.dtype)
+    logging.disable_progress_bar()
+    # Transformers checks what it reads by errors of many kinds, each of them about the user's file.
+    try:
+        if model.is_dir():
+            made = _load(model, dtype)
+        else:
+            made = random_model(read_config(path), dtype, options.seed)
+    except ForkpointError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"transformers cannot make a model of {model}: {error}") from error
+    if options.gradient_checkpointing:
+        # Newer transformers warn of the old name; both take the same first argument.
+        enable = getattr(made, "activation_checkpointing_enable", None)
+        (enable or made.gradient_checkpointing_enable)({"use_reentrant": False})
+    made.train()
+    made.to(device)  # pyright: ignore[reportArgumentType]  (a decorator of transformers)
+    return made
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device is 'cuda', but torch finds no CUDA device. Use --device cpu, or install a "
+            "torch built for CUDA; forkpoint doctor shows what there is."
+        )
+    return torch.device(name)
+
+
+def random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """A model of a configuration (the keys of a config.json), drawn as transformers draws it."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+
+
+def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, dtype=dtype, output_loading_info=True
+    )
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"the weights in {folder} lack {len(missing)} of the model's parameters, among them "
+            f"{missing[0]}; transformers would draw them at random. Give a complete checkpoint."
+        )
+    return model
+
+
+@contextmanager
+def out_of_memory_explained() -> Iterator[None]:
+    """Says what to do where the device's memory does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"out of device memory: {error}\nLower --max-row-tokens, or add "
+            "--gradient-checkpointing."
+        ) from error

@@ -1,0 +1,122 @@
+"""Options that several commands have, and what they stand for. Imports no torch.
+
+The texts under Attributes are the help that the command line shows.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+from tyro.conf import DisallowNone, Positional, arg
+
+from forkpoint.config import Config
+from forkpoint.forest import IntArray
+from forkpoint.rollout_files import load_rollouts
+from forkpoint.rollouts import RolloutBatch
+
+if TYPE_CHECKING:
+    from forkpoint.losses import Loss
+
+LossName = Literal["grpo", "gspo", "dpo", "likelihood"]
+DtypeName = Literal["float32", "bfloat16", "float64"]
+
+File = Positional[Annotated[Path, arg(metavar="FILE")]]
+ModelPath = Annotated[Path, arg(metavar="DIR|CONFIG.json")]
+Flag = Annotated[bool, arg(help_behavior_hint="")]
+Count = Annotated[int, arg(metavar="N")]
+Limit = DisallowNone[Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")]]
+Unlimited = DisallowNone[
+    Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: no limit)")]
+]
+Chosen = DisallowNone[
+    Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: chosen by the planner)")]
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """What shares tokens, and what goes through the model together.
+
+    Attributes:
+        sharing: Who may share tokens: nobody (none: ordinary dense training), the rollouts of one
+            group, or any rollouts that begin alike (tree). auto takes the cheapest.
+        boundary: A row is what goes through the model in one forward. Where rollouts part, their
+            branches lie in the row of what they share (in_row), in rows of their own that read its
+            keys and values (across_rows), or either, as fits (mixed). auto takes the cheapest.
+        waves: How rows of branches are laid out: end to end (packed), or as a batch padded to the
+            longest (padded).
+        max_row_tokens: The most tokens in one row. Lower it when memory runs out.
+        memory_budget_bytes: The most bytes that activations and kept keys and values may take
+            together, as predicted.
+    """
+
+    sharing: Literal["auto", "none", "group", "tree"] = "auto"
+    boundary: Literal["auto", "in_row", "across_rows", "mixed"] = "auto"
+    waves: Literal["packed", "padded"] = "packed"
+    max_row_tokens: Chosen = None
+    memory_budget_bytes: Unlimited = None
+
+    def config(self) -> Config:
+        return Config(
+            sharing=self.sharing,
+            boundary=self.boundary,
+            waves=self.waves,
+            max_row_tokens=self.max_row_tokens,
+            memory_budget_bytes=self.memory_budget_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What decides how much memory the model takes.
+
+    Attributes:
+        dtype: The dtype of its parameters.
+        gradient_checkpointing: Recompute activations in the backward instead of keeping them: less
+            memory, more time.
+    """
+
+    dtype: DtypeName = "float32"
+    gradient_checkpointing: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime(Memory):
+    """How the model is made and where it runs.
+
+    Attributes:
+        device: Where it runs. auto takes a CUDA device if there is one.
+        seed: Seed of the random weights that a CONFIG.json gets.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Annotated[int, arg(metavar="N")] = 0
+
+
+def load_batch(file: Path, limit: int | None) -> RolloutBatch:
+    """The rollouts of a file as one batch."""
+    return RolloutBatch(load_rollouts(file, limit=limit))
+
+
+def make_loss(name: LossName) -> "Loss":
+    """The loss of that name with its own defaults. Imports torch."""
+    from forkpoint import losses
+
+    made: dict[str, Loss] = {
+        "grpo": losses.GRPO(),
+        "gspo": losses.GSPO(),
+        "dpo": losses.DPO(),
+        "likelihood": losses.LogLikelihood(),
+    }
+    return made[name]
+
+
+def coupling(name: LossName, batch: RolloutBatch) -> IntArray | None:
+    """Which rollouts the loss of that name needs in one graph, for the planner; needs no torch.
+
+    None where every token stands alone.
+    """
+    if name == "gspo":
+        return np.arange(len(batch))
+    return batch.group_index if name == "dpo" else None

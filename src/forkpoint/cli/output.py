@@ -1,0 +1,78 @@
+"""What a command writes: tables for people, then one JSON line. Imports no torch."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+NARROW = 100
+
+
+class Output:
+    """Text and tables to stdout, progress to stderr where that is a terminal, the result last."""
+
+    def __init__(self, *, json_only: bool) -> None:
+        self.json_only = json_only
+        self.width = NARROW if not sys.stdout.isatty() else Console().width
+        self._console = Console(width=self.width, highlight=False, markup=False)
+        self._errors = Console(stderr=True, highlight=False, markup=False)
+
+    def show(self, *things: RenderableType) -> None:
+        """Print text or tables, unless only the JSON line was asked for."""
+        if not self.json_only:
+            for thing in things:
+                self._console.print(thing, soft_wrap=isinstance(thing, str))
+
+    def result(self, values: dict[str, Any]) -> None:
+        """Print the JSON line. Numbers that JSON lacks (NaN, infinities) become null."""
+        print(json.dumps(_plain(values), allow_nan=False))
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what is being done, on a terminal, while the block runs."""
+        if not self._errors.is_terminal:
+            yield
+            return
+        with self._errors.status(what):
+            yield
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """A bar on a terminal; call what it yields once a step."""
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._errors,
+            transient=True,
+            disable=not self._errors.is_terminal,
+        )
+        with bar:
+            task = bar.add_task(what, total=total)
+            yield lambda: bar.advance(task)
+
+
+def options(command: Any) -> dict[str, Any]:
+    """A command's options, flat, as the JSON line records them."""
+    found: dict[str, Any] = {}
+    for name, value in asdict(command).items():
+        found |= value if isinstance(value, dict) else {name: value}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

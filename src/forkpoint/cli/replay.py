@@ -1,0 +1,177 @@
+"""`forkpoint replay`: real optimizer steps over a file's groups, shared and dense."""
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from tyro.conf import arg
+
+from forkpoint.cli.options import (
+    Count,
+    File,
+    Flag,
+    Limit,
+    LossName,
+    ModelPath,
+    Planning,
+    Runtime,
+    load_batch,
+    make_loss,
+)
+from forkpoint.cli.output import Output, options
+from forkpoint.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forkpoint.replay import MakeOptimizer, ReplayReport
+
+OptimizerName = Literal["adamw", "sgd"]
+MOST_STEPS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How the model is trained, and what that is compared with.
+
+    Attributes:
+        loss: What is minimised: GRPO's clipped policy gradient, GSPO's with one ratio a rollout,
+            DPO over pairs, or the negative log-likelihood. Where the file has no old_logprobs, grpo
+            and gspo are on-policy.
+        optimizer: What applies the gradients.
+        lr: Its learning rate.
+        steps: How many optimizer steps. The groups of the file are taken in turn, again from the
+            first after the last.
+        groups_per_step: How many groups make the batch of one step.
+        baseline: dense also trains a copy of the model without sharing, from the same weights, and
+            compares times, losses and final parameters.
+    """
+
+    loss: LossName = "grpo"
+    optimizer: OptimizerName = "adamw"
+    lr: Annotated[float, arg(metavar="RATE")] = 1e-5
+    steps: Count = 4
+    groups_per_step: Count = 1
+    baseline: Literal["none", "dense"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Train a model for some steps on a file of rollouts, and measure it.
+
+    With --baseline dense every step is also run by ordinary dense training (whole rollouts packed
+    into rows), and the two are compared. The JSON line at the end holds what the table shows.
+
+    Attributes:
+        file: Rollouts: one JSON object a line, plain, gzip or zstd.
+        model: A transformers model's folder, or a config.json for random weights. Nothing is
+            downloaded.
+        limit: Read only the first N rollouts of the file.
+        json: Print only the JSON line.
+    """
+
+    file: File
+    model: ModelPath
+    limit: Limit = None
+    json: Flag = False
+    training: Training = field(default_factory=Training)
+    planning: Planning = field(default_factory=Planning)
+    runtime: Runtime = field(default_factory=Runtime)
+
+    def run(self) -> int:
+        out = Output(json_only=self.json)
+        training = self.training
+        batch = load_batch(self.file, self.limit)
+        with out.waiting("making the model"):
+            from forkpoint.cli.environment import versions
+            from forkpoint.cli.models import load_model, out_of_memory_explained
+            from forkpoint.replay import replay
+
+            optimizer = make_optimizer(training.optimizer, training.lr)
+            model = load_model(self.model, self.runtime)
+        with (
+            out_of_memory_explained(),
+            out.progress("training", training.steps) as advance,
+        ):
+            report = replay(
+                model,
+                batch,
+                make_loss(training.loss),
+                optimizer=optimizer,
+                steps=training.steps,
+                groups_per_step=training.groups_per_step,
+                baseline=training.baseline == "dense",
+                config=self.planning.config(),
+                on_step=lambda _: advance(),
+            )
+        show_report(out, report)
+        out.result(
+            {
+                "command": "replay",
+                **report.to_dict(),
+                "config": options(self),
+                "device": str(next(model.parameters()).device),
+                "versions": versions(),
+            }
+        )
+        return 0
+
+
+def make_optimizer(name: OptimizerName, lr: float) -> "MakeOptimizer":
+    """Torch's optimizer of that name with its other defaults.
+
+    Raises ConfigError for a rate that is negative or not finite.
+    """
+    import torch
+
+    if not 0 <= lr < math.inf:
+        raise ConfigError(f"lr is {lr}; it takes a finite number of at least 0.")
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    return lambda parameters: kinds[name](parameters, lr=lr)
+
+
+def show_report(out: Output, report: "ReplayReport") -> None:
+    """The steps as a table, and what they add up to."""
+    values = report.to_dict()
+    dense = values["dense_ms"] is not None
+    table = Table(title=f"optimizer steps: {', '.join(values['plans'])}", box=SIMPLE_HEAD)
+    names = ["step", "tokens given", "tokens run", "shared loss", "shared ms"]
+    for name in [*names, *(["dense loss", "dense ms", "speed-up"] if dense else [])]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, step in enumerate(report.steps[:MOST_STEPS], start=1):
+        cells = [str(number), f"{step.logical_tokens:,}", f"{step.shared.computed_tokens:,}"]
+        cells += [f"{step.shared.loss:.6f}", f"{step.shared.ms:,.0f}"]
+        if step.dense is not None:
+            cells += [f"{step.dense.loss:.6f}", f"{step.dense.ms:,.0f}"]
+            cells += [f"{step.dense.ms / step.shared.ms:.2f}x"]
+        table.add_row(*cells)
+    if len(report.steps) > MOST_STEPS:
+        table.caption = f"and {len(report.steps) - MOST_STEPS:,} steps more"
+    out.show(table, _summary(values))
+
+
+def _summary(values: dict) -> str:
+    given, run = values["logical_tokens"], values["computed_tokens"]
+    lines = [
+        f"tokens run: {run:,} of {given:,} given",
+        f"time, planning and optimizer included: shared {values['shared_ms']:,.0f} ms "
+        f"(median step {values['shared_median_ms']:,.0f})",
+    ]
+    if values["dense_ms"] is None:
+        lines.append(f"counted bound on the speed-up over dense: {values['bound']:.2f}x")
+    else:
+        lines[1] += (
+            f", dense {values['dense_ms']:,.0f} ms (median step {values['dense_median_ms']:,.0f})"
+        )
+        lines += [
+            f"speed-up: {values['speedup']:.2f}x over all steps, median step "
+            f"{values['median_speedup']:.2f}x; counted bound {values['bound']:.2f}x",
+            f"losses differ by at most {values['max_loss_difference']:.1e}; parameters by at most "
+            f"{values['max_parameter_difference']:.1e} (rms "
+            f"{values['rms_parameter_difference']:.1e}, after moving by "
+            f"{values['rms_parameter_change']:.1e})",
+        ]
+    lines.append(
+        "The first step includes warm-up: compilation (on CUDA), first kernel calls, optimizer state."
+    )
+    return "\n".join(lines)

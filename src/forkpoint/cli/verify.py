@@ -1,0 +1,96 @@
+"""`forkpoint verify`: is sharing exact on this model and these rollouts?"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forkpoint.cli.options import (
+    Count,
+    File,
+    Flag,
+    Limit,
+    LossName,
+    ModelPath,
+    Planning,
+    Runtime,
+    load_batch,
+    make_loss,
+)
+from forkpoint.cli.output import Output, options
+from forkpoint.errors import ConfigError
+from forkpoint.forest import IntArray
+from forkpoint.rollouts import RolloutBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Check on your model and rollouts that shared gradients are as exact as dense training's.
+
+    Compares the gradient of every parameter, shared and dense, with a dense run in higher precision
+    (float32 for 16-bit models, else float64). The exit code is 1 if sharing is further from it than
+    dense training is, beyond rounding. Takes memory for a second model and time for two dense runs.
+
+    Attributes:
+        file: Rollouts: one JSON object a line, plain, gzip or zstd.
+        model: A transformers model's folder, or a config.json for random weights. Nothing is
+            downloaded.
+        loss: The loss whose gradients are compared.
+        limit_groups: Use the first N groups that give a gradient, as one batch. Groups whose
+            advantages are all 0 give none to grpo and gspo.
+        limit: Read only the first N rollouts of the file.
+        json: Print only the JSON line.
+    """
+
+    file: File
+    model: ModelPath
+    loss: LossName = "grpo"
+    limit_groups: Count = 1
+    limit: Limit = None
+    json: Flag = False
+    planning: Planning = field(default_factory=Planning)
+    runtime: Runtime = field(default_factory=Runtime)
+
+    def run(self) -> int:
+        out = Output(json_only=self.json)
+        if self.limit_groups < 1:
+            raise ConfigError(
+                f"limit_groups is {self.limit_groups}; it takes a whole number of at least 1."
+            )
+        everything = load_batch(self.file, self.limit)
+        members = groups_with_gradient(everything, self.loss)[: self.limit_groups]
+        if not members:
+            raise ConfigError(
+                f"no group of {self.file} gives {self.loss} a gradient, so there is nothing to "
+                "compare: no token is trained, or every advantage is 0. Give other rollouts, or "
+                "--loss likelihood."
+            )
+        batch = everything.select(int(index) for group in members for index in group)
+        with out.waiting("making the model"):
+            from forkpoint.cli.environment import versions
+            from forkpoint.cli.models import load_model, out_of_memory_explained
+            from forkpoint.policy import wrap
+
+            policy = wrap(load_model(self.model, self.runtime), self.planning.config())
+        with out_of_memory_explained(), out.waiting("comparing gradients"):
+            report = policy.verify(batch, make_loss(self.loss))
+        out.show(report.table(width=out.width))
+        out.result(
+            {
+                "command": "verify",
+                **report.to_dict(),
+                "rollouts": len(batch),
+                "groups": len(members),
+                "config": options(self),
+                "versions": versions(),
+            }
+        )
+        return 0 if report.passed else 1
+
+
+def groups_with_gradient(batch: RolloutBatch, loss: LossName) -> list[IntArray]:
+    """The groups that train some token: without any, shared and dense agree by both being 0."""
+    trained = batch.loss_mask
+    if loss in ("grpo", "gspo"):
+        trained = trained & (batch.advantages != 0)
+    owners = np.repeat(np.arange(len(batch)), batch.lengths)[trained]
+    return [members for members in batch.groups() if np.isin(members, owners).any()]

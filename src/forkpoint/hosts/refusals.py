@@ -1,0 +1,223 @@
+"""What of a transformers model has not been shown exact, found and refused by name.
+
+Rollouts may share a token only if what the model computes for it depends on nothing but the tokens
+before it. These checks look for whatever could break that, or keep gradients from arriving, before
+anything runs: modules that are not the family's own, dropout, adapters of other kinds, rotary
+embeddings that depend on the total length, reentrant checkpointing, parameters that are no plain
+tensors. What is unknown is refused.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedModel
+
+from forkpoint.errors import UnsupportedError
+
+# Rotary embeddings whose frequencies depend on positions alone. Dynamic and longrope change them
+# beyond a length, and are refused for longer rollouts; so are unknown ones.
+LENGTH_FREE_ROPE = ("default", "linear", "llama3", "proportional", "yarn")
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+# Where the code of modules may come from besides the family's own, each computing token by token.
+TOKENWISE_CODE = (
+    "torch.nn.modules.",
+    "transformers.activations",
+    "peft.peft_model",
+    "peft.utils.other",
+    "peft.tuners._buffer_dict",
+    "peft.tuners.lora.",
+    "peft.tuners.trainable_tokens.",
+    "peft.tuners.tuners_utils",
+)
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_modules(model: nn.Module, family: str) -> None:
+    """Every module is the family's own, a plain one of torch, or a LoRA adapter around one."""
+    allowed = (f"transformers.models.{family}.", *TOKENWISE_CODE)
+    for name, module in model.named_modules():
+        where = name or "the model"
+        kind = type(module)
+        for part, code in ((kind, kind.__module__), (kind.forward, kind.forward.__module__)):
+            if not code.startswith(allowed):
+                raise UnsupportedError(
+                    f"{where} runs {code}.{part.__qualname__}, which has not been shown exact; use "
+                    f"the modules of transformers.models.{family} as they are (wrap the model "
+                    "before compiling, quantizing or patching it)."
+                )
+        attributes = vars(module)
+        if "forward" in attributes and not _is_its_class_s(attributes["forward"], kind):
+            raise UnsupportedError(
+                f"{where} has a forward of its own, set on the instance (as accelerate's mixed "
+                "precision and offloading do), which forkpoint cannot look into. Undo it "
+                "(accelerate: unwrap_model with keep_fp32_wrapper=False), and put torch.autocast "
+                "around the step instead."
+            )
+        if attributes.get("_compiled_call_impl") is not None:
+            raise UnsupportedError(
+                f"{where} was compiled in place by Module.compile(), which has not been shown "
+                "exact here. Wrap the model without compiling it."
+            )
+        for adapter, variant in attributes.get("lora_variant", {}).items():
+            if not type(variant).__name__.startswith("Dora"):
+                raise UnsupportedError(
+                    f"adapter {adapter!r} of {where} is the LoRA variant {type(variant).__name__}; "
+                    "plain LoRA and DoRA have been shown exact, so use one of these."
+                )
+
+
+def _is_its_class_s(forward: Any, kind: type[nn.Module]) -> bool:
+    """Whether an instance's forward is one of its class: accelerate's unwrap_model leaves such."""
+    function: Any = kind.forward
+    while function is not None:
+        if getattr(forward, "__func__", None) is function:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Adapters that peft has put around the model or into it are LoRA."""
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        kind = getattr(config, "peft_type", None)
+        if str(getattr(kind, "value", kind)) != "LORA":
+            raise UnsupportedError(
+                f"the peft adapter {name!r} is {getattr(kind, 'value', kind)}; only LORA has been "
+                "shown exact."
+            )
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Plain floating-point tensors, in memory, all on one device."""
+    devices: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
+            raise UnsupportedError(
+                f"parameter {name} is a {type(parameter).__name__}; sharded and quantized "
+                "parameters have not been shown exact. Wrap a model of plain tensors."
+            )
+        if parameter.dtype not in FLOATING:
+            raise UnsupportedError(
+                f"parameter {name} has dtype {parameter.dtype}; quantized parameters have not been "
+                f"shown exact. Allowed are {', '.join(map(str, FLOATING))}."
+            )
+        devices.setdefault(str(parameter.device), name)
+    if len(devices) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in sorted(devices.items()))
+        raise UnsupportedError(
+            f"the model's parameters lie on {len(devices)} devices ({found}); put them all on one."
+        )
+    if "meta" in devices:
+        raise UnsupportedError(
+            f"the parameters ({devices['meta']} and all others) lie on the meta device, without "
+            "values; initialise or load the model before wrapping it."
+        )
+
+
+def plain_head(causal: PreTrainedModel) -> nn.Linear:
+    """The output head, whose weights log-probs are computed from."""
+    head = causal.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UnsupportedError(
+            f"the output head is a {type(head).__module__}.{type(head).__name__}; forkpoint "
+            "computes log-probs from a plain torch.nn.Linear. Leave lm_head out of adapters and "
+            "quantization."
+        )
+    return head
+
+
+def check_rope(causal: PreTrainedModel, longest: int) -> None:
+    """Frequencies that are the same for every rollout of at most `longest` tokens."""
+    parameters: dict[str, Any] = getattr(causal.config, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type")
+    if kind in LENGTH_FREE_ROPE:
+        return
+    if kind not in LENGTH_DEPENDENT_ROPE:
+        raise UnsupportedError(
+            f"rope_type is {kind!r}, and it is not known whether its frequencies depend on the "
+            "length of a rollout; known are "
+            f"{', '.join((*LENGTH_FREE_ROPE, *LENGTH_DEPENDENT_ROPE))}."
+        )
+    limit = causal.config.max_position_embeddings
+    if kind == "longrope":
+        limit = parameters["original_max_position_embeddings"]
+    if longest > limit:
+        raise UnsupportedError(
+            f"rope_type is {kind!r} and the longest rollout has {longest} tokens: beyond {limit} "
+            "tokens its frequencies depend on the total length, so rollouts would differ on tokens "
+            f"they share. Use rollouts of at most {limit} tokens or another rope_type "
+            f"({', '.join(LENGTH_FREE_ROPE)})."
+        )
+
+
+def checkpointed(causal: PreTrainedModel) -> bool:
+    """Whether activations of some layer are recomputed in its backward."""
+    return any(m.training and _flagged(m) for m in causal.modules())
+
+
+def _flagged(module: nn.Module) -> bool:
+    # Not getattr: where it is missing, which is nearly everywhere, modules take long to say so.
+    return vars(module).get("gradient_checkpointing", False)
+
+
+def check_checkpointing(causal: PreTrainedModel) -> None:
+    """Recomputation that keeps a graph of the forward."""
+    for name, module in causal.named_modules():
+        if not (module.training and _flagged(module)):
+            continue
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if not isinstance(function, functools.partial):
+            raise UnsupportedError(
+                f"{name} is checkpointed by {function!r}, which has not been shown exact. Enable "
+                "checkpointing by the model's own method, with use_reentrant=False."
+            )
+        # Without the argument torch checkpoints reentrantly.
+        reentrant = function.keywords.get("use_reentrant", True)
+        if reentrant is not False:
+            raise UnsupportedError(
+                f"{name} is checkpointed with use_reentrant={reentrant}: such a forward keeps no "
+                "graph, and gradients of shared tokens would be lost. Enable checkpointing with "
+                'gradient_checkpointing_kwargs={"use_reentrant": False} (in newer transformers '
+                "activation_checkpointing_kwargs)."
+            )
+
+
+def check_dropout(model: nn.Module) -> None:
+    """No dropout in modules that are in training mode."""
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd):
+            rate = module.p
+        else:
+            rate = vars(module).get("attention_dropout", 0)
+        if module.training and rate:
+            raise UnsupportedError(
+                f"{name} has dropout {rate} in training mode: dense training would draw a new mask "
+                "for every copy of a shared token. Set it to 0, or call model.eval()."
+            )
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Some parameter gets a gradient, and nothing consumes gradients before the step is over."""
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            "forward_backward was called under torch.inference_mode, where nothing has gradients; "
+            "leave it, or use policy.score for log-probs alone."
+        )
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise UnsupportedError(
+            "no parameter of the model requires a gradient; unfreeze some, or use policy.score for "
+            "log-probs alone."
+        )
+    for name, parameter in trainable:
+        if parameter._post_accumulate_grad_hooks:  # pyright: ignore[reportAttributeAccessIssue]
+            raise UnsupportedError(
+                f"parameter {name} has a hook that runs whenever a gradient has been added "
+                "(register_post_accumulate_grad_hook); a step has several backwards, so it would "
+                "see parts of the gradient. Remove it, and do its work after the step."
+            )
