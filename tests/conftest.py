@@ -1,0 +1,34 @@
+"""What tests of several folders share."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty and its like return NaN, those inside of torch's own kernels too."""
+    import torch
+    from torch.utils import deterministic
+
+    assert deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Callable[[str], Path]:
+    """Where a file of real rollouts lies; the test is skipped where it is missing."""
+
+    def find(name: str) -> Path:
+        path = SHARED_DATA / name
+        if not path.is_file():
+            pytest.skip(f"{path} is missing: this test reads real rollouts from there")
+        return path
+
+    return find

@@ -1,0 +1,267 @@
+"""The acceptance test: however a batch is planned, the step is that of ordinary training.
+
+One scenario (see scenarios.py) under every combination of sharing and boundary, in float64: loss,
+log-probs, entropies and every parameter's gradient within 1e-10 of a dense run by the stock model.
+"""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch
+from yardstick import Variant, gradient_faults, label, measure, step_faults, truth, value_faults
+
+from forkpoint import Config, Plan, PlanError, wrap
+from forkpoint.config import Boundary, Sharing
+from forkpoint.losses import GRPO, GSPO, Denominators
+from forkpoint.losses.base import as_loss
+from forkpoint.plan import make_plan
+from forkpoint.plan.layout import Row
+from forkpoint.plan.planner import splits
+from forkpoint.testing import lifted_upcasts
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SHARINGS: tuple[Sharing, ...] = ("none", "group", "tree")
+BOUNDARIES: tuple[Boundary, ...] = ("in_row", "across_rows", "mixed")
+EVERY = tuple(product(SHARINGS, BOUNDARIES))
+CONFIGS: tuple[Config, ...] = (
+    *(Config(sharing=s, boundary=b) for s, b in EVERY),
+    *(Config(sharing=s, boundary="in_row", max_row_tokens=TIGHT) for s in SHARINGS),
+    *(Config(sharing=s, boundary="mixed", max_row_tokens=TIGHT) for s in SHARINGS[1:]),
+    *(Config(sharing=s, boundary="across_rows", max_row_tokens=CHAIN) for s in SHARINGS),
+    *(Config(sharing=s, boundary="mixed", max_row_tokens=CHAIN) for s in SHARINGS[1:]),
+    *(Config(sharing=s, boundary=b, waves="padded") for s, b in EVERY if b != "mixed"),
+    Config(sharing="group", boundary="across_rows", waves="padded", max_row_tokens=CHAIN),
+    Config(sharing="tree", boundary="mixed", waves="padded", max_row_tokens=TIGHT),
+    Config(),
+    Config(max_row_tokens=CHAIN),
+)
+VARIANTS = [Variant(*v) for v in product(("llama", "qwen3"), (None, 7), (False, True))]
+CHECKPOINTED = [replace(variant, checkpointed=True) for variant in VARIANTS]
+
+
+def check_steps(variant: Variant, loss: str, configs: list[Config]) -> set[str]:
+    """A step under every configuration; returns the ways in which the loss met the rows."""
+    expected, model = truth(replace(variant, checkpointed=False), loss), variant.build()
+    forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    # Checkpointing runs what lies within a layer again, and this shows that it did.
+    model.model.layers[0].mlp.register_forward_pre_hook(count)
+    faults, ways = [], set()
+    with lifted_upcasts(model):
+        for config in configs:
+            model.zero_grad()
+            forwards = 0
+            stats = wrap(model, config).forward_backward(expected.batch, LOSSES[loss])
+            name = label(config, stats.plan)
+            faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
+            step, rows = stats.plan.events(), len(stats.plan.rows)
+            replayed = stats.events != step
+            if replayed:
+                assert stats.events == (*stats.plan.events(backward=False), *step), name
+            ways.add("replayed" if replayed else "one row" if rows == 1 else "row by row")
+            assert forwards == rows * (1 + replayed + variant.checkpointed), name
+    assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
+    return ways
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "dpo", "coupled"])
+@pytest.mark.parametrize("variant", [*VARIANTS, *CHECKPOINTED], ids=str)
+def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
+    configs = list(CONFIGS)
+    if loss == "grpo" and not variant.checkpointed:
+        kernels = ("cpu_flash", "reference")
+        configs = [replace(c, attention_kernel=k) for c, k in product(CONFIGS, kernels)]
+    ways = check_steps(variant, loss, configs)
+    # A loss of single tokens is never replayed, one over the whole batch never goes row by row.
+    never = {"grpo": {"replayed"}, "coupled": {"row by row"}}.get(loss, set())
+    assert ways == {"one row", "row by row", "replayed"} - never
+
+
+@pytest.mark.parametrize("loss", ["likelihood", "entropy", "rollout_entropy", "coupled_entropy"])
+@pytest.mark.parametrize("variant", [VARIANTS[0], CHECKPOINTED[-1]], ids=str)
+def test_weights_and_gradients_of_entropies(variant: Variant, loss: str) -> None:
+    check_steps(variant, loss, list(CONFIGS))
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, CHECKPOINTED[-1]], ids=str)
+def test_scores_are_those_of_a_dense_forward(variant: Variant) -> None:
+    expected, model = truth(replace(variant, checkpointed=False), "grpo"), variant.build()
+    faults = []
+    with lifted_upcasts(model):
+        for config in CONFIGS:
+            scores = wrap(model, config).score(expected.batch, entropy=True)
+            assert scores.entropies is not None
+            name = label(config, scores.plan)
+            for found, dense in (
+                (scores.logprobs, expected.dense.logprobs_T),
+                (scores.entropies, expected.dense.entropies_T),
+            ):
+                faults += [f"{name}: {fault}" for fault in value_faults("scores", found, dense)]
+                assert not found.requires_grad, name
+            assert scores.events == scores.plan.events(backward=False), name
+    assert not faults, "\n".join(faults)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("loss", [GRPO(clip=0.2, kl=0.05), GSPO(clip=0.05)], ids=["grpo", "gspo"])
+def test_several_calls_add_up_to_one_dense_step(loss: GRPO | GSPO) -> None:
+    variant, config = VARIANTS[4], Config(boundary="across_rows", max_row_tokens=CHAIN)
+    batch, model = truth(variant, "grpo").batch, variant.build()
+    counts = Denominators(tokens=160.0, rollouts=32.0, groups=6.0)
+    expected = measure(model, batch, loss, counts)
+    torch.manual_seed(0)
+    before = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = before[name].clone()
+    policy, total = wrap(model, config), 0.0
+    with lifted_upcasts(model):
+        for members in (range(5), range(5, 11), range(11, 14)):
+            part = batch.select(members)
+            stats = policy.forward_backward(part, loss, denominators=counts)
+            total += stats.loss
+    assert total == pytest.approx(expected.dense.loss, abs=1e-10)
+    assert not list(gradient_faults(model, expected, before))
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "coupled"])
+def test_scale_multiplies_gradients_and_not_the_loss(loss: str) -> None:
+    expected, model = truth(VARIANTS[4], loss), VARIANTS[4].build()
+    policy = wrap(model, Config(sharing="tree", boundary="across_rows"))
+    with lifted_upcasts(model):
+        for scale in (0.25, 0.75):
+            stats = policy.forward_backward(expected.batch, LOSSES[loss], scale=scale)
+            assert stats.loss == pytest.approx(expected.dense.loss, abs=1e-10)
+    assert not list(gradient_faults(model, expected))
+
+
+def test_stats_say_what_ran() -> None:
+    expected, model = truth(VARIANTS[0], "grpo"), VARIANTS[0].build()
+    batch = expected.batch
+    paths = [
+        (rollout.temperature, group, tuple(rollout.token_ids[:end].tolist()))
+        for rollout, group in zip(batch, batch.group_index.tolist(), strict=True)
+        for end in range(1, len(rollout) + 1)
+    ]
+    edges = [path for path in paths if len(path[2]) > 1]
+    computed = {
+        "none": len(edges),
+        "group": len(set(edges)),
+        "tree": len({(temperature, tokens) for temperature, _, tokens in edges}),
+    }
+    assert len(set(computed.values())) == 3
+    for sharing in SHARINGS:
+        policy = wrap(model, Config(sharing=sharing, boundary="across_rows"))
+        stats = policy.forward_backward(batch, LOSSES["grpo"])
+        assert stats.computed_tokens == stats.plan.computed_tokens == computed[sharing]
+        assert stats.logical_tokens == len(paths)
+        assert stats.unique_tokens == len({tokens for _, _, tokens in paths})
+        assert stats.logprobs.shape == (len(paths),) and stats.logprobs.dtype == torch.float64
+        trained = torch.tensor(batch.loss_mask.copy())
+        assert (stats.logprobs[~trained] == 0).all() and (stats.logprobs[trained] < 0).all()
+        assert sorted(stats.phase_ms) == ["A", "B", "C"] and min(stats.phase_ms.values()) >= 0
+        assert stats.peak_memory_bytes is None
+        assert not stats.logprobs.requires_grad
+
+
+# What follows keeps the scenario honest: it must hold everything that it is said to hold.
+
+
+def external_parents(plan: Plan, row: Row) -> set[int]:
+    """The segments of other rows right above a row's own."""
+    return {int(plan.forest.parent[s]) for s in row.segments} - {-1, *row.segments}
+
+
+def nesting(plan: Plan) -> int:
+    """How many rows are open at once, at most."""
+    steps = [1 if event.startswith("F") else -1 for event in plan.events()]
+    return int(np.cumsum(steps).max())
+
+
+def test_the_batch_has_every_feature() -> None:
+    batch = acceptance_batch()
+    tokens = {r.rollout_id: (r.temperature, *r.token_ids.tolist()) for r in batch}
+    trained = {r.rollout_id: int(r.loss_mask.sum()) for r in batch}
+    sizes = sorted(len(members) for members in batch.groups())
+    assert sizes[0] == 1 and len([size for size in sizes if size > 1]) == 2
+    assert len(set(batch.temperatures.tolist())) == 2
+    assert tokens["warm-0"][1:] == tokens["twin-0"][1:] and tokens["warm-0"] != tokens["twin-0"]
+    assert tokens["twin-0"] == tokens["twin-1"] and trained["twin-0"] and trained["twin-1"]
+    prefix = tokens["prefix"]
+    assert tokens["deep-a"][: len(prefix)] == prefix and len(tokens["deep-a"]) > len(prefix)
+    assert batch.lengths.min() == 1 and trained["token"] == 0
+    assert trained["masked"] == 0 and len(tokens["masked"]) > 2
+    # Two groups share their first tokens, so that a tree holds both; the third is alone.
+    shared = sum(a == b for a, b in zip(tokens["deep-a"], tokens["beta-0"], strict=False)) - 1
+    assert shared >= 2 and tokens["gamma"][1] != tokens["deep-a"][1]
+
+    for sharing in ("group", "tree"):
+        forest = make_plan(batch, config=Config(sharing=sharing, boundary="in_row")).forest
+        assert forest.depth.max() >= 3
+        owners: dict[int, list[int]] = {}
+        for token, edge in enumerate(forest.token_edges(batch.offsets).tolist()):
+            owners.setdefault(edge, []).append(token)
+        del owners[-1]
+        masks = [batch.loss_mask[tokens] for tokens in owners.values()]
+        assert any(mask.any() and not mask.all() for mask in masks)
+        together = [t for t, mask in zip(owners.values(), masks, strict=True) if mask.sum() > 2]
+        assert any(len(set(batch.advantages[tokens])) > 2 for tokens in together)
+    assert any(np.ndim(rollout.advantage) for rollout in batch)
+
+
+def test_the_plans_have_every_feature() -> None:
+    batch = acceptance_batch()
+    plans = {config: make_plan(batch, config=config) for config in CONFIGS}
+    assert {(p.sharing, p.boundary) for c, p in plans.items() if c.sharing != "auto"} == set(EVERY)
+    for sharing in SHARINGS:
+        config = Config(sharing=sharing, boundary="in_row", max_row_tokens=CHAIN)
+        with pytest.raises(PlanError, match="cannot be cut"):
+            make_plan(batch, config=config)
+
+    tree = plans[Config(sharing="tree", boundary="across_rows")]
+    mixed = plans[Config(sharing="tree", boundary="mixed", max_row_tokens=TIGHT)]
+    assert any(len(external_parents(tree, row)) >= 2 for row in tree.rows)
+    groups = [
+        {int(batch.group_index[o]) for s in r.segments for o in tree.forest.owners(s)}
+        for r in tree.rows
+    ]
+    assert any(len(found) >= 2 for found in groups)
+    assert any(external_parents(mixed, row) for row in mixed.rows)
+    assert any(
+        set(mixed.forest.parent[list(row.segments)]) & set(row.segments) for row in mixed.rows
+    )
+
+    for sharing in SHARINGS:
+        plan = plans[Config(sharing=sharing, boundary="across_rows", max_row_tokens=CHAIN)]
+        forest = plan.forest
+        row_of = {segment: row.index for row in plan.rows for segment in row.segments}
+        links = [
+            (parent, segment)
+            for segment, parent in enumerate(forest.parent.tolist())
+            if parent >= 0 and forest.multiplicity[parent] == forest.multiplicity[segment]
+        ]
+        assert any(row_of[parent] != row_of[segment] for parent, segment in links), "no chain"
+        if sharing != "none":
+            assert nesting(plan) > 3
+            assert any(len(row.children) >= 2 for row in plan.rows), "no parent with waves"
+
+    padded = [row for plan in plans.values() for row in plan.rows if row.width]
+    assert any(row.slots > row.tokens and row.parent >= 0 for row in padded)
+    assert any(len(external_parents(p, r)) >= 2 for p in plans.values() for r in p.rows if r.width)
+    assert plans[Config(max_row_tokens=CHAIN)].sharing == "tree"
+
+
+@pytest.mark.parametrize("loss", ["gspo", "dpo", "coupled"])
+def test_coupled_rollouts_lie_in_one_row_and_in_several(loss: str) -> None:
+    batch = paired_batch() if loss == "dpo" else acceptance_batch()
+    coupling = as_loss(LOSSES[loss]).coupling(batch)
+    plans = [make_plan(batch, config=config) for config in CONFIGS]
+    split = [splits(plan, batch, coupling) for plan in plans]
+    assert any(split) and not all(split)

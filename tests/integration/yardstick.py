@@ -1,0 +1,129 @@
+"""Tiny models, their ordinary dense run, and what in a step differs from it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch
+from scenarios import LOSSES, acceptance_batch, paired_batch, with_logprobs
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forkpoint import Config, Plan, RolloutBatch, StepStats
+from forkpoint.losses import Denominators, LogLikelihood, Loss
+from forkpoint.losses.base import as_loss
+from forkpoint.testing import (
+    PLAIN_ATTENTION,
+    DenseRun,
+    dense_run,
+    force_windows_and_sinks,
+    lifted_upcasts,
+    tiny_model,
+)
+
+BAR = 1e-10
+"""Of the norm of the whole gradient, for each parameter's; absolute for log-probs and losses."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model of the acceptance test."""
+
+    family: str
+    window: int | None = None
+    sinks: bool = False
+    checkpointed: bool = False
+
+    def __str__(self) -> str:
+        marks = {f"window{self.window}": self.window, "sinks": self.sinks}
+        marks["ckpt"] = self.checkpointed
+        return "-".join([self.family, *(mark for mark, on in marks.items() if on)])
+
+    def build(self) -> PreTrainedModel:
+        """The model in training mode; equal families have equal weights, and equal sinks."""
+        model = tiny_model(self.family, num_hidden_layers=2)
+        if self.window or self.sinks:
+            force_windows_and_sinks(model, window=self.window, sinks=self.sinks)
+            model.set_attn_implementation(PLAIN_ATTENTION)
+        if self.checkpointed:
+            # transformers is renaming it, and the old name warns where there is the new one.
+            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+            enable = next(getattr(model, name) for name in names if hasattr(model, name))
+            enable({"use_reentrant": False})
+        return model.train()
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A batch and what ordinary training makes of it."""
+
+    batch: RolloutBatch
+    dense: DenseRun
+    norm: float
+    """Of the gradients of all parameters together."""
+
+
+def measure(
+    model: PreTrainedModel,
+    batch: RolloutBatch,
+    loss: Loss,
+    denominators: Denominators | None = None,
+) -> Truth:
+    """The dense run of a float64 model, which must reach every parameter."""
+    with lifted_upcasts(model):
+        dense = dense_run(model, batch, loss, denominators)
+    norms = [0.0 if g is None else float(g.norm()) for g in dense.gradients.values()]
+    assert min(norms) > 1e-6 * max(norms), "a parameter without a gradient would prove nothing"
+    return Truth(batch, dense, float(np.linalg.norm(norms)))
+
+
+@cache
+def truth(variant: Variant, loss: str) -> Truth:
+    """The dense run of the scenario under a loss of LOSSES, once for all plans.
+
+    The model is not checkpointed, whatever the variant.
+    """
+    model = replace(variant, checkpointed=False).build()
+    batch = paired_batch() if loss == "dpo" else acceptance_batch()
+    with lifted_upcasts(model):
+        own = dense_run(model, batch, LogLikelihood()).logprobs_T
+    batch = with_logprobs(batch, own, weighted=loss == "likelihood")
+    return measure(model, batch, as_loss(LOSSES[loss]))
+
+
+def label(config: Config, plan: Plan) -> str:
+    """A combination as messages name it."""
+    auto = "auto, that is " if config.sharing == "auto" else ""
+    limit = config.max_row_tokens or "any number of"
+    return (
+        f"{auto}{plan.sharing} + {plan.boundary}, {config.waves}, rows of {limit} tokens, "
+        f"kernel {config.attention_kernel}"
+    )
+
+
+def value_faults(name: str, found: Tensor, expected: Tensor) -> Iterator[str]:
+    """By how much two tensors differ, as one text, if by more than the bar."""
+    error = float((found - expected).abs().max())
+    if not error <= BAR:
+        yield f"{name} off by {error:.1e}"
+
+
+def gradient_faults(
+    model: PreTrainedModel, expected: Truth, before: dict[str, Tensor] | None = None
+) -> Iterator[str]:
+    """The parameters whose gradient is not the dense one, added to what was there before."""
+    for name, parameter in model.named_parameters():
+        dense = expected.dense.gradients[name]
+        assert parameter.grad is not None and dense is not None, f"{name} has no gradient"
+        added = parameter.grad if before is None else parameter.grad - before[name]
+        error = float((added - dense).norm()) / expected.norm
+        if not error <= BAR:
+            yield f"{name} off by {error:.1e} of the gradient"
+
+
+def step_faults(model: PreTrainedModel, stats: StepStats, expected: Truth) -> Iterator[str]:
+    """All that differs from the dense run after one step from gradients of None."""
+    yield from value_faults("loss", torch.tensor(stats.loss), torch.tensor(expected.dense.loss))
+    yield from value_faults("log-probs", stats.logprobs, expected.dense.logprobs_T)
+    yield from gradient_faults(model, expected)

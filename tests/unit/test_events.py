@@ -1,0 +1,179 @@
+"""The literal order of work, as the engine ran it: `F A0` is row A0's forward, `B A0` its backward.
+
+Batches are texts, a letter a token. A row's text is what its forward read, and a rollout's last
+token is not read.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forkpoint import Config, Rollout, RolloutBatch, wrap
+from forkpoint.losses import LogLikelihood, LossBatch, LossOutputs
+from forkpoint.testing import tiny_model
+
+FLAT = (("abcdefxyz", "abcdefuvw", "abcdefqrs"),)
+PAIRS = (("abcdxy", "abcduv"), ("lmnopq", "lmnors"))
+TREE = (("abcdefghx", "abcdefghy", "abcdefiz", "abcdj", "ak"),)
+
+
+def make_batch(groups: tuple[tuple[str, ...], ...]) -> RolloutBatch:
+    return RolloutBatch(
+        Rollout(
+            [ord(letter) - ord("a") for letter in text],
+            [position > 0 for position in range(len(text))],
+            1.0,
+            group_id=group,
+        )
+        for group, texts in enumerate(groups)
+        for text in texts
+    )
+
+
+def squared(outputs: LossOutputs, batch: LossBatch) -> Tensor:
+    """A loss of which nothing is known: joint over the batch."""
+    return outputs.logprobs.sum() ** 2
+
+
+@cache
+def model() -> PreTrainedModel:
+    return tiny_model("llama", num_hidden_layers=1, dtype=torch.float32)
+
+
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """What the model itself sees: F or B, and the text of the row that it runs."""
+    seen: list[str] = []
+
+    def forward(_: object, args: tuple[Tensor], output: Tensor) -> None:
+        texts = ("".join(chr(ord("a") + token) for token in row) for row in args[0].tolist())
+        text = "|".join(texts)
+        seen.append(f"F {text}")
+        if output.requires_grad:
+            output.register_hook(lambda _: seen.append(f"B {text}"))
+
+    hook = model().get_input_embeddings().register_forward_hook(forward)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+        model().zero_grad()
+
+
+def check(events: tuple[str, ...], seen: list[str], expected: str, texts: str) -> None:
+    """The events are those expected, and what the model saw is what they say.
+
+    `texts` are what the rows read, in the order of their first forwards.
+    """
+    assert " ".join(events) == expected
+    names = dict.fromkeys(event[2:] for event in events)
+    text_of = dict(zip(names, texts.split(), strict=True))
+    assert seen == [f"{event[0]} {text_of[event[2:]]}" for event in events]
+
+
+SCHEDULES = {
+    "flat group, three waves": (
+        FLAT,
+        Config(sharing="group", boundary="across_rows", max_row_tokens=5),
+        "F A0 F B0 B B0 F B1 B B1 F B2 B B2 B A0",
+        "abcde fqr fuv fxy",
+    ),
+    "flat group, one packed wave": (
+        FLAT,
+        Config(sharing="group", boundary="across_rows"),
+        "F A0 F B0 B B0 B A0",
+        "abcde fqrfuvfxy",
+    ),
+    "flat group, one padded wave": (
+        FLAT,
+        Config(sharing="group", boundary="across_rows", waves="padded"),
+        "F A0 F B0 B B0 B A0",
+        "abcde fqr|fuv|fxy",
+    ),
+    "flat group in one row": (
+        FLAT,
+        Config(sharing="group", boundary="in_row"),
+        "F A0 B A0",
+        "abcdefqrfuvfxy",
+    ),
+    "flat group in two rows": (
+        FLAT,
+        Config(sharing="group", boundary="in_row", max_row_tokens=12),
+        "F A0 B A0 F A1 B A1",
+        "abcdefqrfuv abcdefxy",
+    ),
+    "two groups at once": (
+        PAIRS,
+        Config(sharing="group", boundary="across_rows", max_row_tokens=6),
+        "F A0 F B0 B B0 F B1 B B1 B A0",
+        "abclmn dudxop or",
+    ),
+    "two groups one after the other": (
+        PAIRS,
+        Config(sharing="group", boundary="across_rows", max_row_tokens=5),
+        "F A0 F B0 B B0 B A0 F A1 F B1 B B1 B A1",
+        "abc dudx lmn opor",
+    ),
+    "three levels of forks": (
+        TREE,
+        Config(sharing="tree", boundary="across_rows", max_row_tokens=3),
+        "F A0 F B0 F C0 F D0 B D0 B C0 F C1 B C1 B B0 B A0 F A1 B A1",
+        "abc ded fg hh fi a",
+    ),
+    "three levels of forks, whole subtrees": (
+        TREE,
+        Config(sharing="tree", boundary="mixed", max_row_tokens=4),
+        "F A0 B A0 F A1 F B0 B B0 F B1 F C0 B C0 F C1 B C1 B B1 B A1",
+        "a abc d de fghh fi",
+    ),
+    "a chain": (
+        (("abcdefghijkl",),),
+        Config(sharing="none", boundary="across_rows", max_row_tokens=4),
+        "F A0 F B0 F C0 B C0 B B0 B A0",
+        "abcd efgh ijk",
+    ),
+    "a chain with waves below it": (
+        FLAT,
+        Config(sharing="group", boundary="across_rows", max_row_tokens=3),
+        "F A0 F B0 F C0 B C0 F C1 B C1 F C2 B C2 B B0 B A0",
+        "abc de fqr fuv fxy",
+    ),
+    "nothing to run": ((("a", "b"),), Config(sharing="tree", boundary="across_rows"), "", ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("groups", "config", "expected", "texts"), SCHEDULES.values(), ids=SCHEDULES.keys()
+)
+def test_step_and_score(
+    groups: tuple[tuple[str, ...], ...], config: Config, expected: str, texts: str
+) -> None:
+    policy, batch = wrap(model(), config), make_batch(groups)
+    with recorded() as seen:
+        stats = policy.forward_backward(batch, LogLikelihood())
+        check(stats.events, seen, expected, texts)
+    with recorded() as seen:
+        scores = policy.score(batch)
+        forwards = re.findall(r"F \w+", expected)
+        check(scores.events, seen, " ".join(forwards), texts)
+
+
+def test_replay_runs_all_forwards_and_then_the_step() -> None:
+    config = Config(sharing="group", boundary="across_rows", max_row_tokens=5)
+    with recorded() as seen:
+        stats = wrap(model(), config).forward_backward(make_batch(FLAT), squared)
+    expected = "F A0 F B0 F B1 F B2 F A0 F B0 B B0 F B1 B B1 F B2 B B2 B A0"
+    check(stats.events, seen, expected, "abcde fqr fuv fxy")
+
+
+def test_a_joint_loss_within_one_row_is_not_replayed() -> None:
+    config = Config(sharing="group", boundary="in_row")
+    with recorded() as seen:
+        stats = wrap(model(), config).forward_backward(make_batch(FLAT), squared)
+    check(stats.events, seen, "F A0 B A0", "abcdefqrfuvfxy")
