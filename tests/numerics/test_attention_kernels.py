@@ -12,6 +12,7 @@ from forkpoint.ops.attention import (
     AttentionTable,
     Kernel,
     Launch,
+    fa4,
     registry,
     select_kernel,
     shared_attention,
@@ -20,6 +21,7 @@ from forkpoint.ops.attention.table import read_launches
 
 CPU = torch.device("cpu")
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+ON_CPU = [k.name for k in KERNELS if k.device_types is None or "cpu" in k.device_types]
 
 
 def one_launch(lengths: list[tuple[int, int]], causal: bool) -> Launch:
@@ -59,7 +61,7 @@ def test_kernels_agree_with_the_reference(lengths: list[tuple[int, int]], causal
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_many_queries_below_one_prefix_keep_their_digits(name: str, dtype: torch.dtype) -> None:
     """Torch's own CPU kernel sums dk and dv in the inputs' dtype, which loses them in 16 bit."""
@@ -77,7 +79,7 @@ def test_many_queries_below_one_prefix_keep_their_digits(name: str, dtype: torch
         assert error < torch.finfo(dtype).eps / 2
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_the_backward_repeats_bit_by_bit(name: str) -> None:
     launch = one_launch([(700, 900), (700, 900), (33, 65)], causal=True)
     q, k, v, do = random_qkv(launch, 4, 1, torch.float32)
@@ -151,6 +153,8 @@ def test_refuses_a_dtype_that_no_kernel_takes() -> None:
         select(dtype=torch.int8)
     assert str(raised.value) == (
         "No attention kernel can serve torch.int8 on cpu with head dims 32 and 32. "
+        "fa4: it runs on cuda, not on cpu; cudnn: it runs on cuda, not on cpu; "
+        "fa2: it runs on cuda, not on cpu; "
         f"cpu_flash: it takes {takes}, not torch.int8; reference: it takes {takes}, not torch.int8."
     )
 
@@ -159,9 +163,99 @@ def test_refuses_an_unknown_name() -> None:
     with pytest.raises(UnsupportedError) as raised:
         select("flashy")
     assert str(raised.value) == (
-        "There is no attention kernel 'flashy'; there are 'auto', 'cpu_flash', 'reference'. "
+        "There is no attention kernel 'flashy'; there are 'auto', 'fa4', 'cudnn', 'fa2', "
+        "'cpu_flash', 'reference'. "
         "Able to serve here: 'cpu_flash', 'reference'."
     )
+
+
+SIXTEEN = "it takes torch.bfloat16, torch.float16, not torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "changes", "reason"),
+    [
+        ("fa4", (9, 0), {"softcap": 30.0, "window": 9, "deterministic": True}, None),
+        ("fa4", (9, 0), {"head_dim": 192, "value_dim": 128}, None),
+        ("fa4", (9, 0), {"dtype": torch.float32}, SIXTEEN),
+        (
+            "fa4",
+            (9, 0),
+            {"head_dim": 264},
+            "it needs head dims of 8 to 256 in steps of 8, not 264 and 64",
+        ),
+        ("fa4", (8, 0), {}, "it needs a GPU of compute capability 9.0 or newer, not 8.0"),
+        ("fa2", (8, 0), {"head_dim": 256, "value_dim": 256, "deterministic": True}, None),
+        ("fa2", (8, 0), {"window": 9}, None),
+        ("fa2", (9, 0), {"dtype": torch.float32}, SIXTEEN),
+        ("fa2", (9, 0), {"softcap": 30.0}, "it has no softcap (asked for 30.0)"),
+        (
+            "fa2",
+            (9, 0),
+            {"value_dim": 32},
+            "it needs equal head dims of keys and values, not 64 and 32",
+        ),
+        (
+            "fa2",
+            (9, 0),
+            {"head_dim": 20, "value_dim": 20},
+            "it needs a head dim of at most 256 in steps of 8, not 20",
+        ),
+        ("fa2", (7, 5), {}, "it needs a GPU of compute capability 8.0 or newer, not 7.5"),
+        ("cudnn", (9, 0), {"head_dim": 192, "value_dim": 128}, None),
+        ("cudnn", (9, 0), {"dtype": torch.float32}, SIXTEEN),
+        ("cudnn", (9, 0), {"softcap": 30.0}, "it has no softcap (asked for 30.0)"),
+        ("cudnn", (9, 0), {"window": 9}, "it has no sliding window (asked for 9)"),
+        ("cudnn", (9, 0), {"deterministic": True}, "its backward is not deterministic"),
+        (
+            "cudnn",
+            (9, 0),
+            {"head_dim": 20},
+            "it needs head dims of at most 256 in steps of 8, not 20 and 64",
+        ),
+        ("cudnn", (7, 5), {}, "it needs a GPU of compute capability 8.0 or newer, not 7.5"),
+    ],
+)
+def test_records_of_the_cuda_kernels(
+    name: str,
+    capability: tuple[int, int],
+    changes: dict,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(fa4, "find_spec", lambda package: package)
+    asked = {
+        "device": torch.device("cuda:0"),
+        "dtype": torch.bfloat16,
+        "head_dim": 64,
+        "value_dim": 64,
+        "softcap": 0.0,
+        "window": 0,
+        "deterministic": False,
+    }
+    assert BY_NAME[name].refusal(**(asked | changes)) == reason
+
+
+def test_fa4_and_cudnn_refuse_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    monkeypatch.setattr(fa4, "find_spec", lambda package: None)
+    device = torch.device("cuda:0")
+    assert BY_NAME["cudnn"].refuses_device(device) == "this torch has no cuDNN"
+    assert BY_NAME["fa4"].refuses_device(device) == (
+        "flash-attn-4 is not installed (pip install 'forkpoint[fa4]')"
+    )
+
+
+def test_cudnn_takes_equal_lengths_only() -> None:
+    cudnn = BY_NAME["cudnn"]
+    assert "equal length" in (cudnn.launch_refusal(one_launch([(2, 3), (3, 3)], False)) or "")
+    assert "more keys" in (cudnn.launch_refusal(one_launch([(2, 3)], True)) or "")
+    assert cudnn.launch_refusal(one_launch([(2, 3), (2, 3)], False)) is None
+    for name in ("fa4", "fa2"):
+        assert BY_NAME[name].launch_refusal(one_launch([(2, 3), (3, 5)], True)) is None
 
 
 def limited(**claims) -> Kernel:
@@ -217,7 +311,7 @@ def test_launches_that_a_record_does_not_claim_are_refused(
             np.array([[0, 1, 0, 5, 0, 5, 3, 3, 0, 0, 2]]), np.array([0, 2, 5])
         )
         with pytest.raises(UnsupportedError, match="'reference' cannot serve: it takes sequences"):
-            shared_attention(x, x, x, table=table, scale=1.0)
+            shared_attention(x, x, x, table=table, scale=1.0, kernel="reference")
     finally:
         select_kernel.cache_clear()
 

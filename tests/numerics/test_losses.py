@@ -6,224 +6,41 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from losses_by_loops import (
+    CASES,
+    LOSSES,
+    PAIRS,
+    PER_TOKEN,
+    assert_equal,
+    batch_for,
+    each_rollout,
+    evaluate,
+    make_batch,
+    make_denominators,
+    make_logprobs,
+    make_view,
+    outputs_for,
+    owners,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.losses import (
+    CISPO,
     DPO,
     GRPO,
     GSPO,
+    SAPO,
     Denominators,
+    Distillation,
+    DrGRPO,
     LogLikelihood,
     Loss,
-    LossBatch,
     LossOutputs,
+    SimPO,
     as_loss,
 )
 from forkpoint.rollouts import Rollout, RolloutBatch
-
-PER_TOKEN = ("advantages", "old_logprobs", "reference_logprobs", "weights")
-
-
-def make_batch(seed=0, *, pairs=False, without=()):
-    """Rollouts of three groups, some without trained tokens; as pairs, three groups of two."""
-    rng = np.random.default_rng(seed)
-    rollouts = []
-    for n in range(6 if pairs else 8):
-        length = int(rng.integers(2, 9))
-        mask = rng.random(length) < 0.6
-        mask[0] = False
-        if pairs:
-            mask[1] = True
-        elif n in (2, 7):
-            mask[:] = False
-        old, reference = -rng.exponential(1.0, (2, length))
-        fields = {
-            "old_logprobs": old,
-            "reference_logprobs": reference,
-            "weights": rng.random(length) + 0.5,
-        }
-        rollouts.append(
-            Rollout(
-                rng.integers(0, 50, length),
-                mask,
-                float(rng.normal()) if pairs or n % 2 else rng.normal(size=length),
-                group_id=f"g{n % 3}",
-                rollout_id=f"r{n}",
-                **{name: value for name, value in fields.items() if name not in without},
-            )
-        )
-    return RolloutBatch(rollouts)
-
-
-def make_logprobs(batch, seed=0):
-    """Log-probs near the old ones, so that some ratios are clipped and some are not."""
-    rng = np.random.default_rng(seed + 100)
-    old = batch.old_logprobs
-    values = -rng.exponential(1.0, len(batch.token_ids)) if old is None else old
-    values = values + rng.normal(0, 0.3, len(values))
-    return torch.tensor(np.where(batch.loss_mask, values, 0.0), requires_grad=True)
-
-
-def make_denominators(batch):
-    return Denominators(
-        tokens=float(batch.loss_mask.sum()),
-        rollouts=float(len(batch.rollout_ids)),
-        groups=float(len(set(batch.group_index.tolist()))),
-    )
-
-
-def owners(batch):
-    return np.repeat(np.arange(len(batch.rollout_ids)), np.diff(batch.offsets))
-
-
-def make_view(batch, tokens=None, *, dtype=torch.float64, device="cpu", denominators=None):
-    """The view of the given flat token positions (ascending), and those positions."""
-    tokens = np.arange(len(batch.token_ids)) if tokens is None else np.asarray(tokens, np.int64)
-    owner = owners(batch)
-    rollouts, token_rollout = np.unique(owner[tokens], return_inverse=True)
-    counts = np.bincount(token_rollout, minlength=len(rollouts))
-    trained = np.bincount(owner, batch.loss_mask, minlength=len(batch.rollout_ids))
-
-    def floats(values):
-        return None if values is None else torch.tensor(values, dtype=dtype, device=device)
-
-    def whole(values):
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    columns = {
-        name: None if (values := getattr(batch, name)) is None else floats(values[tokens])
-        for name in PER_TOKEN
-    }
-    view = LossBatch(
-        offsets=whole(np.concatenate([[0], counts.cumsum()])),
-        token_rollout=whole(token_rollout),
-        loss_mask=torch.tensor(batch.loss_mask[tokens], device=device),
-        rollout_tokens=floats(trained[rollouts]),
-        rollout_index=whole(rollouts),
-        group_index=whole(batch.group_index[rollouts]),
-        temperatures=floats(batch.temperatures[rollouts]),
-        denominators=denominators or make_denominators(batch),
-        rollout_ids=tuple(batch.rollout_ids[n] for n in rollouts),
-        **columns,
-    )
-    return view, torch.tensor(tokens, device=device)
-
-
-def evaluate(loss, batch, logprobs_T, splits=(None,)):
-    """The loss and its gradient, summed over views of the given tokens."""
-    total = torch.zeros((), dtype=logprobs_T.dtype)
-    for tokens in splits:
-        view, indices = make_view(batch, tokens, dtype=logprobs_T.dtype)
-        part = loss(LossOutputs(logprobs=logprobs_T[indices]), view)
-        assert part.shape == () and part.dtype == logprobs_T.dtype
-        total = total + part
-    (grad_T,) = torch.autograd.grad(total, logprobs_T)
-    return total.detach(), grad_T
-
-
-def each_rollout(batch):
-    """(rollout, its trained flat positions) for every rollout."""
-    for n in range(len(batch.rollout_ids)):
-        tokens = range(batch.offsets[n], batch.offsets[n + 1])
-        yield n, [t for t in tokens if batch.loss_mask[t]]
-
-
-def clipped(ratio, advantage, low, high):
-    return min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
-
-
-def grpo_by_loops(loss, batch, logprobs_T):
-    total = torch.zeros((), dtype=torch.float64)
-    high = loss.clip if loss.clip_high is None else loss.clip_high
-    for _, tokens in each_rollout(batch):
-        own = torch.zeros((), dtype=torch.float64)
-        for t in tokens:
-            logprob = logprobs_T[t]
-            old = logprob.detach() if batch.old_logprobs is None else batch.old_logprobs[t]
-            term = -clipped((logprob - old).exp(), batch.advantages[t], loss.clip, high)
-            if loss.kl:
-                difference = batch.reference_logprobs[t] - logprob
-                term = term + loss.kl * (difference.exp() - difference - 1)
-            own = own + term * (1 if batch.weights is None else batch.weights[t])
-        if loss.normalize == "rollout" and tokens:
-            own = own / len(tokens) / len(batch.rollout_ids)
-        total = total + own
-    return total / batch.loss_mask.sum() if loss.normalize == "token" else total
-
-
-def likelihood_by_loops(loss, batch, logprobs_T):
-    total = torch.zeros((), dtype=torch.float64)
-    for _, tokens in each_rollout(batch):
-        divisor = {
-            "token": batch.loss_mask.sum(),
-            "rollout": max(len(tokens), 1) * len(batch.rollout_ids),
-            "none": 1,
-        }[loss.normalize]
-        for t in tokens:
-            weight = 1 if batch.weights is None else batch.weights[t]
-            total = total - weight * logprobs_T[t] / divisor
-    return total
-
-
-def gspo_by_loops(loss, batch, logprobs_T):
-    total = torch.zeros((), dtype=torch.float64)
-    high = loss.clip if loss.clip_high is None else loss.clip_high
-    for _, tokens in each_rollout(batch):
-        if not tokens:
-            continue
-        logprobs = torch.stack([logprobs_T[t] for t in tokens])
-        old = logprobs.detach()
-        if batch.old_logprobs is not None:
-            old = torch.tensor([batch.old_logprobs[t] for t in tokens])
-        advantage = sum(batch.advantages[t] for t in tokens) / len(tokens)
-        total = total - clipped((logprobs - old).mean().exp(), advantage, loss.clip, high)
-    return total / len(batch.rollout_ids)
-
-
-def dpo_by_loops(loss, batch, logprobs_T):
-    rewards, advantages = {}, {}
-    for n, tokens in each_rollout(batch):
-        rewards[n] = sum(logprobs_T[t] - batch.reference_logprobs[t] for t in tokens)
-        advantages[n] = batch.advantages[tokens[0]]
-    total = torch.zeros((), dtype=torch.float64)
-    for one in rewards:
-        for other in rewards:
-            same_group = batch.group_index[one] == batch.group_index[other]
-            if same_group and advantages[one] > advantages[other]:
-                margin = loss.beta * (rewards[one] - rewards[other])
-                total = total + torch.log1p(torch.exp(-margin))
-    return total / len(set(batch.group_index.tolist()))
-
-
-GRPO_CASES = [
-    GRPO(),
-    GRPO(normalize="rollout"),
-    GRPO(clip=0.1, clip_high=0.4, kl=0.3),
-    GRPO(clip=math.inf, kl=0.05, normalize="rollout"),
-]
-LIKELIHOOD_CASES = [LogLikelihood(normalize=n) for n in ("token", "rollout", "none")]
-GSPO_CASES = [GSPO(), GSPO(clip=0.1, clip_high=None), GSPO(clip=0.05, clip_high=0.2)]
-DPO_CASES = [DPO(), DPO(beta=1.3)]
-CASES = [
-    *((case, grpo_by_loops) for case in GRPO_CASES),
-    *((case, likelihood_by_loops) for case in LIKELIHOOD_CASES),
-    *((case, gspo_by_loops) for case in GSPO_CASES),
-    *((case, dpo_by_loops) for case in DPO_CASES),
-]
-LOSSES = [case for case, _ in CASES]
-
-
-def batch_for(loss, seed=0, *, without=()):
-    refused = () if loss.takes_weights else ("weights",)
-    batch = make_batch(seed, pairs=isinstance(loss, DPO), without=(*refused, *without))
-    loss.check(batch)
-    return batch
-
-
-def assert_equal(actual, expected):
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -303,7 +120,7 @@ def test_what_lies_outside_the_mask_does_not_exist(loss):
         assert not actual[1][torch.tensor(~batch.loss_mask)].any()
 
 
-@pytest.mark.parametrize("loss", [case for case in LOSSES if not isinstance(case, DPO)], ids=str)
+@pytest.mark.parametrize("loss", [case for case in LOSSES if not isinstance(case, PAIRS)], ids=str)
 def test_a_batch_without_trained_tokens_is_zero_not_nan(loss):
     rollouts = [
         Rollout([1, 2, 3], [0, 0, 0], 1.0, [0, -1, -1], [0, -1, -2], rollout_id=name)
@@ -378,7 +195,7 @@ def test_the_host_never_waits_for_values(loss):
     view, _ = make_view(batch)
     logprobs_T = make_logprobs(batch)
     with Names() as recorder:
-        loss(LossOutputs(logprobs=logprobs_T), view).backward()
+        loss(outputs_for(loss, logprobs_T), view).backward()
     assert not recorder.names & {"_local_scalar_dense", "nonzero", "masked_select", "_unique2"}
     assert "where" in recorder.names
 
@@ -395,14 +212,16 @@ def test_cuda_without_syncs(loss):
     leaf_T = logprobs_T.detach().cuda().requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        value = loss(LossOutputs(logprobs=leaf_T), view)
+        value = loss(outputs_for(loss, leaf_T), view)
         value.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_equal((value.detach().cpu(), leaf_T.grad.cpu()), expected)
 
 
-@pytest.mark.parametrize("loss", [GRPO(kl=0.1), DPO()], ids=str)
+@pytest.mark.parametrize(
+    "loss", [GRPO(kl=0.1), SAPO(kl=0.1), GSPO(kl=0.1), DPO(), Distillation()], ids=str
+)
 def test_missing_reference_logprobs_are_named(loss):
     batch = make_batch(pairs=True, without=("reference_logprobs", "weights"))
     with pytest.raises(RolloutError, match=r"needs reference_logprobs.*policy\.score") as error:
@@ -412,12 +231,24 @@ def test_missing_reference_logprobs_are_named(loss):
 
 def test_only_what_is_needed_is_asked_for():
     batch = make_batch(without=("reference_logprobs", "old_logprobs", "weights"))
-    for loss in (GRPO(), LogLikelihood(), GSPO()):
+    for loss in (GRPO(), LogLikelihood(), GSPO(), CISPO(), SAPO(), DrGRPO(max_tokens=3)):
         loss.check(batch)
-    assert GRPO().needs == () and GRPO(kl=0.1).needs == ("reference_logprobs",)
+        assert loss.needs == () and not loss.needs_entropy
+    SimPO().check(make_batch(pairs=True, without=("reference_logprobs", "old_logprobs", "weights")))
+    assert GRPO(kl=0.1).needs == GSPO(kl=0.1).needs == ("reference_logprobs",)
+    assert GRPO(entropy=0.1).needs_entropy and SAPO(entropy=0.1).needs_entropy
 
 
-@pytest.mark.parametrize("loss", [GSPO(), DPO()], ids=str)
+def test_a_subclass_keeps_what_it_needs_itself():
+    class Own(GRPO):
+        needs = ("old_logprobs",)
+        needs_entropy = True
+
+    assert Own().needs == ("old_logprobs",) and Own().needs_entropy
+    assert Own(kl=0.1).needs == ("old_logprobs", "reference_logprobs")
+
+
+@pytest.mark.parametrize("loss", [DPO(), SimPO()], ids=str)
 def test_weights_without_a_use_are_refused(loss):
     with pytest.raises(RolloutError, match=f"{type(loss).__name__} has no use"):
         loss.check(make_batch(pairs=True))
@@ -441,9 +272,11 @@ def pair(advantages=(1.0, 0.0), masks=([0, 1, 1], [0, 1, 1]), group_id="g"):
         (pair(masks=([0, 1, 1], [0, 0, 0])), r"Group g .*'1' has no trained tokens"),
     ],
 )
-def test_dpo_refuses_what_is_no_pair(rollouts, problem):
-    with pytest.raises(RolloutError, match=problem):
-        DPO().check(RolloutBatch(rollouts))
+def test_losses_of_pairs_refuse_what_is_no_pair(rollouts, problem):
+    for loss in (DPO(), SimPO()):
+        with pytest.raises(RolloutError, match=problem) as error:
+            loss.check(RolloutBatch(rollouts))
+        assert type(loss).__name__ in str(error.value)
 
 
 def test_dpo_takes_advantages_that_differ_only_outside_the_mask():
@@ -457,6 +290,7 @@ def test_coupling():
     batch = make_batch(pairs=True)
     assert GRPO().coupling(batch).tolist() == GSPO().coupling(batch).tolist() == [0, 1, 2, 3, 4, 5]
     assert DPO().coupling(batch).tolist() == [0, 1, 2, 0, 1, 2]
+    assert SimPO().coupling(batch).tolist() == [0, 1, 2, 0, 1, 2]
     assert (
         as_loss(lambda outputs, batch: outputs.logprobs.sum()).coupling(batch).tolist() == [0] * 6
     )
@@ -519,6 +353,28 @@ def test_as_loss_refuses(loss, problem):
         (lambda: GSPO(clip=-1), "clip is -1"),
         (lambda: GSPO(clip_high=-1), "clip_high is -1"),
         (lambda: DPO(beta=0), "beta is 0; it takes a finite number above 0"),
+        (lambda: GRPO(kl=-1), "kl is -1; it takes a finite number of at least 0"),
+        (lambda: GRPO(kl_estimator="k4"), "kl_estimator is 'k4'; allowed are 'k1', 'k2', 'k3'"),
+        (lambda: GRPO(entropy=-0.1), r"entropy is -0\.1; it takes a finite number of at least 0"),
+        (lambda: GRPO(dual_clip=0), "dual_clip is 0; it takes a finite number above 0"),
+        (lambda: GRPO(dual_clip=1), "dual_clip is 1; it takes a number above 1, such as 3"),
+        (lambda: DrGRPO(max_tokens=0), "max_tokens is 0; it takes a finite number above 0"),
+        (lambda: CISPO(clip=-1), "clip is -1"),
+        (lambda: CISPO(clip_high=-1), "clip_high is -1"),
+        (lambda: CISPO(normalize="none"), "normalize is 'none'"),
+        (lambda: SAPO(tau_pos=0), "tau_pos is 0; it takes a finite number above 0"),
+        (lambda: SAPO(tau_neg=-1), "tau_neg is -1; it takes a finite number above 0"),
+        (lambda: GSPO(level="group"), "level is 'group'; allowed are 'sequence', 'token'"),
+        (lambda: GSPO(entropy=math.nan), "entropy is nan"),
+        (lambda: Distillation(direction="back"), "'back'; allowed are 'reverse', 'forward'"),
+        (lambda: Distillation(clip=-1), "clip is -1"),
+        (lambda: Distillation(normalize="none"), "normalize is 'none'"),
+        (lambda: DPO(variant="kto"), "variant is 'kto'; allowed are 'sigmoid', 'robust', 'hinge'"),
+        (lambda: DPO(label_smoothing=-1), "label_smoothing is -1"),
+        (lambda: DPO(label_smoothing=0.5), r"label_smoothing is 0\.5; it takes a number below 0"),
+        (lambda: DPO(variant="ipo", label_smoothing=0.1), "the variant 'ipo' has none"),
+        (lambda: SimPO(beta=0), "beta is 0"),
+        (lambda: SimPO(gamma=-1), "gamma is -1; it takes a finite number of at least 0"),
         (lambda: Denominators(tokens=-1, rollouts=1, groups=1), r"denominators\.tokens is -1"),
     ],
 )

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import io
 import operator
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -65,9 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output (head, a pager) has enough. Python flushes once more at exit; the
-        # code is the one that rich exits with where the pipe breaks below a table.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output (head, a pager) has enough. The code is the one that rich exits
+        # with where the pipe breaks below a table.
         return OUTPUT_CLOSED
     except (ForkpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -32,8 +32,9 @@ class Doctor:
         out = Output(json_only=self.json)
         with out.waiting("looking around"):
             from forkpoint.cli.environment import devices, versions
-            from forkpoint.hosts.transformers import FAMILIES
+            from forkpoint.hosts.families import FAMILIES
 
+            families = {name: family.model_class for name, family in FAMILIES.items()}
             kernels = list_kernels([entry["device"] for entry in devices()])
             report = self_test()
         out.show(
@@ -46,7 +47,7 @@ class Doctor:
                     for k in kernels
                 ],
             ),
-            _table("model families", FAMILIES.items()),
+            _table("model families", families.items()),
             f"self-test: {'passed' if report.passed else 'FAILED'}; a tiny model's gradients, "
             f"shared and dense, differ by {report.shared_error:.1e} of their norm (allowed "
             f"{report.allowed:.0e})",
@@ -60,7 +61,7 @@ class Doctor:
                 "versions": versions(),
                 "devices": devices(),
                 "kernels": kernels,
-                "families": FAMILIES,
+                "families": families,
                 "self_test": report.to_dict(),
             }
         )

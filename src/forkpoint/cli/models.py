@@ -12,7 +12,7 @@ from transformers.utils import logging
 from forkpoint.cli.model_config import config_path, read_config
 from forkpoint.cli.options import Runtime
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
-from forkpoint.hosts.transformers import FAMILIES
+from forkpoint.hosts.families import FAMILIES
 
 
 def load_model(model: Path, options: Runtime) -> PreTrainedModel:

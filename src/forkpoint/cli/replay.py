@@ -172,6 +172,6 @@ def _summary(values: dict) -> str:
             f"{values['rms_parameter_change']:.1e})",
         ]
     lines.append(
-        "The first step includes warm-up: compilation (on CUDA), first kernel calls, optimizer state."
+        "The first step includes warm-up: compilation on CUDA, first kernel calls, optimizer state."
     )
     return "\n".join(lines)

@@ -133,7 +133,17 @@ def plain_head(causal: PreTrainedModel) -> nn.Linear:
 
 def check_rope(causal: PreTrainedModel, longest: int) -> None:
     """Frequencies that are the same for every rollout of at most `longest` tokens."""
-    parameters: dict[str, Any] = getattr(causal.config, "rope_parameters", None) or {}
+    found: dict[str, Any] = getattr(causal.config, "rope_parameters", None) or {}
+    # Families whose kinds of layers differ in it have one entry a kind; the others have one in all.
+    for parameters in [found] if "rope_type" in found else list(found.values()) or [found]:
+        _check_rope_parameters(causal, parameters, longest)
+
+
+def _check_rope_parameters(
+    causal: PreTrainedModel, parameters: dict[str, Any] | None, longest: int
+) -> None:
+    if parameters is None:
+        return
     kind = parameters.get("rope_type")
     if kind in LENGTH_FREE_ROPE:
         return
@@ -153,6 +163,22 @@ def check_rope(causal: PreTrainedModel, longest: int) -> None:
             f"they share. Use rollouts of at most {limit} tokens or another rope_type "
             f"({', '.join(LENGTH_FREE_ROPE)})."
         )
+
+
+def check_routers(causal: PreTrainedModel) -> None:
+    """Mixtures of experts route every token by itself, and nothing but the loss is trained on."""
+    if getattr(causal.config, "output_router_logits", False):
+        raise UnsupportedError(
+            "the configuration has output_router_logits=True: its load-balancing loss counts every "
+            "copy of a shared token, which forkpoint does not add yet. Set it to False."
+        )
+    for name, module in causal.named_modules():
+        jitter = vars(module).get("jitter_noise") or 0
+        if module.training and jitter:
+            raise UnsupportedError(
+                f"{name} has router jitter {jitter} in training mode: dense training would draw "
+                "new noise for every copy of a shared token. Set it to 0, or call model.eval()."
+            )
 
 
 def checkpointed(causal: PreTrainedModel) -> bool:
@@ -190,10 +216,9 @@ def check_checkpointing(causal: PreTrainedModel) -> None:
 def check_dropout(model: nn.Module) -> None:
     """No dropout in modules that are in training mode."""
     for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd):
-            rate = module.p
-        else:
-            rate = vars(module).get("attention_dropout", 0)
+        # Some families call dropout as a function, with a rate that the module keeps.
+        kept = (v for k, v in vars(module).items() if "dropout" in k and isinstance(v, float))
+        rate = module.p if isinstance(module, _DropoutNd) else max(kept, default=0)
         if module.training and rate:
             raise UnsupportedError(
                 f"{name} has dropout {rate} in training mode: dense training would draw a new mask "

@@ -22,6 +22,7 @@ from forkpoint.engine.rows import RowContext
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.compiled import CompiledBlocks
+from forkpoint.hosts.families import FAMILIES, Family
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.cost import ModelShape
 from forkpoint.rollouts import RolloutBatch
@@ -34,10 +35,6 @@ CONTEXT_ARGUMENT = "forkpoint_row"
 HARMLESS_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
 )
-
-
-# By model_type: the classes whose modules have been shown exact.
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def forkpoint_attention(
@@ -135,11 +132,14 @@ class TransformersHost:
         """`compile_blocks` None compiles on CUDA."""
         self._model = model
         self.causal = _causal_model(model)
+        self.family: Family = FAMILIES[self.causal.config.model_type]
+        self._check_idle()
         self._check_model()
         self._blocks = CompiledBlocks(cast(nn.ModuleList, self.causal.base_model.layers))
         on_cuda = self.device.type == "cuda"
         self._compiles = on_cuda if compile_blocks is None else compile_blocks
         size = next(self.causal.parameters()).element_size()
+        self._recomputes = False
         self._shape = ModelShape.from_config(self.causal.config.to_dict(), dtype_bytes=size)
 
     @property
@@ -177,13 +177,14 @@ class TransformersHost:
         if training:
             refusals.check_checkpointing(self.causal)
             refusals.check_trainable(self.model)
+            refusals.check_routers(self.causal)
         head = refusals.plain_head(self.causal)
         batch.check_vocabulary(min(self._embedding.shape[0], head.out_features))
 
     def _check_model(self) -> None:
         refusals.check_adapters(self.model)
         refusals.check_adapters(self.causal)
-        refusals.check_modules(self.model, self.causal.config.model_type)
+        refusals.check_modules(self.model, self.family.package or self.causal.config.model_type)
         refusals.check_parameters(self.model)
         refusals.plain_head(self.causal)
 
@@ -199,6 +200,7 @@ class TransformersHost:
     @contextmanager
     def entered(self) -> Iterator[None]:
         self._check_idle()
+        self._recomputes = refusals.checkpointed(self.causal)
         found = [getattr(module, "config", None) for module in self.causal.modules()]
         configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}
         with ExitStack() as stack:
@@ -217,7 +219,7 @@ class TransformersHost:
     def forward(self, context: RowContext) -> HeadOutputs:
         inputs = context.inputs
         # Recomputation would run into the end of the row again, in the middle of a backward.
-        if not len(inputs.head_slots) and not refusals.checkpointed(self.causal):
+        if not len(inputs.head_slots) and not self._recomputes:
             context.last_layer = self._shape.layers - 1
         try:
             # Through the outermost module: FSDP and peft work in its hooks and its forward.
@@ -259,6 +261,7 @@ class TransformersHost:
             temperature_T=inputs.head_temperatures,
             entropy=forkpoint_row.entropy,
             chunk_tokens=forkpoint_row.head_chunk_tokens,
+            **self.family.head_options(self.causal.config),
         )
         return HeadOutputs(logprobs, entropies, (top,))
 
@@ -274,12 +277,14 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
             f"{type(inner).__module__}.{type(inner).__name__} is not a transformers model; wrap "
             "the model itself, before torch.compile, DistributedDataParallel or the like."
         )
+    family = FAMILIES.get(inner.config.model_type)
     stock = type(inner).__module__.startswith("transformers.models.")
-    if not stock or type(inner).__name__ != FAMILIES.get(inner.config.model_type):
+    if not stock or family is None or type(inner).__name__ != family.model_class:
         raise UnsupportedError(
             f"{type(inner).__module__}.{type(inner).__name__} (model_type "
             f"{inner.config.model_type!r}) has not been shown exact; supported are "
-            f"{', '.join(FAMILIES.values())} of transformers, not subclasses of them."
+            f"{', '.join(f.model_class for f in FAMILIES.values())} of transformers, not "
+            "subclasses of them."
         )
     return inner
 

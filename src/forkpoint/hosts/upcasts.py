@@ -14,6 +14,7 @@ class _WithoutUpcasts(ModuleType):
     """`torch`, but with float64 in the place of float32."""
 
     float32 = torch.float64
+    float = torch.float64
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -32,4 +33,13 @@ def lifted_upcasts(model: nn.Module) -> Iterator[None]:
             if name.startswith("transformers.models.") and getattr(module, "torch", None) is torch:
                 stack.callback(setattr, module, "torch", torch)
                 module.torch = _WithoutUpcasts("torch")  # type: ignore[attr-defined]
+        stack.callback(setattr, torch.Tensor, "float", torch.Tensor.float)
+        torch.Tensor.float = _float  # type: ignore[method-assign]
         yield
+
+
+_cast_to_float = torch.Tensor.float
+
+
+def _float(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return self if self.dtype == torch.float64 else _cast_to_float(self, *args, **kwargs)

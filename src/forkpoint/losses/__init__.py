@@ -1,19 +1,35 @@
 """Losses, each of which declares how it decomposes over the batch."""
 
 from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs, as_loss
-from forkpoint.losses.dpo import DPO
-from forkpoint.losses.grpo import GRPO
+from forkpoint.losses.cispo import CISPO
+from forkpoint.losses.distillation import Distillation
+from forkpoint.losses.dpo import DPO, SimPO
+from forkpoint.losses.grpo import BNPO, DAPO, GRPO, PPO, DrGRPO
 from forkpoint.losses.gspo import GSPO
-from forkpoint.losses.likelihood import LogLikelihood
+from forkpoint.losses.importance import importance_weights
+from forkpoint.losses.likelihood import SFT, LogLikelihood
+from forkpoint.losses.policy_loss import PolicyLoss
+from forkpoint.losses.sapo import SAPO
 
 __all__ = [
+    "BNPO",
+    "CISPO",
+    "DAPO",
     "DPO",
     "GRPO",
     "GSPO",
+    "PPO",
+    "SAPO",
+    "SFT",
     "Denominators",
+    "Distillation",
+    "DrGRPO",
     "LogLikelihood",
     "Loss",
     "LossBatch",
     "LossOutputs",
+    "PolicyLoss",
+    "SimPO",
     "as_loss",
+    "importance_weights",
 ]

@@ -1,6 +1,7 @@
-"""DPO: preference pairs, whose two rollouts share their prompt."""
+"""Preference pairs, whose two rollouts share their prompt: DPO, its variants, and SimPO."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -8,52 +9,44 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forkpoint.errors import RolloutError
-from forkpoint.losses.base import Loss, LossBatch, LossOutputs, check_number, divide
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.losses.base import (
+    Loss,
+    LossBatch,
+    LossOutputs,
+    check_choice,
+    check_number,
+    divide,
+)
 from forkpoint.rollouts import RolloutBatch
 
 
-@dataclass(frozen=True, kw_only=True)
-class DPO(Loss):
-    """Direct preference optimization (arXiv 2305.18290, eq. 7), joint over pairs.
+class PairLoss(Loss):
+    """A loss of pairs, joint over them: a group is a pair.
 
-    A group is a pair; of its two rollouts the one with the larger advantage is chosen (c), the
-    other rejected (r). With sums over each rollout's trained tokens, a pair's term is
-
-        -log_sigmoid(beta * (sum_c(logprob - reference) - sum_r(logprob - reference)))
-
-    and the loss their sum over `denominators.groups`. Needs reference_logprobs; weights of tokens
-    are refused.
-
-    beta: how strongly the policy is held to the reference; above 0.
-
-    Raises ConfigError for a beta that is not allowed.
+    Of its two rollouts the one with the larger advantage is chosen, the other rejected. Weights of
+    tokens are refused.
     """
 
     decomposition = "joint"
-    needs = ("reference_logprobs",)
     takes_weights = False
-
-    beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_number("beta", self.beta, positive=True)
 
     def check(self, batch: RolloutBatch) -> None:
         """Raises RolloutError, naming the first group that is no pair with a preference."""
         super().check(batch)
+        name = type(self).__name__
         for members in batch.groups():
             names = ", ".join(repr(batch.rollout_ids[n]) for n in members)
             who = f"Group {batch.group_ids[members[0]] or batch.group_index[members[0]]} ({names})"
             if len(members) != 2:
                 raise RolloutError(
-                    f"{who}: DPO takes exactly two rollouts a group, the chosen and the rejected "
-                    f"one, not {len(members)}. Give each pair a group_id of its own."
+                    f"{who}: {name} takes exactly two rollouts a group, the chosen and the "
+                    f"rejected one, not {len(members)}. Give each pair a group_id of its own."
                 )
-            preferences = [_preference(batch, n, who) for n in members]
+            preferences = [_preference(batch, n, who, name) for n in members]
             if preferences[0] == preferences[1]:
                 raise RolloutError(
-                    f"{who} has the advantage {preferences[0]} twice; of a pair's rollouts DPO "
+                    f"{who} has the advantage {preferences[0]} twice; of a pair's rollouts {name} "
                     "chooses the one with the larger advantage. Give the chosen one 1, say, and "
                     "the rejected one 0."
                 )
@@ -61,25 +54,126 @@ class DPO(Loss):
     def coupling(self, batch: RolloutBatch) -> NDArray[np.int64]:
         return batch.group_index
 
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(PairLoss):
+    """Direct preference optimization (arXiv 2305.18290, eq. 7), joint over pairs.
+
+    A group is a pair; of its two rollouts the one with the larger advantage is chosen (c), the
+    other rejected (r). With sums over each rollout's trained tokens, a pair's margin is
+
+        m = sum_c(logprob - reference) - sum_r(logprob - reference)
+
+    and the loss the sum of the pairs' terms over `denominators.groups`. Needs reference_logprobs;
+    weights of tokens are refused.
+
+    variant: the term.
+        "sigmoid"  -log_sigmoid(beta * m), with label smoothing e
+                   -(1 - e) * log_sigmoid(beta * m) - e * log_sigmoid(-beta * m)  (cDPO)
+        "robust"   (-(1 - e) * log_sigmoid(beta * m) + e * log_sigmoid(-beta * m)) / (1 - 2 * e)
+                   (arXiv 2403.00409)
+        "hinge"    max(0, 1 - beta * m)  (arXiv 2309.06657, after SLiC, arXiv 2305.10425)
+        "ipo"      (m - 1 / (2 * beta)) ** 2  (arXiv 2310.12036, eq. 17, with tau for beta)
+    beta: how strongly the policy is held to the reference; above 0.
+    label_smoothing: e, how likely a pair is the wrong way round, from 0 to below 0.5. Above 0 for
+        "sigmoid" and "robust" only.
+    length_normalized: whether means over the trained tokens take the place of the sums; with
+        variant "ipo" this is what TRL does.
+
+    Raises ConfigError for arguments that are not allowed.
+    """
+
+    needs = ("reference_logprobs",)
+
+    beta: float = 0.1
+    variant: Literal["sigmoid", "robust", "hinge", "ipo"] = "sigmoid"
+    label_smoothing: float = 0.0
+    length_normalized: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta, positive=True)
+        check_choice("variant", self.variant, ("sigmoid", "robust", "hinge", "ipo"))
+        check_number("label_smoothing", self.label_smoothing)
+        if self.label_smoothing >= 0.5:
+            raise ConfigError(
+                f"label_smoothing is {self.label_smoothing!r}; it takes a number below 0.5. At 0.5 "
+                "a pair says nothing, above it the other rollout is preferred."
+            )
+        if self.label_smoothing and self.variant not in ("sigmoid", "robust"):
+            raise ConfigError(
+                f"label_smoothing is {self.label_smoothing!r}, but the variant {self.variant!r} "
+                "has none; allowed are 'sigmoid' and 'robust', or a label_smoothing of 0."
+            )
+
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
         assert batch.reference_logprobs is not None, "check() was not called"
-        rewards_n = batch.rollout_sum(batch.trained(outputs.logprobs - batch.reference_logprobs))
-        advantages_n = _rollout_max(batch)
-        # Each group is there twice, so sorted by group the pairs lie next to each other.
-        first_P, second_P = batch.group_index.argsort().view(-1, 2).unbind(1)
-        sign_P = torch.sign(advantages_n[first_P] - advantages_n[second_P])
-        margins_P = sign_P * (rewards_n[first_P] - rewards_n[second_P])
-        return divide(-F.logsigmoid(self.beta * margins_P).sum(), batch.denominators.groups)
+        differences_T = outputs.logprobs - batch.reference_logprobs
+        margins_P = _margins(differences_T, batch, mean=self.length_normalized)
+        return divide(self._terms(margins_P).sum(), batch.denominators.groups)
+
+    def _terms(self, margins_P: Tensor) -> Tensor:
+        if self.variant == "ipo":
+            return (margins_P - 1 / (2 * self.beta)).square()
+        logits_P = self.beta * margins_P
+        if self.variant == "hinge":
+            return (1 - logits_P).relu()
+        right_P, wrong_P = -F.logsigmoid(logits_P), -F.logsigmoid(-logits_P)
+        smoothing = self.label_smoothing
+        if self.variant == "robust":
+            return ((1 - smoothing) * right_P - smoothing * wrong_P) / (1 - 2 * smoothing)
+        return (1 - smoothing) * right_P + smoothing * wrong_P
 
 
-def _preference(batch: RolloutBatch, index: int, who: str) -> np.float32:
+@dataclass(frozen=True, kw_only=True)
+class SimPO(PairLoss):
+    """Simple preference optimization (arXiv 2405.14734), joint over pairs, without a reference.
+
+    A group is a pair, as in DPO. With means over each rollout's trained tokens, its term is
+
+        -log_sigmoid(beta * (mean_c(logprob) - mean_r(logprob)) - gamma)
+
+    and the loss the sum of the pairs' terms over `denominators.groups`. Weights of tokens are
+    refused.
+
+    beta: the scale of the rewards; above 0.
+    gamma: the margin by which the chosen reward should win, at least 0. The paper tunes
+        gamma / beta.
+
+    Raises ConfigError for arguments that are not allowed.
+    """
+
+    beta: float = 2.0
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta, positive=True)
+        check_number("gamma", self.gamma)
+
+    def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        margins_P = _margins(outputs.logprobs, batch, mean=True)
+        terms_P = -F.logsigmoid(self.beta * margins_P - self.gamma)
+        return divide(terms_P.sum(), batch.denominators.groups)
+
+
+def _margins(values_T: Tensor, batch: LossBatch, *, mean: bool) -> Tensor:
+    """The chosen rollout's sum (or mean) of values less the rejected one's, for each pair."""
+    values_T = batch.trained(values_T)
+    rewards_n = batch.rollout_mean(values_T) if mean else batch.rollout_sum(values_T)
+    advantages_n = _rollout_max(batch)
+    # Each group is there twice, so sorted by group the pairs lie next to each other.
+    first_P, second_P = batch.group_index.argsort().view(-1, 2).unbind(1)
+    sign_P = torch.sign(advantages_n[first_P] - advantages_n[second_P])
+    return sign_P * (rewards_n[first_P] - rewards_n[second_P])
+
+
+def _preference(batch: RolloutBatch, index: int, who: str, loss: str) -> np.float32:
     """The advantage of a rollout's trained tokens, in the precision in which the loss compares."""
     tokens = slice(*batch.offsets[index : index + 2])
     values = np.unique(batch.advantages[tokens][batch.loss_mask[tokens]].astype(np.float32))
     if len(values) != 1:
         problem = "advantages that differ between" if len(values) else "no"
         raise RolloutError(
-            f"{who}: rollout {batch.rollout_ids[index]!r} has {problem} trained tokens; DPO "
+            f"{who}: rollout {batch.rollout_ids[index]!r} has {problem} trained tokens; {loss} "
             "compares two rollouts by one advantage each, at their trained tokens. Give the "
             "rollout a single advantage and train at least one token, or leave the pair out."
         )

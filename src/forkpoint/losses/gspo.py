@@ -1,46 +1,64 @@
 """GSPO: the clipped surrogate with one importance ratio per rollout."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
-from forkpoint.losses.base import Loss, LossBatch, LossOutputs, check_number, divide
-from forkpoint.losses.grpo import clipped_surrogate, log_ratios
+from forkpoint.losses.base import LossBatch, check_choice
+from forkpoint.losses.policy_loss import (
+    PolicyLoss,
+    check_clips,
+    clipped_surrogate,
+    log_ratios,
+    ratios,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSPO(Loss):
+class GSPO(PolicyLoss):
     """Group sequence policy optimization (arXiv 2507.18071), rollout-additive.
 
     With the means over the rollout's trained tokens
 
         s = exp(mean(logprob - old_logprob))        A = mean(advantage)
 
-    a rollout's term is `-min(s * A, clamp(s, 1 - clip, 1 + clip_high) * A)`, and the loss their sum
-    over `denominators.rollouts`. A rollout without trained tokens contributes 0 and is counted.
+    the objective of each of its trained tokens is `min(s * A, clamp(s, 1 - clip, 1 + clip_high) *
+    A)`, and the loss the mean over `denominators.rollouts` of each rollout's mean over its trained
+    tokens, 0 for a rollout without any. The other arguments are described in PolicyLoss; a token's
+    weight multiplies its objective, and so the rollout's by the mean of its weights.
 
     clip, clip_high: as in GRPO, but of a ratio per rollout and hence far smaller; the defaults are
         the paper's. clip_high None is clip.
-
-    Without old_logprobs the update is on-policy: `old_logprob = logprob.detach()`. Weights of
-    tokens have no place in a ratio of rollouts and are refused.
+    level: "sequence" is the above. "token" is GSPO-token: each token has its own advantage, and the
+        ratio `s.detach() * exp(logprob - logprob.detach())`, the rollout's as a value with the
+        token's own gradient. Both are the same where a rollout's advantages are.
 
     Raises ConfigError for arguments that are not allowed.
     """
 
     decomposition = "rollout"
-    takes_weights = False
 
     clip: float = 3e-4
     clip_high: float | None = 4e-4
+    level: Literal["sequence", "token"] = "sequence"
+    normalize: Literal["token", "rollout"] = field(init=False, repr=False, default="rollout")
 
     def __post_init__(self) -> None:
-        check_number("clip", self.clip, infinite=True)
-        if self.clip_high is not None:
-            check_number("clip_high", self.clip_high, infinite=True)
+        super().__post_init__()
+        check_clips(self.clip, self.clip_high)
+        check_choice("level", self.level, ("sequence", "token"))
 
-    def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        ratios_n = batch.rollout_mean(log_ratios(batch.trained(outputs.logprobs), batch)).exp()
-        advantages_n = batch.rollout_mean(batch.advantages)
-        terms_n = -clipped_surrogate(ratios_n, advantages_n, self.clip, self.clip_high)
-        return divide(terms_n.sum(), batch.denominators.rollouts)
+    def objective(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
+        log_ratios_T = _of_tokens(batch.rollout_mean(log_ratios(logprobs_T, batch)), batch)
+        if self.level == "token":
+            log_ratios_T = log_ratios_T.detach() + (logprobs_T - logprobs_T.detach())
+            advantages_T = batch.trained(batch.advantages)
+        else:
+            advantages_T = _of_tokens(batch.rollout_mean(batch.advantages), batch)
+        return clipped_surrogate(ratios(log_ratios_T), advantages_T, self.clip, self.clip_high)
+
+
+def _of_tokens(values_n: Tensor, batch: LossBatch) -> Tensor:
+    """For each token, the value of its rollout: [T]."""
+    return values_n.index_select(0, batch.token_rollout)

@@ -13,7 +13,9 @@ class LogLikelihood(Loss):
     """The negative log-likelihood of the trained tokens, token-additive.
 
     A trained token's term is `-w * logprob`, where w are the rollouts' weights, 1 if they have
-    none. Advantages and old log-probs play no part.
+    none. Advantages and old log-probs play no part. On rollouts that share more than a prompt it is
+    supervised fine-tuning on trees: a shared trained token counts once for each rollout that trains
+    it, as it does in ordinary fine-tuning.
 
     normalize: "token" is the sum of the terms over `denominators.tokens`, the trained tokens of the
         whole batch (the cross-entropy of ordinary fine-tuning); "rollout" is the mean over
@@ -35,3 +37,7 @@ class LogLikelihood(Loss):
         if batch.weights is not None:
             terms_T = terms_T * batch.trained(batch.weights)
         return batch.total(terms_T, self.normalize)
+
+
+SFT = LogLikelihood
+"""The same loss under the field's name."""

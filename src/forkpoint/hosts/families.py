@@ -1,0 +1,68 @@
+"""Model families of transformers whose modules have been shown exact.
+
+Each stands here because tests/numerics/test_families.py holds for it: loss, log-probs and every
+parameter's gradient within 1e-10 of dense in float64, for every way of sharing. Its code is used as
+it is; what is written down is what its causal model does after the head, which is ours to compute.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the causal language model of a family is told, and what it does to its logits."""
+
+    model_class: str
+    package: str | None = None
+    """The package below transformers.models, where it is not the model_type."""
+    softcap: str | None = None
+    """The configuration's name for the bound of its logits, by tanh."""
+    scale: str | None = None
+    """The configuration's name for a factor of its logits."""
+    divisor: str | None = None
+    """The configuration's name for what its logits are divided by."""
+
+    def head_options(self, config: Any) -> dict[str, float | None]:
+        """`logit_scale` and `softcap` of the head."""
+        scale = None
+        if self.scale is not None:
+            scale = float(getattr(config, self.scale))
+        if self.divisor is not None:
+            scale = 1.0 / float(getattr(config, self.divisor))
+        softcap = getattr(config, self.softcap) if self.softcap is not None else None
+        return {"logit_scale": scale, "softcap": softcap}
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM"),
+    "mistral": Family("MistralForCausalLM"),
+    "ministral": Family("MinistralForCausalLM"),
+    "mixtral": Family("MixtralForCausalLM"),
+    "gemma": Family("GemmaForCausalLM"),
+    "gemma2": Family("Gemma2ForCausalLM", softcap="final_logit_softcapping"),
+    "gemma3_text": Family("Gemma3ForCausalLM", package="gemma3", softcap="final_logit_softcapping"),
+    "olmo": Family("OlmoForCausalLM"),
+    "olmo2": Family("Olmo2ForCausalLM"),
+    "olmo3": Family("Olmo3ForCausalLM"),
+    "glm": Family("GlmForCausalLM"),
+    "glm4": Family("Glm4ForCausalLM"),
+    "glm4_moe": Family("Glm4MoeForCausalLM"),
+    "gpt_oss": Family("GptOssForCausalLM"),
+    "phi": Family("PhiForCausalLM"),
+    "phi3": Family("Phi3ForCausalLM"),
+    "smollm3": Family("SmolLM3ForCausalLM"),
+    "granite": Family("GraniteForCausalLM", divisor="logits_scaling"),
+    "granitemoe": Family("GraniteMoeForCausalLM", divisor="logits_scaling"),
+    "cohere": Family("CohereForCausalLM", scale="logit_scale"),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM"),
+    "exaone4": Family("Exaone4ForCausalLM"),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM"),
+    "arcee": Family("ArceeForCausalLM"),
+    "helium": Family("HeliumForCausalLM"),
+    "seed_oss": Family("SeedOssForCausalLM"),
+    "starcoder2": Family("Starcoder2ForCausalLM"),
+}

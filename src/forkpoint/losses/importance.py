@@ -1,0 +1,85 @@
+"""Weights that correct for a sampler whose probabilities are not the trainer's."""
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.losses.base import check_choice, check_number
+from forkpoint.rollouts import RolloutBatch
+
+
+def importance_weights(
+    batch: RolloutBatch,
+    sampler_logprobs: ArrayLike,
+    *,
+    mode: Literal["truncate", "mask"] = "truncate",
+    level: Literal["token", "sequence"] = "token",
+    cap: float = 2.0,
+    floor: float = 0.0,
+) -> NDArray[np.float64]:
+    """Importance-sampling weights from sampler to trainer, for the rollouts' `weights`.
+
+    An inference engine's probabilities differ from the trainer's even with the same parameters. A
+    token's ratio is exp(old_logprob - sampler_logprob), where the batch's old_logprobs are the
+    trainer's own (policy.score) before the step; a rollout's is their product over its trained
+    tokens. Losses multiply their policy term by the weights, not the KL or entropy term, and
+    weights do not enter denominators: a token of weight 0 still counts in means. Clear it in the
+    loss mask to leave it out of them as well.
+
+    sampler_logprobs: [T] over the batch's tokens in their order; entries outside the loss mask are
+        ignored.
+    mode: "truncate" moves ratios into [floor, cap] (truncated importance sampling, TIS); "mask"
+        gives those outside of it the weight 0 (masked importance sampling, MIS; with a floor,
+        IcePop).
+    level: "token" weighs each token by its own ratio, "sequence" all tokens of a rollout by the
+        rollout's.
+    cap, floor: bounds of the ratios; cap above 0 (`math.inf` is none), floor from 0 to cap.
+
+    Returns float64 [T]; 1 at tokens that are not trained.
+
+    Raises ConfigError for arguments that are not allowed, RolloutError where the batch has no
+    old_logprobs or sampler_logprobs do not fit it.
+    """
+    check_choice("mode", mode, ("truncate", "mask"))
+    check_choice("level", level, ("token", "sequence"))
+    check_number("cap", cap, positive=True, infinite=True)
+    check_number("floor", floor)
+    if floor > cap:
+        raise ConfigError(f"floor is {floor!r} and cap is {cap!r}; floor is at most cap.")
+    if batch.old_logprobs is None:
+        raise RolloutError(
+            "importance_weights needs old_logprobs, but the rollouts have none. Give every Rollout "
+            "its old_logprobs; policy.score(batch) computes them under the model to be trained."
+        )
+    sampler_T = np.asarray(sampler_logprobs, np.float64)
+    if sampler_T.shape != batch.old_logprobs.shape:
+        raise RolloutError(
+            f"sampler_logprobs has the shape {sampler_T.shape}, and the batch has "
+            f"{len(batch.token_ids)} tokens; it takes one number per token, of all rollouts one "
+            "after another."
+        )
+    mask = batch.loss_mask
+    refused = mask & ~np.isfinite(sampler_T)
+    if refused.any():
+        position = int(refused.argmax())
+        rollout = int(np.searchsorted(batch.offsets, position, side="right")) - 1
+        raise RolloutError(
+            f"Rollout {batch.rollout_ids[rollout]!r}: sampler_logprobs is {sampler_T[position]} at "
+            f"its token {position - batch.offsets[rollout]}, which is trained; it takes finite "
+            "numbers. Where the sampler gave none, put the old log-prob for a ratio of 1."
+        )
+    log_ratios_T = np.where(mask, batch.old_logprobs - np.where(mask, sampler_T, 0), 0)
+    if level == "sequence":
+        lengths = np.diff(batch.offsets)
+        rollout_T = np.repeat(np.arange(len(lengths)), lengths)
+        log_ratios_T = np.bincount(rollout_T, log_ratios_T, len(lengths))[rollout_T]
+    # Products over long rollouts overflow float64; where they would, they are above any cap.
+    with np.errstate(over="ignore"):
+        ratios_T = np.exp(log_ratios_T)
+    if mode == "truncate":
+        weights_T = ratios_T.clip(floor, cap)
+    else:
+        weights_T = np.where((ratios_T >= floor) & (ratios_T <= cap), ratios_T, 0)
+    return np.where(mask, weights_T, 1)

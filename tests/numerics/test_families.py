@@ -1,0 +1,175 @@
+"""Every supported family, stock and tiny, exact in float64 for every way of sharing.
+
+What `FAMILIES` names stands there because of these tests; docs/families.md is written from them.
+"""
+
+import warnings
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
+from forkpoint.hosts.families import FAMILIES
+from forkpoint.losses import GRPO, LogLikelihood
+from forkpoint.testing import PLAIN_ATTENTION, dense_run, lifted_upcasts, tiny_model
+
+BAR = 1e-10
+WINDOW = 7
+MOE = {"num_experts_per_tok": 2}
+GROUPED = {**MOE, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+
+# What a family needs besides the tiny sizes for its special parts to be there and to matter.
+SPECIAL: dict[str, dict] = {
+    "qwen3": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    "qwen2": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+    "mistral": {"sliding_window": WINDOW},
+    "ministral": {"sliding_window": WINDOW},
+    "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"sliding_window": WINDOW, "query_pre_attn_scalar": 8},
+    "olmo3": {"sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW, "pad_token_id": 0},
+    "exaone4": {"sliding_window": WINDOW},
+    "smollm3": {"pad_token_id": 0},
+    "glm": {"pad_token_id": 0},
+    "glm4": {"pad_token_id": 0},
+    "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7},
+    "granitemoe": {**MOE, "num_local_experts": 4, "logits_scaling": 2.0},
+    "gpt_oss": {**MOE, "sliding_window": WINDOW, "num_local_experts": 4},
+    "qwen3_moe": {**MOE, "num_experts": 4, "moe_intermediate_size": 16},
+    "mixtral": {**MOE, "num_local_experts": 4},
+    "glm4_moe": {**GROUPED, "first_k_dense_replace": 1},
+    "deepseek_v3": {
+        **GROUPED,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "head_dim": 4,
+        "num_key_value_heads": 4,
+    },
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "helium": {"pad_token_id": 0},
+}
+
+
+def build(family: str) -> PreTrainedModel:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    with warnings.catch_warnings():
+        # Token ids of special tokens beyond the tiny vocabulary.
+        warnings.simplefilter("ignore")
+        model = tiny_model(family, num_hidden_layers=4, **SPECIAL.get(family, {}))
+    if hasattr(model, "set_experts_implementation"):
+        # The default's grouped matrix product has no float64.
+        model.set_experts_implementation("eager")
+    model.config._attn_implementation = PLAIN_ATTENTION
+    return model.train()
+
+
+def groups_of_1_2_4_9(seed: int = 0) -> RolloutBatch:
+    """Groups of 1, 2, 4 and 9 with responses of 1 to 40 tokens; some responses share a start."""
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for group, size in enumerate((1, 2, 4, 9)):
+        prompt = rng.integers(0, 61, int(rng.integers(3, 20))).tolist()
+        start = rng.integers(0, 61, 3).tolist()
+        for member in range(size):
+            length = int(rng.integers(1, 41)) if member else (1, 40)[group % 2]
+            response = (start if member % 3 == 2 else []) + rng.integers(0, 61, length).tolist()
+            tokens = prompt + response
+            rollouts.append(
+                Rollout(
+                    tokens,
+                    [0] * len(prompt) + [1] * len(response),
+                    float(rng.normal()),
+                    reference_logprobs=-np.abs(rng.normal(size=len(tokens))),
+                    group_id=group,
+                )
+            )
+    return RolloutBatch(rollouts)
+
+
+@cache
+def batch() -> RolloutBatch:
+    return groups_of_1_2_4_9()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_dense(family: str) -> None:
+    model = build(family)
+    loss = GRPO(kl=0.1)
+    with lifted_upcasts(model):
+        dense = dense_run(model, batch(), loss)
+        norm = float(
+            np.linalg.norm([float(g.norm()) for g in dense.gradients.values() if g is not None])
+        )
+        assert norm > 0
+        plans = [
+            *product(("none", "group", "tree"), ("in_row", "across_rows", "mixed"), (None,)),
+            ("tree", "across_rows", 17),
+        ]
+        for checkpointed in (False, True):
+            if checkpointed:
+                names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+                enable = next(getattr(model, name) for name in names if hasattr(model, name))
+                enable({"use_reentrant": False})
+                plans = [("tree", "across_rows", 17), ("group", "in_row", None)]
+            for sharing, boundary, tokens in plans:
+                config = Config(sharing=sharing, boundary=boundary, max_row_tokens=tokens)
+                model.zero_grad()
+                stats = wrap(model, config).forward_backward(batch(), loss)
+                where = f"{family}, {sharing} + {boundary}, {tokens}, checkpointed {checkpointed}"
+                assert abs(stats.loss - dense.loss) <= BAR * max(1.0, abs(dense.loss)), where
+                assert float((stats.logprobs - dense.logprobs_T).abs().max()) <= BAR * 100, where
+                for name, parameter in model.named_parameters():
+                    expected = dense.gradients[name]
+                    if expected is None:
+                        assert parameter.grad is None or not parameter.grad.any(), (
+                            f"{where}: {name}"
+                        )
+                        continue
+                    assert parameter.grad is not None, f"{where}: {name}"
+                    error = float((parameter.grad - expected).norm()) / norm
+                    assert error <= BAR, f"{where}: {name} off by {error:.1e}"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "olmo3"])
+def test_windows_and_sinks_matter(family: str) -> None:
+    """Without its window the model says something else, so that the test above is about it."""
+    model = build(family)
+    with lifted_upcasts(model), torch.no_grad():
+        own = dense_run(model, batch(), LogLikelihood()).logprobs_T
+        for module in model.modules():
+            if getattr(module, "sliding_window", None):
+                module.sliding_window = None
+        other = dense_run(model, batch(), LogLikelihood()).logprobs_T
+    assert float((own - other).abs().max()) > 1e-3
+
+
+def test_dropout_by_function_is_refused() -> None:
+    model = build("seed_oss")
+    model.model.layers[1].self_attn.residual_dropout = 0.1
+    with pytest.raises(UnsupportedError, match=r"dropout 0\.1"):
+        wrap(model).forward_backward(batch(), GRPO())
+
+
+def test_router_losses_are_refused() -> None:
+    model = build("qwen3_moe")
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedError, match="output_router_logits"):
+        wrap(model).forward_backward(batch(), GRPO())
+
+
+def test_router_jitter_is_refused() -> None:
+    model = build("mixtral")
+    for module in model.modules():
+        if hasattr(module, "jitter_noise"):
+            module.jitter_noise = 0.1
+    with pytest.raises(UnsupportedError, match="jitter"):
+        wrap(model).forward_backward(batch(), GRPO())
