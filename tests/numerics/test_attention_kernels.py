@@ -223,7 +223,7 @@ def test_records_of_the_cuda_kernels(
     reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(fa4, "find_spec", lambda package: package)
     asked = {
@@ -239,7 +239,7 @@ def test_records_of_the_cuda_kernels(
 
 
 def test_fa4_and_cudnn_refuse_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
     monkeypatch.setattr(fa4, "find_spec", lambda package: None)
     device = torch.device("cuda:0")

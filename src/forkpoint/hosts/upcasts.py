@@ -33,13 +33,9 @@ def lifted_upcasts(model: nn.Module) -> Iterator[None]:
             if name.startswith("transformers.models.") and getattr(module, "torch", None) is torch:
                 stack.callback(setattr, module, "torch", torch)
                 module.torch = _WithoutUpcasts("torch")  # type: ignore[attr-defined]
-        stack.callback(setattr, torch.Tensor, "float", torch.Tensor.float)
-        torch.Tensor.float = _float  # type: ignore[method-assign]
+        # torch.Tensor inherits it: unless this runs within another such block, none is to be left.
+        if "float" not in vars(torch.Tensor):
+            stack.callback(delattr, torch.Tensor, "float")
+            # Of integers too, such as positions: what they are multiplied with is float64 as well.
+            torch.Tensor.float = torch.Tensor.double
         yield
-
-
-_cast_to_float = torch.Tensor.float
-
-
-def _float(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return self if self.dtype == torch.float64 else _cast_to_float(self, *args, **kwargs)

@@ -92,8 +92,9 @@ def _packed(x_BHTD: Tensor) -> Tensor:
 
 
 def _refuses_head_dims(head_dim: int, value_dim: int) -> str | None:
-    if head_dim % 8 or value_dim % 8 or max(head_dim, value_dim) > 256:
-        return f"it needs head dims of at most 256 in steps of 8, not {head_dim} and {value_dim}"
+    most = 256 if torch.cuda.get_device_capability() >= (9, 0) else 128
+    if head_dim % 8 or value_dim % 8 or max(head_dim, value_dim) > most:
+        return f"it needs head dims of at most {most} in steps of 8, not {head_dim} and {value_dim}"
     return None
 
 

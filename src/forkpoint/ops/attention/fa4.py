@@ -7,8 +7,9 @@ Source: `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd` of fla
 - Causal masks and windows align to the end (bottom-right).
 - Its backward takes dO . O and lse from what it is given, so the merged ones are right.
 - An input whose address or strides are not multiples of 16 bytes is copied first.
-- It compiles for a configuration (dtype, head dims, mask) at its first use, seconds each; lengths
-  do not enter.
+- It compiles for a configuration at its first use, about ten seconds each: dtype, head dims, query
+  heads a key-value head, mask, softcap's value, and in the backward whether all queries, or all
+  keys, fit in one tile (of 64 to 128). Other lengths do not enter.
 """
 
 from functools import cache

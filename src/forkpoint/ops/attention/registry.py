@@ -41,11 +41,21 @@ def launch_kernel(
         if refusal is not None:
             raise UnsupportedError(f"Attention kernel {name!r} cannot serve: {refusal}.")
         return chosen
-    for chosen in _able(*asked):
-        worth = launch.max_q * launch.max_k * launch.count >= chosen.auto_pairs
-        if worth and chosen.launch_refusal(launch) is None:
-            return chosen
-    return select_kernel(name, *asked)
+    refusals: list[str] = []
+    able = [k for k in _able(*asked) if _serves(k, launch, refusals)]
+    pairs = launch.max_q * launch.max_k * launch.count
+    for chosen in [k for k in able if pairs >= k.auto_pairs] or able:
+        return chosen
+    if not refusals:
+        return select_kernel(name, *asked)
+    raise UnsupportedError(f"No attention kernel can serve a launch: {'; '.join(refusals)}.")
+
+
+def _serves(kernel: Kernel, launch: Launch, refusals: list[str]) -> bool:
+    refusal = kernel.launch_refusal(launch)
+    if refusal is not None:
+        refusals.append(f"{kernel.name}: {refusal}")
+    return refusal is None
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Runs the tests that depend on transformers against each supported version of it, every one in a
+# virtual environment of its own under .venvs/, which is kept and reused.
+#
+#   scripts/test_versions.sh                          the oldest, a middle and the newest version
+#   scripts/test_versions.sh 5.17.0 -- -k checkpoint  one version, with arguments for pytest
+#
+# PYTHON names the interpreter (python3 by default). Whatever else is needed comes from
+# constraints.txt, so that only transformers differs. Exits nonzero if any version fails.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+newest=$(sed -n "s/^transformers==//p" constraints.txt)
+DEFAULT_VERSIONS=(5.10.4 5.17.0 "$newest")
+TESTS=(
+  tests/integration/test_hosts_transformers.py
+  tests/integration/test_refusals.py
+  tests/integration/test_acceptance.py
+  tests/integration/test_verify.py
+  tests/numerics/test_families.py
+)
+
+versions=()
+while [[ $# -gt 0 && $1 != -- ]]; do
+  versions+=("$1")
+  shift
+done
+[[ ${1:-} == -- ]] && shift
+[[ ${#versions[@]} -gt 0 ]] || versions=("${DEFAULT_VERSIONS[@]}")
+
+failed=()
+for version in "${versions[@]}"; do
+  venv=.venvs/transformers-$version
+  python=$venv/bin/python
+  stamp=$venv/installed
+  if ! cmp -s constraints.txt "$stamp"; then
+    echo "== transformers $version: installing into $venv"
+    rm -rf "$venv"
+    "${PYTHON:-python3}" -m venv "$venv"
+    grep -v '^transformers==' constraints.txt >"$venv/constraints.txt"
+    "$python" -m pip install --quiet --quiet --constraint "$venv/constraints.txt" \
+      "transformers==$version" torch peft accelerate hypothesis pytest pytest-timeout --editable .
+    cp constraints.txt "$stamp"
+  fi
+  echo "== transformers $("$python" -c 'import transformers; print(transformers.__version__)')"
+  "$python" -m pytest -q -p no:cacheprovider "${TESTS[@]}" "$@" || failed+=("$version")
+done
+
+if [[ ${#failed[@]} -gt 0 ]]; then
+  echo "failed with transformers ${failed[*]}"
+  exit 1
+fi
+echo "passed with transformers ${versions[*]}"

@@ -1,0 +1,123 @@
+"""Bugs of the kinds that sharing invites, each put in where it would be made."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.engine import boundary, engine, rows, views
+from forkpoint.ops.attention import operator, source
+from forkpoint.ops.attention.merge import Part
+from forkpoint.ops.attention.table import FROM_ARENA, Launch
+from forkpoint.plan.layout import COLUMNS, Table
+
+Sabotage = Callable[[pytest.MonkeyPatch], None]
+
+
+def wrong_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-sum-exps of ancestors are 0.1 too large."""
+    merge = operator.merge
+
+    def wrong(parts: list[Part], *rest: Any) -> Any:
+        own, *ancestors = parts
+        return merge([own, *(part._replace(lse_HT=part.lse_HT + 0.1) for part in ancestors)], *rest)
+
+    monkeypatch.setattr(operator, "merge", wrong)
+
+
+def dropped_boundary_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What children leave in the arena never joins their parent's backward."""
+    monkeypatch.setattr(
+        boundary._Inject, "backward", staticmethod(lambda ctx, grad: (grad, None, None))
+    )
+
+
+def one_child_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of a parent's children overwrites what the others have added."""
+    add_grad = source.Source.add_grad
+
+    def overwriting(self: Any, launch: Launch, part: Tensor, *rest: Any) -> None:
+        if launch.source == FROM_ARENA and self._arena_grad is not None:
+            self._arena_grad[launch.k_begin : launch.k_end] = part
+        else:
+            add_grad(self, launch, part, *rest)
+
+    monkeypatch.setattr(source.Source, "add_grad", overwriting)
+
+
+def restarted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every segment counts its positions from 0."""
+    slots = rows._slots
+
+    def restarted(plan: Any, batch: Any, row: Any, *rest: Any) -> Any:
+        ids, positions, edges = slots(plan, batch, row, *rest)
+        ends = (*row.slot_begin[1:], row.slots)
+        for segment, begin, end in zip(row.segments, row.slot_begin, ends, strict=True):
+            positions[begin:end] -= plan.forest.start[segment]
+        return ids, positions, edges
+
+    monkeypatch.setattr(rows, "_slots", restarted)
+
+
+def leak_between_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is one causal sequence, so that segments see those before them in the row."""
+    full_table = rows.full_table
+
+    def leaking(*args: Any) -> Table:
+        table = full_table(*args)
+        launches = table.launches.copy()
+        first = dict(zip(COLUMNS, launches[0], strict=True))
+        queries, keys = (first[f"{side}_end"] - first[f"{side}_begin"] for side in "qk")
+        joined = {"max_q": queries, "max_k": keys, "cu_q_at": len(table.cu), "count": 1}
+        joined["cu_k_at"] = len(table.cu) + 2
+        launches[0] = [{**first, **joined}[column] for column in COLUMNS]
+        cu = np.concatenate([table.cu, [0, queries, 0, keys]]).astype(np.int32)
+        return Table(launches, cu, table.key_index)
+
+    monkeypatch.setattr(rows, "full_table", leaking)
+
+
+def capture_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent's state is captured one token late."""
+    runs = rows._capture_runs
+
+    def late(*args: Any) -> list[tuple[int, int, int]]:
+        return [(begin, end - 1, at + 1) for begin, end, at in runs(*args)]
+
+    monkeypatch.setattr(rows, "_capture_runs", late)
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # what is never written is at least a number
+
+
+def one_owner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained token that several rollouts share is trained for the first of them alone."""
+    outputs_of = engine.outputs_of
+
+    def first_only(logprobs: Tensor, entropies: Tensor | None, entries: Tensor) -> Any:
+        found = outputs_of(logprobs, entropies, entries)
+        seen, first = set(), torch.zeros(len(entries), dtype=torch.bool)
+        for position, entry in enumerate(entries.tolist()):
+            first[position] = entry not in seen
+            seen.add(entry)
+        kept = torch.where(first, found.logprobs, found.logprobs.detach())
+        return replace(found, logprobs=kept)
+
+    assert engine.outputs_of is views.outputs_of
+    monkeypatch.setattr(engine, "outputs_of", first_only)
+
+
+ACROSS_ROWS: tuple[Sabotage, ...] = (
+    wrong_lse,
+    dropped_boundary_gradient,
+    one_child_dropped,
+    restarted_positions,
+    leak_between_siblings,
+    capture_off_by_one,
+)
+"""Bugs that rows below other rows can have."""
+
+IN_ROW: tuple[Sabotage, ...] = (wrong_lse, restarted_positions, leak_between_siblings)
+"""Bugs that a row of whole paths can have."""

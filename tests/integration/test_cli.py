@@ -1,0 +1,496 @@
+"""The commands plan, verify, doctor and demo, run in this process on tiny files and models."""
+
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_config, write_rollouts
+
+from forkpoint import Config, Policy, RolloutBatch, load_rollouts, save_rollouts, wrap
+from forkpoint.cli.model_config import read_shape
+from forkpoint.cli.models import load_model
+from forkpoint.cli.options import Runtime, make_loss
+from forkpoint.cli.output import Output
+from forkpoint.cli.verify import groups_with_gradient
+from forkpoint.testing import tiny_model
+
+PLAN_FIELDS = {
+    *("command", "file", "rollouts", "groups", "logical_tokens", "group_tokens", "unique_tokens"),
+    *("computed_tokens", "trained_tokens", "rows", "max_row_tokens", "bound", "bound_unit"),
+    *("sharing", "boundary", "waves", "reason", "candidates", "predicted_peak_bytes"),
+}
+LOSSES = ("grpo", "gspo", "dpo", "likelihood")
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Path:
+    return write_rollouts(tmp_path / "rollouts.jsonl")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "config.json")
+
+
+@pytest.fixture
+def wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every shared step's gradients are one part in a thousand too large."""
+    right = Policy.forward_backward
+
+    def wrong(self: Policy, *args: Any, **kwargs: Any) -> Any:
+        return right(self, *args, **{**kwargs, "scale": 1.001})
+
+    monkeypatch.setattr(Policy, "forward_backward", wrong)
+
+
+# plan ---------------------------------------------------------------------------------------------
+
+
+def test_plan_counts_tokens(shell: Shell, rollouts: Path) -> None:
+    batch = RolloutBatch(load_rollouts(rollouts))
+    paths = [
+        (group, tuple(ids[:end]))
+        for group, ids in zip(
+            batch.group_index.tolist(), (r.token_ids.tolist() for r in batch), strict=True
+        )
+        for end in range(1, len(ids) + 1)
+    ]
+    unique = {path for _, path in paths}
+    done = shell("plan", rollouts)
+    assert done.code == 0 and done.err == ""
+    result = done.result
+    assert set(result) == PLAN_FIELDS
+    assert result["logical_tokens"] == len(paths)
+    assert result["group_tokens"] == len(set(paths))
+    assert result["unique_tokens"] == len(unique)
+    assert len(unique) < len(set(paths)) < len(paths), "the rollouts show no difference"
+    assert result["rollouts"] == 9 and result["groups"] == 3
+    assert result["trained_tokens"] == batch.trained_tokens
+    assert result["bound_unit"] == "tokens"
+    for count in (result["logical_tokens"], result["group_tokens"], result["unique_tokens"]):
+        assert f" {count:,} " in done.out
+    assert "looked at" in done.out, "explain() is missing"
+
+
+def test_plan_obeys_its_options(shell: Shell, rollouts: Path, config: Path) -> None:
+    done = shell(
+        *("plan", rollouts, "--model", config, "--sharing", "group", "--limit", 6),
+        *("--boundary", "across_rows", "--waves", "padded", "--max-row-tokens", 32),
+    )
+    result = done.result
+    assert (result["sharing"], result["boundary"], result["waves"]) == (
+        *("group", "across_rows"),
+        "padded",
+    )
+    assert result["rollouts"] == 6 and result["max_row_tokens"] == 32
+    assert [(c["sharing"], c["boundary"]) for c in result["candidates"]] == [
+        ("group", "across_rows")
+    ]
+    assert result["bound_unit"] == "flops" and result["predicted_peak_bytes"] > 0
+    peaks = [
+        shell("plan", rollouts, "--model", config, *options).result["predicted_peak_bytes"]
+        for options in ([], ["--dtype", "float64"], ["--gradient-checkpointing"])
+    ]
+    assert peaks[2] < peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [("rag.jsonl", (705_578, 91_343, 91_222)), ("airline.jsonl", (378_424, 281_171, 249_844))],
+)
+def test_plan_counts_tokens_of_real_rollouts(
+    file: str, counts: tuple[int, ...], shell: Shell, shared_data: Callable[[str], Path]
+) -> None:
+    result = shell("plan", shared_data(file), "--json").result
+    names = ("logical_tokens", "group_tokens", "unique_tokens")
+    assert tuple(result[name] for name in names) == counts
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_plan_reads_the_shape_that_the_model_has(family: str, tmp_path: Path) -> None:
+    """The planner reads config.json itself, without transformers; both must see one model."""
+    model = tiny_model(family, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    options = Runtime(gradient_checkpointing=True)
+    loaded = load_model(tmp_path, options)
+    assert read_shape(tmp_path, options) == wrap(loaded).host.shape
+    assert read_shape(tmp_path / "config.json", Runtime()) == replace(
+        wrap(loaded).host.shape, checkpointed=False
+    )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_plan_is_the_one_that_runs(loss: Any, shell: Shell, tmp_path: Path, config: Path) -> None:
+    """Candidates and costs are those of `policy.plan`, for losses that couple tokens as well.
+
+    Rollouts are trained from their system tokens on, so that in short rows every one of them has
+    trained tokens in several rows.
+    """
+    everything = [
+        changed(r, loss_mask=np.arange(len(r)) > 0, reference_logprobs=-np.ones(len(r)))
+        for r in made_up_rollouts()
+    ]
+    file = write_rollouts(tmp_path / "everything.jsonl", everything)
+    arguments = ("plan", file, "--model", config, "--max-row-tokens", 24, "--loss", loss)
+    result = shell(*arguments).result
+    policy = wrap(load_model(config, Runtime()), Config(max_row_tokens=24))
+    plan = policy.plan(RolloutBatch(everything), make_loss(loss))
+    assert result["candidates"] == [asdict(candidate) for candidate in plan.candidates]
+    assert (result["sharing"], result["boundary"], result["rows"]) == (
+        *(plan.sharing, plan.boundary),
+        len(plan.rows),
+    )
+    assert result["bound"] == plan.bound
+    costs = [candidate["cost"] for candidate in result["candidates"] if candidate["cost"]]
+    alone = shell(*arguments, "--loss", "likelihood").result["candidates"]
+    dearer = costs != [candidate["cost"] for candidate in alone if candidate["cost"]]
+    assert dearer == (loss in ("gspo", "dpo")), "only coupled tokens cost another forward"
+
+
+def test_plan_needs_no_torch(rollouts: Path, config: Path) -> None:
+    code = (
+        "import sys; from forkpoint.cli import main; "
+        f"assert main(['plan', {str(rollouts)!r}, '--model', {str(config)!r}]) == 0; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# verify -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_verify_passes(dtype: str, shell: Shell, rollouts: Path, config: Path) -> None:
+    done = shell(
+        *("verify", rollouts, "--model", config, "--dtype", dtype, "--limit-groups", 2),
+        *("--sharing", "tree", "--boundary", "across_rows", "--max-row-tokens", 24),
+    )
+    assert done.code == 0, done.out
+    result = done.result
+    assert result["passed"] and result["dtype"] == dtype
+    assert result["groups"] == 2 and result["rollouts"] == 6
+    assert (result["sharing"], result["boundary"]) == ("tree", "across_rows")
+    assert 0 < result["computed_tokens"] < result["logical_tokens"]
+    assert all(entry["norm"] > 0 for entry in result["worst"]), "nothing was compared"
+    assert {"shared_error", "dense_error", "allowed", "config", "versions"} <= set(result)
+    assert "passed" in done.out.splitlines()[-2] + done.out.splitlines()[-3]
+
+
+@pytest.mark.usefixtures("wrong_gradients")
+def test_verify_fails(shell: Shell, rollouts: Path, config: Path) -> None:
+    done = shell("verify", rollouts, "--model", config)
+    assert done.code == 1
+    assert done.result["passed"] is False and "FAILED" in done.out
+
+
+@pytest.mark.parametrize("loss", ["gspo", "likelihood", "dpo"])
+def test_verify_with_other_losses(loss: str, shell: Shell, tmp_path: Path, config: Path) -> None:
+    pairs = [
+        changed(rollout, advantage=n % 2, reference_logprobs=-np.ones(len(rollout)))
+        for n, rollout in enumerate(made_up_rollouts(groups=2, rollouts_per_group=2))
+    ]
+    file = write_rollouts(tmp_path / "pairs.jsonl", pairs)
+    done = shell("verify", file, "--model", config, "--loss", loss, "--limit-groups", 2, "--json")
+    assert done.code == 0 and done.result["passed"]
+    assert done.result["config"]["loss"] == loss
+
+
+def test_verify_leaves_out_groups_without_a_gradient(
+    shell: Shell, tmp_path: Path, config: Path
+) -> None:
+    made = made_up_rollouts(groups=3)
+    made[:3] = [changed(rollout, advantage=0.0) for rollout in made[:3]]
+    file = write_rollouts(tmp_path / "rollouts.jsonl", made)
+    batch = RolloutBatch(made)
+    assert [g[0] for g in groups_with_gradient(batch, "grpo")] == [3, 6]
+    assert [g[0] for g in groups_with_gradient(batch, "likelihood")] == [0, 3, 6]
+    result = shell("verify", file, "--model", config).result
+    expected = sum(len(rollout) for rollout in made[3:6])
+    assert result["groups"] == 1 and result["logical_tokens"] == expected
+    assert all(entry["norm"] > 0 for entry in result["worst"])
+
+
+# doctor and demo ----------------------------------------------------------------------------------
+
+
+def test_doctor(shell: Shell) -> None:
+    done = shell("doctor")
+    assert done.code == 0
+    result = done.result
+    assert set(result) == {
+        *("command", "passed", "versions", "devices", "kernels", "families", "self_test")
+    }
+    assert result["passed"] and result["self_test"]["passed"]
+    assert result["self_test"]["computed_tokens"] < result["self_test"]["logical_tokens"]
+    assert result["versions"]["torch"] == torch.__version__
+    assert {"forkpoint", "python", "transformers", "numpy", "triton"} <= set(result["versions"])
+    assert result["devices"][0]["device"] == "cpu"
+    assert {"llama", "qwen3"} <= set(result["families"])
+    for device in result["devices"]:
+        for dtype in ("bfloat16", "float32"):
+            listed = [
+                kernel
+                for kernel in result["kernels"]
+                if (kernel["device"], kernel["dtype"]) == (device["device"], dtype)
+            ]
+            assert {"cpu_flash", "reference"} <= {kernel["kernel"] for kernel in listed}
+            able = [kernel for kernel in listed if kernel["refusal"] is None]
+            assert [kernel["auto"] for kernel in able] == [True] + [False] * (len(able) - 1)
+            assert not any(kernel["auto"] for kernel in listed if kernel["refusal"])
+    for word in ("self-test: passed", "LlamaForCausalLM", torch.__version__, "cpu_flash"):
+        assert word in done.out
+
+
+@pytest.mark.usefixtures("wrong_gradients")
+def test_doctor_fails(shell: Shell) -> None:
+    done = shell("doctor")
+    assert done.code == 1
+    assert done.result["passed"] is False and "self-test: FAILED" in done.out
+
+
+SHORT_DEMO = ("--groups", 2, "--prompt-tokens", 64, "--response-tokens", 8, "--steps", 2)
+
+
+def test_demo(shell: Shell) -> None:
+    done = shell("demo", *SHORT_DEMO)
+    assert done.code == 0
+    result = done.result
+    assert result["passed"] and result["gradient_error"] < 1e-10
+    assert result["computed_tokens"] < result["logical_tokens"]
+    assert result["bound"] > 1 and result["speedup"] > 0
+    assert result["max_loss_difference"] < 1e-5
+    assert result["steps"] == 2 and len(result["dense_losses"]) == 2
+    for word in ("agreement: ", "passed", "speed-up: ", "tokens run: "):
+        assert word in done.out
+
+
+@pytest.mark.usefixtures("wrong_gradients")
+def test_demo_fails(shell: Shell) -> None:
+    done = shell("demo", *SHORT_DEMO, "--json")
+    assert done.code == 1 and done.result["passed"] is False
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("plan",), ("verify", "--model"), ("doctor",), ("demo", *SHORT_DEMO)],
+    ids=lambda arguments: arguments[0],
+)
+def test_json_is_one_line(
+    arguments: tuple[object, ...], shell: Shell, rollouts: Path, config: Path
+) -> None:
+    file = [rollouts] if arguments[0] in ("plan", "verify") else []
+    model = [config] if arguments[-1] == "--model" else []
+    done = shell(*arguments, *model, *file, "--json")
+    assert done.code == 0 and done.err == ""
+    assert done.out.count("\n") == 1 and done.out.endswith("}\n")
+    assert done.result["command"] == arguments[0]
+
+
+# What goes wrong ----------------------------------------------------------------------------------
+
+
+def broken_files(folder: Path) -> None:
+    """Everything that the cases below name."""
+    made = made_up_rollouts()
+    write_rollouts(folder / "ok.jsonl", made)
+    (folder / "bad.jsonl").write_text('{"token_ids": [1, 2]}\n')
+    save_rollouts(
+        folder / "no-gradient.jsonl", [changed(rollout, advantage=0.0) for rollout in made]
+    )
+    write_config(folder / "ok.json")
+    write_config(folder / "small.json", vocab_size=8)
+    write_config(folder / "no-type.json", model_type=None)
+    write_config(folder / "mamba.json", model_type="mamba2")
+    write_config(folder / "unknown.json", model_type="nonsense")
+    write_config(folder / "no-head-dim.json", head_dim=None)
+    write_config(folder / "no-hidden.json", hidden_size=None)
+    write_config(folder / "odd.json", hidden_size="wide")
+    (folder / "not.json").write_text("{")
+    (folder / "list.json").write_text("[]")
+    (folder / "empty").mkdir()
+    (folder / "no-weights").mkdir()
+    write_config(folder / "no-weights" / "config.json")
+    model = tiny_model("qwen3", dtype=torch.float32)
+    state = model.state_dict()
+    del state["model.layers.1.mlp.up_proj.weight"]
+    model.save_pretrained(folder / "part", state_dict=state)
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("broken")
+    broken_files(folder)
+    return folder
+
+
+REPLAY = ("replay", "ok.jsonl", "--model")
+ERRORS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
+    (("plan", "none.jsonl"), ("none.jsonl", "does not exist")),
+    (("plan", "bad.jsonl"), ("bad.jsonl, line 1", "loss_mask", "advantage")),
+    (("plan", "ok.jsonl", "--limit", 0), ("limit is 0", "at least 1")),
+    (("plan", "ok.jsonl", "--max-row-tokens", 0), ("max_row_tokens is 0", "at least 1")),
+    (
+        ("plan", "ok.jsonl", "--max-row-tokens", 8, "--boundary", "in_row", "--sharing", "group"),
+        ("no plan fits", "group + in_row"),
+    ),
+    (("plan", "ok.jsonl", "--memory-budget-bytes", 9), ("memory_budget_bytes is 9", "model")),
+    (("plan", "ok.jsonl", "--model", "none"), ("none does not exist", "nothing is downloaded")),
+    (("plan", "ok.jsonl", "--model", "empty"), ("empty has no config.json", "save_pretrained")),
+    (("plan", "ok.jsonl", "--model", "not.json"), ("not.json is not JSON", "config.json")),
+    (("plan", "ok.jsonl", "--model", "list.json"), ("list.json", "model_type")),
+    (("plan", "ok.jsonl", "--model", "no-type.json"), ("no-type.json", "model_type")),
+    (("plan", "ok.jsonl", "--model", "no-head-dim.json"), ("has no head_dim", "Add it")),
+    (("plan", "ok.jsonl", "--model", "no-hidden.json"), ("lacks hidden_size",)),
+    (("plan", "ok.jsonl", "--model", "small.json"), ("vocabulary has 8 entries",)),
+    ((*REPLAY, "none"), ("none does not exist", "nothing is downloaded")),
+    ((*REPLAY, "not.json"), ("not.json is not JSON",)),
+    ((*REPLAY, "mamba.json"), ("model_type 'mamba2'", "llama, qwen3")),
+    ((*REPLAY, "unknown.json"), ("model_type 'nonsense'", "llama, qwen3")),
+    ((*REPLAY, "odd.json"), ("cannot make a model of odd.json", "hidden_size")),
+    ((*REPLAY, "no-weights"), ("cannot make a model of no-weights",)),
+    ((*REPLAY, "part"), ("lack 1 of", "model.layers.1.mlp.up_proj.weight", "complete")),
+    ((*REPLAY, "small.json"), ("vocabulary has 8 entries",)),
+    ((*REPLAY, "ok.json", "--steps", 0), ("steps is 0", "at least 1")),
+    ((*REPLAY, "ok.json", "--groups-per-step", 4), ("groups_per_step is 4", "3 groups", "1 to 3")),
+    ((*REPLAY, "ok.json", "--lr", -1), ("lr is -1.0", "at least 0")),
+    ((*REPLAY, "ok.json", "--lr", "nan"), ("lr is nan", "finite")),
+    ((*REPLAY, "ok.json", "--loss", "dpo"), ("needs reference_logprobs",)),
+    (
+        ("verify", "ok.jsonl", "--model", "ok.json", "--limit-groups", 0),
+        ("limit_groups is 0", "at least 1"),
+    ),
+    (
+        ("verify", "no-gradient.jsonl", "--model", "ok.json"),
+        ("gives grpo a gradient", "--loss likelihood"),
+    ),
+    (("demo", "--groups", 0), ("groups is 0", "at least 1")),
+    (("demo", "--seed", -1), ("seed is -1", "at least 0")),
+]
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["tables", "json"])
+@pytest.mark.parametrize(
+    ("arguments", "said"), ERRORS, ids=[" ".join(map(str, arguments)) for arguments, _ in ERRORS]
+)
+def test_errors_of_users(
+    arguments: tuple[object, ...],
+    said: tuple[str, ...],
+    form: tuple[str, ...],
+    shell: Shell,
+    broken: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(broken)
+    done = shell(*arguments, *form)
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("error: ") and "Traceback" not in done.err
+    for part in said:
+        assert part in done.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda_device(shell: Shell, rollouts: Path, config: Path) -> None:
+    done = shell("replay", rollouts, "--model", config, "--device", "cuda")
+    assert done.code == 2 and "no CUDA device" in done.err and "--device cpu" in done.err
+    done = shell("bench", "attention")
+    assert (done.code, done.out) == (2, "") and "no CUDA device" in done.err
+
+
+def test_out_of_memory_says_what_to_do(
+    shell: Shell, rollouts: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Policy, "forward_backward", full)
+    done = shell("replay", rollouts, "--model", config)
+    assert done.code == 2
+    for part in ("2.00 GiB", "--max-row-tokens", "--gradient-checkpointing"):
+        assert part in done.err
+
+
+def test_defects_are_not_taken_for_errors_of_users(
+    shell: Shell, rollouts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_planner(*_: object, **__: object) -> None:
+        raise AssertionError("an invariant")
+
+    monkeypatch.setattr("forkpoint.cli.plan.make_plan", broken_planner)
+    with pytest.raises(AssertionError, match="an invariant"):
+        shell("plan", rollouts)
+
+
+def test_interrupt(
+    shell: Shell, rollouts: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Policy, "forward_backward", interrupted)
+    done = shell("replay", rollouts, "--model", config)
+    assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["tables", "json"])
+def test_a_reader_that_has_enough(form: tuple[str, ...], rollouts: Path) -> None:
+    """As `forkpoint plan FILE | true`: no traceback about the broken pipe, then or at exit."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "forkpoint", "plan", str(rollouts), *form],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert done.stderr == "" and done.returncode == 1
+
+
+def test_progress_on_a_terminal(rollouts: Path, config: Path) -> None:
+    """Progress goes to stderr, if that is a terminal; stdout has the result alone."""
+    terminal, stderr = pty.openpty()
+    command = [sys.executable, "-m", "forkpoint", "replay", str(rollouts), "--model", str(config)]
+    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=stderr)
+    os.close(stderr)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(terminal, 4096)
+        except OSError:  # Linux says so when the other end is closed
+            break
+    out, _ = process.communicate()
+    os.close(terminal)
+    assert process.returncode == 0
+    assert b"training" in shown and b"4/4" in shown
+    assert out.count(b"\n") == 1 and json.loads(out)["steps"] == 4
+
+
+def test_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(json_only=True).result({"a": math.nan, "b": [1.5, {"c": -math.inf}], "d": Path("x")})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1.5, {"c": None}], "d": "x"}
+
+
+def test_the_made_up_vocabulary_is_covered(config: Path, rollouts: Path) -> None:
+    """The tiny model of these tests has exactly the vocabulary of their rollouts."""
+    model = load_model(config, Runtime(dtype="float64", seed=3))
+    assert model.config.vocab_size == VOCABULARY and model.training
+    assert next(model.parameters()).dtype == torch.float64
+    RolloutBatch(load_rollouts(rollouts)).check_vocabulary(VOCABULARY)

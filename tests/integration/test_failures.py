@@ -1,0 +1,424 @@
+"""Nothing is half applied: errors in every phase of a step leave gradients, model and memory clean.
+
+An error is raised at a chosen event of a step (a row's forward or backward), in the model, in the
+loss, in autograd or between events. What must hold then is the same everywhere: `check_aftermath`.
+"""
+
+import functools
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from steps import (
+    ACROSS,
+    clear_gradients,
+    forked_batch,
+    gradients,
+    model_state,
+    relative_distance,
+    step_error,
+)
+from torch import Tensor, nn
+
+from forkpoint import Policy, losses, wrap
+from forkpoint.engine.boundary import Arena
+from forkpoint.engine.guard import REDO, RESTORED
+from forkpoint.engine.timing import PhaseTimer
+from forkpoint.errors import UnsupportedError
+from forkpoint.losses.base import LossBatch, LossOutputs
+from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+
+BATCH = forked_batch()
+RESTORING = replace(ACROSS, restore_grads=True)
+
+
+class ModelError(Exception):
+    """An error that nothing in forkpoint or torch knows."""
+
+
+ERRORS = [torch.OutOfMemoryError, ModelError, KeyboardInterrupt]
+
+# Events of the plan, in order; the first backward is B D0. A0 has no parent, B1 has four children.
+EVENTS = ("F A0", "F B0", "F C0", "F D0", "B D0", "B C0", "B B0", "F B1", "F C1", "F D1", "B D1")
+EVENTS = (*EVENTS, "B C1", "B B1", "B A0")
+
+
+class Injector:
+    """Raises an error once, at one event of a step and one place within it.
+
+    place: "forward" and "backward" are in the middle of the model, "between" is before the event,
+        "loss" is in a loss called by `loss`.
+    """
+
+    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.marks = 0
+        self.target: tuple[str, int] | None = None
+        self.error: type[BaseException] = ModelError
+        self.alive: list[weakref.ref[Any]] = []
+        mark, buffers = PhaseTimer.mark, Arena.buffers
+        mlp = model.get_submodule("model.layers.1.mlp")
+        forward = type(mlp).forward
+
+        @functools.wraps(forward)
+        def watched_forward(module: nn.Module, x: Tensor) -> Tensor:
+            if module is mlp:
+                self.alive.append(weakref.ref(x))
+                self.reach("forward")
+                if x.requires_grad:
+                    x.register_hook(lambda _: self.reach("backward"))
+            return forward(module, x)
+
+        def counting_mark(timer: PhaseTimer, phase: str) -> None:
+            mark(timer, phase)
+            self.marks += 1
+            self.reach("between")
+
+        def remembering_buffers(arena: Arena, *args: Any) -> Any:
+            found = buffers(arena, *args)
+            self.alive += [weakref.ref(x) for x in (arena, *found) if x is not None]
+            return found
+
+        # Not a hook: around hooked modules torch keeps tensors in closures, these in tracebacks.
+        monkeypatch.setattr(type(mlp), "forward", watched_forward)
+        monkeypatch.setattr(PhaseTimer, "mark", counting_mark)
+        monkeypatch.setattr(Arena, "buffers", remembering_buffers)
+
+    def arm(self, place: str, event: int, error: type[BaseException]) -> None:
+        self.target, self.error, self.marks = (place, event), error, 0
+        self.alive.clear()
+
+    def reach(self, place: str) -> None:
+        if self.target == (place, self.marks - 1):
+            self.target = None
+            raise self.error(f"injected {place}")
+
+    def loss(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        self.reach("loss")
+        return losses.GRPO(kl=0.1)(outputs, batch)
+
+    def survivors(self) -> int:
+        gc.collect()
+        return sum(ref() is not None for ref in self.alive)
+
+
+class TokenLoss(losses.Loss):
+    """The injector's loss, declared token-additive, so that every row calls it."""
+
+    decomposition = "token"
+    needs = ("reference_logprobs",)
+
+    def __init__(self, injector: Injector) -> None:
+        self.injector = injector
+
+    def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        return self.injector.loss(outputs, batch)
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(entry), Tensor) for entry in gc.get_objects())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_collections() -> Any:
+    """Leave out of garbage collections, of which there are many here, all that exists already."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny_model("qwen3")
+
+
+@pytest.fixture(scope="module")
+def dense(model: nn.Module) -> dict[str, Tensor | None]:
+    with lifted_upcasts(model):
+        return dense_run(model, BATCH, losses.GRPO(kl=0.1)).gradients
+
+
+@pytest.fixture
+def injector(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
+    injector = Injector(model, monkeypatch)
+    yield injector
+    clear_gradients(model)
+
+
+def check_aftermath(
+    policy: Policy,
+    injector: Injector,
+    loss: Any,
+    *,
+    began: bool,
+    accumulated: bool,
+    dense: dict[str, Tensor | None],
+    frees_at_once: bool = True,
+    anything_ran: bool = True,
+) -> None:
+    """Run a step that fails, and assert that it leaves behind what invariant 10 says.
+
+    began: whether a backward has begun by then. accumulated: whether there are gradients before.
+    dense: the gradients of the step that follows, GRPO(kl=0.1).
+    frees_at_once: whether an out-of-memory error holds on to nothing even while it is handled.
+    anything_ran: False before the first forward, when there is nothing yet that could survive.
+    """
+    model = policy.host.model
+    assert injector.target is not None
+    error_type, restore = injector.error, policy.config.restore_grads
+    clear_gradients(model)
+    if accumulated:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+    objects = {name: p.grad for name, p in model.named_parameters()}
+    values, state, tensors = gradients(model), model_state(model), live_tensors()
+
+    with pytest.raises(error_type, match="injected") as caught:
+        policy.forward_backward(BATCH, loss)
+
+    assert type(caught.value) is error_type
+    assert bool(injector.alive) == anything_ran, "nothing was watched, so nothing can survive"
+    if error_type is torch.OutOfMemoryError and frees_at_once:
+        assert not injector.survivors(), "memory is held while the error is handled"
+    notes = getattr(caught.value, "__notes__", [])
+    expected = [REDO if accumulated and not restore else RESTORED] if began else []
+    assert notes == expected
+    for name, parameter in model.named_parameters():
+        if not accumulated or (began and not restore):
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is objects[name], name
+            assert torch.equal(parameter.grad, values[name]), name
+    assert model_state(model) == state
+
+    del caught
+    assert not injector.survivors(), "a row's activations or the arena outlive the step"
+    del objects, values
+    clear_gradients(model)
+    assert live_tensors() <= tensors
+    with lifted_upcasts(model):
+        policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
+    assert relative_distance(gradients(model), dense) < 1e-10
+    clear_gradients(model)
+
+
+def began_before(event: str) -> bool:
+    """Whether some row's backward began before, or with, an event."""
+    return EVENTS.index(event) >= EVENTS.index("B D0")
+
+
+GRADS = [
+    pytest.param(ACROSS, False, id="none"),
+    pytest.param(ACROSS, True, id="accumulated"),
+    pytest.param(RESTORING, True, id="restoring"),
+]
+
+
+def test_the_events_are_these(model: nn.Module) -> None:
+    stats = wrap(model, ACROSS).forward_backward(BATCH, losses.GRPO())
+    clear_gradients(model)
+    assert stats.events == EVENTS
+    leaves = {row.index for row in stats.plan.rows if not row.children}
+    assert {stats.plan.row_names[i] for i in leaves} == {"D0", "D1"}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("config", "accumulated"), GRADS)
+@pytest.mark.parametrize("event", ["F A0", "F D0", "F C1", "B D0", "B C0", "B A0"])
+def test_error_in_the_model(
+    model: nn.Module,
+    injector: Injector,
+    dense: Any,
+    event: str,
+    config: Any,
+    accumulated: bool,
+    error: Any,
+) -> None:
+    place = "forward" if event[0] == "F" else "backward"
+    injector.arm(place, EVENTS.index(event), error)
+    began = began_before(event)
+    check_aftermath(
+        wrap(model, config),
+        injector,
+        losses.GRPO(kl=0.1),
+        began=began,
+        accumulated=accumulated,
+        dense=dense,
+    )
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("config", "accumulated"), GRADS)
+@pytest.mark.parametrize("event", ["F B0", "F D0", "F C1"])
+def test_error_in_the_loss(
+    model: nn.Module,
+    injector: Injector,
+    dense: Any,
+    event: str,
+    config: Any,
+    accumulated: bool,
+    error: Any,
+) -> None:
+    injector.arm("loss", EVENTS.index(event), error)
+    began = began_before(event)
+    check_aftermath(
+        wrap(model, config),
+        injector,
+        TokenLoss(injector),
+        began=began,
+        accumulated=accumulated,
+        dense=dense,
+    )
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("config", "accumulated"), GRADS)
+# An error before the first backward touches nothing; the mark after the last event ends the pass.
+@pytest.mark.parametrize(("event", "began"), [(0, False), (4, False), (5, True), (14, True)])
+def test_error_between_events(
+    model: nn.Module,
+    injector: Injector,
+    dense: Any,
+    event: int,
+    began: bool,
+    config: Any,
+    accumulated: bool,
+    error: Any,
+) -> None:
+    policy = wrap(model, config)
+    injector.arm("between", event, error)
+    check_aftermath(
+        policy,
+        injector,
+        losses.GRPO(kl=0.1),
+        began=began,
+        accumulated=accumulated,
+        dense=dense,
+        anything_ran=event > 0,
+    )
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("config", "accumulated"), GRADS)
+@pytest.mark.parametrize(
+    ("place", "event", "began"),
+    [
+        ("forward", 0, False),  # the pass that scores has the 7 forwards and a last mark
+        ("forward", 6, False),
+        ("loss", 7, False),
+        ("forward", 8, False),  # the pass with gradients
+        ("backward", 12, True),
+        ("backward", 21, True),
+    ],
+)
+def test_error_in_a_loss_that_couples_rows(
+    model: nn.Module,
+    injector: Injector,
+    dense: Any,
+    place: str,
+    event: int,
+    began: bool,
+    config: Any,
+    accumulated: bool,
+    error: Any,
+) -> None:
+    injector.arm(place, event, error)
+    check_aftermath(
+        wrap(model, config),
+        injector,
+        injector.loss,
+        began=began,
+        accumulated=accumulated,
+        dense=dense,
+    )
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_error_in_score(model: nn.Module, injector: Injector, error: Any) -> None:
+    policy = wrap(model, ACROSS)
+    wanted = policy.score(BATCH).logprobs
+    state = model_state(model)
+    injector.arm("forward", 3, error)
+    with pytest.raises(error, match="injected") as caught:
+        policy.score(BATCH)
+    assert model_state(model) == state
+    del caught
+    assert injector.alive
+    assert not injector.survivors()
+    assert torch.equal(policy.score(BATCH).logprobs, wanted)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_error_while_activations_are_recomputed(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    model = tiny_model("llama").train()
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    enable = enable or model.gradient_checkpointing_enable
+    enable()
+    injector = Injector(model, monkeypatch)
+    with lifted_upcasts(model):
+        dense = dense_run(model, BATCH, losses.GRPO(kl=0.1)).gradients
+    injector.arm("forward", EVENTS.index("B B0"), error)  # a forward within a backward
+    check_aftermath(
+        wrap(model, ACROSS),
+        injector,
+        losses.GRPO(kl=0.1),
+        began=True,
+        accumulated=True,
+        dense=dense,
+        frees_at_once=False,
+    )
+
+
+def test_a_smaller_step_can_follow_within_the_except_clause(
+    model: nn.Module, injector: Injector
+) -> None:
+    policy = wrap(model, ACROSS)
+    injector.arm("backward", EVENTS.index("B C0"), torch.OutOfMemoryError)
+    smaller = policy.with_config(max_row_tokens=6)
+    try:
+        policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
+    except torch.OutOfMemoryError:
+        assert not injector.survivors()
+        assert step_error(model, BATCH, losses.GRPO(kl=0.1), policy=smaller) < 1e-10
+
+
+def test_a_step_within_a_step_is_refused(model: nn.Module) -> None:
+    policy, other = wrap(model, ACROSS), wrap(model)
+    state = model_state(model)
+
+    def greedy(outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        other.score(BATCH)
+        return outputs.logprobs.sum()
+
+    def wrapping(outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        wrap(model)
+        return outputs.logprobs.sum()
+
+    for loss in (greedy, wrapping):
+        with pytest.raises(UnsupportedError, match="inside a step of forkpoint already"):
+            policy.forward_backward(BATCH, loss)
+        assert model_state(model) == state
+        assert all(p.grad is None for p in model.parameters())
+
+    caught: list[str] = []
+
+    def forgiving(outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        with pytest.raises(UnsupportedError) as error:
+            other.forward_backward(BATCH, losses.GRPO())
+        caught.append(str(error.value))
+        return losses.GRPO(kl=0.1)(outputs, batch)
+
+    policy.forward_backward(BATCH, forgiving)
+    found = gradients(model)
+    clear_gradients(model)
+    policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
+    assert len(caught) == 1
+    assert relative_distance(found, gradients(model)) < 1e-15
+    assert model_state(model) == state
+    clear_gradients(model)

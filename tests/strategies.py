@@ -1,0 +1,73 @@
+"""Hypothesis strategies: small random batches whose rollouts fork often, and ways to plan them.
+
+Most rollouts grow out of an earlier one, over a vocabulary so small that others meet by chance.
+"""
+
+from itertools import product
+
+import numpy as np
+from hypothesis import strategies as st
+
+from forkpoint import Rollout, RolloutBatch
+
+COMBINATIONS = tuple(
+    product(("none", "group", "tree"), ("in_row", "mixed", "across_rows"), ("packed", "padded"))
+)
+"""Every (sharing, boundary, waves)."""
+
+KINDS = ("new", "fork", "fork", "longer", "shorter", "same")
+
+
+@st.composite
+def token_lists(
+    draw: st.DrawFn, *, max_rollouts: int = 12, max_tokens: int = 40
+) -> list[list[int]]:
+    """1 to `max_rollouts` lists of 1 to `max_tokens` ids below 4."""
+    vocab = draw(st.integers(2, 4))
+    lists: list[list[int]] = []
+    for _ in range(draw(st.integers(1, max_rollouts))):
+        kind = draw(st.sampled_from(KINDS)) if lists else "new"
+        ids: list[int] = []
+        if kind != "new":
+            ids = lists[draw(st.integers(0, len(lists) - 1))]
+        if kind in ("fork", "shorter"):
+            ids = ids[: draw(st.integers(1, len(ids)))]
+        if kind in ("new", "fork", "longer"):
+            room = max_tokens - len(ids)
+            added = draw(st.integers(min(1, room), room))
+            ids = ids + [byte % vocab for byte in draw(st.binary(min_size=added, max_size=added))]
+        lists.append(ids)
+    return lists
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn, *, max_rollouts: int = 12, max_tokens: int = 40, logprobs: bool = False
+) -> RolloutBatch:
+    """A batch of `token_lists`, with or without group ids, at one temperature or at two.
+
+    logprobs: whether the batch may have old and reference log-probs.
+    """
+    lists = draw(token_lists(max_rollouts=max_rollouts, max_tokens=max_tokens))
+    groups = draw(st.sampled_from((0, 1, 3)))
+    temperatures = draw(st.sampled_from(((1.0,), (1.0, 0.7))))
+    trained = draw(st.sampled_from((0.0, 0.3, 1.0)))
+    has_logprobs = logprobs and draw(st.booleans())
+    # What is left comes from one seed: drawn value by value it takes longer than the tests do.
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rollouts = []
+    for ids in lists:
+        mask = random.random(len(ids)) < (trained if random.random() < 0.8 else 0.5)
+        mask[0] = False
+        rollouts.append(
+            Rollout(
+                ids,
+                mask,
+                random.normal(size=len(ids)) if random.random() < 0.5 else random.normal(),
+                old_logprobs=-3 * random.random(len(ids)) if has_logprobs else None,
+                reference_logprobs=-3 * random.random(len(ids)) if has_logprobs else None,
+                temperature=random.choice(temperatures),
+                group_id=str(random.integers(groups)) if groups else None,
+            )
+        )
+    return RolloutBatch(rollouts)

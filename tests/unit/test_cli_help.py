@@ -1,0 +1,110 @@
+"""The command line as a reader of its help sees it: its commands, its options, their texts."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+import forkpoint
+from forkpoint.cli import main
+from forkpoint.cli.app import COMMANDS
+
+PLANNING = {"--sharing", "--boundary", "--waves", "--max-row-tokens", "--memory-budget-bytes"}
+MEMORY = {"--dtype", "--gradient-checkpointing"}
+RUNTIME = {*MEMORY, "--device", "--seed"}
+TRAINING = {"--loss", "--optimizer", "--lr", "--steps", "--groups-per-step", "--baseline"}
+# An option that is renamed or dropped breaks scripts: change this table knowingly.
+OPTIONS = {
+    "demo": {
+        *("--groups", "--rollouts-per-group", "--prompt-tokens", "--response-tokens"),
+        *("--steps", "--seed", "--json"),
+    },
+    "plan": {"--model", "--loss", "--limit", "--json", *PLANNING, *MEMORY},
+    "replay": {"--model", "--limit", "--json", *TRAINING, *PLANNING, *RUNTIME},
+    "verify": {"--model", "--loss", "--limit-groups", "--limit", "--json", *PLANNING, *RUNTIME},
+    "bench": {"--suite", "--kernels", "--dtypes", "--output", "--json"},
+    "doctor": {"--json"},
+}
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([*arguments, "--help"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys)
+    assert set(COMMANDS) == set(OPTIONS)
+    for name in COMMANDS:
+        assert re.search(rf"• {name} +\w", text), f"{name} is not listed with what it does"
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_the_options_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, command)
+    found = set(re.findall(r"^[│ ] (--[a-z][\w.-]*)", text, re.MULTILINE)) - {"--help"}
+    assert found == OPTIONS[command]
+    assert "{None}" not in text and "--no-" not in text
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_option_is_explained(command: str) -> None:
+    todo = [COMMANDS[command]]
+    while todo:
+        kind = todo.pop()
+        text = "".join(base.__doc__ or "" for base in kind.__mro__ if is_dataclass(base))
+        for field in fields(kind):
+            if isinstance(field.default_factory, type):
+                todo.append(field.default_factory)
+            else:
+                assert re.search(rf"^ +{field.name}: \w", text, re.MULTILINE), field.name
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"forkpoint {forkpoint.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], tuple(COMMANDS)),
+        (["plna"], ("plna", "plan")),
+        (["plan"], ("FILE", "required")),
+        (["replay", "x.jsonl"], ("--model", "required")),
+        (["plan", "x.jsonl", "--sharing", "all"], ("all", "--sharing", "none", "group", "tree")),
+        (["plan", "x.jsonl", "--max-row-token", "5"], ("--max-row-token", "--max-row-tokens")),
+        (["plan", "x.jsonl", "--limit", "many"], ("many", "--limit")),
+        (["doctor", "x.jsonl"], ("x.jsonl",)),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], said: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert not set("╭│─╰\033") & set(captured.err) and "---" not in captured.err
+    for part in said:
+        assert part in captured.err
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "forkpoint", "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: forkpoint ")
+
+
+def test_as_a_module_with_wrong_arguments() -> None:
+    """The code that `main` returns becomes the process's."""
+    done = subprocess.run(
+        [sys.executable, "-m", "forkpoint", "plna"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: ")

@@ -1,0 +1,75 @@
+"""Options: what is allowed, and what a refusal says."""
+
+import dataclasses
+
+import pytest
+
+from forkpoint import Config, ConfigError, ForkpointError
+
+
+def test_defaults() -> None:
+    config = Config()
+    assert (config.sharing, config.boundary, config.waves) == ("auto", "auto", "packed")
+    assert (config.max_row_tokens, config.memory_budget_bytes) == (None, None)
+    assert (config.attention_kernel, config.head_chunk_tokens) == ("auto", 1024)
+    assert config.restore_grads is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("sharing", "groups", "'auto', 'none', 'group', 'tree'"),
+        ("sharing", None, "'auto', 'none', 'group', 'tree'"),
+        ("boundary", "rows", "'auto', 'in_row', 'across_rows', 'mixed'"),
+        ("boundary", True, "'auto', 'in_row', 'across_rows', 'mixed'"),
+        ("waves", "auto", "'packed', 'padded'"),
+        ("waves", "", "'packed', 'padded'"),
+    ],
+)
+def test_a_choice_outside_its_list_is_refused(name: str, value: object, allowed: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Config(**{name: value})  # pyright: ignore[reportArgumentType]
+    assert str(refused.value) == f"{name} is {value!r}; allowed are {allowed}."
+
+
+SIZES = ("max_row_tokens", "memory_budget_bytes", "head_chunk_tokens")
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0, -1, 1.0, 4096.5, True, "4096", float("nan")])
+def test_sizes_are_whole_and_at_least_one(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Config(**{name: value})  # pyright: ignore[reportArgumentType]
+    message = f"{name} is {value!r}; it takes a whole number of at least 1."
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_smallest_size_is_allowed(name: str) -> None:
+    config = Config(**{name: 1})  # pyright: ignore[reportArgumentType]
+    assert getattr(config, name) == 1
+
+
+def test_limits_may_be_left_to_the_planner_but_the_head_needs_its_chunk() -> None:
+    config = Config(max_row_tokens=None, memory_budget_bytes=None)
+    assert (config.max_row_tokens, config.memory_budget_bytes) == (None, None)
+    with pytest.raises(ConfigError, match="head_chunk_tokens is None; it takes a whole number"):
+        Config(head_chunk_tokens=None)  # pyright: ignore[reportArgumentType]
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(TypeError, match="shearing"):
+        Config(shearing="tree")  # pyright: ignore[reportCallIssue]
+
+
+def test_a_config_cannot_be_changed_and_its_changes_are_checked() -> None:
+    config = Config(sharing="tree")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.sharing = "none"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ConfigError, match="boundary is 'inside'"):
+        dataclasses.replace(config, boundary="inside")  # pyright: ignore[reportArgumentType]
+
+
+def test_refusals_are_value_errors_of_forkpoint() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, ForkpointError)

@@ -1,0 +1,174 @@
+"""Counted pairs, FLOPs and bytes: against brute force, by hand, and the bound in literal values."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint import Config, ConfigError, ModelShape, Rollout, RolloutBatch
+from forkpoint.forest import build_forest, sort_rollouts
+from forkpoint.plan import Work
+from forkpoint.plan.cost import dense_work, forest_work, visible_pairs
+from forkpoint.plan.planner import make_plan
+
+LLAMA3_8B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+TINY = ModelShape(
+    layers=2,
+    hidden=4,
+    heads=2,
+    kv_heads=1,
+    head_dim=3,
+    value_dim=5,
+    intermediate=7,
+    vocab=11,
+)
+
+
+@settings(max_examples=500, derandomize=True, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6),
+    st.integers(0, 40),
+)
+def test_visible_pairs_are_those_that_brute_force_counts(
+    runs: list[tuple[int, int]], window: int
+) -> None:
+    expected = sum(
+        1
+        for start, length in runs
+        for query in range(start, start + length)
+        for key in range(query + 1)
+        if not window or query - key < window
+    )
+    start, length = np.asarray(runs, np.int64).reshape(-1, 2).T
+    assert visible_pairs(start, length, window) == expected
+
+
+def test_pairs_of_a_million_tokens_do_not_overflow() -> None:
+    pairs = visible_pairs(np.array([3_000_000_000]), np.array([1_000_000]), 0)
+    assert pairs == 3_000_000_000 * 1_000_000 + 1_000_000 * 1_000_001 // 2
+
+
+def test_flops_of_a_shape_counted_by_hand() -> None:
+    # A block: q 4x6, k 4x3, v 4x5, o 10x4; gate, up and down 4x7 each. Two blocks.
+    block = 24 + 12 + 20 + 40 + 3 * 28
+    assert TINY.linear_parameters == 2 * block == 360
+    work = Work(tokens=3, pairs={0: 6}, labelled=2)
+    products = 2 * 3 * 360
+    head = 2 * 2 * 4 * 11
+    attention = 2 * 6 * 2 * (2 * (3 + 5))  # 2 layers, 6 pairs, 2 heads, q.k and p.v
+    assert work.forward_flops(TINY) == products + head + attention == 2160 + 176 + 384
+    assert work.step_flops(TINY) == 3 * (2160 + 176) + 3.5 * 384
+
+
+def test_windowed_layers_are_counted_by_their_own_pairs() -> None:
+    shape = ModelShape(**{**vars(TINY), "windows": (0, 2)})
+    work = dense_work(np.array([3, 0, 1]), 0, shape.windows)
+    assert work == Work(tokens=4, pairs={0: 6 + 1, 2: 5 + 1}, labelled=0)
+    assert work.forward_flops(shape) == 2 * 4 * 360 + 2 * 2 * (3 + 5) * (7 + 6)
+
+
+def test_a_forest_counts_every_edge_once_at_its_position() -> None:
+    lists = [[1, 2, 3, 4], [1, 2, 3, 5, 6]]
+    offsets = np.cumsum([0, *map(len, lists)])
+    order = sort_rollouts(np.concatenate(lists), offsets, np.zeros(2, np.int64))
+    forest = build_forest(order, 2)
+    # Two shared edges see 1 + 2 positions; the children start at position 2: 3, and 3 + 4.
+    assert forest_work(forest, 1, (0, 3)) == Work(
+        tokens=5, pairs={0: 3 + 3 + 7, 3: 3 + 3 + 6}, labelled=1
+    )
+
+
+def test_bytes_of_a_shape_counted_by_hand() -> None:
+    # K of 3 and V of 5 in one head and 2 layers, in 16 bits; their gradients in 32.
+    assert TINY.boundary_bytes_per_token == 2 * (3 + 5) * 2
+    assert TINY.boundary_gradient_bytes_per_token == 2 * (3 + 5) * 4
+    # 4 inputs of width 4 (of two norms and two groups of products), q and k before and after the
+    # rotation, v, the output of attention, and 4 values of the MLP; two norms' copies in float32.
+    block = 2 * (4 * 4 + 2 * (6 + 3) + (5 + 10) + 4 * 7) + 2 * 4 * 4
+    assert TINY.activation_bytes_per_token == 2 * block
+    checkpointed = ModelShape(**{**vars(TINY), "checkpointed": True})
+    assert checkpointed.activation_bytes_per_token == 2 * 4 * 2 + block
+    double = ModelShape(**{**vars(TINY), "dtype_bytes": 8})
+    assert double.boundary_gradient_bytes_per_token == 2 * (3 + 5) * 8
+    assert double.activation_bytes_per_token == 2 * 8 * (16 + 18 + 15 + 28)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "suffix", "count", "bound"),
+    [
+        (10_240, 2_048, 32, 4.37),
+        (10_240, 2_048, 16, 3.94),
+        (6_144, 6_144, 16, 1.69),
+        (2_048, 10_240, 8, 1.13),
+    ],
+)
+def test_the_bound_of_published_workloads(prefix, suffix, count, bound: float) -> None:
+    """Llama3-8B shapes, one group, the head on the responses alone."""
+    prompt = np.zeros(prefix, np.int64)
+    rollouts = []
+    for rollout in range(count):
+        ids = np.concatenate([prompt, np.full(suffix, 1 + rollout)])
+        rollouts.append(Rollout(ids, np.arange(len(ids)) >= prefix, 1.0))
+    plan = make_plan(RolloutBatch(rollouts), ModelShape.from_config(LLAMA3_8B))
+    assert plan.dense.tokens == count * (prefix + suffix - 1)
+    assert plan.shared.tokens == prefix - 1 + count * suffix
+    assert plan.dense.labelled == plan.shared.labelled == count * suffix
+    assert round(plan.bound, 2) == bound
+
+
+def test_the_bound_without_a_shape_is_one_of_tokens() -> None:
+    batch = RolloutBatch(Rollout([1, 2, 3, 4, i], [0] * 5, 0.0) for i in range(5, 9))
+    assert make_plan(batch, config=Config(sharing="tree")).bound == 4 * 4 / (3 + 4)
+    single = RolloutBatch([Rollout([1], [0], 0.0)])
+    assert make_plan(single).bound == 1.0
+
+
+def test_shape_from_a_configuration() -> None:
+    shape = ModelShape.from_config(LLAMA3_8B)
+    assert (shape.head_dim, shape.value_dim, shape.kv_heads) == (128, 128, 8)
+    assert shape.windows == (0,) * 32
+    assert shape.linear_parameters == 6_979_321_856  # 8.03e9 less embeddings, head and norms
+    changed = ModelShape.from_config(LLAMA3_8B, dtype_bytes=4, checkpointed=True)
+    assert (changed.dtype_bytes, changed.checkpointed) == (4, True)
+    alone = {key: value for key, value in LLAMA3_8B.items() if key != "num_key_value_heads"}
+    assert ModelShape.from_config(alone).kv_heads == 32
+    assert ModelShape.from_config({**LLAMA3_8B, "head_dim": 64}).head_dim == 64
+
+
+def test_windows_from_a_configuration() -> None:
+    config = {
+        **LLAMA3_8B,
+        "num_hidden_layers": 2,
+        "sliding_window": 512,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    assert ModelShape.from_config(config).windows == (512, 0)
+    assert ModelShape.from_config({**config, "use_sliding_window": False}).windows == (0, 0)
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "intermediate_size", "vocab_size"])
+def test_a_configuration_that_lacks_a_size_is_refused(missing: str) -> None:
+    config = {**LLAMA3_8B, missing: None}
+    with pytest.raises(ConfigError, match=f"lacks {missing};"):
+        ModelShape.from_config(config)
+
+
+def test_everything_that_is_missing_is_named_at_once() -> None:
+    with pytest.raises(
+        ConfigError,
+        match="lacks num_hidden_layers, hidden_size, num_attention_heads, vocab_size, interm",
+    ):
+        ModelShape.from_config({"model_type": "llama"})
+
+
+def test_a_window_for_each_layer() -> None:
+    with pytest.raises(ConfigError, match="windows has 3 entries for 2 layers"):
+        ModelShape(**{**vars(TINY), "windows": (1, 2, 3)})

@@ -1,0 +1,227 @@
+"""The forest of shared segments, against sets of prefixes written out."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint.forest import Forest, SortedRollouts, build_forest, sort_rollouts
+from strategies import token_lists
+
+EXAMPLES = settings(max_examples=1000, derandomize=True, deadline=None)
+
+Edge = tuple[int, tuple[int, ...]]
+"""A class of rollouts that may share, and a rollout's tokens up to the edge's label."""
+
+
+@st.composite
+def classed_lists(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    """Token lists, and for each the class within which it may share."""
+    lists = draw(token_lists())
+    classes = draw(st.lists(st.integers(0, 2), min_size=len(lists), max_size=len(lists)))
+    return lists, classes if draw(st.booleans()) else [0] * len(lists)
+
+
+def ragged(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    offsets = np.cumsum([0, *map(len, lists)])
+    return np.asarray([token for ids in lists for token in ids], np.int64), offsets
+
+
+def forest_of(lists: list[list[int]], classes: list[int] | None = None) -> Forest:
+    order = sort_rollouts(*ragged(lists), np.asarray(classes or [0] * len(lists)))
+    return build_forest(order, len(lists))
+
+
+def owners_of_edges(lists: list[list[int]], classes: list[int]) -> dict[Edge, set[int]]:
+    """Every edge there is, with the rollouts through it."""
+    owners: dict[Edge, set[int]] = defaultdict(set)
+    for rollout, (ids, cls) in enumerate(zip(lists, classes, strict=True)):
+        for end in range(2, len(ids) + 1):
+            owners[cls, tuple(ids[:end])].add(rollout)
+    return owners
+
+
+def edges_of_segment(
+    forest: Forest, segment: int, lists: list[list[int]], classes: list[int]
+) -> list[Edge]:
+    """The segment's edges, read off its first owner."""
+    rollout = int(forest.owners(segment)[0])
+    first = int(forest.start[segment])
+    ends = range(first + 2, first + int(forest.length[segment]) + 2)
+    return [(classes[rollout], tuple(lists[rollout][:end])) for end in ends]
+
+
+@EXAMPLES
+@given(classed_lists(), st.integers(1, 50))
+def test_every_rollout_is_one_path_and_every_edge_is_there_once(
+    batch: tuple[list[list[int]], list[int]], max_tokens: int
+) -> None:
+    lists, classes = batch
+    tokens, offsets = ragged(lists)
+    owners = owners_of_edges(lists, classes)
+    whole = forest_of(lists, classes)
+    for forest in (whole, whole.chained(max_tokens)):
+        found = [
+            edge
+            for segment in range(len(forest))
+            for edge in edges_of_segment(forest, segment, lists, classes)
+        ]
+        assert len(found) == len(set(found)) == forest.edges == len(owners)
+        assert set(found) == set(owners)
+        for segment in range(len(forest)):
+            expected = owners[edges_of_segment(forest, segment, lists, classes)[0]]
+            for edge in edges_of_segment(forest, segment, lists, classes):
+                assert owners[edge] == expected
+            assert sorted(forest.owners(segment).tolist()) == sorted(expected)
+            assert forest.multiplicity[segment] == len(expected)
+
+        token_edges = forest.token_edges(offsets)
+        at = forest.segment_tokens(offsets)
+        for rollout, ids in enumerate(lists):
+            inputs, labels = [], []
+            for segment in forest.path(int(forest.leaf[rollout])):
+                assert forest.start[segment] == len(inputs)
+                length = int(forest.length[segment])
+                inputs += tokens[at[segment] : at[segment] + length].tolist()
+                labels += tokens[at[segment] + 1 : at[segment] + length + 1].tolist()
+            assert (inputs, labels) == (ids[:-1], ids[1:])
+            assert token_edges[offsets[rollout]] == -1
+            for position, edge in enumerate(token_edges[offsets[rollout] + 1 :][: len(ids) - 1]):
+                assert found[edge] == (classes[rollout], tuple(ids[: position + 2]))
+
+
+@EXAMPLES
+@given(classed_lists())
+def test_segments_are_maximal_and_parents_come_first(
+    batch: tuple[list[list[int]], list[int]],
+) -> None:
+    forest = forest_of(*batch)
+    children = forest.children()
+    depth = forest.depth
+    subtree = forest.subtree_edges()
+    assert (forest.length >= 1).all()
+    for segment, parent in enumerate(forest.parent.tolist()):
+        assert parent < segment
+        assert forest.path(segment)[-1] == segment
+        assert len(forest.path(segment)) == depth[segment] + 1
+        below = [s for s in range(len(forest)) if segment in forest.path(s)]
+        assert subtree[segment] == forest.length[below].sum()
+        assert below == list(range(segment, segment + len(below))), "depth-first order"
+        if parent < 0:
+            assert forest.start[segment] == 0
+            continue
+        assert segment in children[parent]
+        assert forest.start[segment] == forest.start[parent] + forest.length[parent]
+        own, above = set(forest.owners(segment).tolist()), set(forest.owners(parent).tolist())
+        assert own < above, "a child with all of its parent's rollouts is the same segment"
+    assert sum(map(len, children)) + forest.roots == len(forest)
+
+
+@EXAMPLES
+@given(classed_lists(), st.integers(1, 50))
+def test_chains_are_as_few_and_as_equal_as_they_can_be(
+    batch: tuple[list[list[int]], list[int]], max_tokens: int
+) -> None:
+    forest = forest_of(*batch)
+    chained = forest.chained(max_tokens)
+    pieces = iter(chained.length.tolist())
+    for length in forest.length.tolist():
+        chain = [next(pieces) for _ in range(-(-length // max_tokens))]
+        assert sum(chain) == length
+        assert max(chain) <= max_tokens
+        assert max(chain) - min(chain) <= 1
+    assert next(pieces, None) is None
+
+
+@EXAMPLES
+@given(classed_lists())
+def test_neighbours_in_sorted_order_share_what_they_have_in_common(
+    batch: tuple[list[list[int]], list[int]],
+) -> None:
+    lists, classes = batch
+    order = sort_rollouts(*ragged(lists), np.asarray(classes))
+    keys = [(classes[rollout], lists[rollout]) for rollout in order.rollouts.tolist()]
+    assert keys == sorted((c, ids) for ids, c in zip(lists, classes, strict=True) if len(ids) > 1)
+    assert order.edges.tolist() == [len(ids) - 1 for _, ids in keys]
+    owners = owners_of_edges(lists, classes)
+    for entry, rollout in enumerate(order.rollouts.tolist()):
+        before = set() if entry == 0 else {int(order.rollouts[entry - 1])}
+        shared = sum(before | {rollout} <= through for through in owners.values() if before)
+        assert order.shared_edges[entry] == shared
+    assert order.new_edges.sum() == len(owners)
+
+
+def test_a_flat_group_forks_one_token_early() -> None:
+    # Prompt 5 6 7, responses 1 1, 1 2 and 3: the last prompt token belongs to each child.
+    forest = forest_of([[5, 6, 7, 1, 1], [5, 6, 7, 1, 2], [5, 6, 7, 3]])
+    assert forest.parent.tolist() == [-1, 0, 1, 1, 0]
+    assert forest.start.tolist() == [0, 2, 3, 3, 2]
+    assert forest.length.tolist() == [2, 1, 1, 1, 1]
+    assert forest.multiplicity.tolist() == [3, 2, 1, 1, 1]
+    assert forest.leaf.tolist() == [2, 3, 4]
+    assert forest.token_edges(np.array([0, 5, 10, 14])).tolist() == [
+        *(-1, 0, 1, 2, 3),
+        *(-1, 0, 1, 2, 4),
+        *(-1, 0, 1, 5),
+    ]
+
+
+def test_prefixes_and_equal_rollouts_end_inside_the_forest() -> None:
+    forest = forest_of([[1, 2, 3, 4], [1, 2], [1, 2, 3, 4], [9], [1, 2, 3, 5]])
+    assert forest.parent.tolist() == [-1, 0, 1, 1]
+    assert forest.length.tolist() == [1, 1, 1, 1]
+    assert forest.leaf.tolist() == [2, 0, 2, -1, 3]
+    assert [sorted(forest.owners(s).tolist()) for s in range(4)] == [
+        [0, 1, 2, 4],
+        [0, 2, 4],
+        [0, 2],
+        [4],
+    ]
+    assert (forest.edges, forest.roots, len(forest)) == (4, 1, 4)
+
+
+def test_rollouts_that_share_one_token_only_share_no_edge() -> None:
+    forest = forest_of([[1, 2, 3], [1, 4, 3]])
+    assert (forest.edges, forest.roots) == (4, 2)
+
+
+def test_nothing_but_one_token_rollouts_is_an_empty_forest() -> None:
+    forest = forest_of([[1], [1], [2]])
+    assert (len(forest), forest.edges, forest.roots) == (0, 0, 0)
+    assert forest.leaf.tolist() == [-1, -1, -1]
+    assert forest.path(-1) == []
+    assert forest.token_edges(np.array([0, 1, 2, 3])).tolist() == [-1, -1, -1]
+    assert len(forest.chained(1)) == 0
+
+
+@pytest.mark.parametrize("top", [2**31 - 1, 2**32 - 1, 2**40])
+def test_large_ids_are_told_apart_and_sorted_as_numbers(top: int) -> None:
+    lists = [[top, 1, top], [top, 1, top - 1], [256, 1], [255, 1], [1, 1]]
+    order = sort_rollouts(*ragged(lists), np.zeros(5, np.int64))
+    assert order.rollouts.tolist() == [4, 3, 2, 1, 0]
+    assert order.shared_edges.tolist() == [0, 0, 0, 0, 1]
+
+
+def test_a_cut_parts_neighbours_and_leaves_the_rest_shared() -> None:
+    order = sort_rollouts(*ragged([[1, 2, 3], [1, 2, 4], [1, 2, 4, 5]]), np.zeros(3, np.int64))
+    assert order.shared_edges.tolist() == [0, 1, 2]
+    parted = order.cut(np.array([False, True, False]))
+    assert parted.shared_edges.tolist() == [0, 0, 2]
+    assert build_forest(parted, 3).edges == 2 + 3
+    last = parted.take(np.array([1, 2]))
+    assert isinstance(last, SortedRollouts)
+    assert build_forest(last, 3).leaf.tolist() == [-1, 0, 1]
+
+
+def test_chained_pieces_of_one_segment() -> None:
+    forest = forest_of([list(range(12)), [*range(12), 0, 0, 0], [*range(12), 1]])
+    assert forest.length.tolist() == [11, 3, 1]
+    chained = forest.chained(4)
+    assert chained.length.tolist() == [4, 4, 3, 3, 1]
+    assert chained.parent.tolist() == [-1, 0, 1, 2, 2]
+    assert chained.start.tolist() == [0, 4, 8, 11, 11]
+    assert chained.multiplicity.tolist() == [3, 3, 3, 1, 1]
+    assert chained.leaf.tolist() == [2, 3, 4]
+    assert forest.chained(11) is forest

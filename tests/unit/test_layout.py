@@ -1,0 +1,177 @@
+"""Attention tables: what each query reads through its launches, against what its path says."""
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint import Config, Plan, Rollout, RolloutBatch
+from forkpoint.ops.attention import AttentionTable
+from forkpoint.plan import make_plan
+from forkpoint.plan.layout import (
+    ARENA,
+    COLUMNS,
+    GATHERED,
+    OWN,
+    Row,
+    Table,
+    full_table,
+    windowed_table,
+)
+from strategies import COMBINATIONS, batches
+
+EXAMPLES = settings(max_examples=100, derandomize=True, deadline=None)
+
+Slot = tuple[int, int]
+"""(OWN, slot of the row) or (ARENA, slot of the arena)."""
+
+
+def launches_of(table: Table) -> list[dict[str, int]]:
+    return [dict(zip(COLUMNS, launch, strict=True)) for launch in table.launches.tolist()]
+
+
+def visible(table: Table, window: int = 0) -> dict[int, Counter[Slot]]:
+    """How often each query of the row sees each key, launch by launch, as a kernel would."""
+    seen: dict[int, Counter[Slot]] = defaultdict(Counter)
+    for launch in launches_of(table):
+        cut = {
+            side: table.cu[launch[f"cu_{side}_at"] :][: launch["count"] + 1].tolist()
+            for side in "qk"
+        }
+        for i in range(launch["count"]):
+            queries = range(*cut["q"][i : i + 2])
+            keys = range(*cut["k"][i : i + 2])
+            for position, query in enumerate(queries):
+                last = len(keys) - len(queries) + position if launch["causal"] else len(keys) - 1
+                first = max(0, last + 1 - window) if window else 0
+                for key in keys[first : last + 1]:
+                    slot = launch["k_begin"] + key
+                    source = launch["source"]
+                    if source == GATHERED:
+                        assert table.key_index is not None
+                        at = int(table.key_index[slot])
+                        source, slot = (OWN, at) if at >= 0 else (ARENA, -1 - at)
+                    seen[launch["q_begin"] + query][source, slot] += 1
+    return seen
+
+
+def on_path(plan: Plan, row: Row) -> dict[int, list[Slot]]:
+    """For each real slot of the row, all that its token sees without a window, root first."""
+    own = dict(zip(row.segments, row.slot_begin, strict=True))
+    found: dict[int, list[Slot]] = {}
+    for segment in row.segments:
+        path: list[Slot] = []
+        for ancestor in plan.forest.path(segment):
+            inside = ancestor in own
+            source, begin = (OWN, own[ancestor]) if inside else (ARENA, plan.arena_of[ancestor])
+            path += [(source, begin + i) for i in range(plan.forest.length[ancestor])]
+        above = int(plan.forest.start[segment])
+        for i in range(plan.forest.length[segment]):
+            found[own[segment] + i] = path[: above + i + 1]
+    return found
+
+
+@pytest.mark.parametrize(("sharing", "boundary", "waves"), COMBINATIONS)
+@EXAMPLES
+@given(batch=batches(), row_tokens=st.integers(1, 60), window=st.integers(1, 12))
+def test_every_query_sees_its_path_and_nothing_else(
+    sharing, boundary, waves, batch: RolloutBatch, row_tokens: int, window: int
+) -> None:
+    if boundary == "in_row":
+        row_tokens = max(row_tokens, int(batch.lengths.max()))
+    config = Config(sharing=sharing, boundary=boundary, waves=waves, max_row_tokens=row_tokens)
+    plan = make_plan(batch, config=config)
+    for row in plan.rows:
+        paths = on_path(plan, row)
+        full = full_table(plan.forest, row, plan.arena_of)
+        windowed = windowed_table(plan.forest, row, plan.arena_of, window)
+        for table, width in ((full, 0), (windowed, window)):
+            AttentionTable.from_numpy(table.launches, table.cu, table.key_index)
+            first = launches_of(table)[0]
+            assert (first["q_begin"], first["q_end"], first["causal"]) == (0, row.slots, 1)
+            seen = visible(table, width)
+            for slot, path in paths.items():
+                assert seen[slot] == Counter(path[-width:] if width else path)
+        for launch in launches_of(full)[1:]:
+            assert not launch["causal"], "above a segment all is seen: rectangles"
+        assert windowed.key_index is not None
+        copied = len(windowed.key_index) - row.slots
+        assert copied <= (window - 1) * len(row.segments), "a bounded copy"
+
+
+def plan_of(lists: list[list[int]], **options) -> Plan:
+    batch = RolloutBatch(Rollout(ids, [0] * len(ids), 0.0, group_id="g") for ids in lists)
+    return make_plan(batch, config=Config(**options))
+
+
+def test_the_launches_of_a_flat_group_in_one_row() -> None:
+    # Prompt 1 2 3 4, responses of 2, 1 and 3 tokens: segments of 3, 2, 1 and 3 edges.
+    plan = plan_of(
+        [[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]],
+        sharing="group",
+        boundary="in_row",
+    )
+    (row,) = plan.rows
+    table = full_table(plan.forest, row, plan.arena_of)
+    assert table.launches.tolist() == [
+        [OWN, 1, 0, 9, 0, 9, 3, 3, 0, 5, 4],
+        [OWN, 0, 3, 9, 0, 3, 6, 3, 10, 12, 1],
+    ]
+    assert table.cu.tolist() == [*(0, 3, 5, 6, 9), *(0, 3, 5, 6, 9), *(0, 6), *(0, 3)]
+
+
+def test_the_launches_of_a_flat_group_across_rows() -> None:
+    plan = plan_of(
+        [[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]],
+        sharing="group",
+        boundary="across_rows",
+    )
+    parent, child = plan.rows
+    alone = full_table(plan.forest, parent, plan.arena_of)
+    assert alone.launches.tolist() == [[OWN, 1, 0, 3, 0, 3, 3, 3, 0, 2, 1]]
+    table = full_table(plan.forest, child, plan.arena_of)
+    assert table.launches.tolist() == [
+        [OWN, 1, 0, 6, 0, 6, 3, 3, 0, 4, 3],
+        [ARENA, 0, 0, 6, 0, 3, 6, 3, 8, 10, 1],
+    ]
+    tails = windowed_table(plan.forest, child, plan.arena_of, 3)
+    assert tails.launches.tolist() == [[GATHERED, 1, 0, 6, 0, 12, 3, 5, 0, 4, 3]]
+    assert tails.cu.tolist() == [*(0, 2, 3, 6), *(0, 4, 7, 12)]
+    assert tails.key_index is not None
+    assert tails.key_index.tolist() == [*(-2, -3, 0, 1), *(-2, -3, 2), *(-2, -3, 3, 4, 5)]
+
+
+def test_neighbouring_groups_in_one_row_share_a_launch() -> None:
+    # Breadth first, the prefixes of both groups lie back to back, and so do their suffixes.
+    lists = [[prompt] * 4 + [20 + i, 20 + i] for prompt in (1, 2) for i in range(2)]
+    plan = plan_of(lists, sharing="tree", boundary="in_row")
+    (row,) = plan.rows
+    table = full_table(plan.forest, row, plan.arena_of)
+    assert [launch["count"] for launch in launches_of(table)] == [6, 2]
+
+
+def test_a_tree_in_one_row_takes_a_launch_for_each_pair_of_levels() -> None:
+    lists = [[1, 1, 1, prompt, prompt, leaf] for prompt in (2, 3) for leaf in (4, 5)]
+    plan = plan_of(lists, sharing="tree", boundary="in_row")
+    (row,) = plan.rows
+    table = full_table(plan.forest, row, plan.arena_of)
+    assert [launch["count"] for launch in launches_of(table)] == [7, 1, 2]
+
+
+def test_a_chain_of_rows_reads_as_one_slice() -> None:
+    plan = plan_of([list(range(12))], sharing="none", boundary="across_rows", max_row_tokens=4)
+    assert [row.slots for row in plan.rows] == [4, 4, 3]
+    last = full_table(plan.forest, plan.rows[-1], plan.arena_of)
+    assert [(c["source"], c["k_begin"], c["k_end"]) for c in launches_of(last)] == [
+        (OWN, 0, 3),
+        (ARENA, 0, 8),
+    ]
+
+
+def test_a_window_of_one_reads_nothing_above() -> None:
+    plan = plan_of([[1, 2, 3, 4], [1, 2, 3, 5]], sharing="tree", boundary="across_rows")
+    for row in plan.rows:
+        table = windowed_table(plan.forest, row, plan.arena_of, 1)
+        assert table.key_index is not None
+        assert table.key_index.tolist() == list(range(row.slots))

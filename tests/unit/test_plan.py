@@ -1,0 +1,412 @@
+"""What the planner decides and refuses, the literal schedule, JSON, and what explain() says."""
+
+import json
+import re
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint import Config, ModelShape, Plan, PlanError, Rollout, RolloutBatch
+from forkpoint.plan import make_plan, planner
+from forkpoint.plan.plan import fingerprint
+from forkpoint.plan.planner import plan_cost, splits
+from strategies import batches
+
+SHAPE = ModelShape(
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    value_dim=16,
+    intermediate=128,
+    vocab=100,
+    windows=(0, 8),
+)
+
+
+def batch_of(lists: list[list[int]], groups: list[str] | None = None, **fields) -> RolloutBatch:
+    """Rollouts of one group, or of those named, that train on their last token."""
+    return RolloutBatch(
+        Rollout(
+            ids,
+            [0] * (len(ids) - 1) + [int(len(ids) > 1)],
+            1.0,
+            group_id=groups[i] if groups else "g",
+            **fields,
+        )
+        for i, ids in enumerate(lists)
+    )
+
+
+def group(
+    prompt: int = 1000, response: int = 50, count: int = 8, first: int = 0
+) -> list[list[int]]:
+    """`count` rollouts of one prompt; the ids start at `first` and none comes twice."""
+    shared = list(range(first, first + prompt))
+    ids = iter(range(first + prompt, first + prompt + count * response))
+    return [shared + [next(ids) for _ in range(response)] for _ in range(count)]
+
+
+# What auto decides
+
+
+def test_auto_is_dense_where_nothing_is_shared() -> None:
+    plan = make_plan(batch_of(group(prompt=1, response=300)))
+    assert (plan.sharing, plan.boundary) == ("none", "in_row")
+    assert plan.reason == "nothing that shares costs less than dense"
+    assert plan.bound == 1.0
+
+
+def test_auto_is_dense_where_rows_are_too_small_for_sharing_to_pay() -> None:
+    plan = make_plan(batch_of(group(prompt=5, response=3)))
+    assert plan.sharing == "none"
+    assert plan.computed_tokens == 8 * 7
+
+
+def test_auto_shares_within_groups_where_that_is_all_there_is() -> None:
+    plan = make_plan(batch_of(group()))
+    assert (plan.sharing, plan.boundary) == ("group", "in_row")
+    assert (plan.dense.tokens, plan.shared.tokens) == (8 * 1049, 999 + 8 * 50)
+    assert plan.reason == "predicted to cost 0.167 of dense"
+    assert [(c.sharing, c.boundary, c.cost) for c in plan.candidates] == [
+        (sharing, boundary, 8392 if sharing == "none" else 1399)
+        for sharing in ("none", "group", "tree")
+        for boundary in ("in_row", "mixed", "across_rows")
+    ]
+
+
+def test_auto_shares_over_groups_that_begin_alike() -> None:
+    lists = [[*ids, 5_000 + i] for i, ids in enumerate(group(prompt=1000, response=300, count=2))]
+    plan = make_plan(batch_of(lists, groups=["one", "two"]))
+    assert plan.sharing == "tree"
+    assert plan.computed_tokens == 999 + 2 * 301
+
+
+def test_auto_crosses_rows_where_a_tree_does_not_fit_one() -> None:
+    plan = make_plan(batch_of(group()), config=Config(max_row_tokens=1100))
+    assert (plan.sharing, plan.boundary) == ("group", "mixed")
+    assert plan.computed_tokens == 1399
+    assert plan.events() == ("F A0", "F B0", "B B0", "B A0")
+
+
+def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> None:
+    # A prompt of 100 edges and four responses of 100, all trained, in rows of at most 420: 500
+    # tokens with the fork across rows, 600 with the prompt in both rows of whole paths.
+    batch = RolloutBatch(
+        Rollout(ids, np.arange(len(ids)) > 0, 1.0, group_id="g")
+        for ids in group(prompt=101, response=100, count=4)
+    )
+    config = Config(max_row_tokens=420, sharing="group")
+    coupling = np.arange(4)
+    with mock.patch.object(planner, "EFFICIENT_TOKENS", 1):
+        free = make_plan(batch, config=config)
+        assert (free.boundary, plan_cost(free, batch)) == ("mixed", 500)
+        assert splits(free, batch, coupling)
+        assert plan_cost(free, batch, coupling) == 500 * 4 / 3
+        coupled = make_plan(batch, config=config, coupling=coupling)
+        assert (coupled.boundary, plan_cost(coupled, batch, coupling)) == ("in_row", 600)
+        assert [row.tokens for row in coupled.rows] == [400, 200]
+        # In pairs, the second pair lies in both rows.
+        pairs = np.array([0, 0, 1, 1])
+        assert splits(coupled, batch, pairs)
+        assert make_plan(batch, config=config, coupling=pairs).boundary == "mixed"
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(
+    batches(),
+    st.sampled_from((None, SHAPE)),
+    st.sampled_from((1, 16, 256)),
+    st.one_of(st.none(), st.integers(1, 60)),
+    st.sampled_from((None, "rollout", "joint")),
+    st.sampled_from(("packed", "padded")),
+)
+def test_auto_never_costs_more_than_dense(
+    batch: RolloutBatch, shape, efficient: int, row_tokens, coupled, waves
+) -> None:
+    coupling = {
+        None: None,
+        "rollout": np.arange(len(batch)),
+        "joint": np.zeros(len(batch), np.int64),
+    }[coupled]
+    config = Config(max_row_tokens=row_tokens, waves=waves)
+    with mock.patch.object(planner, "EFFICIENT_TOKENS", efficient):
+        plan = make_plan(batch, shape, config, coupling=coupling)
+        costs = [c.cost for c in plan.candidates if c.cost is not None]
+        dense = [c.cost for c in plan.candidates if c.sharing == "none" and c.cost is not None]
+        assert len(plan.candidates) == 9
+        assert dense
+        cost = plan_cost(plan, batch, coupling)
+        assert cost in costs
+        assert cost <= dense[0]
+        assert cost <= min(costs) * (1 + planner.NOISE)
+    check_explained(plan)
+    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+
+
+# Limits
+
+
+def test_a_memory_budget_lowers_row_tokens_until_it_holds() -> None:
+    batch = batch_of([ids for first in range(0, 8_000, 2_000) for ids in group(first=first)])
+    config = Config(sharing="group", boundary="in_row")
+    free = make_plan(batch, SHAPE, config)
+    assert (free.max_row_tokens, len(free.rows)) == (16_384, 1)
+    assert free.predicted_peak_bytes == 4 * 1399 * SHAPE.activation_bytes_per_token
+    half = Config(
+        sharing="group", boundary="in_row", memory_budget_bytes=free.predicted_peak_bytes // 2
+    )
+    plan = make_plan(batch, SHAPE, half)
+    assert plan.max_row_tokens < 2 * 1399 + 1399
+    assert plan.predicted_peak_bytes == free.predicted_peak_bytes // 2
+    assert [row.slots for row in plan.rows] == [2 * 1399, 2 * 1399]
+
+
+def test_peak_bytes_count_the_rows_open_at_once_and_the_arena() -> None:
+    batch = batch_of([[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]])
+    config = Config(sharing="group", boundary="across_rows", max_row_tokens=3)
+    plan = make_plan(batch, SHAPE, config)
+    assert [row.slots for row in plan.rows] == [3, 3, 3]
+    assert plan.arena_slots == 3
+    boundary = 2 * 2 * (16 + 16) * (2 + 4)
+    assert plan.predicted_peak_bytes == 6 * SHAPE.activation_bytes_per_token + 3 * boundary
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "message"),
+    [
+        (
+            {"memory_budget_bytes": 1000},
+            None,
+            "memory_budget_bytes is 1000, but without a model shape bytes cannot be predicted; "
+            "name the model, or limit max_row_tokens instead.",
+        ),
+        (
+            {"memory_budget_bytes": 1000, "max_row_tokens": 2000},
+            SHAPE,
+            "rows of 2000 tokens are predicted to need 7341952 bytes and memory_budget_bytes is "
+            "1000; raise the budget, or lower max_row_tokens.",
+        ),
+        (
+            {"memory_budget_bytes": 1000, "boundary": "across_rows"},
+            SHAPE,
+            "rows of 64 tokens are predicted to need 6272384 bytes and memory_budget_bytes is "
+            "1000; raise the budget, or checkpoint activations.",
+        ),
+        (
+            {"max_row_tokens": 1000},
+            SHAPE,
+            "has 1049 tokens to run and a row holds at most 1000: a rollout within one row "
+            "cannot be cut. Raise max_row_tokens to 1049, or use boundary='across_rows', which "
+            "cuts it into a chain of rows.",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_both_values(options, shape, message: str) -> None:
+    config = Config(**{"sharing": "group", "boundary": "in_row", **options})
+    with pytest.raises(PlanError) as refused:
+        make_plan(batch_of(group()), shape, config)
+    assert str(refused.value).startswith(f"no plan fits this batch:\n  group + {config.boundary}: ")
+    assert message in str(refused.value)
+
+
+def test_every_reason_is_named_where_nothing_fits() -> None:
+    with pytest.raises(PlanError) as refused:
+        make_plan(batch_of(group()), None, Config(memory_budget_bytes=1000))
+    assert str(refused.value).count("memory_budget_bytes is 1000") == 9
+
+
+def test_a_combination_that_does_not_fit_is_left_out_and_said_so() -> None:
+    plan = make_plan(batch_of(group()), config=Config(max_row_tokens=1000))
+    refused = {(c.sharing, c.boundary) for c in plan.candidates if c.refused}
+    assert refused == {(sharing, "in_row") for sharing in ("none", "group", "tree")}
+    assert plan.boundary == "mixed"
+    assert "rollout 0 has 1049 tokens" in " ".join(plan.explain(width=400).split())
+
+
+# What may share, and the schedule
+
+
+def test_rollouts_of_different_temperatures_share_nothing() -> None:
+    ids = [1, 2, 3, 4]
+    batch = RolloutBatch(
+        Rollout(ids, [0, 0, 1, 1], 1.0, temperature=temperature, group_id="g")
+        for temperature in (1.0, 0.5, 1.0)
+    )
+    for sharing in ("group", "tree"):
+        plan = make_plan(batch, config=Config(sharing=sharing, boundary="in_row"))
+        assert plan.computed_tokens == 6
+        assert plan.forest.multiplicity.tolist() == [1, 2]
+        assert plan.unique_tokens == 4
+        assert (plan.dense.labelled, plan.labelled) == (6, 4)
+
+
+def test_sharing_by_group_and_by_tree() -> None:
+    lists = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6]]
+    batch = batch_of(lists, groups=["a", "b", "a"])
+    computed = {
+        sharing: make_plan(batch, config=Config(sharing=sharing)).computed_tokens
+        for sharing in ("none", "group", "tree")
+    }
+    assert computed == {"none": 9, "group": 4 + 3, "tree": 5}
+
+
+def test_the_events_of_three_levels() -> None:
+    # A system prompt over two prompts, each over two responses; rows of at most 4 tokens.
+    lists = [
+        [1, 1, 1, 1, 1, prompt, prompt, prompt, answer, answer]
+        for prompt in (2, 3)
+        for answer in (4, 5)
+    ]
+    batch = batch_of(lists)
+    plan = make_plan(batch, config=Config(sharing="tree", boundary="across_rows", max_row_tokens=4))
+    assert plan.forest.length.tolist() == [4, 3, 2, 2, 3, 2, 2]
+    assert ", ".join(plan.events()) == "F A0, F B0, F C0, B C0, B B0, F B1, F C1, B C1, B B1, B A0"
+    assert plan.events(backward=False) == ("F A0", "F B0", "F C0", "F B1", "F C1")
+    # Both second prompts in one row: their four responses are its two child rows.
+    wider = make_plan(
+        batch, config=Config(sharing="tree", boundary="across_rows", max_row_tokens=7)
+    )
+    assert ", ".join(wider.events()) == "F A0, F B0, F C0, B C0, F C1, B C1, B B0, B A0"
+    assert [row.slots for row in wider.rows] == [4, 6, 6, 2]
+    mixed = make_plan(batch, config=Config(sharing="tree", boundary="mixed", max_row_tokens=7))
+    assert ", ".join(mixed.events()) == "F A0, F B0, B B0, F B1, B B1, B A0"
+
+
+def test_rows_deeper_than_the_alphabet_have_names_of_their_own() -> None:
+    batch = batch_of([list(range(30))])
+    plan = make_plan(batch, config=Config(boundary="across_rows", max_row_tokens=1))
+    assert plan.row_names[24:28] == ("Y0", "Z0", "R26.0", "R27.0")
+    assert plan.events()[-1] == "B A0"
+
+
+def test_nothing_runs_for_rollouts_of_one_token() -> None:
+    plan = make_plan(batch_of([[1], [2], [1]]))
+    assert (plan.rows, plan.events(), plan.arena_slots) == ((), (), 0)
+    assert (plan.logical_tokens, plan.unique_tokens, plan.computed_tokens) == (3, 2, 0)
+    assert "no edges: every rollout is one token long" in plan.explain()
+
+
+def test_the_row_that_holds_all_trained_tokens_of_a_rollout() -> None:
+    # Trained: suffix only; prefix and suffix; prefix only; nothing.
+    lists = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 3, 7]]
+    masks = [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]]
+    batch = RolloutBatch(
+        Rollout(ids, mask, 1.0, group_id="g") for ids, mask in zip(lists, masks, strict=True)
+    )
+    plan = make_plan(batch, config=Config(sharing="group", boundary="across_rows"))
+    rows = plan.row_of_rollouts(batch.loss_mask, batch.offsets)
+    assert rows.tolist() == [1, -2, 0, -1]
+    assert splits(plan, batch, np.arange(4))
+    one = batch.select([0, 2, 3])
+    plan = make_plan(one, config=Config(sharing="group", boundary="across_rows"))
+    assert not splits(plan, one, np.arange(3))
+    assert splits(plan, one, np.zeros(3, np.int64))
+
+
+# JSON, fingerprints, explain()
+
+
+def test_a_plan_of_another_version_is_refused() -> None:
+    plan = make_plan(batch_of([[1, 2, 3], [1, 2, 4]]), SHAPE)
+    values = json.loads(plan.to_json())
+    assert values["version"] == 1
+    for version in (2, "1", None):
+        text = json.dumps({**values, "version": version})
+        with pytest.raises(PlanError, match=f"version {version!r} .* reads plans of version 1"):
+            Plan.from_json(text)
+    with pytest.raises(PlanError, match="version 'list'"):
+        Plan.from_json("[]")
+
+
+def test_a_plan_read_back_is_the_plan() -> None:
+    batch = batch_of(group(prompt=20, response=7))
+    plan = make_plan(batch, SHAPE, Config(max_row_tokens=24, boundary="across_rows"))
+    again = Plan.from_json(plan.to_json())
+    assert again.to_json() == plan.to_json()
+    assert again.events() == plan.events()
+    assert again.shape == plan.shape
+    assert again.shared == plan.shared
+    assert again.candidates == plan.candidates
+    assert again.arena_of == plan.arena_of
+    assert again.explain() == plan.explain()
+    again.check_batch(batch)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": [1, 2, 3, 5]},
+        {"token_ids": [1, 2, 3], "loss_mask": [0, 0, 1]},
+        {"loss_mask": [0, 1, 1, 1]},
+        {"temperature": 0.5},
+        {"group_id": "other"},
+    ],
+)
+def test_a_plan_refuses_another_batch(changes) -> None:
+    fields = {"token_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1], "advantage": 1.0}
+    first = Rollout(**fields, group_id="g")
+    plan = make_plan(RolloutBatch([first, Rollout(**{**fields, "group_id": "g"})]))
+    plan.check_batch(
+        RolloutBatch([first, Rollout(**{**fields, "group_id": "g", "advantage": 2.0})])
+    )
+    other = RolloutBatch([first, Rollout(**{**fields, "group_id": "g", **changes})])
+    with pytest.raises(PlanError, match=plan.fingerprint) as refused:
+        plan.check_batch(other)
+    assert fingerprint(other) in str(refused.value)
+
+
+def check_explained(plan: Plan) -> None:
+    """Every count is in the text, on the line that says what it is."""
+    text = plan.explain()
+    assert max(map(len, text.splitlines())) <= 100
+    for label, count in (
+        ("rollouts", f"{plan.rollouts:,}"),
+        ("logical tokens (as given)", f"{plan.logical_tokens:,}"),
+        ("unique tokens (once in the whole batch)", f"{plan.unique_tokens:,}"),
+        ("computed tokens (edges run)", f"{plan.computed_tokens:,}"),
+        ("labelled edges (head)", f"{plan.labelled:,}"),
+        ("rows, segments", f"{len(plan.rows):,}, {len(plan.forest):,}"),
+        ("boundary state held at once, tokens", f"{plan.arena_slots:,}"),
+    ):
+        assert re.search(rf"│ {re.escape(label)} +│ +{re.escape(count)} │", text), (label, count)
+    assert f"{plan.bound:.2f}x" in text
+    assert " ".join(plan.reason.split()) in " ".join(text.split())
+    padding = plan.run_slots - plan.computed_tokens
+    assert ("padding run besides" in text) == bool(padding)
+    for name in plan.row_names[:24]:
+        assert f"│ {name} " in text
+
+
+def test_explain_in_full() -> None:
+    batch = batch_of([[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]])
+    config = Config(sharing="group", boundary="across_rows", waves="padded")
+    text = make_plan(batch, config=config).explain()
+    check = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+    assert "plan: group + across_rows, as asked" in check
+    assert "padding run besides 3" in check
+    assert "bound on the speed-up (tokens) 1.67x" in check
+    assert "group across_rows 1.000 chosen" in check
+    assert "A0 - 1 3 3 3" in check
+    assert "B0 A0 3 6 9 0" in check
+    assert text.splitlines()[-5:] == [
+        "segments: tokens x rollouts through them, and their row",
+        "└── 3 x 3  A0",
+        "    ├── 2 x 1  B0",
+        "    ├── 1 x 1  B0",
+        "    └── 3 x 1  B0",
+    ]
+
+
+def test_explain_cuts_long_tables_short_and_says_so() -> None:
+    batch = batch_of([[1, 2, 3 + i, 3 + i, 3 + i] for i in range(60)])
+    config = Config(sharing="group", boundary="across_rows", max_row_tokens=5)
+    plan = make_plan(batch, config=config)
+    assert (len(plan.rows), len(plan.forest)) == (61, 61)
+    text = plan.explain()
+    assert "and 37 rows more" in text
+    assert "and 21 segments more" in text

@@ -1,0 +1,242 @@
+"""What holds of every plan: thousands of random batches, every combination, small rows.
+
+What is expected is written out from the tokens alone: an edge is a tuple of a rollout's tokens up
+to the edge's label, and who owns it is a set.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint import Config, Plan, PlanError, RolloutBatch
+from forkpoint.plan import make_plan
+from strategies import COMBINATIONS, batches
+
+EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
+
+Prefix = tuple[int, ...]
+
+
+@pytest.mark.parametrize(("sharing", "boundary", "waves"), COMBINATIONS)
+@EXAMPLES
+@given(batch=batches(), max_row_tokens=st.integers(1, 60))
+def test_plans(sharing, boundary, waves, batch: RolloutBatch, max_row_tokens: int) -> None:
+    config = Config(sharing=sharing, boundary=boundary, waves=waves, max_row_tokens=max_row_tokens)
+    longest = int(batch.lengths.max()) - 1
+    if boundary == "in_row" and longest > max_row_tokens:
+        with pytest.raises(PlanError, match=rf"has {longest} tokens .* at most {max_row_tokens}:"):
+            make_plan(batch, config=config)
+        return
+    plan = make_plan(batch, config=config)
+    check_rows(plan)
+    check_paths(plan, batch)
+    check_counts(plan, batch)
+    check_schedule(plan)
+    check_arena(plan, batch)
+    again = Plan.from_json(plan.to_json())
+    assert again.to_json() == plan.to_json()
+    assert again.schedule() == plan.schedule()
+
+
+def ids_of(batch: RolloutBatch, rollout: int) -> list[int]:
+    return batch.token_ids[batch.offsets[rollout] : batch.offsets[rollout + 1]].tolist()
+
+
+def prefixes_of(plan: Plan, batch: RolloutBatch, segment: int) -> list[Prefix]:
+    """A segment's edges, read off its first owner."""
+    ids = ids_of(batch, int(plan.forest.owners(segment)[0]))
+    first = int(plan.forest.start[segment])
+    ends = range(first + 2, first + int(plan.forest.length[segment]) + 2)
+    return [tuple(ids[:end]) for end in ends]
+
+
+def rows_of_segments(plan: Plan) -> dict[int, int]:
+    """Every segment's row; each lies in exactly one."""
+    placed = [(segment, row.index) for row in plan.rows for segment in row.segments]
+    assert sorted(segment for segment, _ in placed) == list(range(len(plan.forest)))
+    return dict(placed)
+
+
+def sharing_classes(plan: Plan, batch: RolloutBatch) -> list[Hashable]:
+    """Equal for rollouts that compute what they have in common once."""
+    row_of = rows_of_segments(plan)
+    classes: list[Hashable] = []
+    for rollout in range(len(batch)):
+        shares = {
+            "none": rollout,
+            "group": int(batch.group_index[rollout]),
+            "tree": 0,
+        }[plan.sharing]
+        leaf = int(plan.forest.leaf[rollout])
+        row = row_of.get(leaf) if plan.boundary == "in_row" else None
+        classes.append((shares, float(batch.temperatures[rollout]), row))
+    return classes
+
+
+def check_rows(plan: Plan) -> None:
+    """Rows hold their segments back to back within the budget, forks where the boundary says."""
+    row_of = rows_of_segments(plan)
+    below = plan.forest.children()
+    for index, row in enumerate(plan.rows):
+        lengths = plan.forest.length[list(row.segments)].tolist()
+        assert row.index == index
+        assert row.tokens == sum(lengths)
+        assert row.slots <= plan.max_row_tokens
+        if row.width:
+            assert plan.waves == "padded"
+            assert row.width == max(lengths)
+            assert not any(below[segment] for segment in row.segments)
+            lengths = [row.width] * len(lengths)
+        assert row.slots == sum(lengths)
+        assert row.slot_begin == tuple(np.cumsum([0, *lengths])[:-1].tolist())
+        above = {int(plan.forest.parent[s]) for s in row.segments} - {-1}
+        rows_above = {row_of[segment] for segment in above}
+        if plan.boundary == "in_row":
+            assert rows_above <= {index}
+        elif plan.boundary == "across_rows":
+            assert index not in rows_above
+        if plan.waves == "padded" and plan.boundary == "across_rows":
+            leaves = [not below[segment] for segment in row.segments]
+            assert all(leaves) == any(leaves) == (row.width > 0)
+
+
+def check_paths(plan: Plan, batch: RolloutBatch) -> None:
+    """Every rollout is one path, and every edge is computed once, for exactly its owners."""
+    forest = plan.forest
+    classes = sharing_classes(plan, batch)
+    owners: dict[tuple[Hashable, Prefix], set[int]] = defaultdict(set)
+    for rollout, cls in enumerate(classes):
+        ids = ids_of(batch, rollout)
+        for end in range(2, len(ids) + 1):
+            owners[cls, tuple(ids[:end])].add(rollout)
+    computed = []
+    for segment in range(len(forest)):
+        through = set(forest.owners(segment).tolist())
+        cls = classes[min(through)]
+        edges = [(cls, prefix) for prefix in prefixes_of(plan, batch, segment)]
+        assert all(owners[edge] == through for edge in edges)
+        assert forest.multiplicity[segment] == len(through)
+        computed += edges
+    assert len(computed) == len(set(computed)) == len(owners) == forest.edges
+
+    first = forest.segment_tokens(batch.offsets)
+    token_edges = forest.token_edges(batch.offsets)
+    for rollout, cls in enumerate(classes):
+        ids = ids_of(batch, rollout)
+        inputs, labels = [], []
+        for segment in forest.path(int(forest.leaf[rollout])):
+            assert forest.start[segment] == len(inputs)
+            begin, end = int(first[segment]), int(first[segment] + forest.length[segment])
+            inputs += batch.token_ids[begin:end].tolist()
+            labels += batch.token_ids[begin + 1 : end + 1].tolist()
+        assert (inputs, labels) == (ids[:-1], ids[1:])
+        begin, end = batch.offsets[rollout], batch.offsets[rollout + 1]
+        assert token_edges[begin] == -1
+        assert [computed[edge] for edge in token_edges[begin + 1 : end]] == [
+            (cls, tuple(ids[: position + 2])) for position in range(len(ids) - 1)
+        ]
+
+
+def check_counts(plan: Plan, batch: RolloutBatch) -> None:
+    """The counts that the plan claims, and that rows of whole paths repeat no tree that fits."""
+    classes = [cls[:2] for cls in sharing_classes(plan, batch) if isinstance(cls, tuple)]
+    trees: dict[Hashable, set[Prefix]] = defaultdict(set)
+    trained: set[Hashable] = set()
+    unique: set[Prefix] = set()
+    for rollout, cls in enumerate(classes):
+        ids = ids_of(batch, rollout)
+        unique |= {tuple(ids[:end]) for end in range(1, len(ids) + 1)}
+        trees[cls, tuple(ids[:2])] |= {tuple(ids[:end]) for end in range(2, len(ids) + 1)}
+        mask = batch.loss_mask[batch.offsets[rollout] :]
+        trained |= {(cls, tuple(ids[: at + 1])) for at in range(len(ids)) if mask[at]}
+    once = sum(map(len, trees.values()))
+    assert plan.rollouts == len(batch)
+    assert plan.logical_tokens == batch.logical_tokens
+    assert plan.unique_tokens == len(unique)
+    assert plan.dense.tokens == (batch.lengths - 1).sum()
+    assert plan.dense.labelled == batch.loss_mask.sum()
+    assert plan.computed_tokens == plan.forest.edges == plan.shared.tokens
+    assert plan.shared.labelled == plan.labelled
+    if plan.boundary != "in_row":
+        assert plan.computed_tokens == once
+        assert plan.labelled == len(trained)
+        return
+    assert once <= plan.computed_tokens <= plan.dense.tokens
+    assert len(trained) <= plan.labelled <= plan.dense.labelled
+    rows: dict[Hashable, set[int]] = defaultdict(set)
+    for row in plan.rows:
+        for segment in row.segments:
+            if plan.forest.parent[segment] < 0:
+                owner = int(plan.forest.owners(segment)[0])
+                rows[classes[owner], tuple(ids_of(batch, owner)[:2])].add(row.index)
+    for tree, edges in trees.items():
+        if edges and len(edges) <= plan.max_row_tokens:
+            assert len(rows[tree]) == 1
+
+
+def check_schedule(plan: Plan) -> None:
+    """Forwards and backwards are brackets, and a row runs between those of all that it reads."""
+    row_of = rows_of_segments(plan)
+    opened: list[int] = []
+    forwards, closed = [], []
+    for phase, index in plan.schedule():
+        if phase == "B":
+            assert opened.pop() == index
+            closed.append(index)
+            continue
+        row = plan.rows[index]
+        assert row.parent == (opened[-1] if opened else -1)
+        assert row.parent < 0 or index in plan.rows[row.parent].children
+        above = {row_of[s] for segment in row.segments for s in plan.forest.path(segment)}
+        assert above - {index} <= set(opened)
+        opened.append(index)
+        forwards.append(index)
+    assert not opened
+    assert forwards == list(range(len(plan.rows))), "rows lie in visiting order"
+    assert sorted(closed) == forwards
+    assert plan.schedule(backward=False) == [("F", index) for index in forwards]
+    events = [f"{phase} {plan.row_names[index]}" for phase, index in plan.schedule()]
+    assert plan.events() == tuple(events)
+    assert len(set(events)) == len(events)
+
+
+def check_arena(plan: Plan, batch: RolloutBatch) -> None:
+    """No two live slices overlap, and what a row reads is there: same tokens, same path."""
+    most = 0
+    for backward in (True, False):
+        live: dict[int, int] = {}
+        content: dict[int, Prefix] = {}
+        for phase, index in plan.schedule(backward=backward):
+            row = plan.rows[index]
+            slices = {
+                segment: range(begin, begin + int(plan.forest.length[segment]))
+                for segment, begin in zip(row.segments, row.arena_begin, strict=True)
+                if begin >= 0
+            }
+            if phase == "B":
+                for slots in slices.values():
+                    for slot in slots:
+                        assert live.pop(slot) == index
+                continue
+            for segment in row.segments:
+                for ancestor in plan.forest.path(segment):
+                    if ancestor not in row.segments:
+                        begin = plan.arena_of[ancestor]
+                        state = [
+                            content.get(begin + i) for i in range(plan.forest.length[ancestor])
+                        ]
+                        assert state == prefixes_of(plan, batch, ancestor)
+            for segment, slots in slices.items():
+                assert slots.start >= 0
+                assert slots.stop <= plan.arena_slots
+                content |= zip(slots, prefixes_of(plan, batch, segment), strict=True)
+                if backward:
+                    assert not live.keys() & set(slots)
+                    live |= dict.fromkeys(slots, index)
+                    most = max(most, len(live))
+        assert not live
+    assert most == plan.arena_slots

@@ -1,0 +1,56 @@
+"""Made-up rollouts: what they promise to share, and that they are the same for the same seed."""
+
+import numpy as np
+import pytest
+
+from forkpoint import ConfigError, RolloutBatch
+from forkpoint.synthetic import normalised, synthetic_rollouts
+
+SIZES = {"groups": 3, "rollouts_per_group": 4, "prompt_tokens": 40, "response_tokens": 10}
+
+
+def test_shape() -> None:
+    rollouts = synthetic_rollouts(**SIZES, system_tokens=15, vocab_size=50)
+    batch = RolloutBatch(rollouts)
+    assert len(batch) == 12 and len(batch.groups()) == 3
+    assert batch.token_ids.max() < 50
+    first = rollouts[0]
+    for rollout in rollouts:
+        same_group = rollout.group_id == first.group_id
+        shared = np.array_equal(rollout.token_ids[:40], first.token_ids[:40])
+        assert shared == same_group
+        np.testing.assert_array_equal(rollout.token_ids[:15], first.token_ids[:15])
+        np.testing.assert_array_equal(np.flatnonzero(rollout.loss_mask), range(40, len(rollout)))
+        assert 5 <= len(rollout) - 40 <= 15
+
+
+def test_advantages_are_normalised_within_the_group() -> None:
+    batch = RolloutBatch(synthetic_rollouts(**SIZES))
+    for members in batch.groups():
+        rewards = np.array([batch.extras[n]["reward"] for n in members])  # type: ignore[index]
+        advantages = np.array([batch[int(n)].advantage for n in members])
+        np.testing.assert_allclose(advantages, (rewards - rewards.mean()) / rewards.std())
+        assert np.ptp(advantages) > 1
+
+
+def test_equal_rewards_have_no_advantage() -> None:
+    np.testing.assert_array_equal(normalised(np.array([0.25, 0.25])), [0, 0])
+
+
+def test_seed() -> None:
+    first, again, other = (synthetic_rollouts(**SIZES, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"groups": 0}, "groups is 0"),
+        ({"response_tokens": -3}, "response_tokens is -3"),
+        ({"system_tokens": 41}, "system_tokens is 41 and prompt_tokens 40"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_refusals(changes: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        synthetic_rollouts(**{**SIZES, **changes})
