@@ -6,6 +6,7 @@ What `FAMILIES` names stands there because of these tests; docs/families.md is w
 import warnings
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,6 +151,14 @@ def test_windows_and_sinks_matter(family: str) -> None:
                 module.sliding_window = None
         other = dense_run(model, batch(), LogLikelihood()).logprobs_T
     assert float((own - other).abs().max()) > 1e-3
+
+
+def test_the_docs_list_every_family() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    listed = [
+        line for line in text.splitlines() if line.startswith("| `") and "ForCausalLM" in line
+    ]
+    assert listed == [f"| `{name}` | `{f.model_class}` |" for name, f in FAMILIES.items()]
 
 
 def test_dropout_by_function_is_refused() -> None:

@@ -1,5 +1,6 @@
 """What the planner decides and refuses, the literal schedule, JSON, and what explain() says."""
 
+import dataclasses
 import json
 import re
 from unittest import mock
@@ -157,12 +158,10 @@ def test_a_memory_budget_lowers_row_tokens_until_it_holds() -> None:
     free = make_plan(batch, SHAPE, config)
     assert (free.max_row_tokens, len(free.rows)) == (16_384, 1)
     assert free.predicted_peak_bytes == 4 * 1399 * SHAPE.activation_bytes_per_token
-    half = Config(
-        sharing="group", boundary="in_row", memory_budget_bytes=free.predicted_peak_bytes // 2
-    )
-    plan = make_plan(batch, SHAPE, half)
+    half = 2 * 1399 * SHAPE.activation_bytes_per_token
+    plan = make_plan(batch, SHAPE, dataclasses.replace(config, memory_budget_bytes=half))
     assert plan.max_row_tokens < 2 * 1399 + 1399
-    assert plan.predicted_peak_bytes == free.predicted_peak_bytes // 2
+    assert plan.predicted_peak_bytes == half
     assert [row.slots for row in plan.rows] == [2 * 1399, 2 * 1399]
 
 
