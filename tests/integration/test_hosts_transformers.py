@@ -516,8 +516,14 @@ def test_lifted_upcasts_lift_the_limit_of_float32_norms_and_leave_no_trace(famil
         assert module.torch is not torch
         assert module.torch.float32 is torch.float64
         assert module.torch.bfloat16 is torch.bfloat16
+        assert torch.ones(1, dtype=torch.int64).float().dtype == torch.float64
+        with lifted_upcasts(model):
+            assert error() < 1e-12
         assert error() < 1e-12
     assert module.torch is torch
+    assert "float" not in vars(torch.Tensor)
+    assert torch.ones(1, dtype=torch.int64).float().dtype == torch.float32
     with pytest.raises(ZeroDivisionError), lifted_upcasts(model):
         raise ZeroDivisionError
     assert module.torch is torch
+    assert "float" not in vars(torch.Tensor)

@@ -172,3 +172,46 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
 def test_a_window_for_each_layer() -> None:
     with pytest.raises(ConfigError, match="windows has 3 entries for 2 layers"):
         ModelShape(**{**vars(TINY), "windows": (1, 2, 3)})
+
+
+def test_mixtures_of_experts_count_what_a_token_goes_through() -> None:
+    """Qwen3-30B-A3B: 128 experts of 768, 8 a token; 3.3e9 active parameters with its embeddings."""
+    config = {
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    }
+    shape = ModelShape.from_config(config)
+    assert shape.intermediate == 8 * 768
+    active = shape.linear_parameters + 2 * 2048 * 151936
+    assert active == pytest.approx(3.3e9, rel=0.03)
+
+
+def test_latent_attention_counts_its_projections() -> None:
+    """DeepSeek-V3: 61 layers, 37e9 active parameters with its embeddings."""
+    config = {
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    }
+    shape = ModelShape.from_config(config)
+    assert (shape.head_dim, shape.value_dim, shape.kv_heads) == (192, 128, 128)
+    active = shape.linear_parameters + 2 * 7168 * 129280
+    assert active == pytest.approx(37.5e9, rel=0.03)

@@ -192,7 +192,11 @@ def test_refuses_a_rollout_id_that_is_there_twice(tmp_path):
         load_rollouts(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n  \r\n", gzip.compress(b""), zstandard.compress(b"")])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\n  \r\n", gzip.compress(b""), zstandard.compress(b"")],
+    ids=["empty", "blank", "gzip", "zstd"],
+)
 def test_refuses_an_empty_file(tmp_path, content):
     path = tmp_path / "r.jsonl"
     path.write_bytes(content)

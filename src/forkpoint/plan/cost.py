@@ -33,6 +33,8 @@ class ModelShape:
     vocab: int
     windows: tuple[int, ...] = field(default=())
     """One entry a layer: how many positions a query sees, itself included; 0 sees all."""
+    attention_parameters: int | None = None
+    """Weights of one layer's attention, where they are not those of q, k, v and o projections."""
     dtype_bytes: int = 2
     checkpointed: bool = False
     """Whether blocks keep only their inputs between forward and backward."""
@@ -73,9 +75,10 @@ class ModelShape:
                 "kv_heads": int(config.get("num_key_value_heads") or heads),
                 "head_dim": head_dim,
                 "value_dim": head_dim,
-                "intermediate": int(config["intermediate_size"]),
+                "intermediate": _active_intermediate(config, layers),
                 "vocab": vocab,
                 "windows": tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+                **(_latent_attention(config) if config.get("kv_lora_rank") else {}),
                 **changes,
             }
         )
@@ -83,8 +86,10 @@ class ModelShape:
     @property
     def linear_parameters(self) -> int:
         """Weights of the blocks' matrix products, each used once a token."""
-        attention = self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        attention += self.value_dim * self.hidden * (self.kv_heads + self.heads)
+        attention = self.attention_parameters
+        if attention is None:
+            attention = self.hidden * self.head_dim * (self.heads + self.kv_heads)
+            attention += self.value_dim * self.hidden * (self.kv_heads + self.heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
@@ -118,6 +123,38 @@ class ModelShape:
         if self.checkpointed:
             return self.layers * self.hidden * self.dtype_bytes + block_bytes
         return self.layers * block_bytes
+
+
+def _active_intermediate(config: Mapping[str, Any], layers: int) -> int:
+    """The MLP's width that one token goes through, as the mean over layers.
+
+    In mixtures of experts these are the experts that a token is routed to, and the shared ones.
+    """
+    dense, routed = int(config["intermediate_size"]), config.get("num_experts_per_tok")
+    if not routed:
+        return dense
+    width = int(config.get("moe_intermediate_size") or dense)
+    expert = int(routed) * width + int(config.get("n_shared_experts") or 0) * width
+    first = min(layers, int(config.get("first_k_dense_replace") or 0))
+    return (first * dense + (layers - first) * expert) // layers
+
+
+def _latent_attention(config: Mapping[str, Any]) -> dict[str, int]:
+    """Multi-head latent attention: keys and values are expanded from a low rank for every head."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    nope, rope, value = (
+        int(config[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    latent, q_rank = int(config["kv_lora_rank"]), config.get("q_lora_rank")
+    queries = heads * (nope + rope)
+    weights = int(q_rank) * (hidden + queries) if q_rank else hidden * queries
+    weights += hidden * (latent + rope) + latent * heads * (nope + value)
+    return {
+        "kv_heads": heads,
+        "head_dim": nope + rope,
+        "value_dim": value,
+        "attention_parameters": weights + heads * value * hidden,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,152 @@
+"""A plan as text: JSON that reads back, the batch it was made for, and what explain() says."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint import Config, ModelShape, Plan, PlanError, Rollout, RolloutBatch
+from forkpoint.plan import make_plan
+from forkpoint.plan.plan import fingerprint
+from strategies import batches
+
+SHAPE = ModelShape(
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    value_dim=16,
+    intermediate=128,
+    vocab=100,
+    windows=(0, 8),
+)
+
+
+def batch_of(lists: list[list[int]]) -> RolloutBatch:
+    """Rollouts of one group that train on their last token."""
+    return RolloutBatch(
+        Rollout(ids, [0] * (len(ids) - 1) + [1], 1.0, group_id="g") for ids in lists
+    )
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(
+    batches(),
+    st.sampled_from((None, SHAPE)),
+    st.one_of(st.none(), st.integers(1, 60)),
+    st.sampled_from(("packed", "padded")),
+    st.sampled_from(("auto", "across_rows")),
+)
+def test_every_plan_reads_back_and_explains_its_counts(
+    batch: RolloutBatch, shape, row_tokens, waves, boundary
+) -> None:
+    config = Config(max_row_tokens=row_tokens, waves=waves, boundary=boundary)
+    plan = make_plan(batch, shape, config)
+    check_explained(plan)
+    again = Plan.from_json(plan.to_json())
+    assert again.to_json() == plan.to_json()
+    assert again.explain() == plan.explain()
+
+
+def test_a_plan_of_another_version_is_refused() -> None:
+    plan = make_plan(batch_of([[1, 2, 3], [1, 2, 4]]), SHAPE)
+    values = json.loads(plan.to_json())
+    assert values["version"] == 1
+    for version in (2, "1", None):
+        text = json.dumps({**values, "version": version})
+        with pytest.raises(PlanError, match=f"version {version!r} .* reads plans of version 1"):
+            Plan.from_json(text)
+    with pytest.raises(PlanError, match="version 'list'"):
+        Plan.from_json("[]")
+
+
+def test_a_plan_read_back_is_the_plan() -> None:
+    batch = batch_of([[*range(20), *range(20 + 7 * i, 27 + 7 * i)] for i in range(8)])
+    plan = make_plan(batch, SHAPE, Config(max_row_tokens=24, boundary="across_rows"))
+    again = Plan.from_json(plan.to_json())
+    assert again.to_json() == plan.to_json()
+    assert again.events() == plan.events()
+    assert again.shape == plan.shape
+    assert again.shared == plan.shared
+    assert again.candidates == plan.candidates
+    assert again.arena_of == plan.arena_of
+    assert again.explain() == plan.explain()
+    again.check_batch(batch)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": [1, 2, 3, 5]},
+        {"token_ids": [1, 2, 3], "loss_mask": [0, 0, 1]},
+        {"loss_mask": [0, 1, 1, 1]},
+        {"temperature": 0.5},
+        {"group_id": "other"},
+    ],
+)
+def test_a_plan_refuses_another_batch(changes) -> None:
+    fields = {"token_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1], "advantage": 1.0}
+    first = Rollout(**fields, group_id="g")
+    plan = make_plan(RolloutBatch([first, Rollout(**{**fields, "group_id": "g"})]))
+    plan.check_batch(
+        RolloutBatch([first, Rollout(**{**fields, "group_id": "g", "advantage": 2.0})])
+    )
+    other = RolloutBatch([first, Rollout(**{**fields, "group_id": "g", **changes})])
+    with pytest.raises(PlanError, match=plan.fingerprint) as refused:
+        plan.check_batch(other)
+    assert fingerprint(other) in str(refused.value)
+
+
+def check_explained(plan: Plan) -> None:
+    """Every count is in the text, on the line that says what it is."""
+    text = plan.explain()
+    assert max(map(len, text.splitlines())) <= 100
+    for label, count in (
+        ("rollouts", f"{plan.rollouts:,}"),
+        ("logical tokens (as given)", f"{plan.logical_tokens:,}"),
+        ("unique tokens (once in the whole batch)", f"{plan.unique_tokens:,}"),
+        ("computed tokens (edges run)", f"{plan.computed_tokens:,}"),
+        ("labelled edges (head)", f"{plan.labelled:,}"),
+        ("rows, segments", f"{len(plan.rows):,}, {len(plan.forest):,}"),
+        ("boundary state held at once, tokens", f"{plan.arena_slots:,}"),
+    ):
+        assert re.search(rf"│ {re.escape(label)} +│ +{re.escape(count)} │", text), (label, count)
+    assert f"{plan.bound:.2f}x" in text
+    assert " ".join(plan.reason.split()) in " ".join(text.split())
+    padding = plan.run_slots - plan.computed_tokens
+    assert ("padding run besides" in text) == bool(padding)
+    for name in plan.row_names[:24]:
+        assert f"│ {name} " in text
+
+
+def test_explain_in_full() -> None:
+    batch = batch_of([[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]])
+    config = Config(sharing="group", boundary="across_rows", waves="padded")
+    text = make_plan(batch, config=config).explain()
+    check = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+    assert "plan: group + across_rows, as asked" in check
+    assert "padding run besides 3" in check
+    assert "bound on the speed-up (tokens) 1.67x" in check
+    assert "group across_rows 1.000 chosen" in check
+    assert "A0 - 1 3 3 3" in check
+    assert "B0 A0 3 6 9 0" in check
+    assert text.splitlines()[-5:] == [
+        "segments: tokens x rollouts through them, and their row",
+        "└── 3 x 3  A0",
+        "    ├── 2 x 1  B0",
+        "    ├── 1 x 1  B0",
+        "    └── 3 x 1  B0",
+    ]
+
+
+def test_explain_cuts_long_tables_short_and_says_so() -> None:
+    batch = batch_of([[1, 2, 3 + i, 3 + i, 3 + i] for i in range(60)])
+    config = Config(sharing="group", boundary="across_rows", max_row_tokens=5)
+    plan = make_plan(batch, config=config)
+    assert (len(plan.rows), len(plan.forest)) == (61, 61)
+    text = plan.explain()
+    assert "and 37 rows more" in text
+    assert "and 21 segments more" in text
