@@ -40,6 +40,20 @@ class Config:
             if get_origin(field.type) is Literal and value not in get_args(field.type):
                 allowed = ", ".join(repr(v) for v in get_args(field.type))
                 raise ConfigError(f"{field.name} is {value!r}; allowed are {allowed}.")
+        if not isinstance(self.attention_kernel, str):
+            raise ConfigError(
+                f"attention_kernel is {self.attention_kernel!r}; it takes a kernel's name or "
+                "'auto'."
+            )
+        for name, allowed in (
+            ("compile_blocks", (True, False, None)),
+            ("restore_grads", (True, False)),
+        ):
+            if not any(getattr(self, name) is value for value in allowed):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; allowed are "
+                    f"{', '.join(map(repr, allowed))}."
+                )
         for name in ("max_row_tokens", "memory_budget_bytes", "head_chunk_tokens"):
             value = getattr(self, name)
             if value is None and name != "head_chunk_tokens":

@@ -150,3 +150,35 @@ def test_explain_cuts_long_tables_short_and_says_so() -> None:
     text = plan.explain()
     assert "and 37 rows more" in text
     assert "and 21 segments more" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "not JSON"),
+        ('{"version": 1}', "lacks or has besides: .*forest"),
+        ("[]", "version 'list'"),
+    ],
+)
+def test_refuses_what_is_no_plan(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text)
+
+
+def test_a_budget_that_whole_paths_cannot_meet_is_named() -> None:
+    batch = RolloutBatch([Rollout([1] * 1000, [0] * 999 + [1], 1.0)])
+    shape = ModelShape(
+        layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, value_dim=8, intermediate=8, vocab=8
+    )
+    config = Config(sharing="none", boundary="in_row", memory_budget_bytes=100)
+    with pytest.raises(PlanError, match=r"memory_budget_bytes is 100.*across_rows"):
+        make_plan(batch, shape, config)
+
+
+def test_a_deep_tree_says_how_many_segments_it_leaves_out() -> None:
+    stem = list(range(60))
+    rollouts = [Rollout([*stem[:n], 99, 98], [0] * (n + 1) + [1], 1.0) for n in range(1, 60)]
+    plan = make_plan(RolloutBatch(rollouts), None, Config(sharing="tree", boundary="in_row"))
+    text = plan.explain()
+    shown = sum(" x " in line and "A0" in line for line in text.splitlines())
+    assert f"and {len(plan.forest) - shown} segments more" in text

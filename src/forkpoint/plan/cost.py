@@ -64,7 +64,8 @@ class ModelShape:
         layers, hidden, heads, vocab = (int(config[n]) for n in names)
         head_dim = int(config.get("head_dim") or hidden // heads)
         window = int(config.get("sliding_window") or 0)
-        kinds = config.get("layer_types") or ["full_attention"] * layers
+        # Without kinds of layers, a window is that of all of them.
+        kinds = config.get("layer_types") or ["sliding_attention"] * layers
         if config.get("use_sliding_window") is False:
             window = 0
         return cls(

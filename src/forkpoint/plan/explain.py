@@ -11,6 +11,7 @@ from forkpoint.plan.plan import Plan
 
 MOST_ROWS = 24
 MOST_SEGMENTS = 40
+MOST_LEVELS = 12
 
 
 def explain(plan: Plan, *, width: int) -> str:
@@ -100,12 +101,18 @@ def _tree(plan: Plan) -> Tree | Text:
     top = Tree("segments: tokens x rollouts through them, and their row")
     nodes: dict[int, Tree] = {-1: top}
     multiplicity = forest.multiplicity
-    for segment in range(min(len(forest), MOST_SEGMENTS)):
+    depth = forest.depth
+    for segment in range(len(forest)):
+        if depth[segment] >= MOST_LEVELS or len(nodes) > MOST_SEGMENTS:
+            continue
         label = (
             f"{int(forest.length[segment]):,} x {int(multiplicity[segment])}  "
             f"{plan.row_names[row_of[segment]]}"
         )
-        nodes[segment] = nodes[int(forest.parent[segment])].add(label)
-    if len(forest) > MOST_SEGMENTS:
-        top.add(f"and {len(forest) - MOST_SEGMENTS:,} segments more")
+        above = int(forest.parent[segment])
+        if above in nodes:
+            nodes[segment] = nodes[above].add(label)
+    hidden = len(forest) - (len(nodes) - 1)
+    if hidden:
+        top.add(f"and {hidden:,} segments more")
     return top

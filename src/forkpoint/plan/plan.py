@@ -180,13 +180,20 @@ class Plan:
         Raises:
             PlanError: it is not a plan, or one of another version.
         """
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"this is not JSON ({error}), so it is no plan.") from error
         if not isinstance(values, Mapping) or values.get("version") != JSON_VERSION:
             found = values.get("version") if isinstance(values, Mapping) else type(values).__name__
             raise PlanError(
                 f"this JSON has version {found!r} and this forkpoint reads plans of version "
                 f"{JSON_VERSION}; make the plan again."
             )
+        expected = {"version", *(item.name for item in fields(cls))}
+        if values.keys() != expected:
+            wrong = ", ".join(sorted(values.keys() ^ expected))
+            raise PlanError(f"this plan lacks or has besides: {wrong}. Make the plan again.")
         values = dict(values)
         del values["version"]
         values["forest"] = Forest(

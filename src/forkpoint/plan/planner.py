@@ -71,7 +71,7 @@ def make_plan(
         raise PlanError(f"no plan fits this batch:\n{reasons}")
     cheapest = min(cost for cost, _ in plans)
     cost, plan = next(p for p in plans if p[0] <= cheapest * (1 + NOISE))
-    dense = next((c.cost for c in candidates if c.sharing == "none" and c.cost), None)
+    dense = next((c.cost for c in candidates if c.sharing == "none" and c.cost is not None), None)
     return replace(plan, candidates=tuple(candidates), reason=_reason(plan, cost, dense, config))
 
 
@@ -160,18 +160,22 @@ class _Builder:
                 f"memory_budget_bytes is {budget}, but without a model shape bytes cannot be "
                 "predicted; name the model, or limit max_row_tokens instead."
             )
+        # A row that holds whole paths is no shorter than the longest of them.
+        least = self.longest if boundary == "in_row" else 64
         while True:
             plan = self._build(sharing, boundary, tokens)
             assert plan.predicted_peak_bytes is not None
             if plan.predicted_peak_bytes <= budget:
                 return plan
-            if given or tokens <= 64:
+            if given or tokens <= least:
+                remedy = "lower max_row_tokens" if given else "checkpoint activations"
+                if not given and boundary == "in_row":
+                    remedy = "use boundary='across_rows', which cuts rollouts into chains of rows"
                 raise PlanError(
                     f"rows of {tokens} tokens are predicted to need {plan.predicted_peak_bytes} "
-                    f"bytes and memory_budget_bytes is {budget}; raise the budget"
-                    + (", or lower max_row_tokens." if given else ", or checkpoint activations.")
+                    f"bytes and memory_budget_bytes is {budget}; raise the budget, or {remedy}."
                 )
-            tokens = max(64, tokens * 3 // 4)
+            tokens = max(least, tokens * 3 // 4)
 
     def _build(self, sharing: str, boundary: str, tokens: int) -> Plan:
         padded = self.config.waves == "padded"
