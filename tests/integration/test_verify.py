@@ -235,6 +235,22 @@ def test_one_small_parameter_alone_fails_in_bfloat16(
         assert report.worst[0].name == "model.layers.2.self_attn.q_norm.weight"
 
 
+@pytest.mark.usefixtures("remembered_dense")
+@pytest.mark.parametrize(("ratio", "passes"), [(1.05, True), (1.3, False), (1.7, False)])
+def test_the_bars_of_bfloat16(ratio: float, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.1 times dense over all parameters, 1.5 for each of many elements."""
+    errors_of = verify_module._parameter_errors
+
+    def scaled_errors(*args: Any) -> list[Any]:
+        return [replace(e, shared_error=ratio * e.dense_error) for e in errors_of(*args)]
+
+    monkeypatch.setattr(verify_module, "_parameter_errors", scaled_errors)
+    report = wrap(real_model("qwen3"), GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
+    assert report.passed == passes, report.table()
+    wide = [e.excess for e in report.worst if "proj" in e.name]
+    assert (max(wide) <= 1) == (ratio < 1.5)
+
+
 @pytest.mark.parametrize("name", ["loss", "logprobs"])
 def test_float64_compares_losses_and_logprobs(tampered: Any, name: str) -> None:
     tampered(lambda found, stats: (found, replace(stats, **{name: getattr(stats, name) + 1e-9})))

@@ -94,9 +94,10 @@ def test_the_sum_is_rounded_once(runs: list[tuple[int, int, int]]) -> None:
     kept = boundary(x, KEY, Capture(arena, runs))
     _, gradient = arena.read(KEY)
     assert gradient is not None
-    # One unit in the last place of bfloat16 at 1 is 2**-7: each addend alone would be lost.
-    for _ in range(8):
-        gradient += 2.0**-10
+    # bfloat16 has 8 bits: near 1 it steps by 2**-7, and this is just more than half a step. Rounded
+    # before it is added, or added in parts, it would be half a step or less, and be lost.
+    for part in (2.0**-9, 2.0**-9, 2.0**-16):
+        gradient += part
     (found,) = torch.autograd.grad(kept, x, torch.ones_like(kept))
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, torch.full_like(found, 1 + 2.0**-7))
