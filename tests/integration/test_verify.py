@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, TaskType, get_peft_model
 from sabotage import ACROSS_ROWS, IN_ROW, Sabotage, one_owner_counts
 from steps import ACROSS, clear_gradients, forked_batch, gradients
 from torch import nn
@@ -120,6 +121,23 @@ def test_autocast_is_verified_in_its_own_precision() -> None:
     assert report.passed, report.table()
     assert (report.dtype, report.reference_dtype) == ("bfloat16", "float32")
     assert 1e-3 < report.dense_error < 2e-2
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("config", [GROUPS_ACROSS, GROUPS_IN_ROW], ids=["across", "in_row"])
+def test_float32_adapters_on_a_bfloat16_base(config: Config) -> None:
+    adapters = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
+    model = get_peft_model(real_model("qwen3"), adapters)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    report = wrap(model, config).verify(real_batch(), losses.GRPO())
+    assert report.passed, report.table()
+    assert (report.dtype, report.reference_dtype) == ("bfloat16", "float32")
+    norms = {e.name: e.norm for e in report.worst}
+    assert all((norm > 0) == ("lora" in name) for name, norm in norms.items())
 
 
 def test_autocast_leaves_float64_alone() -> None:
