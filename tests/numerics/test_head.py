@@ -68,6 +68,23 @@ def assert_close(actual, expected, atol=1e-12):
         torch.testing.assert_close(actual[name], value, atol=atol, rtol=atol, msg=message)
 
 
+def test_sure_tokens_keep_their_precision() -> None:
+    """Where 1 - p is tiny it is not lost in the rounding of large logits."""
+    tokens, vocab = 5, 7
+    leaves = {"hidden_TC": 20 * torch.eye(tokens).double(), "weight_VC": torch.eye(vocab, tokens)}
+    leaves["weight_VC"] = leaves["weight_VC"].double()
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    rest = {"labels_T": torch.arange(tokens)}
+    offset = {"bias_V": torch.full((vocab,), 1e4, dtype=torch.float64)}
+    for entropy in (False, True):
+        expected = run(token_logprobs_reference, leaves, rest, entropy=entropy)
+        found = run(token_logprobs, {**leaves, **offset}, rest, entropy=entropy)
+        for name, value in expected.items():
+            assert 0 < value.norm() < 1e-4, "these tokens are not sure"
+            assert (found[name] - value).norm() < 1e-6 * value.norm(), name
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 7, TOKENS, 1024])
 @pytest.mark.parametrize(
     "options", [{}, {"softcap": 2.0}, {"logit_scale": 0.3}, {"softcap": 3.0, "logit_scale": 1.7}]

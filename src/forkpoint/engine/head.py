@@ -2,8 +2,9 @@
 
 A vocabulary is a hundred times wider than a hidden state, so the logits of a long row are the
 largest tensor of a training step. Here they exist for a chunk of tokens at a time: the forward
-keeps a few numbers per token (the log-sum-exp, the entropy), and the backward computes each chunk's
-logits again. The result is that of a linear layer followed by a log-softmax in float32.
+keeps a few numbers per token (the largest logit, the sum of exponentials, the entropy), and the
+backward computes each chunk's logits again. The result is that of a linear layer followed by a
+log-softmax in float32.
 """
 
 from typing import Any, NamedTuple
@@ -127,7 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
         options: _Options,
     ) -> tuple[Tensor, Tensor | None]:
         logprobs_T = hidden_TC.new_empty(labels_T.shape, dtype=options.softmax_dtype)
-        lse_T = torch.empty_like(logprobs_T)
+        max_T, sum_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
         entropies_T = torch.empty_like(logprobs_T) if options.entropy else None
         weight = _cast(weight_VC, options)
         bias = None if bias_V is None else _cast(bias_V, options)
@@ -135,14 +136,18 @@ class _TokenLogprobs(torch.autograd.Function):
             hidden_cC = _cast(hidden_TC[chunk], options)
             temperature_c = None if temperature_T is None else temperature_T[chunk]
             logits_cV, _ = _logits(hidden_cC, weight, bias, temperature_c, options)
-            lse_T[chunk] = logits_cV.logsumexp(-1)
+            # The maximum comes off first: a log-sum-exp of logits as they are is rounded at their
+            # size, and of 1 - p, where the model is sure of a token, only that would be left.
+            max_T[chunk] = logits_cV.amax(-1)
+            logits_cV.sub_(max_T[chunk, None])
+            sum_T[chunk] = logits_cV.exp().sum(-1)
             label_logits_c = logits_cV.gather(-1, labels_T[chunk, None]).squeeze(-1)
-            logprobs_T[chunk] = label_logits_c - lse_T[chunk]
+            logprobs_T[chunk] = label_logits_c - sum_T[chunk].log()
             if entropies_T is not None:
-                logprobs_cV = logits_cV.sub_(lse_T[chunk, None]).clamp_(min=_NO_PROBABILITY)
+                logprobs_cV = logits_cV.sub_(sum_T[chunk, None].log()).clamp_(min=_NO_PROBABILITY)
                 entropies_T[chunk] = logprobs_cV.exp().mul_(logprobs_cV).sum(-1).neg_()
         ctx.save_for_backward(
-            hidden_TC, weight_VC, bias_V, labels_T, temperature_T, lse_T, entropies_T
+            hidden_TC, weight_VC, bias_V, labels_T, temperature_T, max_T, sum_T, entropies_T
         )
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -154,12 +159,12 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         grad_logprobs_T, grad_entropies_T = grad_outputs
-        hidden_TC, weight_VC, bias_V, labels_T, temperature_T, lse_T, entropies_T = (
+        hidden_TC, weight_VC, bias_V, labels_T, temperature_T, max_T, sum_T, entropies_T = (
             ctx.saved_tensors
         )
         options: _Options = ctx.options
         if grad_logprobs_T is None:
-            grad_logprobs_T = torch.zeros_like(lse_T)
+            grad_logprobs_T = torch.zeros_like(max_T)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_TC = hidden_TC.new_empty(hidden_TC.shape) if needs_hidden else None
         grad_weight_VC = _zeros(weight_VC, options) if needs_weight else None
@@ -175,10 +180,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 # d logprob / d logit_j = [j is the label] - p_j
                 # d entropy / d logit_j = -p_j * (log p_j + entropy)
                 factor_c = grad_logprobs_T[chunk, None]
-                logprobs_cV = logits_cV.sub_(lse_T[chunk, None])
+                logits_cV.sub_(max_T[chunk, None])
                 if grad_entropies_T is None:
-                    grad_cV = logprobs_cV.exp_().mul_(-factor_c)
+                    grad_cV = logits_cV.exp_().mul_(-factor_c / sum_T[chunk, None])
                 else:
+                    logprobs_cV = logits_cV.sub_(sum_T[chunk, None].log())
                     grad_cV = logprobs_cV.clamp_(min=_NO_PROBABILITY).exp()
                     logprobs_cV.add_(entropies_T[chunk, None]).mul_(grad_entropies_T[chunk, None])
                     grad_cV.mul_(logprobs_cV.add_(factor_c).neg_())
