@@ -1,0 +1,284 @@
+"""A case run shared and dense. Dense here is what a user would write without forkpoint.
+
+All rollouts, padded on the right, go through the stock model in one forward, with the masks and the
+attention of transformers ("eager"); then a log-softmax, the loss, and one backward. Nothing of
+forkpoint runs but the loss itself and the tensors that it is shown.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from fuzz_batches import with_logprobs
+from fuzz_cases import Case
+from fuzz_models import build
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forkpoint import RolloutBatch, UnsupportedError, wrap
+from forkpoint.engine.views import LossViews, batch_denominators
+from forkpoint.errors import PlanError
+from forkpoint.losses import LossOutputs
+from forkpoint.testing import DenseRun, lifted_upcasts
+
+BAR = 1e-10
+"""Of the norm of the whole gradient, for each parameter's; for log-probs and losses absolute, and
+relative where the loss is larger than 1."""
+CANCELLED = 1e-3
+"""Where rollouts' gradients cancel (a pair of twins), what is left is rounding. A gradient is taken
+to be no smaller than this much of the norm of the loss's gradient by log-probs and entropies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a case. It is exact if it was not refused and there are no faults."""
+
+    refused: str | None = None
+    faults: tuple[str, ...] = ()
+    gradient_error: float = 0.0
+    """Of the worst parameter, relative to the norm of the whole gradient."""
+    logprob_error: float = 0.0
+    cancelled: bool = False
+    """Whether nothing is trained, or next to nothing is left of the gradient."""
+    saved_tokens: int = 0
+    """That dense would have run besides."""
+    depth: int = 0
+    """Rows above rows, at most: forks between rows, and chains of one rollout."""
+
+    @property
+    def telling(self) -> bool:
+        """Whether something was trained and computed otherwise than dense, else little is shown."""
+        return not self.cancelled and (self.saved_tokens > 0 or self.depth > 0)
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"refused: {self.refused}"
+        return "; ".join(self.faults) or "exact"
+
+
+class Refused(Exception):
+    """transformers builds no such model, or forkpoint does not support it and says so."""
+
+
+def check(case: Case) -> Outcome:
+    """Run a case both ways. What raises but a refusal by name is raised."""
+    try:
+        model = _model(case)
+    except Refused as error:
+        return Outcome(refused=str(error))
+    with lifted_upcasts(model):
+        batch, dense, weight = _dense(model, case)
+        if case.checkpointed:
+            # transformers is renaming it, and the old name warns where there is the new one.
+            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+            enable = next(getattr(model, name) for name in names if hasattr(model, name))
+            enable({"use_reentrant": False})
+        model.train(case.training)
+        norm = _norm(dense.gradients.values())
+        before = _gradients_before(model, case, norm)
+        try:
+            policy = wrap(model, case.config)
+            if case.budget_share is not None:
+                peak = policy.plan(batch, case.loss).predicted_peak_bytes
+                assert peak is not None
+                policy = policy.with_config(memory_budget_bytes=int(peak * case.budget_share) + 1)
+            scores = policy.score(batch, entropy=True)
+            stats = policy.forward_backward(
+                batch, case.loss, denominators=case.denominators, scale=case.scale
+            )
+        except (UnsupportedError, PlanError) as error:
+            return Outcome(refused=f"forkpoint: {type(error).__name__}: {error}")
+    plan = stats.plan
+    depths: list[int] = []
+    for row in plan.rows:
+        depths.append(depths[row.parent] + 1 if row.parent >= 0 else 0)
+    faults = [
+        *_off("loss", abs(stats.loss - dense.loss), max(1.0, abs(dense.loss))),
+        *_off("log-probs", _distance(stats.logprobs, dense.logprobs_T)),
+        *_off("scores", _distance(scores.logprobs, dense.logprobs_T)),
+    ]
+    assert scores.entropies is not None
+    faults += _off("entropies", _distance(scores.entropies, dense.entropies_T))
+    unit = max(norm, CANCELLED * weight) * case.scale
+    errors: dict[str, float] = {}
+    zero = torch.zeros(1, dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        wanted, found = dense.gradients[name], parameter.grad
+        added = (zero if found is None else found) - before.get(name, zero)
+        errors[name] = float((added - (zero if wanted is None else wanted * case.scale)).norm())
+        faults += _off(f"gradient of {name}", errors[name], unit)
+    return Outcome(
+        faults=tuple(faults),
+        gradient_error=max(errors.values()) / (unit or 1.0),
+        logprob_error=_distance(stats.logprobs, dense.logprobs_T),
+        cancelled=norm <= CANCELLED * weight,
+        saved_tokens=plan.logical_tokens - len(batch) - plan.computed_tokens,
+        depth=max(depths, default=0),
+    )
+
+
+def _model(case: Case) -> PreTrainedModel:
+    try:
+        model = build(case.family, case.settings, case.seed)
+    except Exception as error:  # of whatever kind, it comes from transformers alone
+        raise Refused(f"transformers: {type(error).__name__}: {error}") from error
+    parameters = dict(model.named_parameters())
+    random = case.stream("frozen")
+    if case.frozen == "some":
+        for parameter in parameters.values():
+            parameter.requires_grad_(bool(random.random() < 0.5))
+    elif case.frozen == "lower":
+        layers = int(random.integers(0, case.settings["num_hidden_layers"]))
+        lower = [f".layers.{layer}." for layer in range(layers)] + ["embed"]
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(not any(part in name for part in lower))
+    # Something is to train, whatever was drawn: the last of the parameters before the head.
+    [*parameters.values()][-2].requires_grad_(True)
+    return model.eval()
+
+
+def _gradients_before(model: PreTrainedModel, case: Case, norm: float) -> dict[str, Tensor]:
+    """Copies of the gradients that the parameters are given, where the step is to add to some."""
+    random = case.stream("gradients")
+    before: dict[str, Tensor] = {}
+    if case.accumulates:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and random.random() < 0.8:
+                noise = torch.as_tensor(random.normal(size=parameter.shape))
+                parameter.grad = noise * (norm / max(1, parameter.numel()) ** 0.5)
+                before[name] = parameter.grad.clone()
+    return before
+
+
+def _dense(model: PreTrainedModel, case: Case) -> tuple[RolloutBatch, DenseRun, float]:
+    """The batch with its log-probs, ordinary training on it, and the norm of the loss's gradient by
+    log-probs and entropies. Leaves no gradients behind."""
+    batch = case.batch
+    logprobs, entropies = _dense_outputs(model, batch)
+    own_T = logprobs.detach().numpy()
+    batch = with_logprobs(batch, own_T, case.stream("log-probs"), case.old, case.reference)
+    case.loss.check(batch)
+    denominators = case.denominators or batch_denominators(batch)
+    views = LossViews(batch, denominators, torch.device("cpu"), torch.float64)
+    view, _ = views.of_rollouts(np.ones(len(batch), bool))
+    value = case.loss(LossOutputs(logprobs=logprobs, entropies=entropies), view)
+    assert torch.isfinite(value), f"the dense loss is {value}"
+    outputs = [x for x in (logprobs, entropies) if x.requires_grad]
+    for tensor in outputs:
+        tensor.retain_grad()
+    if value.requires_grad:
+        value.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    assert all(g is None or bool(g.isfinite().all()) for g in gradients.values())
+    for parameter in model.parameters():
+        parameter.grad = None
+    run = DenseRun(float(value.detach()), logprobs.detach(), entropies.detach(), gradients)
+    return batch, run, _norm(tensor.grad for tensor in outputs)
+
+
+def _dense_outputs(model: PreTrainedModel, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, flat over the batch, 0 where nothing is trained."""
+    lengths = batch.lengths
+    ids = torch.zeros(len(batch), int(lengths.max()), dtype=torch.int64)
+    for row, (begin, end) in zip(ids, zip(batch.offsets, batch.offsets[1:], strict=False)):  # noqa: B905
+        row[: end - begin] = torch.as_tensor(batch.token_ids[begin:end].copy())
+    logprobs = torch.zeros(batch.logical_tokens, dtype=torch.float64)
+    trained = np.flatnonzero(batch.loss_mask)
+    if not len(trained):
+        return logprobs, logprobs.clone()
+    rollout = np.searchsorted(batch.offsets, trained, side="right") - 1
+    before = torch.as_tensor(trained - batch.offsets[rollout] - 1)
+    rollout = torch.as_tensor(rollout)
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits[rollout, before]
+    logits = logits / torch.as_tensor(batch.temperatures.copy())[rollout, None]
+    every = logits.log_softmax(-1)
+    labels = torch.as_tensor(batch.token_ids[trained].copy())[:, None]
+    where = (torch.as_tensor(trained),)
+    return (
+        logprobs.index_put(where, every.gather(-1, labels)[:, 0]),
+        logprobs.index_put(where, -(every.exp() * every).sum(-1)),
+    )
+
+
+def _norm(tensors: Iterable[Tensor | None]) -> float:
+    return math.sqrt(sum(float(x.square().sum()) for x in tensors if x is not None))
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max())
+
+
+def _off(name: str, error: float, unit: float = 1.0) -> list[str]:
+    if error <= BAR * unit:
+        return []
+    return [f"{name} off by {error:.1e}, {error / unit if unit else math.inf:.1e} of its unit"]
+
+
+@dataclass
+class Tally:
+    """What became of many cases."""
+
+    seconds: float = 0.0
+    cases: int = 0
+    telling: int = 0
+    across_rows: int = 0
+    cancelled: int = 0
+    worst_gradient_error: float = 0.0
+    worst_gradient_seed: int | None = None
+    worst_logprob_error: float = 0.0
+    worst_logprob_seed: int | None = None
+    families: Counter[str] = field(default_factory=Counter)
+    refused_families: Counter[str] = field(default_factory=Counter)
+    losses: Counter[str] = field(default_factory=Counter)
+    plans: Counter[str] = field(default_factory=Counter)
+    depths: Counter[int] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    failures: list[dict] = field(default_factory=list)
+
+    @property
+    def refused(self) -> int:
+        return sum(self.refusals.values())
+
+    def run(self, case: Case) -> Outcome | None:
+        """Check a case and count it; None where it raised what is no refusal."""
+        self.cases += 1
+        self.families[case.family] += 1
+        try:
+            outcome = check(case)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            self.failures.append({"seed": case.seed, "what": what, "case": str(case)})
+            return None
+        if outcome.refused:
+            self.refused_families[case.family] += 1
+            self.refusals[re.sub(r"\d+", "N", outcome.refused)[:200]] += 1
+            return outcome
+        if outcome.faults:
+            what = "; ".join(outcome.faults)
+            self.failures.append({"seed": case.seed, "what": what, "case": str(case)})
+        self.telling += outcome.telling
+        self.across_rows += outcome.depth > 0
+        self.cancelled += outcome.cancelled
+        self.losses[type(case.loss).__name__] += 1
+        config = case.config
+        self.plans[f"{config.sharing} + {config.boundary}, {config.waves}"] += 1
+        self.depths[outcome.depth] += 1
+        if not outcome.gradient_error <= self.worst_gradient_error:
+            self.worst_gradient_error = outcome.gradient_error
+            self.worst_gradient_seed = case.seed
+        if not outcome.logprob_error <= self.worst_logprob_error:
+            self.worst_logprob_error = outcome.logprob_error
+            self.worst_logprob_seed = case.seed
+        return outcome
+
+    def report(self) -> dict:
+        """All counts as plain values, for JSON."""
+        found = dict(vars(self))
+        for name, value in found.items():
+            if isinstance(value, Counter):
+                found[name] = {str(key): count for key, count in sorted(value.items())}
+        return found | {"refused": self.refused}

@@ -1,0 +1,408 @@
+"""Random tiny configurations of every supported family, and models of them without neutral values.
+
+Every part that a family's configuration can switch or size is drawn: heads, windows by layer, caps,
+norms of queries and keys, biases, rotary embeddings, experts, ranks. Then all parameters are drawn
+anew, so that no norm is 1, no bias 0 and no sink absent.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from numpy.random import Generator
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+Settings = dict[str, Any]
+Value = TypeVar("Value")
+
+VOCABULARY = 40
+LONGEST = 96
+"""No rollout has more tokens."""
+
+
+def one_of(random: Generator, values: Sequence[Value]) -> Value:
+    return values[int(random.integers(len(values)))]
+
+
+def chance(random: Generator, probability: float) -> bool:
+    return bool(random.random() < probability)
+
+
+def between(random: Generator, low: int, high: int) -> int:
+    """A whole number from `low` to `high`, both possible."""
+    return int(random.integers(low, high + 1))
+
+
+def draw_settings(random: Generator, family: str) -> Settings:
+    """What the family's configuration is given, for a model of 1 to 4 layers and width 8 to 32."""
+    key_heads = between(random, 1, 4)
+    heads = key_heads * between(random, 1, 8 // key_heads)
+    head_dim = one_of(random, (2, 4, 6, 8, 12, 16))
+    width = heads * between(random, math.ceil(8 / heads), 32 // heads)
+    if family == "helium":  # its output projection is as wide as the model
+        head_dim = one_of(random, (2, 4))
+        width = heads * head_dim
+    settings: Settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": 2 * between(random, 2, 20),
+        "num_hidden_layers": between(random, 1, 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 2 * LONGEST,
+        "tie_word_embeddings": chance(random, 0.4),
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if family in SPECIAL:
+        settings |= SPECIAL[family](random, settings)
+    if "rope_parameters" not in settings:
+        settings["rope_parameters"] = draw_rope(random, settings["head_dim"])
+    return settings
+
+
+def build(family: str, settings: Settings, seed: int) -> PreTrainedModel:
+    """The model in float64, with the stock attention written out ("eager")."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = AutoConfig.for_model(family, **settings)
+        state = torch.get_rng_state()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        torch.set_rng_state(state)
+    model = model.double()
+    if hasattr(model, "set_experts_implementation"):
+        # The default's grouped matrix product has no float64.
+        model.set_experts_implementation("eager")
+    _draw_parameters(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+@torch.no_grad()
+def _draw_parameters(model: PreTrainedModel, generator: torch.Generator) -> None:
+    gain = 0.5 + float(torch.rand((), generator=generator))
+    values = [*model.named_parameters()]
+    # What DeepSeek and GLM choose experts by is a buffer, and 0 before training.
+    values += [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    for name, value in values:
+        noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        if value.dim() == 1:
+            norm = name.endswith("norm.weight")
+            value.copy_((1.0 if norm else 0.0) + 0.3 * noise)
+        elif "embed" in name:
+            value.copy_(0.5 * noise)
+        else:
+            value.copy_(gain * noise / math.sqrt(value.shape[-1]))
+
+
+# Parts that families have in common --------------------------------------------------------------
+
+
+def draw_rope(random: Generator, head_dim: int, *, partial: bool = False) -> Settings:
+    """Rotary embeddings that do not depend on a rollout's length, half of them the plain ones."""
+    kind = one_of(random, ("default",) * 5 + ("linear", "llama3", "yarn", "yarn", "dynamic"))
+    rotary = 2 * between(random, 1, head_dim // 2) if partial else head_dim
+    if kind == "dynamic" and rotary == 2:  # transformers divides by what is above 2
+        kind = "linear"
+    found: Settings = {"rope_type": kind, "rope_theta": one_of(random, (50.0, 10_000.0, 1e6))}
+    if partial:
+        found["partial_rotary_factor"] = rotary / head_dim
+    if kind in ("linear", "llama3", "yarn", "dynamic"):
+        found["factor"] = one_of(random, (2.0, 4.0))
+    if kind == "llama3":
+        found |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind in ("llama3", "yarn"):
+        found["original_max_position_embeddings"] = int(2 * LONGEST / found["factor"])
+    return found
+
+
+def _layer_types(random: Generator, layers: int) -> list[str]:
+    return [one_of(random, ("sliding_attention", "full_attention")) for _ in range(layers)]
+
+
+def _window(random: Generator) -> int:
+    return between(random, 1, 12)
+
+
+def _maybe_window(random: Generator) -> int | None:
+    return _window(random) if chance(random, 0.7) else None
+
+
+def _bias(name: str) -> Callable[[Generator], Settings]:
+    return lambda random: {name: chance(random, 0.5)}
+
+
+def _experts(random: Generator, name: str) -> Settings:
+    experts = between(random, 2, 6)
+    return {name: experts, "num_experts_per_tok": between(random, 1, min(3, experts))}
+
+
+def _grouped_experts(random: Generator, settings: Settings) -> Settings:
+    """Experts in groups of at least two, of which the best groups are chosen first."""
+    groups = between(random, 1, 3)
+    in_group = between(random, 2, 3)
+    chosen = between(random, 1, groups)
+    return {
+        "n_routed_experts": groups * in_group,
+        "n_group": groups,
+        "topk_group": chosen,
+        "num_experts_per_tok": between(random, 1, min(3, chosen * in_group)),
+        "n_shared_experts": between(random, 1, 2),
+        "moe_intermediate_size": 2 * between(random, 2, 10),
+        "first_k_dense_replace": between(random, 0, settings["num_hidden_layers"]),
+        "routed_scaling_factor": one_of(random, (1.0, 2.5)),
+        "norm_topk_prob": chance(random, 0.5),
+        "attention_bias": chance(random, 0.5),
+    }
+
+
+# What a family has besides -----------------------------------------------------------------------
+
+
+def _llama(random: Generator, _: Settings) -> Settings:
+    return {"attention_bias": chance(random, 0.4), "mlp_bias": chance(random, 0.4)}
+
+
+def _qwen(random: Generator, settings: Settings) -> Settings:
+    if not chance(random, 0.75):
+        return {"use_sliding_window": False}
+    found: Settings = {"use_sliding_window": True, "sliding_window": _window(random)}
+    layers = settings["num_hidden_layers"]
+    if chance(random, 0.5):
+        return found | {"layer_types": _layer_types(random, layers)}
+    return found | {"max_window_layers": between(random, 0, layers)}
+
+
+def _qwen3(random: Generator, settings: Settings) -> Settings:
+    return _qwen(random, settings) | _bias("attention_bias")(random)
+
+
+def _qwen3_moe(random: Generator, settings: Settings) -> Settings:
+    layers = settings["num_hidden_layers"]
+    return {
+        **_experts(random, "num_experts"),
+        "moe_intermediate_size": 2 * between(random, 2, 10),
+        "norm_topk_prob": chance(random, 0.5),
+        "decoder_sparse_step": between(random, 1, 2),
+        "mlp_only_layers": [i for i in range(layers) if chance(random, 0.2)],
+        "attention_bias": chance(random, 0.4),
+        "use_sliding_window": chance(random, 0.5),
+        "sliding_window": _window(random),
+    }
+
+
+def _one_window(random: Generator, _: Settings) -> Settings:
+    return {"sliding_window": _maybe_window(random)}
+
+
+def _window_by_layer(random: Generator, settings: Settings) -> Settings:
+    return {
+        "sliding_window": _window(random),
+        "layer_types": _layer_types(random, settings["num_hidden_layers"]),
+    }
+
+
+def _gemma(random: Generator, _: Settings) -> Settings:
+    return {"attention_bias": chance(random, 0.4)}
+
+
+def _gemma2(random: Generator, settings: Settings) -> Settings:
+    return {
+        **_window_by_layer(random, settings),
+        "attention_bias": chance(random, 0.4),
+        "query_pre_attn_scalar": one_of(random, (1, 4, 16)),
+        "attn_logit_softcapping": one_of(random, (None, 1.0, 5.0, 50.0)),
+        "final_logit_softcapping": one_of(random, (None, 2.0, 10.0, 30.0)),
+    }
+
+
+def _gemma3(random: Generator, settings: Settings) -> Settings:
+    found = _gemma2(random, settings)
+    found["rope_parameters"] = {
+        "full_attention": draw_rope(random, settings["head_dim"]),
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    if chance(random, 0.4):
+        del found["layer_types"]
+        found["sliding_window_pattern"] = between(random, 1, 3)
+    return found
+
+
+def _olmo(random: Generator, _: Settings) -> Settings:
+    return {
+        "clip_qkv": one_of(random, (None, 0.5, 2.0)),
+        "attention_bias": chance(random, 0.4),
+    }
+
+
+def _olmo3(random: Generator, settings: Settings) -> Settings:
+    return {
+        **_window_by_layer(random, settings),
+        "attention_bias": chance(random, 0.4),
+        "rope_parameters": {
+            "full_attention": draw_rope(random, settings["head_dim"]),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    }
+
+
+def _glm(random: Generator, settings: Settings) -> Settings:
+    rope = draw_rope(random, settings["head_dim"], partial=True)
+    return {"attention_bias": chance(random, 0.6), "rope_parameters": rope}
+
+
+def _glm4_moe(random: Generator, settings: Settings) -> Settings:
+    return {
+        **_grouped_experts(random, settings),
+        "use_qk_norm": chance(random, 0.5),
+        "rope_parameters": draw_rope(random, settings["head_dim"], partial=True),
+    }
+
+
+def _gpt_oss(random: Generator, settings: Settings) -> Settings:
+    return {
+        **_window_by_layer(random, settings),
+        **_experts(random, "num_local_experts"),
+        "attention_bias": chance(random, 0.7),
+        "swiglu_limit": one_of(random, (1.0, 7.0)),
+    }
+
+
+def _phi(random: Generator, settings: Settings) -> Settings:
+    found: Settings = {"rope_parameters": draw_rope(random, settings["head_dim"], partial=True)}
+    if chance(random, 0.5):  # norms that take the head dim from the width
+        found |= {"qk_layernorm": True}
+        found["hidden_size"] = settings["num_attention_heads"] * settings["head_dim"]
+    return found
+
+
+def _phi3(random: Generator, settings: Settings) -> Settings:
+    dim = settings["head_dim"]
+    rotary = 2 * between(random, 1, dim // 2)
+    rope: Settings = {"rope_type": "default", "rope_theta": one_of(random, (50.0, 10_000.0))}
+    found: Settings = {"sliding_window": _maybe_window(random)}
+    if chance(random, 0.4):
+        # Its check of the factors takes the head dim from the width.
+        found["hidden_size"] = settings["num_attention_heads"] * dim
+        factors = [1.0 + 0.5 * float(random.random()) for _ in range(rotary // 2)]
+        rope = {**rope, "rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+        found["original_max_position_embeddings"] = LONGEST
+        found["max_position_embeddings"] = 4 * LONGEST
+    return found | {"rope_parameters": {**rope, "partial_rotary_factor": rotary / dim}}
+
+
+def _smollm3(random: Generator, settings: Settings) -> Settings:
+    layers = settings["num_hidden_layers"]
+    found: Settings = {
+        "no_rope_layers": [int(chance(random, 0.5)) for _ in range(layers)],
+        "attention_bias": chance(random, 0.4),
+        "mlp_bias": chance(random, 0.4),
+    }
+    if chance(random, 0.7):
+        found |= {"use_sliding_window": True, "sliding_window": _window(random)}
+        if chance(random, 0.5):
+            found["layer_types"] = _layer_types(random, layers)
+    return found
+
+
+def _granite(random: Generator, settings: Settings) -> Settings:
+    return {
+        **_llama(random, settings),
+        "embedding_multiplier": one_of(random, (1.0, 3.0)),
+        "logits_scaling": one_of(random, (0.5, 1.0, 4.0)),
+        "residual_multiplier": one_of(random, (0.3, 1.0)),
+        "attention_multiplier": one_of(random, (0.1, 0.5, 1.0)),
+    }
+
+
+def _granitemoe(random: Generator, settings: Settings) -> Settings:
+    found = _granite(random, settings) | _experts(random, "num_local_experts")
+    del found["mlp_bias"]
+    return found
+
+
+def _cohere(random: Generator, _: Settings) -> Settings:
+    return {
+        "logit_scale": one_of(random, (0.0625, 0.5, 2.0)),
+        "use_qk_norm": chance(random, 0.5),
+        "attention_bias": chance(random, 0.4),
+    }
+
+
+def _deepseek_v3(random: Generator, settings: Settings) -> Settings:
+    rotary = one_of(random, (2, 4, 6))
+    return {
+        **_grouped_experts(random, settings),
+        "num_key_value_heads": settings["num_attention_heads"],
+        "q_lora_rank": one_of(random, (None, 1, 4, 12)),
+        "kv_lora_rank": one_of(random, (1, 4, 12)),
+        "qk_rope_head_dim": rotary,
+        "head_dim": rotary,
+        "qk_nope_head_dim": one_of(random, (1, 4, 8)),
+        "v_head_dim": one_of(random, (1, 4, 6, 10)),
+        "rope_interleave": chance(random, 0.5),
+    }
+
+
+def _exaone4(random: Generator, settings: Settings) -> Settings:
+    if chance(random, 0.5):
+        return _window_by_layer(random, settings)
+    return {"sliding_window": _window(random), "sliding_window_pattern": between(random, 1, 4)}
+
+
+def _mixtral(random: Generator, settings: Settings) -> Settings:
+    return _one_window(random, settings) | _experts(random, "num_local_experts")
+
+
+def _hunyuan(random: Generator, _: Settings) -> Settings:
+    return {"attention_bias": chance(random, 0.5)}
+
+
+def _seed_oss(random: Generator, settings: Settings) -> Settings:
+    return {
+        **_llama(random, settings),
+        "attention_out_bias": chance(random, 0.5),
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+    }
+
+
+def _starcoder2(random: Generator, settings: Settings) -> Settings:
+    return _one_window(random, settings) | {"use_bias": chance(random, 0.5)}
+
+
+SPECIAL: dict[str, Callable[[Generator, Settings], Settings]] = {
+    "llama": _llama,
+    "qwen2": _qwen,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "mistral": _one_window,
+    "ministral": _window_by_layer,
+    "mixtral": _mixtral,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "olmo": _olmo,
+    "olmo2": _gemma,
+    "olmo3": _olmo3,
+    "glm": _glm,
+    "glm4": _glm,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "phi": _phi,
+    "phi3": _phi3,
+    "smollm3": _smollm3,
+    "granite": _granite,
+    "granitemoe": _granitemoe,
+    "cohere": _cohere,
+    "deepseek_v3": _deepseek_v3,
+    "exaone4": _exaone4,
+    "hunyuan_v1_dense": _hunyuan,
+    "arcee": _llama,
+    "helium": _llama,
+    "seed_oss": _seed_oss,
+    "starcoder2": _starcoder2,
+}
