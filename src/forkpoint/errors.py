@@ -14,6 +14,10 @@ class RolloutError(ForkpointError, ValueError):
     """A rollout, a rollout file or a batch that cannot be trained on as it is."""
 
 
+class TraceError(RolloutError):
+    """A recorded trace that is changed, cut short, foreign or of a newer schema."""
+
+
 class ConfigError(ForkpointError, ValueError):
     """An option whose value is not allowed, alone or together with another."""
 

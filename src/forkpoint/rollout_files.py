@@ -237,21 +237,29 @@ def _line(rollout: Rollout, position: int) -> bytes:
             value = value.astype(int)  # 0 and 1 take a third of the bytes of false and true
         if value is not None:
             record[name] = value.tolist() if hasattr(value, "tolist") else value
+    check_extras(rollout, position)
+    line = json.dumps(record, allow_nan=False, separators=(",", ":"))
+    return line.encode() + b"\n"
+
+
+def check_extras(rollout: Rollout, position: int) -> None:
+    """Raises RolloutError, naming the rollout, where JSON cannot give its extras back as they are.
+
+    `position` is the rollout's place among those that are written.
+    """
     try:
-        line = json.dumps(record, allow_nan=False, separators=(",", ":"))
-        kept = rollout.extras is None or json.loads(json.dumps(rollout.extras)) == rollout.extras
+        text = json.dumps(rollout.extras, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise RolloutError(
             f"{_named(rollout, position)}: extras {short(rollout.extras)} cannot be written as "
             f"JSON: {error}. Keep only text, finite numbers, booleans, None, lists and dicts "
             "with text keys in extras."
         ) from None
-    if not kept:
+    if json.loads(text) != rollout.extras:
         raise RolloutError(
             f"{_named(rollout, position)}: extras {short(rollout.extras)} would come back from "
             "JSON changed. Keep only lists (no tuples) and dicts with text keys in extras."
         )
-    return line.encode() + b"\n"
 
 
 def _named(rollout: Rollout, position: int) -> str:

@@ -22,13 +22,14 @@ CORE = {
     "config": {"errors"},
     "rollouts": {"errors"},
     "rollout_files": {"rollouts", "errors"},
+    "traces": {"rollout_files", "rollouts", "errors"},
     "forest": set(),
     "plan": {"forest", "rollouts", "config", "errors"},
     "ops": {"plan", "errors"},
     "losses": {"rollouts", "errors"},
     "engine": {"ops", "losses", "plan", "forest", "rollouts", "config", "errors"},
 }
-WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine"}
+WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine", "traces"}
 LIBRARIES_OF_HOSTS = {"transformers", "peft", "accelerate", "trl", "verl", "torchtitan"}
 TORCH_AND_HOSTS = {"torch", *LIBRARIES_OF_HOSTS}
 
@@ -98,6 +99,9 @@ from forkpoint.plan import make_plan
 rollouts = [forkpoint.Rollout([1, 2, n], [0, 0, 1], 0.5) for n in range(3)]
 make_plan(forkpoint.RolloutBatch(rollouts)).explain()
 forkpoint.save_rollouts("rollouts.jsonl", rollouts)
+with forkpoint.record("trace") as trace:
+    trace.add(rollouts)
+forkpoint.traces.open_trace("trace").verify()
 """
 COMMAND = """
 import runpy, sys
