@@ -43,6 +43,10 @@ class StepStats:
     events: tuple[str, ...]
     phase_ms: dict[str, float]
     """A: forwards of rows with children; B: rows without; C: backwards of rows with children."""
+    event_ms: tuple[float, ...]
+    """Of each of `events`."""
+    event_memory_bytes: tuple[int, ...] | None
+    """What CUDA held allocated when each of `events` had been issued; None on the CPU."""
     peak_memory_bytes: int | None
     """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
     logprobs: Tensor
@@ -115,6 +119,8 @@ class Policy:
             plan=plan,
             events=result.events,
             phase_ms=result.phase_ms,
+            event_ms=result.event_ms,
+            event_memory_bytes=result.event_memory_bytes,
             peak_memory_bytes=(torch.cuda.max_memory_allocated(self.host.device) if cuda else None),
             logprobs=result.logprobs_T.detach(),
         )

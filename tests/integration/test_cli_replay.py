@@ -10,25 +10,30 @@ import pytest
 import torch
 from commands import Shell, changed, made_up_rollouts, write_config, write_rollouts
 
-from forkpoint import Config, RolloutBatch, load_rollouts, wrap
-from forkpoint import replay as replay_module
+from forkpoint import Config, ConfigError, RolloutBatch, load_rollouts, wrap
 from forkpoint.cli.models import load_model
 from forkpoint.cli.options import Runtime
+from forkpoint.cli.selection import Selection
 from forkpoint.dense import dense_run
 from forkpoint.hosts.upcasts import lifted_upcasts
 from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.replay import ReplayStep, replay
+from forkpoint.replay import loop as replay_loop
+from forkpoint.replay.rates import Rate
 from forkpoint.testing import tiny_model
 
 FIELDS = {
     *("command", "steps", "rollouts", "logical_tokens", "unique_tokens", "computed_tokens"),
     *("rows", "plans", "bound", "speedup", "median_speedup", "phase_ms"),
     *("max_loss_difference", "max_parameter_difference", "mean_parameter_difference"),
-    *("rms_parameter_difference", "rms_parameter_change", "config", "device", "versions"),
+    *("mean_absolute_parameter_difference", "rms_parameter_difference", "rms_parameter_change"),
+    *("resumed_at", "config", "device", "versions"),
     *(
         f"{way}_{name}"
         for way in ("shared", "dense")
-        for name in ("ms", "median_ms", "step_ms", "losses", "peak_memory_bytes")
+        for name in (
+            *("ms", "median_ms", "step_ms", "losses", "gradient_norms", "peak_memory_bytes"),
+        )
     ),
 }
 TINY_QWEN3 = Path(__file__).parents[2] / "examples" / "tiny-qwen3.json"
@@ -97,7 +102,8 @@ def test_difference_between_the_parameters() -> None:
     assert shared.data_ptr() != dense.data_ptr() and report.difference is not None
     apart = (shared - dense).abs()
     assert report.difference.max == pytest.approx(float(apart.max()))
-    assert report.difference.mean == pytest.approx(float(apart.mean()))
+    assert report.difference.mean == pytest.approx(float((shared - dense).mean()))
+    assert report.difference.mean_absolute == pytest.approx(float(apart.mean()))
     assert report.difference.rms == pytest.approx(float(apart.square().mean().sqrt()))
     moved = float((dense - start).square().mean().sqrt())
     assert report.difference.rms_change == pytest.approx(moved)
@@ -105,16 +111,74 @@ def test_difference_between_the_parameters() -> None:
     assert report.difference.rms == pytest.approx(moved, rel=1e-3)
 
 
+def test_gradient_norms_and_clipping() -> None:
+    """By the same numbers from the stock model; both sides are scaled alike."""
+    batch = RolloutBatch(made_up_rollouts())
+    model = tiny_model("qwen3")
+    gradients = dense_run(model, batch.select([0, 1, 2]), GRPO()).gradients.values()
+    flat = torch.cat([g.flatten() for g in gradients if g is not None])
+    norm = float(flat.norm())
+    report = replay(
+        *(copy.deepcopy(model), batch, GRPO()),
+        optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
+        steps=1,
+        max_grad_norm=norm / 4,
+    )
+    (step,) = report.steps
+    assert step.dense is not None and step.difference is not None
+    assert step.shared.gradient_norm == pytest.approx(norm, rel=1e-5)
+    assert step.dense.gradient_norm == pytest.approx(norm, rel=1e-5)
+    moved = norm / 4 / len(flat) ** 0.5
+    assert step.difference.rms_change == pytest.approx(moved, rel=1e-5)
+    assert step.difference.rms < 1e-5 * moved
+
+
+def test_schedules() -> None:
+    def factors(**options: Any) -> list[float]:
+        rate = Rate(**options)
+        return [rate.factor(step) for step in range(options.get("steps") or 4)]
+
+    assert factors() == [1, 1, 1, 1]
+    assert factors(warmup_steps=2) == [0.5, 1, 1, 1]
+    assert factors(schedule="linear", steps=4) == [1, 0.75, 0.5, 0.25]
+    assert factors(schedule="linear", warmup_steps=1, steps=3) == [1, 1, 0.5]
+    assert factors(schedule="cosine", steps=2) == [1, pytest.approx(0.5)]
+    for wrong in ({"warmup_steps": -1}, {"schedule": "linear"}):
+        with pytest.raises(ConfigError):
+            Rate(**wrong)
+    with pytest.raises(ConfigError, match="needs more steps than the warm-up"):
+        Rate(schedule="cosine", steps=3, warmup_steps=3)
+
+
+def test_events_have_their_times() -> None:
+    """One time an event; together they are the phases."""
+    report = replay(
+        tiny_model("qwen3"),
+        RolloutBatch(made_up_rollouts()),
+        # A joint loss over several rows: log-probs first, and these events count as well.
+        lambda outputs, batch: -((outputs.logprobs * batch.advantages).sum() ** 2),
+        optimizer=sgd,
+        steps=1,
+        config=Config(sharing="tree", boundary="across_rows", max_row_tokens=24),
+    )
+    for record in (report.steps[0].shared, report.steps[0].dense):
+        assert record is not None
+        assert len(record.event_ms) == len(record.events) > 4
+        assert sum(record.event_ms) == pytest.approx(sum(record.phase_ms.values()))
+        assert record.event_memory_bytes is None
+    assert report.steps[0].shared.phase_ms["A"] > 0
+
+
 def test_groups_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, ...]] = []
-    real = replay_module._Side.step
+    real = replay_loop._Side.step
 
-    def step(self: Any, batch: RolloutBatch, loss: Any) -> Any:
+    def step(self: Any, batch: RolloutBatch, loss: Any, index: int) -> Any:
         groups = sorted({str(group) for group in batch.group_ids})
         order.append((self.policy.config.sharing, *groups))
-        return real(self, batch, loss)
+        return real(self, batch, loss, index)
 
-    monkeypatch.setattr(replay_module._Side, "step", step)
+    monkeypatch.setattr(replay_loop._Side, "step", step)
     seen: list[ReplayStep] = []
     report = replay(
         tiny_model("qwen3"),
@@ -196,8 +260,11 @@ def test_losses_and_parameters_are_those_of_dense(
     assert result["max_loss_difference"] == pytest.approx(apart)
     assert result["rms_parameter_difference"] <= 1e-3 * result["rms_parameter_change"]
     assert result["rms_parameter_change"] > 1e-5, "nothing was trained"
-    means = [result[f"{name}_parameter_difference"] for name in ("mean", "rms", "max")]
-    assert means == sorted(means)
+    names = ("mean_absolute", "rms", "max")
+    means = [result[f"{name}_parameter_difference"] for name in names]
+    assert means == sorted(means) and abs(result["mean_parameter_difference"]) <= means[0]
+    norms = (result["shared_gradient_norms"], result["dense_gradient_norms"])
+    np.testing.assert_allclose(*norms, rtol=1e-5)
 
 
 def test_what_it_reports(shell: Shell, rollouts: Path, config: Path) -> None:
@@ -241,6 +308,35 @@ def test_without_a_baseline(shell: Shell, rollouts: Path, config: Path) -> None:
     assert result["shared_ms"] > 0 and result["bound"] > 1
     assert result["phase_ms"]["dense"] is None
     assert "dense ms" not in done.out and "counted bound" in done.out
+
+
+def test_a_part_of_the_rollouts(shell: Shell, tmp_path: Path, config: Path) -> None:
+    """Prompts lose their beginning, responses their end; every array with them."""
+    made = [
+        changed(
+            rollout,
+            advantage=np.arange(len(rollout), dtype=float),
+            reference_logprobs=-np.arange(len(rollout), dtype=float),
+        )
+        for rollout in made_up_rollouts()
+    ]
+    file = write_rollouts(tmp_path / "long.jsonl", made)
+    part = Selection(groups=2, max_prompt_tokens=5, max_response_tokens=3).load(file, None)
+    assert [str(group) for group in part.group_ids] == ["g0"] * 3 + ["g1"] * 3
+    for rollout, whole in zip(part, made, strict=False):
+        kept = slice(25, 33)
+        assert rollout.token_ids.tolist() == whole.token_ids[kept].tolist()
+        assert rollout.loss_mask.tolist() == [False] * 5 + [True] * 3
+        assert np.asarray(rollout.advantage).tolist() == list(range(25, 33))
+        assert rollout.reference_logprobs is not None
+        assert rollout.reference_logprobs.tolist()[1:] == [-float(n) for n in range(26, 33)]
+        assert rollout.rollout_id == whole.rollout_id
+    arguments = ("replay", file, "--model", config, "--steps", 2, "--groups", 2, "--json")
+    result = shell(*arguments, "--max-prompt-tokens", 5, "--max-response-tokens", 3).result
+    assert result["logical_tokens"] == 6 * 8
+    refused = shell(*arguments[:-2], 4)
+    assert refused.code == 2 and "has 3 groups" in refused.err
+    assert shell(*arguments, "--max-prompt-tokens", 0).code == 2
 
 
 def test_json_is_one_line(shell: Shell, rollouts: Path, config: Path) -> None:

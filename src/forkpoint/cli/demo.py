@@ -93,7 +93,7 @@ class Demo:
                 GRPO(),
                 optimizer=make_optimizer("adamw", 1e-4),
                 steps=self.steps,
-                on_step=lambda _: advance(),
+                on_step=lambda _: advance(1),
             )
         show_report(out, trained)
         out.result(

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 NARROW = 100
 
@@ -32,7 +39,7 @@ class Output:
 
     def result(self, values: dict[str, Any]) -> None:
         """Print the JSON line. Numbers that JSON lacks (NaN, infinities) become null."""
-        print(json.dumps(_plain(values), allow_nan=False))
+        print(json.dumps(plain(values), allow_nan=False))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -44,20 +51,22 @@ class Output:
             yield
 
     @contextmanager
-    def progress(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar on a terminal; call what it yields once a step."""
+    def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar on a terminal with the time left; call what it yields with the steps just done."""
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
             console=self._errors,
             transient=True,
             disable=not self._errors.is_terminal,
         )
         with bar:
             task = bar.add_task(what, total=total)
-            yield lambda: bar.advance(task)
+            yield lambda steps: bar.advance(task, steps)
 
 
 def options(command: Any) -> dict[str, Any]:
@@ -68,11 +77,12 @@ def options(command: Any) -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """The same tree as JSON can hold it: paths as text, NaN and infinities as null."""
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return str(value) if isinstance(value, Path) else value

@@ -1,12 +1,15 @@
 """`forkpoint replay`: real optimizer steps over a file's groups, shared and dense."""
 
 import math
+import shlex
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from tyro.conf import arg
+from tyro.conf import DisallowNone, arg
 
 from forkpoint.cli.options import (
     Count,
@@ -17,11 +20,13 @@ from forkpoint.cli.options import (
     ModelPath,
     Planning,
     Runtime,
-    load_batch,
     make_loss,
 )
-from forkpoint.cli.output import Output, options
+from forkpoint.cli.output import Output, options, plain
+from forkpoint.cli.selection import Selection
 from forkpoint.errors import ConfigError
+from forkpoint.replay.folder import ReplayFolder
+from forkpoint.replay.rates import Rate
 
 if TYPE_CHECKING:
     from forkpoint.replay import MakeOptimizer, ReplayReport
@@ -40,6 +45,10 @@ class Training:
             and gspo are on-policy.
         optimizer: What applies the gradients.
         lr: Its learning rate.
+        schedule: The learning rate over the steps: constant, or after the warm-up down to 0, linear
+            or as a cosine.
+        warmup_steps: Steps over which the learning rate rises.
+        max_grad_norm: Gradients of a larger norm are scaled down to this one.
         steps: How many optimizer steps. The groups of the file are taken in turn, again from the
             first after the last.
         groups_per_step: How many groups make the batch of one step.
@@ -50,9 +59,36 @@ class Training:
     loss: LossName = "grpo"
     optimizer: OptimizerName = "adamw"
     lr: Annotated[float, arg(metavar="RATE")] = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    max_grad_norm: DisallowNone[
+        Annotated[float | None, arg(metavar="NORM", help_behavior_hint="(default: no clipping)")]
+    ] = None
     steps: Count = 4
     groups_per_step: Count = 1
     baseline: Literal["none", "dense"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What is kept on disk while it runs.
+
+    Attributes:
+        output: A folder: rows.jsonl gets a row a step as it goes, and forkpoint report makes a page
+            of it.
+        checkpoint_every: Save the state of both models in the output folder every N steps. The last
+            step's is saved in any case.
+        resume: Go on with the replay in the output folder from its last checkpoint, or begin it if
+            nothing has begun. What was begun with other rollouts, weights or options is refused.
+    """
+
+    output: DisallowNone[
+        Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: keep nothing)")]
+    ] = None
+    checkpoint_every: DisallowNone[
+        Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: at the end alone)")]
+    ] = None
+    resume: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +110,31 @@ class Replay:
     model: ModelPath
     limit: Limit = None
     json: Flag = False
+    selection: Selection = field(default_factory=Selection)
     training: Training = field(default_factory=Training)
+    recording: Recording = field(default_factory=Recording)
     planning: Planning = field(default_factory=Planning)
     runtime: Runtime = field(default_factory=Runtime)
 
     def run(self) -> int:
         out = Output(json_only=self.json)
-        training = self.training
-        batch = load_batch(self.file, self.limit)
+        training, recording = self.training, self.recording
+        if recording.output is None and (recording.resume or recording.checkpoint_every):
+            option = "resume" if recording.resume else "checkpoint_every"
+            raise ConfigError(f"{option} needs a folder to keep things in; add --output DIR.")
+        rate = Rate(
+            schedule=training.schedule, warmup_steps=training.warmup_steps, steps=training.steps
+        )
+        batch = self.selection.load(self.file, self.limit)
         with out.waiting("making the model"):
+            from forkpoint.bench.rows import environment
             from forkpoint.cli.environment import versions
             from forkpoint.cli.models import load_model, out_of_memory_explained
             from forkpoint.replay import replay
 
             optimizer = make_optimizer(training.optimizer, training.lr)
             model = load_model(self.model, self.runtime)
+        device = next(model.parameters()).device
         with (
             out_of_memory_explained(),
             out.progress("training", training.steps) as advance,
@@ -102,7 +148,20 @@ class Replay:
                 groups_per_step=training.groups_per_step,
                 baseline=training.baseline == "dense",
                 config=self.planning.config(),
-                on_step=lambda _: advance(),
+                rate=rate,
+                max_grad_norm=training.max_grad_norm,
+                folder=recording.output and ReplayFolder(recording.output, resume=recording.resume),
+                checkpoint_every=recording.checkpoint_every,
+                about={
+                    "command": shlex.join(["forkpoint", *sys.argv[1:]]),
+                    "file": self.file.name,
+                    "options": plain(options(self)),
+                    "device": str(device),
+                    "versions": versions(),
+                    "environment": environment(),
+                },
+                on_step=lambda _: advance(1),
+                on_resume=advance,
             )
         show_report(out, report)
         out.result(
@@ -110,7 +169,7 @@ class Replay:
                 "command": "replay",
                 **report.to_dict(),
                 "config": options(self),
-                "device": str(next(model.parameters()).device),
+                "device": str(device),
                 "versions": versions(),
             }
         )
@@ -167,7 +226,8 @@ def _summary(values: dict) -> str:
             f"speed-up: {values['speedup']:.2f}x over all steps, median step "
             f"{values['median_speedup']:.2f}x; counted bound {values['bound']:.2f}x",
             f"losses differ by at most {values['max_loss_difference']:.1e}; parameters by at most "
-            f"{values['max_parameter_difference']:.1e} (rms "
+            f"{values['max_parameter_difference']:.1e} (mean "
+            f"{values['mean_parameter_difference']:+.1e}, rms "
             f"{values['rms_parameter_difference']:.1e}, after moving by "
             f"{values['rms_parameter_change']:.1e})",
         ]

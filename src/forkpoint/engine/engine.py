@@ -9,7 +9,7 @@ Nothing here knows which published method it is running; the plan does not say.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ class StepResult:
     entropies_T: Tensor | None
     events: tuple[str, ...]
     phase_ms: dict[str, float]
+    event_ms: tuple[float, ...]
+    event_memory_bytes: tuple[int, ...] | None
 
 
 class Engine:
@@ -91,7 +93,7 @@ class Engine:
             )
         if constant is None:
             return result
-        return _replace_loss(result, result.loss + constant)
+        return replace(result, loss=result.loss + constant)
 
     def _prepare(self, plan: Plan, batch: RolloutBatch) -> list[RowInputs]:
         return prepare_rows(plan, batch, self.host.device)
@@ -190,9 +192,17 @@ class Engine:
             scale=scale,
             guard=guard,
         )
-        events = (*scored.events, *result.events)
-        phase_ms = {k: scored.phase_ms[k] + ms for k, ms in result.phase_ms.items()}
-        return StepResult(value.detach(), result.logprobs_T, result.entropies_T, events, phase_ms)
+        held = result.event_memory_bytes
+        if held is not None:
+            held = (*(scored.event_memory_bytes or ()), *held)
+        return replace(
+            result,
+            loss=value.detach(),
+            events=(*scored.events, *result.events),
+            phase_ms={k: scored.phase_ms[k] + ms for k, ms in result.phase_ms.items()},
+            event_ms=(*scored.event_ms, *result.event_ms),
+            event_memory_bytes=held,
+        )
 
     def _call(self, loss: Loss, outputs: LossOutputs, view: LossBatch) -> Tensor:
         value = loss(outputs, view)
@@ -267,7 +277,15 @@ class Engine:
                 roots[index] = _roots(value, outputs.roots, scale)
             del outputs, value, context
         timer.mark("B")
-        return StepResult(total, logprobs_T, entropies_T, tuple(events), timer.totals_ms())
+        return StepResult(
+            loss=total,
+            logprobs_T=logprobs_T,
+            entropies_T=entropies_T,
+            events=tuple(events),
+            phase_ms=timer.totals_ms(),
+            event_ms=timer.each_ms(),
+            event_memory_bytes=timer.allocated_bytes(),
+        )
 
     def _collect(
         self,
@@ -294,7 +312,3 @@ def _roots(
         return [value], [torch.full_like(value, scale)]
     tensors = [x for x in others if x.requires_grad]
     return tensors, [torch.zeros_like(x) for x in tensors]
-
-
-def _replace_loss(result: StepResult, loss: Tensor) -> StepResult:
-    return StepResult(loss, result.logprobs_T, result.entropies_T, result.events, result.phase_ms)

@@ -1,6 +1,7 @@
-"""Milliseconds of the phases, without a device sync between them."""
+"""Milliseconds of events and phases, without a device sync between them."""
 
 import time
+from itertools import pairwise
 
 import torch
 
@@ -9,31 +10,45 @@ PHASES: tuple[str, ...] = ("A", "B", "C")
 
 
 class PhaseTimer:
-    """Adds up the time of each phase; on CUDA by events that are read at the end."""
+    """Times what lies between marks; on CUDA by events that are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
+        self.device = device
         self.marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self.held_bytes: list[int] = []
 
     def mark(self, phase: str) -> None:
         """What follows, up to the next mark, is of this phase."""
         if self.cuda:
+            self.held_bytes.append(torch.cuda.memory_allocated(self.device))
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self.marks.append((phase, event))
         else:
             self.marks.append((phase, time.perf_counter()))
 
-    def totals_ms(self) -> dict[str, float]:
-        """Milliseconds of every phase; the last mark ends the one before it."""
-        totals: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    def each_ms(self) -> tuple[float, ...]:
+        """Milliseconds from each mark to the next; the last mark only ends the one before it."""
         if self.cuda and self.marks:
-            torch.cuda.synchronize()
-        for (phase, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+            torch.cuda.synchronize(self.device)
+        found: list[float] = []
+        for (_, begin), (_, end) in pairwise(self.marks):
             if isinstance(begin, torch.cuda.Event):
                 assert isinstance(end, torch.cuda.Event)
-                totals[phase] += begin.elapsed_time(end)
+                found.append(begin.elapsed_time(end))
             else:
                 assert isinstance(end, float)
-                totals[phase] += (end - begin) * 1e3
+                found.append((end - begin) * 1e3)
+        return tuple(found)
+
+    def totals_ms(self) -> dict[str, float]:
+        """Milliseconds of every phase."""
+        totals: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        for (phase, _), ms in zip(self.marks, self.each_ms(), strict=False):
+            totals[phase] += ms
         return totals
+
+    def allocated_bytes(self) -> tuple[int, ...] | None:
+        """What CUDA held allocated when each mark but the first was set; None on the CPU."""
+        return tuple(self.held_bytes[1:]) if self.cuda else None

@@ -1,0 +1,302 @@
+"""Real optimizer steps over frozen batches: shared and, from the same state, dense beside it.
+
+The dense side is a policy too, with sharing none: rollouts packed into rows, the same head, kernels
+and loss. What differs is only that tokens are computed once.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.config import Config
+from forkpoint.engine.host import Host
+from forkpoint.errors import ConfigError
+from forkpoint.losses.base import Loss, LossFunction, as_loss
+from forkpoint.plan import Plan
+from forkpoint.policy import Policy, wrap
+from forkpoint.replay.batches import Batches, GroupBatches
+from forkpoint.replay.checkpoint import Checkpoint, model_digest
+from forkpoint.replay.difference import parameter_difference
+from forkpoint.replay.folder import ReplayFolder
+from forkpoint.replay.rates import Rate
+from forkpoint.replay.records import ReplayReport, ReplayStep, StepRecord
+from forkpoint.rollouts import RolloutBatch
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def replay(
+    model: nn.Module,
+    batches: RolloutBatch | Batches,
+    loss: Loss | LossFunction,
+    *,
+    optimizer: MakeOptimizer,
+    steps: int,
+    groups_per_step: int = 1,
+    baseline: bool = True,
+    config: Config | None = None,
+    rate: Rate | None = None,
+    max_grad_norm: float | None = None,
+    folder: ReplayFolder | None = None,
+    checkpoint_every: int | None = None,
+    about: Mapping[str, Any] | None = None,
+    on_step: Callable[[ReplayStep], None] | None = None,
+    on_resume: Callable[[int], None] | None = None,
+) -> ReplayReport:
+    """Train on frozen batches, cycling through them, and measure every step.
+
+    Args:
+        model: a supported model, which is trained; with a baseline, a copy of it is trained too.
+        batches: what step i trains on. Of one batch of rollouts, step i takes the
+            `groups_per_step` groups that follow those of step i - 1.
+        loss: one of `forkpoint.losses`, or a function of (outputs, batch).
+        optimizer: makes an optimizer of a list of parameters; called once for each model.
+        steps: how many optimizer steps.
+        groups_per_step: how many groups of one batch of rollouts make the batch of one step.
+        baseline: whether to train dense as well. Dense gets the best plan without sharing under the
+            limits of `config`. Which of the two goes first alternates from step to step.
+        config: how batches are planned and run.
+        rate: what the optimizer's learning rates are multiplied by at each step; None leaves them.
+        max_grad_norm: gradients of a larger norm are scaled down to it, on both sides.
+        folder: where rows and checkpoints are written, and from where a replay is resumed.
+        checkpoint_every: after how many steps the state of both sides is saved; it is saved after
+            the last step in any case. Needs a folder.
+        about: what the folder's manifest says besides, such as the command; ready for JSON.
+        on_step: called after each step that this run makes.
+        on_resume: called once with the number of steps done before, where this run resumes.
+
+    Raises:
+        ConfigError: fewer groups than `groups_per_step`, a count below 1, or a folder that holds
+            another replay than this one; what differs is named.
+
+    Otherwise as `Policy.forward_backward`; what can be checked is checked before the first step.
+    """
+    config, loss, rate = config or Config(), as_loss(loss), rate or Rate()
+    _check_counts(steps=steps, checkpoint_every=checkpoint_every)
+    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+        raise ConfigError(f"max_grad_norm is {max_grad_norm}; it takes a finite number above 0.")
+    if checkpoint_every is not None and folder is None:
+        raise ConfigError(
+            f"checkpoint_every is {checkpoint_every}, and there is no folder to save in; give one."
+        )
+    if isinstance(batches, RolloutBatch):
+        batches = GroupBatches(batches, groups_per_step)
+    dense, start = None, []
+    if baseline:
+        dense_config = replace(config, sharing="none", boundary="auto", waves="packed")
+        dense = _Side(copy.deepcopy(model), dense_config, optimizer, rate, max_grad_norm)
+        start = [p.detach().cpu().clone() for p in model.parameters()]
+    shared = _Side(model, config, optimizer, rate, max_grad_norm)
+    for part in batches.every():
+        loss.check(part)
+        shared.policy.host.check(part, training=True)
+
+    done: list[ReplayStep] = []
+    checkpoint = None
+    if folder is not None:
+        fixed = {
+            "batches": batches.describe(),
+            "model": _model_facts(shared),
+            "loss": _named(loss),
+            "optimizer": {"kind": type(shared.optimizer).__name__, **shared.optimizer.defaults},
+            "rate": asdict(rate),
+            "max_grad_norm": max_grad_norm,
+            "steps": steps,
+            "baseline": baseline,
+            "config": asdict(config),
+            "runs_on": _runs_on(shared.policy.host),
+        }
+        sides = {"shared": shared} | ({} if dense is None else {"dense": dense})
+        checkpoint = Checkpoint(
+            {name: (side.model, side.optimizer) for name, side in sides.items()}
+        )
+        if folder.open(fixed, about or {}):
+            done = [ReplayStep.from_dict(row) for row in folder.restore(checkpoint)]
+            if done and on_resume is not None:
+                on_resume(len(done))
+    resumed_at = len(done) or None
+
+    for index in range(len(done), steps):
+        part = batches.at(index)
+        row, plans = _step(shared, dense, part, loss, index, start)
+        done.append(row)
+        if folder is not None and checkpoint is not None:
+            folder.add_plans(row.fingerprint, part, plans)
+            folder.add_row(row.to_dict())
+            if index + 1 == steps or (checkpoint_every and (index + 1) % checkpoint_every == 0):
+                folder.save(checkpoint, index + 1)
+        if on_step is not None:
+            on_step(row)
+    return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
+
+
+class _Side:
+    """A policy with its own optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        optimizer: MakeOptimizer,
+        rate: Rate,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.model = model
+        self.policy: Policy = wrap(model, config)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = optimizer(self.parameters)
+        self.rate, self.max_grad_norm = rate, max_grad_norm
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def step(self, batch: RolloutBatch, loss: Loss, index: int) -> tuple[StepRecord, Plan]:
+        """Train once. The gradient's norm is taken with the clock stopped."""
+        device = self.policy.host.device
+        cuda = device.type == "cuda"
+        factor = self.rate.factor(index)
+        for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = lr * factor
+        held = 0
+        if cuda:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            held = torch.cuda.memory_allocated(device)
+        clock = _Clock(device)
+        with clock:
+            stats = self.policy.forward_backward(batch, loss)
+        norm = _gradient_norm(self.parameters)
+        with clock:
+            if self.max_grad_norm is not None:
+                nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        plan = stats.plan
+        assert plan.shape is not None
+        memory = stats.event_memory_bytes
+        record = StepRecord(
+            loss=stats.loss,
+            gradient_norm=float(norm),
+            ms=clock.ms,
+            phase_ms=stats.phase_ms,
+            events=stats.events,
+            event_ms=stats.event_ms,
+            event_memory_bytes=None if memory is None else tuple(n - held for n in memory),
+            sharing=plan.sharing,
+            boundary=plan.boundary,
+            rows=len(plan.rows),
+            computed_tokens=plan.computed_tokens,
+            flops=plan.shared.step_flops(plan.shape),
+            peak_memory_bytes=torch.cuda.max_memory_allocated(device) - held if cuda else None,
+            predicted_peak_bytes=plan.predicted_peak_bytes,
+        )
+        return record, plan
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+class _Clock:
+    """Adds up the milliseconds of the blocks it is entered for, each begun and ended idle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.ms, self.began = device, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        self._wait()
+        self.began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
+        self.ms += (time.perf_counter() - self.began) * 1e3
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _step(
+    shared: _Side,
+    dense: _Side | None,
+    batch: RolloutBatch,
+    loss: Loss,
+    index: int,
+    start: list[Tensor],
+) -> tuple[ReplayStep, dict[str, Plan]]:
+    """Step `index` in both ways, and the plans that it ran."""
+    other = dense_plan = None
+    if dense is not None and index % 2 == 0:
+        other, dense_plan = dense.step(batch, loss, index)
+    record, plan = shared.step(batch, loss, index)
+    if dense is not None and index % 2 == 1:
+        other, dense_plan = dense.step(batch, loss, index)
+    assert plan.shape is not None
+    row = ReplayStep(
+        step=index + 1,
+        fingerprint=plan.fingerprint,
+        lr=shared.lr,
+        rollouts=len(batch),
+        logical_tokens=batch.logical_tokens,
+        unique_tokens=plan.unique_tokens,
+        dense_flops=plan.dense.step_flops(plan.shape),
+        shared=record,
+        dense=other,
+        difference=None
+        if dense is None
+        else parameter_difference(shared.model, dense.model, start),
+    )
+    return row, {"shared": plan} | ({} if dense_plan is None else {"dense": dense_plan})
+
+
+def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """Summed in float64, whatever the gradients' dtype: 16 bits would hide what is compared."""
+    norms = [
+        torch.linalg.vector_norm(p.grad, dtype=torch.float64)
+        for p in parameters
+        if p.grad is not None
+    ]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
+
+
+def _model_facts(side: _Side) -> dict[str, Any]:
+    """What must be the same for a replay to go on: sizes by name, and the weights' digest."""
+    config: Any = getattr(side.model, "config", None)
+    return {
+        "kind": type(side.model).__name__,
+        "config": config.to_dict() if hasattr(config, "to_dict") else None,
+        "training": side.model.training,
+        "checkpointed": side.policy.host.shape.checkpointed,
+        "initial_parameters": model_digest(side.model),
+    }
+
+
+def _named(loss: Loss) -> str:
+    """A loss by its options; functions have no text that is the same in another process."""
+    function = getattr(loss, "function", None)
+    if function is not None:
+        return f"function {getattr(function, '__qualname__', type(function).__qualname__)}"
+    return repr(loss)
+
+
+def _runs_on(host: Host) -> dict[str, Any]:
+    """What decides the last bit of a result besides the numbers that go in."""
+    device = host.device
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,182 @@
+"""What a replay records of every step, as objects and as rows of JSON. Imports no torch."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step in one of the two ways.
+
+    Times are the only values that differ between two runs of one replay; their names end in `ms`.
+    """
+
+    loss: float
+    gradient_norm: float
+    """Of all trained parameters' gradients, before any clipping."""
+    ms: float
+    """Planning, forward, backward and the optimizer's step, with the device idle at both ends."""
+    phase_ms: dict[str, float]
+    """Of `ms`, the phases of `StepStats.phase_ms`."""
+    events: tuple[str, ...]
+    """The order of work: `F A0` is row A0's forward, `B A0` its backward."""
+    event_ms: tuple[float, ...]
+    event_memory_bytes: tuple[int, ...] | None
+    """What CUDA held allocated when each of `events` had been issued, above what it held when the
+    step began; None on the CPU."""
+    sharing: str
+    boundary: str
+    rows: int
+    computed_tokens: int
+    flops: float
+    """Counted as for the bound: nothing of ours is useful work."""
+    peak_memory_bytes: int | None
+    """The most that CUDA held above what it held when the step began; None on the CPU."""
+    predicted_peak_bytes: int | None
+    """Activations and boundary state at the plan's worst moment, as counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterDifference:
+    """How far apart the two models' parameters are, over all elements: shared less dense."""
+
+    max: float
+    """The largest absolute difference."""
+    mean: float
+    """With its sign: rounding averages out, a bias does not."""
+    mean_absolute: float
+    rms: float
+    rms_change: float
+    """How far the dense model has come from where both began: the yardstick of the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayStep:
+    """The same batch in both ways."""
+
+    step: int
+    """Counted from 1."""
+    fingerprint: str
+    """Of the batch; equal for equal batches."""
+    lr: float
+    """The learning rate of the first parameter group."""
+    rollouts: int
+    logical_tokens: int
+    unique_tokens: int
+    dense_flops: float
+    """Counted FLOPs of running every rollout on its own."""
+    shared: StepRecord
+    dense: StepRecord | None
+    difference: ParameterDifference | None
+    """After this step; None without a baseline."""
+
+    @property
+    def bound(self) -> float:
+        """Counted FLOPs of dense training over those of the edges run."""
+        return self.dense_flops / self.shared.flops if self.shared.flops else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """A row of JSON; `from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ReplayStep":
+        """Numbers that JSON lacks come back as NaN.
+
+        Raises KeyError or TypeError where a field is missing or none of ours.
+        """
+        given = dict(values)
+        difference, dense = given["difference"], given["dense"]
+        given["shared"] = _record(given["shared"])
+        given["dense"] = None if dense is None else _record(dense)
+        if difference is not None:
+            numbers = {k: math.nan if v is None else v for k, v in difference.items()}
+            given["difference"] = ParameterDifference(**numbers)
+        return cls(**given)
+
+
+def _record(values: Mapping[str, Any]) -> StepRecord:
+    given: dict[str, Any] = dict(values)
+    for name in ("events", "event_ms", "event_memory_bytes"):
+        given[name] = None if given[name] is None else tuple(given[name])
+    for name in ("loss", "gradient_norm"):
+        given[name] = math.nan if given[name] is None else given[name]
+    return StepRecord(**given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayReport:
+    """What `replay` did."""
+
+    steps: tuple[ReplayStep, ...]
+    resumed_at: int | None = None
+    """How many steps had been done before this run, where it resumed one."""
+
+    @property
+    def difference(self) -> ParameterDifference | None:
+        """Between the parameters after the last step; None without a baseline."""
+        return self.steps[-1].difference
+
+    @property
+    def bound(self) -> float:
+        """Counted FLOPs of dense training over those of the edges run, over all steps."""
+        shared = sum(step.shared.flops for step in self.steps)
+        return sum(step.dense_flops for step in self.steps) / shared if shared else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Sums over the steps, their lists, and what they compare to; ready for JSON."""
+        shared = [step.shared for step in self.steps]
+        dense = [step.dense for step in self.steps if step.dense is not None]
+        difference = self.difference
+        values: dict[str, Any] = {
+            "steps": len(self.steps),
+            "resumed_at": self.resumed_at,
+            "rollouts": sum(step.rollouts for step in self.steps),
+            "logical_tokens": sum(step.logical_tokens for step in self.steps),
+            "unique_tokens": sum(step.unique_tokens for step in self.steps),
+            "computed_tokens": sum(record.computed_tokens for record in shared),
+            "rows": sum(record.rows for record in shared),
+            "plans": sorted({f"{record.sharing} + {record.boundary}" for record in shared}),
+            "bound": self.bound,
+            "speedup": None,
+            "median_speedup": None,
+            "max_loss_difference": None,
+            "max_parameter_difference": difference and difference.max,
+            "mean_parameter_difference": difference and difference.mean,
+            "mean_absolute_parameter_difference": difference and difference.mean_absolute,
+            "rms_parameter_difference": difference and difference.rms,
+            "rms_parameter_change": difference and difference.rms_change,
+            "phase_ms": {},
+        }
+        for way, records in (("shared", shared), ("dense", dense)):
+            ms = [record.ms for record in records]
+            peaks = [r.peak_memory_bytes for r in records if r.peak_memory_bytes is not None]
+            values |= {
+                f"{way}_ms": sum(ms) if ms else None,
+                f"{way}_median_ms": statistics.median(ms) if ms else None,
+                f"{way}_step_ms": ms or None,
+                f"{way}_losses": [record.loss for record in records] or None,
+                f"{way}_gradient_norms": [record.gradient_norm for record in records] or None,
+                f"{way}_peak_memory_bytes": max(peaks, default=None),
+            }
+            values["phase_ms"][way] = _total(record.phase_ms for record in records) or None
+        if dense:
+            values["speedup"] = values["dense_ms"] / values["shared_ms"]
+            values["median_speedup"] = statistics.median(
+                d.ms / s.ms for s, d in zip(shared, dense, strict=True)
+            )
+            values["max_loss_difference"] = max(
+                abs(d.loss - s.loss) for s, d in zip(shared, dense, strict=True)
+            )
+        return values
+
+
+def _total(phases: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for phase_ms in phases:
+        for name, ms in phase_ms.items():
+            total[name] = total.get(name, 0.0) + ms
+    return total

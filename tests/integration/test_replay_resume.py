@@ -1,0 +1,372 @@
+"""A replay that is killed and resumed ends bitwise where an uninterrupted one does."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Shell, changed, made_up_rollouts, write_config, write_rollouts
+from safetensors.torch import load_file, save_file
+
+from forkpoint import ConfigError, RolloutBatch
+from forkpoint.losses import GRPO
+from forkpoint.replay.folder import CHECKPOINT, MANIFEST, ROWS, ReplayFolder, read_manifest
+from forkpoint.replay.loop import replay
+from forkpoint.replay.rates import Rate
+from forkpoint.testing import tiny_model
+
+STEPS = 40
+KILLS = 10
+
+
+def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def noisy(outputs: Any, batch: Any) -> torch.Tensor:
+    """A loss that draws random numbers, so that generators have to be put back as well."""
+    weights = torch.rand(len(outputs.logprobs), dtype=outputs.logprobs.dtype)
+    return -(batch.trained(outputs.logprobs) * weights * batch.advantages).sum()
+
+
+def run(folder: Path, *, steps: int = STEPS, resume: bool = True, **changes: Any) -> None:
+    """The replay of these tests, in whatever process calls it."""
+    torch.manual_seed(3)
+    options: dict[str, Any] = {
+        "optimizer": adamw,
+        "groups_per_step": 2,
+        "rate": Rate(schedule="cosine", warmup_steps=1, steps=steps),
+        "max_grad_norm": 0.5,
+        "checkpoint_every": 2,
+        **changes,
+    }
+    model = options.pop("model", None) or tiny_model("qwen3", dtype=torch.float32)
+    batch = options.pop("batch", None) or RolloutBatch(made_up_rollouts())
+    loss = options.pop("loss", noisy)
+    replay(model, batch, loss, steps=steps, folder=ReplayFolder(folder, resume=resume), **options)
+
+
+def run_and_die(folder: Path, call: str, count: int) -> None:
+    """The replay, whose process kills itself at the `count`-th call of a function of os."""
+    real, calls = getattr(os, call), iter(range(1 << 30))
+
+    def dying(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **named)
+
+    setattr(os, call, dying)
+    run(folder, steps=2, checkpoint_every=1)
+
+
+def without_times(value: Any) -> Any:
+    """Rows without what a clock says; names of times end in ms."""
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if k.rpartition("_")[2] != "ms"}
+    return value
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [without_times(json.loads(line)) for line in (folder / ROWS).read_text().splitlines()]
+
+
+def assert_same_end(folder: Path, expected: Path) -> None:
+    assert rows(folder) == rows(expected)
+    found, other = (load_file(path / CHECKPOINT) for path in (folder, expected))
+    assert found.keys() == other.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == other[name].dtype, name
+        one, two = (t.reshape(-1).view(torch.uint8) for t in (tensor, other[name]))
+        assert torch.equal(one, two), name
+    assert (folder / "plans.jsonl").read_bytes() == (expected / "plans.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Any:
+    """Processes forked off one that has imported all there is, so that each starts at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "transformers.models.qwen3.modeling_qwen3"])
+    return context
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, processes: Any) -> tuple[Path, float]:
+    """The folder of a replay that nothing disturbed, and the seconds that its process took."""
+    folder = tmp_path_factory.mktemp("replay") / "uninterrupted"
+    assert finish(processes.Process(target=time.sleep, args=(0,))) == 0
+    begin = time.perf_counter()
+    assert finish(processes.Process(target=run, args=(folder,))) == 0
+    assert len(rows(folder)) == STEPS
+    return folder, time.perf_counter() - begin
+
+
+def finish(process: Any, seconds: float | None = None) -> int:
+    """Start a process and, where it still runs after so many seconds, kill it; its exit code."""
+    process.start()
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return process.exitcode
+
+
+def test_killed_at_random_moments(
+    uninterrupted: tuple[Path, float], processes: Any, tmp_path: Path
+) -> None:
+    expected, seconds = uninterrupted
+    generator = random.Random(0)
+    folder, kills, resumed = tmp_path / "0", 0, 0
+    while True:
+        resumed += (folder / CHECKPOINT).exists()
+        longest = generator.uniform(0, seconds / 2.5) if kills < KILLS else None
+        code = finish(processes.Process(target=run, args=(folder,)), longest)
+        assert code in (0, -signal.SIGKILL)
+        if code == 0:
+            assert_same_end(folder, expected)
+            if kills == KILLS:
+                break
+            folder = tmp_path / str(kills)
+        else:
+            kills += 1
+    assert resumed > 0, "every kill came before the first checkpoint, so that nothing was resumed"
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_killed_while_it_saves(call: str, processes: Any, tmp_path: Path) -> None:
+    """Before each rename and each sync, in turn."""
+    expected = tmp_path / "expected"
+    run(expected, steps=2, checkpoint_every=1)
+    for count in range(100):
+        folder = tmp_path / f"{call}-{count}"
+        code = finish(processes.Process(target=run_and_die, args=(folder, call, count)))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        run(folder, steps=2, checkpoint_every=1)
+        assert_same_end(folder, expected)
+    assert count >= 3, f"os.{call} was called only {count} times"
+
+
+# What is resumed must be the same -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay") / "begun"
+    run(folder, steps=2)
+    return folder
+
+
+def other_advantages() -> RolloutBatch:
+    made = made_up_rollouts()
+    return RolloutBatch([changed(made[0], advantage=0.125), *made[1:]])
+
+
+CHANGES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
+    "rollouts": (lambda: {"batch": other_advantages()}, ("batches.digest",)),
+    "weights": (
+        lambda: {"model": tiny_model("qwen3", seed=1, dtype=torch.float32)},
+        ("model.initial_parameters",),
+    ),
+    "model": (
+        lambda: {"model": tiny_model("qwen3", dtype=torch.float32, num_hidden_layers=2)},
+        ("model.config.num_hidden_layers was 3 and is now 2",),
+    ),
+    "loss": (lambda: {"loss": GRPO(clip=0.3)}, ("loss was", "GRPO", "0.3")),
+    "optimizer": (
+        lambda: {"optimizer": lambda p: torch.optim.AdamW(p, lr=0.5)},
+        ("optimizer.lr was 0.01 and is now 0.5",),
+    ),
+    "steps": (lambda: {"steps": 3}, ("steps was 2 and is now 3", "rate.steps")),
+    "groups": (lambda: {"groups_per_step": 1}, ("groups_per_step was 2 and is now 1",)),
+    "clipping": (lambda: {"max_grad_norm": None}, ("max_grad_norm was 0.5 and is now None",)),
+    "baseline": (lambda: {"baseline": False}, ("baseline was True and is now False",)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_replay_is_refused(what: str, begun: Path) -> None:
+    make, said = CHANGES[what]
+    before = {path.name: path.read_bytes() for path in begun.iterdir()}
+    with pytest.raises(ConfigError, match="was begun with other input") as caught:
+        run(begun, **{"steps": 2, **make()})
+    for part in said:
+        assert part in str(caught.value)
+    assert {path.name: path.read_bytes() for path in begun.iterdir()} == before
+
+
+def test_another_torch_is_refused(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.raises(ConfigError, match=r"runs_on.torch was '.*' and is now '2.99.0'"):
+        run(begun, steps=2)
+
+
+def test_a_folder_in_use_is_refused(begun: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds a replay already"):
+        run(begun, steps=2, resume=False)
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"1 other files, among them thesis\.txt"):
+        run(tmp_path, steps=2)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def copy_of(folder: Path, path: Path) -> Path:
+    path.mkdir()
+    for file in folder.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        (CHECKPOINT, lambda path: flip(path, -5), "is damaged"),
+        (CHECKPOINT, lambda path: path.write_bytes(path.read_bytes()[:-9]), "no whole checkpoint"),
+        (CHECKPOINT, lambda path: save_file({"x": torch.ones(1)}, path), "schema None"),
+        (ROWS, lambda path: flip(path, 40), "not as the checkpoint left it"),
+        (ROWS, lambda path: path.unlink(), "not as the checkpoint left it"),
+        (MANIFEST, lambda path: path.write_text("{"), "not JSON"),
+        (MANIFEST, lambda path: path.write_text('{"schema": 7}'), "schema 7"),
+    ],
+    ids=["bit", "cut", "foreign", "row", "no-rows", "manifest", "version"],
+)
+def test_damage_is_refused(
+    begun: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], said: str
+) -> None:
+    folder = copy_of(begun, tmp_path / "damaged")
+    damage(folder / name)
+    with pytest.raises(ConfigError, match=said):
+        run(folder, steps=2)
+
+
+def test_resuming_what_is_finished_gives_its_report(begun: Path, tmp_path: Path) -> None:
+    folder = copy_of(begun, tmp_path / "finished")
+    seen: list[int] = []
+    run(folder, steps=2, on_resume=seen.append)
+    assert seen == [2]
+    assert_same_end(folder, begun)
+
+
+# What is saved ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+        lambda p: torch.optim.Adagrad([{"params": p[:3]}, {"params": p[3:], "lr": 0.1}]),
+    ],
+    ids=["amsgrad", "momentum", "groups"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_every_state_comes_back(dtype: torch.dtype, optimizer: Any, tmp_path: Path) -> None:
+    """Two steps of four, then the rest, in one process: as all four at once."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(row: Any) -> None:
+        if row.step == 2:
+            raise Stop
+
+    options = {"steps": 4, "optimizer": optimizer, "loss": GRPO(), "checkpoint_every": 1}
+    run(tmp_path / "once", model=tiny_model("qwen3", dtype=dtype), **options)
+    model = tiny_model("qwen3", dtype=dtype)
+    with pytest.raises(Stop):
+        run(tmp_path / "twice", model=model, on_step=stop, **options)
+    run(tmp_path / "twice", model=tiny_model("qwen3", dtype=dtype), **options)
+    assert_same_end(tmp_path / "twice", tmp_path / "once")
+    assert len(rows(tmp_path / "twice")) == 4
+
+
+def test_state_in_float32_of_parameters_in_16_bits_is_not_rounded(tmp_path: Path) -> None:
+    """torch's load_state_dict would cast it to the parameters' dtype."""
+
+    class Wide(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        sums = self.state[p].setdefault("sums", torch.zeros(p.shape))
+                        sums.add_(p.grad.float() / 3)
+                        p.data.sub_((group["lr"] * sums).to(p.dtype))
+
+    options = {"optimizer": lambda p: Wide(p, lr=0.1), "loss": GRPO(), "checkpoint_every": 1}
+    for name, stops in (("once", (4,)), ("twice", (2, 4))):
+        for stop in stops:
+            with pytest.MonkeyPatch.context() as patch:
+                if stop < 4:
+                    patch.setattr(
+                        "forkpoint.replay.loop.range", lambda a, b: range(a, 2), raising=False
+                    )
+                run(
+                    tmp_path / name,
+                    steps=4,
+                    model=tiny_model("qwen3", dtype=torch.bfloat16),
+                    **options,
+                )
+    assert_same_end(tmp_path / "twice", tmp_path / "once")
+    state = load_file(tmp_path / "twice" / CHECKPOINT)
+    assert state["shared/optimizer/0/sums"].dtype == torch.float32
+
+
+def test_numbers_that_json_lacks(tmp_path: Path) -> None:
+    """A replay that diverges is recorded to its end, and reads back."""
+
+    def nan(outputs: Any, batch: Any) -> torch.Tensor:
+        return outputs.logprobs.sum() * torch.nan
+
+    run(tmp_path / "nan", steps=2, loss=nan, max_grad_norm=None)
+    for line in (tmp_path / "nan" / ROWS).read_text().splitlines():
+        row = json.loads(line, parse_constant=pytest.fail)
+        assert row["shared"]["loss"] is None and row["difference"]["max"] is None
+    run(tmp_path / "nan", steps=2, loss=nan, max_grad_norm=None)
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+def test_the_command(shell: Shell, tmp_path: Path) -> None:
+    file, config = write_rollouts(tmp_path / "a.jsonl"), write_config(tmp_path / "config.json")
+    folder = tmp_path / "out"
+    arguments = (
+        *("replay", file, "--model", config, "--baseline", "dense", "--steps", 4, "--json"),
+        *("--output", folder, "--checkpoint-every", 2, "--schedule", "linear"),
+        *("--warmup-steps", 2, "--max-grad-norm", 0.1, "--lr", 0.25),
+    )
+    first = shell(*arguments)
+    assert first.code == 0 and first.result["resumed_at"] is None
+    again = shell(*arguments, "--resume")
+    assert again.code == 0 and again.result["resumed_at"] == 4
+    assert again.result["shared_losses"] == first.result["shared_losses"]
+    assert [row["lr"] for row in rows(folder)] == [0.125, 0.25, 0.25, 0.125]
+    manifest = read_manifest(folder)
+    assert manifest["about"]["file"] == "a.jsonl"
+    assert manifest["about"]["options"]["max_grad_norm"] == 0.1
+    assert manifest["fixed"]["model"]["config"]["num_hidden_layers"] == 2
+
+    write_rollouts(file, made_up_rollouts(groups=2))
+    refused = shell(*arguments, "--resume")
+    assert refused.code == 2 and "batches.groups was 3 and is now 2" in refused.err
+    assert shell(*arguments).code == 2
+    refused = shell("replay", file, "--model", config, "--resume")
+    assert refused.code == 2 and "add --output DIR" in refused.err
