@@ -54,10 +54,10 @@ def test_every_plan_reads_back_and_explains_its_counts(
 def test_a_plan_of_another_version_is_refused() -> None:
     plan = make_plan(batch_of([[1, 2, 3], [1, 2, 4]]), SHAPE)
     values = json.loads(plan.to_json())
-    assert values["version"] == 1
-    for version in (2, "1", None):
+    assert values["version"] == 2
+    for version in (1, "2", None):
         text = json.dumps({**values, "version": version})
-        with pytest.raises(PlanError, match=f"version {version!r} .* reads plans of version 1"):
+        with pytest.raises(PlanError, match=f"version {version!r} .* reads plans of version 2"):
             Plan.from_json(text)
     with pytest.raises(PlanError, match="version 'list'"):
         Plan.from_json("[]")
@@ -156,7 +156,7 @@ def test_explain_cuts_long_tables_short_and_says_so() -> None:
     ("text", "message"),
     [
         ("nonsense", "not JSON"),
-        ('{"version": 1}', "lacks or has besides: .*forest"),
+        ('{"version": 2}', "lacks or has besides: .*forest"),
         ("[]", "version 'list'"),
     ],
 )

@@ -1,6 +1,7 @@
 """Boundary state: what later rows need of earlier ones, captured, read, and injected.
 
-A layer names any tensors whose first dimension is the row's tokens (K and V in attention). In a
+A layer names any tensors whose first dimension is the row's tokens (K and V in attention); those
+that belong to a segment's end, as recurrent states do, go the same way (`engine.states`). In a
 row's forward they are copied into the arena; rows below read them there as constants and add their
 gradients in float32; in the row's own backward the sums join the gradients that arrive from within
 the row.
@@ -29,16 +30,24 @@ class Arena:
     Its slots are handed out by the plan; buffers are made when a layer first captures.
     """
 
-    def __init__(self, slots: int, *, gradients: bool) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, *, gradients: bool, state_slots: int = 0) -> None:
+        """`slots` for tokens, `state_slots` for the ends of segments."""
+        self.slots, self.state_slots = slots, state_slots
         self.gradients = gradients
         self._state: dict[Key, Tensor] = {}
         self._gradient: dict[Key, Tensor] = {}
 
     def buffers(self, key: Key, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """State [slots, ...] of `like`'s dtype and its gradient buffer, made if need be."""
+        return self._buffers(key, like, self.slots)
+
+    def state_buffers(self, key: Key, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The same for the ends of segments: [state_slots, ...]."""
+        return self._buffers(key, like, self.state_slots)
+
+    def _buffers(self, key: Key, like: Tensor, slots: int) -> tuple[Tensor, Tensor | None]:
         if key not in self._state:
-            shape = (self.slots, *like.shape[1:])
+            shape = (slots, *like.shape[1:])
             self._state[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
             if self.gradients:
                 self._gradient[key] = torch.empty(

@@ -237,7 +237,7 @@ class Engine:
         """Run every row's forward and, with a loss, its backward."""
         training = row_loss is not None
         device, dtype = self.host.device, self.host.loss_dtype
-        arena = Arena(plan.arena_slots, gradients=training)
+        arena = Arena(plan.arena_slots, gradients=training, state_slots=plan.state_slots)
         logprobs_T = torch.zeros(plan.logical_tokens, dtype=dtype, device=device)
         entropies_T = torch.zeros_like(logprobs_T) if entropy else None
         total = torch.zeros((), dtype=dtype, device=device)

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from forkpoint.engine.boundary import Arena, Capture
+from forkpoint.engine.states import RowStates
 from forkpoint.forest import IntArray
 from forkpoint.ops.attention import ArenaSlice, AttentionTable
+from forkpoint.ops.recurrence import ConvolutionTable, StateTable
 from forkpoint.plan.layout import Row, full_table, windowed_table
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.recurrence import convolution_layout, state_layout
 from forkpoint.rollouts import RolloutBatch
 
 
@@ -49,11 +52,12 @@ class RowContext:
         arena: Arena,
         *,
         kernel: str,
+        recurrence_kernel: str = "auto",
         head_chunk_tokens: int,
         entropy: bool,
     ) -> None:
         self.inputs = inputs
-        self.kernel = kernel
+        self.kernel, self.recurrence_kernel = kernel, recurrence_kernel
         self.head_chunk_tokens = head_chunk_tokens
         self.entropy = entropy
         self.last_layer: int | None = None
@@ -63,6 +67,7 @@ class RowContext:
         self.capture = Capture(arena, _capture_runs(plan, row)) if row.keeps_boundary else None
         self._plan = plan
         self._tables: dict[int, AttentionTable] = {}
+        self._states: dict[int, RowStates] = {}
         inside = set(row.segments)
         self._reads_arena = any(
             parent >= 0 and parent not in inside
@@ -91,6 +96,18 @@ class RowContext:
         k, grad_k = self.arena.read((layer, "k"))
         v, grad_v = self.arena.read((layer, "v"))
         return ArenaSlice(k, v, grad_k, grad_v)
+
+    def states(self, width: int, device: torch.device) -> RowStates:
+        """What layers that carry a state need, with a convolution of `width`; built once a row."""
+        if width not in self._states:
+            forest, row, state_of = self._plan.forest, self.inputs.row, self._plan.state_of
+            self._states[width] = RowStates(
+                self.arena,
+                self.capture,
+                StateTable(state_layout(forest, row, state_of), device=device),
+                ConvolutionTable(convolution_layout(forest, row, state_of, width), device=device),
+            )
+        return self._states[width]
 
     def end_forward(self) -> None:
         """From now on a forward of this row is a recomputation."""

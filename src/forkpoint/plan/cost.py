@@ -13,6 +13,7 @@ import numpy as np
 
 from forkpoint.errors import ConfigError
 from forkpoint.forest import Forest, IntArray
+from forkpoint.plan.hybrid import recurrent_kinds, recurrent_shape
 
 # A backward runs two matrix products for each one of the forward; attention's runs five for two.
 LINEAR_BACKWARD = 2.0
@@ -32,19 +33,33 @@ class ModelShape:
     intermediate: int
     vocab: int
     windows: tuple[int, ...] = field(default=())
-    """One entry a layer: how many positions a query sees, itself included; 0 sees all."""
+    """One entry a layer that attends: how many positions a query sees, itself included; 0 sees
+    all."""
     attention_parameters: int | None = None
     """Weights of one layer's attention, where they are not those of q, k, v and o projections."""
+    attention_activations: int = 0
+    """What one token keeps besides q, k, v and output in a layer that attends."""
+    recurrent_layers: int = 0
+    """Layers that carry a state along the path in place of attention."""
+    recurrent_parameters: int = 0
+    """Multiply-adds of one token in one of them, its MLP apart."""
+    recurrent_activations: int = 0
+    """Elements that its forward leaves for its backward, for one token."""
+    state_elements: int = 0
+    """Elements of its state at the end of a segment, kept in float32."""
+    tail_elements: int = 0
+    """Elements of the last inputs of its convolution there."""
     dtype_bytes: int = 2
     checkpointed: bool = False
     """Whether blocks keep only their inputs between forward and backward."""
 
     def __post_init__(self) -> None:
         if not self.windows:
-            object.__setattr__(self, "windows", (0,) * self.layers)
-        if len(self.windows) != self.layers:
+            object.__setattr__(self, "windows", (0,) * self.attention_layers)
+        if len(self.windows) != self.attention_layers:
             raise ConfigError(
-                f"windows has {len(self.windows)} entries for {self.layers} layers; give one each."
+                f"windows has {len(self.windows)} entries for {self.attention_layers} layers; give "
+                "one each."
             )
 
     @classmethod
@@ -55,7 +70,8 @@ class ModelShape:
             ConfigError: a size that the counts need is missing.
         """
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-        missing = [n for n in (*names, "intermediate_size") if config.get(n) is None]
+        width = "moe_intermediate_size" if _only_experts(config) else "intermediate_size"
+        missing = [n for n in (*names, width) if config.get(n) is None]
         if missing:
             raise ConfigError(
                 f"the model configuration lacks {', '.join(missing)}; forkpoint counts FLOPs of "
@@ -66,6 +82,8 @@ class ModelShape:
         window = int(config.get("sliding_window") or 0)
         # Without kinds of layers, a window is that of all of them.
         kinds = config.get("layer_types") or ["sliding_attention"] * layers
+        recurrent = recurrent_shape(config, kinds)
+        kinds = [kind for kind in kinds if kind not in recurrent_kinds(config)]
         if config.get("use_sliding_window") is False:
             window = 0
         return cls(
@@ -80,6 +98,8 @@ class ModelShape:
                 "vocab": vocab,
                 "windows": tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
                 **(_latent_attention(config) if config.get("kv_lora_rank") else {}),
+                **(_gated_attention(config, head_dim) if recurrent else {}),
+                **recurrent,
                 **changes,
             }
         )
@@ -91,17 +111,30 @@ class ModelShape:
         if attention is None:
             attention = self.hidden * self.head_dim * (self.heads + self.kv_heads)
             attention += self.value_dim * self.hidden * (self.kv_heads + self.heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        mixers = self.attention_layers * attention
+        mixers += self.recurrent_layers * self.recurrent_parameters
+        return mixers + self.layers * 3 * self.hidden * self.intermediate
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers - self.recurrent_layers
 
     @property
     def boundary_bytes_per_token(self) -> int:
-        """K and V of one token in all layers."""
-        return self.layers * self.boundary_elements * self.dtype_bytes
+        """K and V of one token in all layers that attend."""
+        return self.attention_layers * self.boundary_elements * self.dtype_bytes
 
     @property
     def boundary_gradient_bytes_per_token(self) -> int:
         """The float32 (float64 for a float64 model) gradients of one token's K and V."""
-        return self.layers * self.boundary_elements * max(4, self.dtype_bytes)
+        return self.attention_layers * self.boundary_elements * max(4, self.dtype_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """What all recurrent layers keep of the end of one segment, with its gradients."""
+        wide = max(4, self.dtype_bytes)
+        elements = 2 * self.state_elements * wide + self.tail_elements * (self.dtype_bytes + wide)
+        return self.recurrent_layers * elements
 
     @property
     def boundary_elements(self) -> int:
@@ -118,12 +151,18 @@ class ModelShape:
         """
         attention = (self.heads + self.kv_heads) * self.head_dim
         values = (self.heads + self.kv_heads) * self.value_dim
-        block = 4 * self.hidden + 2 * attention + values + 4 * self.intermediate
+        attends = 2 * attention + values + self.attention_activations
+        blocks = [
+            (self.attention_layers, attends),
+            (self.recurrent_layers, self.recurrent_activations),
+        ]
         norm_copies = 2 * self.hidden * 4 if self.dtype_bytes < 4 else 0
-        block_bytes = block * self.dtype_bytes + norm_copies
+        rest = (4 * self.hidden + 4 * self.intermediate) * self.dtype_bytes + norm_copies
+        sizes = [(layers, rest + mixer * self.dtype_bytes) for layers, mixer in blocks if layers]
         if self.checkpointed:
-            return self.layers * self.hidden * self.dtype_bytes + block_bytes
-        return self.layers * block_bytes
+            inputs = self.layers * self.hidden * self.dtype_bytes
+            return inputs + max(size for _, size in sizes)
+        return sum(layers * size for layers, size in sizes)
 
 
 def _active_intermediate(config: Mapping[str, Any], layers: int) -> int:
@@ -131,13 +170,30 @@ def _active_intermediate(config: Mapping[str, Any], layers: int) -> int:
 
     In mixtures of experts these are the experts that a token is routed to, and the shared ones.
     """
-    dense, routed = int(config["intermediate_size"]), config.get("num_experts_per_tok")
+    dense, routed = int(config.get("intermediate_size") or 0), config.get("num_experts_per_tok")
     if not routed:
         return dense
     width = int(config.get("moe_intermediate_size") or dense)
     expert = int(routed) * width + int(config.get("n_shared_experts") or 0) * width
+    expert += int(config.get("shared_expert_intermediate_size") or 0)
     first = min(layers, int(config.get("first_k_dense_replace") or 0))
     return (first * dense + (layers - first) * expert) // layers
+
+
+def _only_experts(config: Mapping[str, Any]) -> bool:
+    """Whether no layer has an MLP of its own, so that the configuration has no width for one."""
+    experts = config.get("num_experts_per_tok") and config.get("moe_intermediate_size")
+    return bool(experts) and "intermediate_size" not in config
+
+
+def _gated_attention(config: Mapping[str, Any], head_dim: int) -> dict[str, int]:
+    """Attention whose output is multiplied by a gate, which its query projection makes as well."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    return {
+        "attention_parameters": hidden * head_dim * (3 * heads + 2 * kv_heads),
+        "attention_activations": 2 * heads * head_dim,
+    }
 
 
 def _latent_attention(config: Mapping[str, Any]) -> dict[str, int]:

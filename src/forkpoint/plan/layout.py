@@ -48,10 +48,19 @@ class Row:
     """Tokens that the forward runs, padding included."""
     tokens: int
     """Edges that the row holds."""
+    state_slot: tuple[int, ...] = ()
+    """Where the arena keeps each segment's final state; -1 where no segment of another row starts
+    from it."""
 
     @property
     def keeps_boundary(self) -> bool:
         return any(begin >= 0 for begin in self.arena_begin)
+
+    @property
+    def kept_states(self) -> frozenset[int]:
+        """Segments that a segment of another row starts from."""
+        slots = zip(self.segments, self.state_slot, strict=True)
+        return frozenset(segment for segment, slot in slots if slot >= 0)
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,7 @@ def _finish(forest: Forest, drafts: list[_Draft]) -> list[Row]:
                 slot_begin=tuple(begins[:-1].tolist()),
                 width=draft.width,
                 arena_begin=(-1,) * len(segments),
+                state_slot=(-1,) * len(segments),
                 children=tuple(number[c] for c in below.get(draft_index, [])),
                 slots=int(begins[-1]),
                 tokens=int(forest.length[segments].sum()),

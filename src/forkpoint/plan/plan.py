@@ -15,7 +15,7 @@ from forkpoint.plan.cost import ModelShape, Work
 from forkpoint.plan.layout import Row
 from forkpoint.rollouts import RolloutBatch
 
-JSON_VERSION = 1
+JSON_VERSION = 2
 DEPTH_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -44,6 +44,8 @@ class Plan:
     """In visiting order."""
     arena_slots: int
     """The most tokens whose boundary state exists at once."""
+    state_slots: int
+    """The most segments whose final state, in layers that carry one, exists at once."""
     rollouts: int
     logical_tokens: int
     """Tokens as given."""
@@ -87,6 +89,16 @@ class Plan:
             for row in self.rows
             for segment, begin in zip(row.segments, row.arena_begin, strict=True)
             if begin >= 0
+        }
+
+    @cached_property
+    def state_of(self) -> dict[int, int]:
+        """State slot of every segment that a segment of another row starts from."""
+        return {
+            segment: slot
+            for row in self.rows
+            for segment, slot in zip(row.segments, row.state_slot, strict=True)
+            if slot >= 0
         }
 
     @cached_property

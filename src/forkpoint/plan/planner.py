@@ -190,7 +190,7 @@ class _Builder:
                 forest, rows = rows_mixed(forest, tokens)
             else:
                 forest, rows = rows_across(forest, tokens, padded=padded)
-        rows, arena_slots = place_boundaries(forest, rows)
+        rows, arena_slots, state_slots = place_boundaries(forest, rows)
         edges = np.diff(self.batch.offsets) - 1
         windows = self.shape.windows if self.shape else ()
         labelled = self._labelled(forest)
@@ -202,6 +202,7 @@ class _Builder:
             forest=forest,
             rows=tuple(rows),
             arena_slots=arena_slots,
+            state_slots=state_slots,
             rollouts=len(self.batch),
             logical_tokens=int(self.batch.offsets[-1]),
             unique_tokens=self.unique_tokens,
@@ -230,7 +231,8 @@ def peak_bytes(plan: Plan, shape: ModelShape) -> int:
         open_slots.append(above + row.slots)
         worst = max(worst, open_slots[-1])
     boundary = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
-    return worst * shape.activation_bytes_per_token + plan.arena_slots * boundary
+    held = plan.arena_slots * boundary + plan.state_slots * shape.state_bytes
+    return worst * shape.activation_bytes_per_token + held
 
 
 def row_work(plan: Plan, row: Row, labelled: int) -> Work:

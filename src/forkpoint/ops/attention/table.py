@@ -120,13 +120,15 @@ class AttentionTable:
         if key_index is not None:
             # Split here, on the host, so that no layer needs masks, clamps or a sync for it.
             (row,), (other,) = np.nonzero(key_index >= 0), np.nonzero(key_index < 0)
-            row_gather = _to(torch.tensor(np.stack([row, key_index[row]])), device)
+            row_gather = to_device(torch.tensor(np.stack([row, key_index[row]])), device)
             if other.size:
-                arena_gather = _to(torch.tensor(np.stack([other, -1 - key_index[other]])), device)
+                arena_gather = to_device(
+                    torch.tensor(np.stack([other, -1 - key_index[other]])), device
+                )
         return cls(
             torch.tensor(launches, dtype=torch.int64),
             cu_cpu,
-            _to(cu_cpu, device),
+            to_device(cu_cpu, device),
             row_gather,
             arena_gather,
         )
@@ -193,7 +195,7 @@ def read_launches(launches: Tensor, cu_cpu: Tensor, cu_device: Tensor) -> list[L
     return found
 
 
-def _to(tensor: Tensor, device: torch.device | str) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on the device, by an asynchronous copy where that is another than the CPU."""
     if torch.device(device).type == "cpu":
         return tensor

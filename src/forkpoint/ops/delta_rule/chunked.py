@@ -1,0 +1,116 @@
+"""The chunked form in plain torch: any device and dtype, matrix products in place of a loop.
+
+Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3.3. Within a chunk the values
+that are written, u_i = beta_i (v_i - exp(g_i) S_{i-1}^T k_i), depend on one another through a lower
+triangular system, which one solve takes apart into a part of the values and a part of the state
+before the chunk. All chunks are prepared at once; what is left is a loop over the places of chunks
+in their sequences, in which all sequences step together.
+
+Every exponent is a sum of log decays forward in time, so at most 0: those of the other half of a
+chunk are masked before exp, since exp of them overflows where tokens forget much, and inf times a
+gradient of 0 is NaN.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.attention.kernel import accumulate_dtype
+from forkpoint.ops.delta_rule.kernel import DeltaKernel, by_value_head, normalized
+from forkpoint.ops.recurrence import Chunks, Sequences
+
+CHUNK = 64
+
+
+def scan(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_TGE: Tensor,
+    g_TG: Tensor,
+    beta_TG: Tensor,
+    initial_SGDE: Tensor | None,
+    sequences: Sequences,
+    final: bool,
+) -> tuple[Tensor, Tensor | None]:
+    dtype = accumulate_dtype(v_TGE.dtype)
+    heads, value_dim = v_TGE.shape[1:]
+    key_dim = q_THD.shape[2]
+    # Chunks no longer than the longest sequence: short ones would only be padding.
+    chunks = sequences.chunks(min(CHUNK, int(sequences.lengths.max())))
+
+    def cut(x_T: Tensor) -> Tensor:
+        """[T, G, ...] -> [chunks, G, C, ...]"""
+        return chunks.cut(x_T).transpose(1, 2)
+
+    q_NGCD = cut(by_value_head(normalized(q_THD.to(dtype)), heads)) * key_dim**-0.5
+    k_NGCD = cut(by_value_head(normalized(k_THD.to(dtype)), heads))
+    v_NGCE = cut(v_TGE.to(dtype))
+    # Behind the end of a sequence g and beta are 0: the state passes through unchanged.
+    g_NGC, beta_NGC = cut(g_TG.to(dtype)).cumsum(-1), cut(beta_TG.to(dtype))
+
+    later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=v_TGE.device).triu(1)
+    decay_NGCC = g_NGC[..., :, None] - g_NGC[..., None, :]
+    decay_NGCC = decay_NGCC.masked_fill(later, -torch.inf).exp()
+    from_start_NGC1 = g_NGC.exp()[..., None]
+
+    system_NGCC = (k_NGCD * beta_NGC[..., None]) @ k_NGCD.mT * decay_NGCC
+    sides = torch.cat([v_NGCE, k_NGCD * from_start_NGC1], -1) * beta_NGC[..., None]
+    # Unit triangular: what is on the diagonal is not read.
+    solved = torch.linalg.solve_triangular(system_NGCC, sides, upper=False, unitriangular=True)
+    written_NGCE, read_NGCD = solved.split([value_dim, key_dim], -1)
+    within_NGCC = q_NGCD @ k_NGCD.mT * decay_NGCC
+    last_NG1 = g_NGC[..., -1:]
+    o_NGCE, state = _carry(
+        chunks,
+        initial_SGDE,
+        written_NGCE,
+        read_NGCD,
+        within_NGCC,
+        q_NGCD * from_start_NGC1,
+        k_NGCD * (last_NG1 - g_NGC).exp()[..., None],
+        last_NG1.exp()[..., None],
+        final,
+    )
+    return chunks.join(o_NGCE.transpose(1, 2)).to(v_TGE.dtype), state
+
+
+def _carry(
+    chunks: Chunks,
+    initial_SGDE: Tensor | None,
+    written_NGCE: Tensor,
+    read_NGCD: Tensor,
+    within_NGCC: Tensor,
+    q_NGCD: Tensor,
+    k_NGCD: Tensor,
+    decay_NG11: Tensor,
+    final: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The loop over places: outputs of all chunks, and the states at the ends if asked for."""
+    heads, key_dim = k_NGCD.shape[1], k_NGCD.shape[3]
+    if initial_SGDE is None:
+        state = written_NGCE.new_zeros(chunks.at[1], heads, key_dim, written_NGCE.shape[3])
+    else:
+        state = initial_SGDE.to(written_NGCE.dtype).index_select(0, chunks.order)
+    outputs, ended = [], []
+    for begin, end in pairwise(chunks.at):
+        if end - begin < len(state):
+            ended.append(state[end - begin :])
+            state = state[: end - begin]
+        here = slice(begin, end)
+        u_SGCE = written_NGCE[here] - read_NGCD[here] @ state
+        outputs.append(q_NGCD[here] @ state + within_NGCC[here] @ u_SGCE)
+        state = state * decay_NG11[here] + k_NGCD[here].mT @ u_SGCE
+    if not final:
+        return torch.cat(outputs), None
+    ends = torch.cat([state, *reversed(ended)])
+    return torch.cat(outputs), ends.index_select(0, chunks.rank)
+
+
+KERNEL = DeltaKernel(
+    name="chunked",
+    scan=scan,
+    device_types=None,
+    dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    deterministic=True,
+)

@@ -1,0 +1,56 @@
+"""The gated delta rule of a row: segments level by level, each level by the kernel that serves."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.attention.kernel import accumulate_dtype
+from forkpoint.ops.delta_rule.registry import select_delta_kernel
+from forkpoint.ops.recurrence import StateTable, over_levels
+
+
+def gated_delta_rule(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_TGE: Tensor,
+    g_TG: Tensor,
+    beta_TG: Tensor,
+    *,
+    table: StateTable,
+    initial_SGDE: Tensor | None = None,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs of every token of a row, and the states that other rows start from.
+
+    Args:
+        q_THD, k_THD: [T, H, D]; they are divided by their length here, and q by the root of D.
+        v_TGE: [T, G, E] in the same dtype; G is a multiple of H.
+        g_TG: [T, G] log of the decay, at most 0, float32 (float64 for float64).
+        beta_TG: [T, G] how much of a value is written, from 0 to 1.
+        table: the row's segments.
+        initial_SGDE: [S, G, D, E] float32 (float64), what the S segments of the first level start
+            from; None for zeros.
+        kernel: one of DELTA_KERNELS by name, or "auto".
+
+    Returns:
+        [T, G, E] in v's dtype, and [K, G, D, E] float32 (float64) in the order of
+        `table.kept_slots`, or None if no other row starts from any.
+
+    Raises UnsupportedError where no kernel, or not the one named, can serve.
+    """
+    assert q_THD.shape == k_THD.shape and v_TGE.shape[:2] == g_TG.shape == beta_TG.shape
+    assert v_TGE.shape[1] % q_THD.shape[1] == 0 and q_THD.dtype == v_TGE.dtype
+    assert initial_SGDE is None or initial_SGDE.dtype == accumulate_dtype(v_TGE.dtype)
+    chosen = select_delta_kernel(
+        kernel,
+        v_TGE.device,
+        v_TGE.dtype,
+        q_THD.shape[2],
+        v_TGE.shape[2],
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    kind = v_TGE.device.type
+    plain = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else None
+    with plain or nullcontext():
+        return over_levels(chosen.scan, (q_THD, k_THD, v_TGE, g_TG, beta_TG), table, initial_SGDE)

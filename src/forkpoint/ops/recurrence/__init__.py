@@ -1,0 +1,14 @@
+"""What layers that carry a state along the path have in common: levels, chunks, convolution."""
+
+from forkpoint.ops.recurrence.convolution import ConvolutionTable, short_convolution
+from forkpoint.ops.recurrence.levels import StateTable, over_levels
+from forkpoint.ops.recurrence.sequences import Chunks, Sequences
+
+__all__ = [
+    "Chunks",
+    "ConvolutionTable",
+    "Sequences",
+    "StateTable",
+    "over_levels",
+    "short_convolution",
+]

@@ -1,0 +1,96 @@
+"""Segments of one row that start where others of it end: level by level, parents first."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.ops.attention.table import to_device
+from forkpoint.ops.recurrence.sequences import Sequences
+from forkpoint.plan.recurrence import Level, StateLayout
+
+Scan = Callable[..., tuple[Tensor, Tensor | None]]
+"""(*inputs_T, initial_S or None, sequences, final) -> (output_T, final_S or None)"""
+
+
+class LevelTable:
+    """One level as tensors. A plain object: see `ops.attention.table`."""
+
+    def __init__(self, level: Level, first: bool, device: torch.device | str) -> None:
+        slots = np.concatenate(
+            [np.arange(b, b + n) for b, n in zip(level.begin, level.length, strict=True)]
+        )
+        self.slots = slots
+        self.begin, self.end = int(slots[0]), int(slots[-1]) + 1
+        contiguous = self.end - self.begin == len(slots)
+        self._index = None if contiguous else to_device(torch.from_numpy(slots), device)
+        self.sequences = Sequences(level.length, device)
+        self.parents = None if first else to_device(torch.from_numpy(level.parent), device)
+        self.kept = to_device(torch.from_numpy(level.kept), device) if len(level.kept) else None
+        self.final = level.final
+
+    def take(self, x_T: Tensor) -> Tensor:
+        """Its tokens of the row, without a copy where they lie together."""
+        if self._index is not None:
+            return x_T.index_select(0, self._index)
+        return x_T if (self.begin, self.end) == (0, len(x_T)) else x_T[self.begin : self.end]
+
+
+class StateTable:
+    """A row's levels, what its first level starts from, and what it keeps; built once a row."""
+
+    def __init__(self, layout: StateLayout, *, device: torch.device | str = "cpu") -> None:
+        self.levels = [LevelTable(level, i == 0, device) for i, level in enumerate(layout.levels)]
+        first = layout.levels[0].parent
+        (reading,) = np.nonzero(first >= 0)
+        self.starts = len(first)
+        """Segments of the first level."""
+        self.reading = to_device(torch.from_numpy(reading), device) if len(reading) else None
+        """Those that start from a state of another row; None if none does."""
+        self.read_slots = to_device(torch.from_numpy(first[reading]), device)
+        """The arena slots they start from."""
+        self.kept_slots = to_device(torch.from_numpy(layout.kept_slots), device)
+        """[K] where the arena keeps the states that other rows start from."""
+        order = np.concatenate([level.slots for level in self.levels])
+        inverse = np.argsort(order, kind="stable")
+        ordered = len(self.levels) == 1 or bool((order == np.arange(len(order))).all())
+        self._inverse = None if ordered else to_device(torch.from_numpy(inverse), device)
+
+    def join(self, outputs: list[Tensor]) -> Tensor:
+        """Outputs of the levels, in the order of the row's slots."""
+        if len(outputs) == 1:
+            return outputs[0]
+        together = torch.cat(outputs)
+        return together if self._inverse is None else together.index_select(0, self._inverse)
+
+
+def over_levels(
+    scan: Scan, inputs: tuple[Tensor, ...], table: StateTable, initial_S: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Run a scan over all segments of a row, each from the state at the end of its parent.
+
+    Args:
+        scan: a recurrence over sequences that lie back to back.
+        inputs: each [T, ...], the row's tokens.
+        table: the row's levels.
+        initial_S: states that the first level starts from; None for zeros.
+
+    Returns:
+        What the scan gives for every token [T, ...], and the final states [K, ...] that other rows
+        start from, in the order of `table.kept_slots`; None if there are none. Gradients of
+        children add up in the dtype of the states.
+    """
+    outputs, kept = [], []
+    state = initial_S
+    for level in table.levels:
+        if level.parents is not None:
+            assert state is not None
+            state = state.index_select(0, level.parents)
+        here = (level.take(x) for x in inputs)
+        output, state = scan(*here, state, level.sequences, level.final)
+        outputs.append(output)
+        if level.kept is not None:
+            assert state is not None
+            kept.append(state.index_select(0, level.kept))
+    return table.join(outputs), torch.cat(kept) if kept else None

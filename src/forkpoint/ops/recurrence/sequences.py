@@ -1,0 +1,82 @@
+"""Sequences of different lengths, back to back, and how they are cut into chunks."""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from forkpoint.ops.attention.table import to_device
+
+
+class Chunks:
+    """Sequences cut into chunks of equal size, so that all chunks at one place run together.
+
+    Sequences are sorted by length, longest first, and chunks by their place in the sequence: those
+    at place i are `at[i] : at[i + 1]`, one for each of the first `at[i + 1] - at[i]` sequences.
+    """
+
+    def __init__(self, lengths: np.ndarray, size: int, device: torch.device | str) -> None:
+        begins = np.cumsum([0, *lengths])
+        order = np.argsort(-lengths, kind="stable")
+        counts = -(-lengths[order] // size)
+        active = [int((counts > place).sum()) for place in range(int(counts[0]))]
+        self.size = size
+        self.at: list[int] = np.cumsum([0, *active]).tolist()
+        sequence = np.concatenate([order[:n] for n in active])
+        place = np.repeat(np.arange(len(active)), active)
+        offset = place[:, None] * size + np.arange(size)
+        real = offset < lengths[sequence][:, None]
+        token = np.where(real, begins[sequence][:, None] + offset, begins[-1]).ravel()
+        where = np.zeros(begins[-1] + 1, np.int64)
+        where[token] = np.arange(len(token))
+        self.order = to_device(torch.from_numpy(order), device)
+        """[S] the sequences, longest first."""
+        self.rank = to_device(torch.from_numpy(np.argsort(order, kind="stable")), device)
+        """[S] where each sequence is in that order."""
+        self._token = to_device(torch.from_numpy(token), device)
+        self._where = to_device(torch.from_numpy(where[:-1]), device)
+
+    def cut(self, x_T: Tensor) -> Tensor:
+        """[T, ...] -> [chunks, size, ...], zeros behind the end of a sequence."""
+        padded = F.pad(x_T, (*(0, 0) * (x_T.dim() - 1), 0, 1))
+        return padded.index_select(0, self._token).unflatten(0, (-1, self.size))
+
+    def join(self, x_NC: Tensor) -> Tensor:
+        """The inverse of `cut`."""
+        return x_NC.flatten(0, 1).index_select(0, self._where)
+
+
+class Sequences:
+    """Lengths of sequences that lie back to back, on the CPU and on the device."""
+
+    def __init__(self, lengths: np.ndarray, device: torch.device | str) -> None:
+        self.lengths = lengths
+        self.count = len(lengths)
+        self.tokens = int(lengths.sum())
+        self.device = device
+        self.cu_cpu = torch.from_numpy(np.cumsum([0, *lengths]))
+        """[S + 1] int64"""
+        self.cu = to_device(self.cu_cpu, device)
+        self._chunks: dict[int, Chunks] = {}
+        self._followed: dict[tuple[int, ...], Sequences] = {}
+
+    def spans(self) -> list[tuple[int, int]]:
+        ends = self.cu_cpu.tolist()
+        return list(pairwise(ends))
+
+    def followed_by(self, lengths: tuple[int, ...]) -> "Sequences":
+        """These and then others; kept, since kernels recognise cumulative lengths by identity."""
+        if not lengths:
+            return self
+        if lengths not in self._followed:
+            both = np.concatenate([self.lengths, np.asarray(lengths, np.int64)])
+            self._followed[lengths] = Sequences(both, self.device)
+        return self._followed[lengths]
+
+    def chunks(self, size: int) -> Chunks:
+        """Built once and kept, for all layers and passes."""
+        if size not in self._chunks:
+            self._chunks[size] = Chunks(self.lengths, size, self.device)
+        return self._chunks[size]

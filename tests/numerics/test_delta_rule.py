@@ -1,0 +1,270 @@
+"""Gated delta rule and convolution: kernels against a loop over time, rows against paths."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forkpoint import Config, RolloutBatch, UnsupportedError
+from forkpoint.ops.delta_rule import (
+    DELTA_KERNELS,
+    chunked,
+    fla,
+    gated_delta_rule,
+    reference,
+    select_delta_kernel,
+)
+from forkpoint.ops.recurrence import ConvolutionTable, Sequences, StateTable, short_convolution
+from forkpoint.plan import make_plan
+from forkpoint.plan.recurrence import convolution_layout, state_layout
+from strategies import batches
+
+NAMES = ("q", "k", "v", "g", "beta", "initial")
+RAGGED = [1, 70, 64, 3, 130, 1, 128]
+HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6, 5
+
+
+@dataclass
+class Inputs:
+    """Random inputs; `forgets` is how much the state decays a token, as a log."""
+
+    lengths: list[int]
+    forgets: float = 0.2
+    dtype: torch.dtype = torch.float64
+    states: bool = True
+    dims: tuple[int, int] = (KEY_DIM, VALUE_DIM)
+    seed: int = 0
+
+    def make(self) -> list[Tensor | None]:
+        random = torch.Generator().manual_seed(self.seed)
+        tokens, count = sum(self.lengths), len(self.lengths)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+        key_dim, value_dim = self.dims
+        q, k = (normal(tokens, HEADS, key_dim).to(self.dtype) for _ in range(2))
+        v = normal(tokens, VALUE_HEADS, value_dim).to(self.dtype)
+        beta = normal(tokens, VALUE_HEADS).sigmoid().to(self.dtype)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        g = (-self.forgets * normal(tokens, VALUE_HEADS).abs()).to(wide)
+        initial = normal(count, VALUE_HEADS, key_dim, value_dim).to(wide)
+        return [q, k, v, g, beta, initial if self.states else None]
+
+    def sequences(self) -> Sequences:
+        return Sequences(np.asarray(self.lengths, np.int64), "cpu")
+
+
+def outcome(scan, inputs: list[Tensor | None], sequences: Sequences, seed: int = 1):
+    """Output, final states and every gradient, by name, in float64."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    o, final = scan(*leaves, sequences, True)
+    random = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (o, final)]
+    total = sum((x.double() * w).sum() for x, w in zip((o, final), weights, strict=True))
+    named = {n: x for n, x in zip(NAMES, leaves, strict=True) if x is not None}
+    found = dict(zip(named, torch.autograd.grad(total, list(named.values())), strict=True))
+    return {n: x.detach().double() for n, x in ({"o": o, "final": final} | found).items()}
+
+
+@pytest.mark.parametrize("forgets", [0.0, 0.2, 30.0], ids=["remembers", "decays", "forgets"])
+@pytest.mark.parametrize("states", [True, False], ids=["from-states", "from-zero"])
+def test_chunks_are_the_loop_over_time(forgets: float, states: bool) -> None:
+    case = Inputs(RAGGED, forgets=forgets, states=states)
+    expected = outcome(reference.scan, case.make(), case.sequences())
+    found = outcome(chunked.scan, case.make(), case.sequences())
+    for name, value in expected.items():
+        assert torch.isfinite(value).all() and torch.isfinite(found[name]).all(), name
+        error = float((found[name] - value).norm() / value.norm().clamp(min=1e-30))
+        assert error < 1e-12 or float(value.norm()) < 1e-12, f"{name} off by {error:.1e}"
+
+
+@pytest.mark.parametrize("lengths", [[1], [2], [1, 1, 1], [63], [64], [65], [5, 200]])
+def test_lengths_around_a_chunk(lengths: list[int]) -> None:
+    case = Inputs(lengths)
+    expected = outcome(reference.scan, case.make(), case.sequences())
+    found = outcome(chunked.scan, case.make(), case.sequences())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_that_of_the_loop(dtype: torch.dtype) -> None:
+    case = Inputs([300, 77, 500], dtype=dtype, dims=(32, 32))
+    inputs = case.make()
+    exact = [None if x is None else x.double() for x in inputs]
+    expected = outcome(reference.scan, exact, case.sequences())
+    loop = outcome(reference.scan, inputs, case.sequences())
+    found = outcome(chunked.scan, inputs, case.sequences())
+    for name, value in expected.items():
+        least = 2**-22 * value.norm()
+        bar = 2 * (loop[name] - value).norm() + least
+        assert (found[name] - value).norm() <= bar, name
+
+
+def test_a_state_handed_over_is_the_whole() -> None:
+    """Output and gradients of one sequence, and of two where one starts from the other."""
+    whole = Inputs([150])
+    expected = outcome(reference.scan, whole.make(), whole.sequences())
+
+    def cut(q, k, v, g, beta, initial, _, final):
+        first = Sequences(np.asarray([83]), "cpu")
+        second = Sequences(np.asarray([67]), "cpu")
+        parts = [x[:83] for x in (q, k, v, g, beta)], [x[83:] for x in (q, k, v, g, beta)]
+        o, state = chunked.scan(*parts[0], initial, first, True)
+        more, state = chunked.scan(*parts[1], state, second, True)
+        return torch.cat([o, more]), state
+
+    found = outcome(cut, whole.make(), whole.sequences())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def test_decay_that_underflows_has_finite_gradients() -> None:
+    """What 5 tokens forget is beyond exp's range in float32: masked before exp, not after."""
+    case = Inputs([128], forgets=60.0, dtype=torch.float32)
+    found = outcome(chunked.scan, case.make(), case.sequences())
+    assert all(torch.isfinite(value).all() for value in found.values())
+    # The other order, as a warning: finite forward, NaN backward.
+    g = torch.tensor([-60.0, -60.0, -60.0], requires_grad=True)
+    later = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    sums = g.cumsum(0)
+    masked_after = (sums[:, None] - sums[None, :]).exp().masked_fill(later, 0.0)
+    assert torch.isfinite(masked_after).all()
+    assert torch.isnan(torch.autograd.grad(masked_after.sum(), g)[0]).any()
+
+
+# Rows --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(batches(max_rollouts=7, max_tokens=14), st.sampled_from(["chunked", "reference"]))
+def test_a_row_of_segments_is_its_paths(batch: RolloutBatch, kernel: str) -> None:
+    plan = make_plan(batch, config=Config(sharing="tree", boundary="in_row", max_row_tokens=10**6))
+    for row in plan.rows:
+        table = StateTable(state_layout(plan.forest, row, plan.state_of))
+        windows = ConvolutionTable(convolution_layout(plan.forest, row, plan.state_of, 4))
+        case = Inputs([row.slots], states=False)
+        leaves = [x.detach().requires_grad_() for x in case.make() if x is not None]
+        random = torch.Generator().manual_seed(2)
+        weight = torch.randn(VALUE_HEADS * VALUE_DIM, 4, generator=random, dtype=torch.float64)
+        bias = torch.randn(VALUE_HEADS * VALUE_DIM, generator=random, dtype=torch.float64)
+        leaves.extend(x.requires_grad_() for x in (weight, bias))
+
+        def run(paths: list[list[int]] | None, leaves=leaves, table=table, windows=windows):
+            q, k, v, g, beta, weight, bias = leaves
+            flat = v.flatten(1)
+            if paths is None:
+                mixed, tails = short_convolution(flat, weight, bias, windows)
+                assert tails is None
+                mixed = mixed.unflatten(1, v.shape[1:])
+                o, kept = gated_delta_rule(q, k, mixed, g, beta, table=table, kernel=kernel)
+                assert kept is None
+                return o
+            outputs: dict[int, Tensor] = {}
+            for path in paths:
+                x = torch.nn.functional.pad(flat[path].T[None], (3, 0))
+                mixed = torch.nn.functional.conv1d(x, weight[:, None], bias, groups=len(weight))
+                mixed = mixed[0].T.unflatten(1, v.shape[1:])
+                one = Sequences(np.asarray([len(path)]), "cpu")
+                o, _ = reference.scan(
+                    q[path], k[path], mixed, g[path], beta[path], None, one, False
+                )
+                outputs |= {slot: o[i] for i, slot in enumerate(path)}
+            return torch.stack([outputs[slot] for slot in range(len(outputs))])
+
+        slots = {
+            s: list(range(b, b + int(plan.forest.length[s])))
+            for s, b in zip(row.segments, row.slot_begin, strict=True)
+        }
+        paths = [[t for s in plan.forest.path(segment) for t in slots[s]] for segment in slots]
+        found = []
+        for outputs in (run(None), run(paths)):
+            weights = torch.randn(
+                outputs.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+            )
+            found.append((outputs, *torch.autograd.grad((outputs * weights).sum(), leaves)))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+# Which kernel ------------------------------------------------------------------------------------
+
+
+def test_the_default_on_a_cpu() -> None:
+    asked = (torch.device("cpu"), torch.float64, 6, 5, False)
+    assert select_delta_kernel("auto", *asked).name == "chunked"
+    assert select_delta_kernel("reference", *asked).name == "reference"
+    with pytest.raises(UnsupportedError, match=r"no delta-rule kernel 'quick'; .*'fla', 'chunked'"):
+        select_delta_kernel("quick", *asked)
+    with pytest.raises(UnsupportedError, match="'fla' cannot serve: it runs on cuda, not on cpu"):
+        select_delta_kernel("fla", *asked)
+
+
+@pytest.mark.parametrize(
+    ("chip", "triton", "tilelang", "refusal"),
+    [
+        ((9, 0), (3, 3, 1), False, None),
+        ((9, 0), (3, 4, 0), False, "wrong gradients of it on Hopper; install tilelang"),
+        ((9, 0), (3, 7, 0), False, "a Triton newer than 3.7.0"),
+        ((9, 0), (3, 7, 0), True, None),
+        ((9, 0), (3, 7, 1), False, None),
+        ((8, 0), (3, 6, 0), False, None),
+        ((10, 0), (3, 7, 1), True, "compute capability 10.0"),
+    ],
+)
+def test_where_fla_is_refused(chip, triton, tilelang: bool, refusal: str | None) -> None:
+    found = fla.refuses_chip(*chip, triton, tilelang=tilelang)
+    assert found is None if refusal is None else refusal in (found or "")
+
+
+def test_fla_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla, "find_spec", lambda name: None)
+    record = next(k for k in DELTA_KERNELS if k.name == "fla")
+    asked = (torch.device("cuda"), torch.bfloat16, 128, 128, False)
+    assert "pip install 'forkpoint[fla]'" in (record.refusal(*asked) or "")
+    monkeypatch.setattr(fla, "find_spec", lambda name: name)
+    monkeypatch.setattr(fla, "_version", lambda package: (0, 5, 1))
+    assert "0.5.1 has not been shown exact; install 0.6" in (record.refusal(*asked) or "")
+    assert "key dims of at most 256, not 512" in (record.refusal(*asked[:2], 512, 128, False) or "")
+    assert "not deterministic" in (record.refusal(*asked[:4], True) or "")
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=40))
+def test_neutral_tokens_leave_few_shapes(lengths: list[int]) -> None:
+    """Tokens, sequences and chunks of a bucketed call follow from two rounded numbers."""
+    sequences = Sequences(np.asarray(lengths), "cpu")
+    assert fla.neutral_lengths(sequences, bucketed=False) == ((1,) if lengths == [1] else ())
+    more = fla.neutral_lengths(sequences, bucketed=True)
+    every = sequences.followed_by(more)
+    assert min(more) > 0 and sequences.followed_by(more) is every
+    assert every.lengths[: len(lengths)].tolist() == lengths
+    most = 1 << (len(lengths) - 1).bit_length()
+    assert every.count == 2 * most + most // 32 + 1
+    assert every.tokens % fla.CHUNK == 0
+    assert int((-(-every.lengths // fla.CHUNK)).sum()) == every.tokens // fla.CHUNK + most
+    least = sum(lengths) + fla.CHUNK * every.count
+    assert least <= every.tokens <= max(least + fla.CHUNK, least * 9 / 8 + 1)
+
+
+def test_neutral_tokens_change_nothing() -> None:
+    """What follows a call has g and beta of zero: outputs and states before it are the same."""
+    case = Inputs([5, 70, 1])
+    more = fla.neutral_lengths(case.sequences(), bucketed=True)
+
+    def padded(q, k, v, g, beta, initial, sequences, final):
+        pad = torch.nn.functional.pad
+        inputs = [pad(x, (*(0, 0) * (x.dim() - 1), 0, sum(more))) for x in (q, k, v, g, beta)]
+        states = pad(initial, (0, 0, 0, 0, 0, 0, 0, len(more)))
+        o, state = chunked.scan(*inputs, states, sequences.followed_by(more), final)
+        return o[: sequences.tokens], state[: sequences.count]
+
+    expected = outcome(chunked.scan, case.make(), case.sequences())
+    found = outcome(padded, case.make(), case.sequences())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
