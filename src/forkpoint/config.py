@@ -27,6 +27,8 @@ class Config:
     """The most bytes that activations and boundary state may take together; None is no limit."""
     attention_kernel: str = "auto"
     """A kernel of `forkpoint.ops.attention` by name; asking for one that cannot serve raises."""
+    recurrence_kernel: str = "auto"
+    """The same for layers that carry a state, of `forkpoint.ops.delta_rule`."""
     head_chunk_tokens: int = 1024
     """How many tokens' logits exist at a time in the head."""
     compile_blocks: bool | None = None
@@ -40,11 +42,11 @@ class Config:
             if get_origin(field.type) is Literal and value not in get_args(field.type):
                 allowed = ", ".join(repr(v) for v in get_args(field.type))
                 raise ConfigError(f"{field.name} is {value!r}; allowed are {allowed}.")
-        if not isinstance(self.attention_kernel, str):
-            raise ConfigError(
-                f"attention_kernel is {self.attention_kernel!r}; it takes a kernel's name or "
-                "'auto'."
-            )
+        for name in ("attention_kernel", "recurrence_kernel"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; it takes a kernel's name or 'auto'."
+                )
         for name, allowed in (
             ("compile_blocks", (True, False, None)),
             ("restore_grads", (True, False)),

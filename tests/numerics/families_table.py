@@ -16,11 +16,17 @@ from torch import nn
 
 from forkpoint.bench.rows import ResultRow, environment
 from forkpoint.hosts.families import FAMILIES
+from forkpoint.hosts.linear_attention import recurrent_modules
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "families.jsonl"
 DOCS = ROOT / "docs" / "families.md"
 VARIABLE = "FORKPOINT_FAMILIES_ROWS"
+SHARED = {
+    "latents": "expanded keys and values",
+    "states": "keys and values, states and convolution inputs",
+}
+"""What later rows read, where it is more than keys and values, by feature."""
 EXPERTS_REFUSE = "router losses, router jitter"
 
 
@@ -35,6 +41,7 @@ def features(model: nn.Module, windows: set[int]) -> list[str]:
         "sinks": any(hasattr(m, "sinks") for m in model.modules()),
         "softcap": bool(getattr(config, "attn_logit_softcapping", None)),
         "latents": hasattr(config, "kv_lora_rank"),
+        "states": bool(recurrent_modules(model)),
         "experts": any(hasattr(m, "experts") for m in model.modules()),
     }
     return [name for name, there in found.items() if there]
@@ -74,8 +81,8 @@ def table() -> list[str]:
         cells = [
             f"`{family}`",
             f"`{known.model_class}`",
-            ", ".join(p for p in parts if p not in ("latents", "experts")),
-            "expanded keys and values" if "latents" in parts else "keys and values",
+            ", ".join(p for p in parts if p not in (*SHARED, "experts")),
+            next((shared for name, shared in SHARED.items() if name in parts), "keys and values"),
             EXPERTS_REFUSE if "experts" in parts else "",
             *(f"{errors[family][v]:.0e}" if v in errors[family] else "-" for v in versions),
         ]

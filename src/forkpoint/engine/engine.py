@@ -263,6 +263,7 @@ class Engine:
                 inputs,
                 arena,
                 kernel=self.config.attention_kernel,
+                recurrence_kernel=self.config.recurrence_kernel,
                 head_chunk_tokens=self.config.head_chunk_tokens,
                 entropy=entropy,
             )

@@ -23,6 +23,9 @@ class Family:
     divisor: str | None = None
     """The configuration's name for what its logits are divided by."""
 
+    media: tuple[tuple[str, int], ...] = ()
+    """Token ids that stand for images or video in models of the family that see them."""
+
     def head_options(self, config: Any) -> dict[str, float | None]:
         """`logit_scale` and `softcap` of the head."""
         scale = None
@@ -34,11 +37,21 @@ class Family:
         return {"logit_scale": scale, "softcap": softcap}
 
 
+QWEN3_5_MEDIA = (
+    ("image_token_id", 248056),
+    ("video_token_id", 248057),
+    ("vision_start_token_id", 248053),
+    ("vision_end_token_id", 248054),
+)
+
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM"),
     "qwen3": Family("Qwen3ForCausalLM"),
     "qwen3_moe": Family("Qwen3MoeForCausalLM"),
+    "qwen3_next": Family("Qwen3NextForCausalLM"),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", package="qwen3_5", media=QWEN3_5_MEDIA),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", package="qwen3_5_moe", media=QWEN3_5_MEDIA),
     "mistral": Family("MistralForCausalLM"),
     "ministral": Family("MinistralForCausalLM"),
     "mixtral": Family("MixtralForCausalLM"),

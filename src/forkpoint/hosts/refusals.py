@@ -10,12 +10,15 @@ tensors. What is unknown is refused.
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from forkpoint.errors import UnsupportedError
+from forkpoint.forest import IntArray
+from forkpoint.hosts.families import Family
 
 # Rotary embeddings whose frequencies depend on positions alone. Dynamic and longrope change them
 # beyond a length, and are refused for longer rollouts; so are unknown ones.
@@ -163,6 +166,19 @@ def _check_rope_parameters(
             f"they share. Use rollouts of at most {limit} tokens or another rope_type "
             f"({', '.join(LENGTH_FREE_ROPE)})."
         )
+
+
+def check_media(causal: PreTrainedModel, family: Family, token_ids: IntArray) -> None:
+    """No token stands for an image or a video, whose features the rollout does not have."""
+    for name, default in family.media:
+        found = getattr(causal.config, name, default)
+        (where,) = np.nonzero(token_ids == found)
+        if len(where):
+            raise UnsupportedError(
+                f"token {found} ({name}) is at position {where[0]} of the batch's tokens, "
+                f"{len(where)} in all: it stands for an image or a video, whose features are not "
+                "part of a rollout here. Leave such rollouts out; text alone has been shown exact."
+            )
 
 
 def check_routers(causal: PreTrainedModel) -> None:

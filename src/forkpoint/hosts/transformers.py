@@ -21,20 +21,19 @@ from forkpoint.engine.host import HeadOutputs
 from forkpoint.engine.rows import RowContext
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
+from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, RowEnds, taken_context
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.families import FAMILIES, Family
+from forkpoint.hosts.linear_attention import (
+    check_recurrent_modules,
+    recurrent_forwards,
+    recurrent_modules,
+)
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.cost import ModelShape
 from forkpoint.rollouts import RolloutBatch
 
 ATTENTION_NAME = "forkpoint"
-CONTEXT_ARGUMENT = "forkpoint_row"
-
-# Arguments that attention layers pass besides those named in `forkpoint_attention`, and that change
-# nothing in what it computes. Any other with a value is refused, for it may be a mask or a bias.
-HARMLESS_ARGUMENTS = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
-)
 
 
 def forkpoint_attention(
@@ -56,19 +55,7 @@ def forkpoint_attention(
     query [B, H, L, D], key [B, K, L, D], value [B, K, L, E] hold the row's tokens; the result is
     [B, L, H, E].
     """
-    context = kwargs.pop(CONTEXT_ARGUMENT, None)
-    if context is None:
-        raise UnsupportedError(
-            f"attention {ATTENTION_NAME!r} was called outside of forkpoint: it needs to know what "
-            "rows a row reads. Use policy.forward_backward or policy.score, and leave the model's "
-            "attn_implementation as it was."
-        )
-    strange = sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS_ARGUMENTS)
-    if strange:
-        raise UnsupportedError(
-            f"{type(module).__name__} passes {', '.join(strange)} to its attention function; "
-            "forkpoint does not know what they change and so cannot be exact."
-        )
+    context = taken_context(module, "its attention function", kwargs)
     if attention_mask is not None or dropout:
         found = "a mask" if attention_mask is not None else f"dropout {dropout}"
         raise UnsupportedError(
@@ -85,7 +72,7 @@ def forkpoint_attention(
     k_TKD = boundary(k_TKD, (layer, "k"), context.capture)
     v_TKE = boundary(v_TKE, (layer, "v"), context.capture)
     if layer == context.last_layer:
-        raise _RowEnds((k_TKD, v_TKE))
+        raise RowEnds((k_TKD, v_TKE))
     window = sliding_window or 0
     o_THE, _ = shared_attention(
         q_THD,
@@ -100,18 +87,6 @@ def forkpoint_attention(
         kernel=context.kernel,
     )
     return o_THE.view(batch, length, *o_THE.shape[1:]), None
-
-
-class _RowEnds(Exception):
-    """Nothing reads more of this row than it has computed: ends its forward.
-
-    Where no token is trained, all that is needed of the last block are its K and V: this leaves out
-    its attention, its MLP and the head, forward and backward.
-    """
-
-    def __init__(self, roots: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.roots = roots
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
@@ -137,7 +112,13 @@ class TransformersHost:
         self._check_model()
         self._blocks = CompiledBlocks(cast(nn.ModuleList, self.causal.base_model.layers))
         on_cuda = self.device.type == "cuda"
-        self._compiles = on_cuda if compile_blocks is None else compile_blocks
+        if compile_blocks and recurrent_modules(self.causal):
+            raise UnsupportedError(
+                f"compile_blocks=True has not been shown exact for {self.family.model_class}, "
+                "whose layers carry a state; leave it at None, which compiles none of its blocks."
+            )
+        wanted = on_cuda and not recurrent_modules(self.causal)
+        self._compiles = wanted if compile_blocks is None else compile_blocks
         size = next(self.causal.parameters()).element_size()
         self._recomputes = False
         self._shape = ModelShape.from_config(self.causal.config.to_dict(), dtype_bytes=size)
@@ -179,12 +160,14 @@ class TransformersHost:
             refusals.check_trainable(self.model)
             refusals.check_routers(self.causal)
         head = refusals.plain_head(self.causal)
+        refusals.check_media(self.causal, self.family, batch.token_ids)
         batch.check_vocabulary(min(self._embedding.shape[0], head.out_features))
 
     def _check_model(self) -> None:
         refusals.check_adapters(self.model)
         refusals.check_adapters(self.causal)
         refusals.check_modules(self.model, self.family.package or self.causal.config.model_type)
+        check_recurrent_modules(self.causal)
         refusals.check_parameters(self.model)
         refusals.plain_head(self.causal)
 
@@ -212,6 +195,7 @@ class TransformersHost:
             stack.callback(attributes.update, own)
             stack.callback(attributes.pop, "forward", None)
             self.causal.forward = self._causal_forward
+            stack.enter_context(recurrent_forwards(self.causal))
             if self._compiles:
                 stack.enter_context(self._blocks.entered())
             yield
@@ -228,7 +212,7 @@ class TransformersHost:
                 position_ids=inputs.position_ids,
                 **{CONTEXT_ARGUMENT: context},
             )
-        except _RowEnds as end:
+        except RowEnds as end:
             nothing = torch.empty(0, dtype=self.loss_dtype, device=self.device)
             return HeadOutputs(nothing, nothing if context.entropy else None, end.roots)
 

@@ -1,0 +1,49 @@
+"""What travels in the call arguments of a model's layers, and what among it is refused."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from forkpoint.engine.rows import RowContext
+from forkpoint.errors import UnsupportedError
+
+CONTEXT_ARGUMENT = "forkpoint_row"
+
+# Arguments that layers pass besides those that are read, and that change nothing in what is
+# computed. Any other with a value is refused, for it may be a mask or a bias.
+HARMLESS_ARGUMENTS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
+)
+
+
+class RowEnds(Exception):
+    """Nothing reads more of this row than it has computed: ends its forward.
+
+    Where no token is trained, all that is needed of the last block is what later tokens read of it:
+    this leaves out the rest of the block and the head, forward and backward.
+    """
+
+    def __init__(self, roots: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.roots = roots
+
+
+def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> RowContext:
+    """The row that a layer is called for, out of its other call arguments.
+
+    Raises UnsupportedError where there is none, and for arguments that are not known.
+    """
+    context = kwargs.pop(CONTEXT_ARGUMENT, None)
+    if context is None:
+        raise UnsupportedError(
+            f"{what} was called outside of forkpoint: it needs to know what "
+            "rows a row reads. Use policy.forward_backward or policy.score, and leave the model's "
+            "attn_implementation as it was."
+        )
+    strange = sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS_ARGUMENTS)
+    if strange:
+        raise UnsupportedError(
+            f"{type(module).__name__} passes {', '.join(strange)} to {what}; "
+            "forkpoint does not know what they change and so cannot be exact."
+        )
+    return context

@@ -1,0 +1,128 @@
+"""Tiny models of families whose layers carry a state, and bugs that such a state invites."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forkpoint.engine import states
+from forkpoint.ops.recurrence import levels
+from forkpoint.ops.recurrence.convolution import _Gather
+from forkpoint.testing import tiny_model
+
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 12,
+}
+MIXED = ("linear_attention", "full_attention", "linear_attention")
+
+
+def tiny_hybrid(
+    family: str, *, kinds: tuple[str, ...] = MIXED, checkpointed: bool = False, **changes: Any
+) -> PreTrainedModel:
+    """A random model in training mode with one layer for each of `kinds`."""
+    sizes = {**DELTA, **(EXPERTS if family != "qwen3_5_text" else {})}
+    sizes |= {"num_hidden_layers": len(kinds), "layer_types": list(kinds)}
+    model = tiny_model(family, **{**sizes, **changes})
+    if hasattr(model, "set_experts_implementation"):
+        # The default's grouped matrix product has no float64.
+        model.set_experts_implementation("eager")
+    if checkpointed:
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        enable = next(getattr(model, name) for name in names if hasattr(model, name))
+        enable({"use_reentrant": False})
+    return model.train()
+
+
+Sabotage = Callable[[pytest.MonkeyPatch], None]
+
+
+def dropped_state_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What children leave for a state never joins their parent's backward."""
+    backward = states._Join.backward
+
+    def dropping(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        output, state, *rest = backward(ctx, *grads)
+        return output, torch.zeros_like(state), *rest
+
+    monkeypatch.setattr(states._Join, "backward", staticmethod(dropping))
+
+
+def one_child_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last child to go back leaves its gradient in place of the sum."""
+
+    def overwriting(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        table = ctx.table
+        ctx.gradient[table.read_slots] = grads[0][table.reading].to(ctx.gradient.dtype)
+        return None, None, None, None
+
+    monkeypatch.setattr(states._Read, "backward", staticmethod(overwriting))
+
+
+def states_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments below other rows start from nothing."""
+    monkeypatch.setattr(states.RowStates, "initial", lambda *_: None)
+
+
+def inputs_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The convolution takes what lies before a segment in the row, whatever its path."""
+    apply = _Gather.apply
+
+    def wrong(x_TC: Tensor, table: Any, *rest: Any) -> Tensor:
+        found = apply(x_TC, table, *rest)
+        width = table.shape[1] - 1
+        found.view(*table.shape, -1)[:, :width] = 0
+        return found
+
+    monkeypatch.setattr(_Gather, "apply", wrong)
+
+
+def input_gradient_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the convolution reads of other rows gets no gradient."""
+    inputs = states.RowStates.inputs
+
+    def without(self: states.RowStates, key: Any) -> tuple[Tensor | None, None]:
+        return inputs(self, key)[0], None
+
+    monkeypatch.setattr(states.RowStates, "inputs", without)
+
+
+def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of a row start from the state of a neighbour of their parent."""
+    over_levels = levels.over_levels
+    from forkpoint.ops.delta_rule import operator
+
+    def shifted(scan: Any, inputs: Any, table: Any, initial: Any) -> Any:
+        before = [level.parents for level in table.levels]
+        for level, above in zip(table.levels[1:], table.levels, strict=False):
+            level.parents = (level.parents + 1) % above.sequences.count
+        try:
+            return over_levels(scan, inputs, table, initial)
+        finally:
+            for level, parents in zip(table.levels, before, strict=True):
+                level.parents = parents
+
+    monkeypatch.setattr(operator, "over_levels", shifted)
+
+
+ACROSS_ROWS: tuple[Sabotage, ...] = (
+    dropped_state_gradient,
+    one_child_overwrites,
+    states_from_zero,
+    inputs_forgotten,
+    input_gradient_dropped,
+)
+IN_ROW: tuple[Sabotage, ...] = (inputs_forgotten, wrong_parent)

@@ -1,0 +1,326 @@
+"""Models that mix attention with layers that carry a state: exact, verified, refused by name."""
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hybrids import ACROSS_ROWS, HYBRIDS, IN_ROW, Sabotage, tiny_hybrid
+from peft import LoraConfig, TaskType, get_peft_model
+from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch, with_logprobs
+from steps import forked_batch
+from test_real_data import slice_of
+from transformers import DynamicCache, PreTrainedModel
+from yardstick import Truth, label, measure, step_faults, value_faults
+
+from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, wrap
+from forkpoint.hosts.linear_attention import recurrent_modules
+from forkpoint.losses import GRPO, LogLikelihood
+from forkpoint.losses.base import as_loss
+from forkpoint.plan import make_plan
+from forkpoint.testing import dense_run, lifted_upcasts
+
+EVERY = tuple(product(("none", "group", "tree"), ("in_row", "across_rows", "mixed")))
+CONFIGS: tuple[Config, ...] = (
+    *(Config(sharing=s, boundary=b) for s, b in EVERY),
+    Config(sharing="tree", boundary="mixed", max_row_tokens=TIGHT),
+    Config(sharing="tree", boundary="in_row", max_row_tokens=TIGHT),
+    *(Config(sharing=s, boundary="across_rows", max_row_tokens=CHAIN) for s in ("none", "group")),
+    *(Config(sharing=s, boundary="across_rows", waves="padded") for s in ("none", "tree")),
+    Config(sharing="group", boundary="across_rows", waves="padded", max_row_tokens=CHAIN),
+)
+
+
+# Rows of 2 tokens: all but the shortest segments are chains, shorter than the convolution.
+SHORTEST = [Config(sharing="tree", boundary=b, max_row_tokens=2) for b in ("across_rows", "mixed")]  # type: ignore[arg-type]
+
+
+def truth(model: PreTrainedModel, batch: RolloutBatch, loss: Any) -> Truth:
+    with lifted_upcasts(model):
+        own = dense_run(model, batch, LogLikelihood()).logprobs_T
+    return measure(model, with_logprobs(batch, own), as_loss(loss))
+
+
+def check(model: PreTrainedModel, expected: Truth, loss: Any, configs: Any) -> None:
+    faults = []
+    with lifted_upcasts(model):
+        for config in configs:
+            model.zero_grad()
+            stats = wrap(model, config).forward_backward(expected.batch, loss)
+            name = label(config, stats.plan)
+            faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
+    assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
+
+
+# Exact -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "dpo", "coupled"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_steps_are_those_of_dense_training(loss: str, checkpointed: bool) -> None:
+    """Forks four deep, responses of one token, prefixes shorter than the convolution."""
+    batch = paired_batch() if loss == "dpo" else acceptance_batch()
+    expected = truth(tiny_hybrid("qwen3_5_text"), batch, LOSSES[loss])
+    model = tiny_hybrid("qwen3_5_text", checkpointed=checkpointed)
+    configs = [*CONFIGS[6:13], CONFIGS[-1]] if checkpointed else CONFIGS
+    check(model, expected, LOSSES[loss], configs)
+
+
+def test_rows_shorter_than_the_convolution() -> None:
+    model, loss = tiny_hybrid("qwen3_5_text"), LOSSES["grpo"]
+    check(model, truth(model, acceptance_batch(), loss), loss, SHORTEST)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_segments_longer_than_chunks(family: str) -> None:
+    """Prompts of 134 and 74 edges, forks at 60 and 45 more: none a multiple of a chunk of 64."""
+    model, loss = tiny_hybrid(family), LOSSES["grpo"]
+    expected = truth(model, forked_batch(stretch=15), loss)
+    rows = ((s, b, t) for (s, b), t in product(EVERY[3:], (None, 200)) if b != "in_row" or not t)
+    configs = [Config(sharing=s, boundary=b, max_row_tokens=t) for s, b, t in rows]  # type: ignore[arg-type]
+    check(model, expected, loss, configs)
+
+
+@pytest.mark.parametrize("kinds", [("linear_attention",), ("full_attention", "linear_attention")])
+def test_models_that_end_with_a_state(kinds: tuple[str, ...]) -> None:
+    """Rows that train on nothing end at the last layer's state."""
+    model, loss = tiny_hybrid("qwen3_5_text", kinds=kinds), LOSSES["grpo"]
+    check(model, truth(model, acceptance_batch(), loss), loss, CONFIGS[3:11])
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+def test_kernels_by_name(kernel: str) -> None:
+    model, loss = tiny_hybrid("qwen3_5_text"), LOSSES["grpo"]
+    config = Config(sharing="tree", boundary="mixed", max_row_tokens=24, recurrence_kernel=kernel)
+    check(model, truth(model, acceptance_batch(), loss), loss, [config])
+
+
+def test_scores_are_those_of_a_dense_forward() -> None:
+    model = tiny_hybrid("qwen3_5_text")
+    expected = truth(model, acceptance_batch(), LOSSES["grpo"])
+    with lifted_upcasts(model):
+        for config in CONFIGS:
+            scores = wrap(model, config).score(expected.batch, entropy=True)
+            assert scores.entropies is not None
+            faults = [
+                *value_faults("log-probs", scores.logprobs, expected.dense.logprobs_T),
+                *value_faults("entropies", scores.entropies, expected.dense.entropies_T),
+            ]
+            assert not faults, f"{label(config, scores.plan)}: {faults}"
+
+
+def test_frozen_layers_below_a_state() -> None:
+    """Only the last layer learns: the states below need no gradients, and its own do."""
+    model, loss = tiny_hybrid("qwen3_5_text"), LOSSES["grpo"]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.2." in name or "lm_head" in name)
+    with lifted_upcasts(model):
+        own = dense_run(model, acceptance_batch(), LogLikelihood()).logprobs_T
+        batch = with_logprobs(acceptance_batch(), own)
+        dense = dense_run(model, batch, as_loss(loss))
+        norm = float(
+            torch.stack([g.norm() for g in dense.gradients.values() if g is not None]).norm()
+        )
+        for config in CONFIGS[3:11]:
+            model.zero_grad()
+            wrap(model, config).forward_backward(batch, loss)
+            for name, parameter in model.named_parameters():
+                wanted = dense.gradients[name]
+                if wanted is None:
+                    assert parameter.grad is None, name
+                else:
+                    assert parameter.grad is not None
+                    assert float((parameter.grad - wanted).norm()) <= 1e-10 * norm, name
+
+
+def test_agent_conversations(shared_data: Callable[[str], Path]) -> None:
+    groups = {"airline-0", "airline-5", "airline-15"}
+    batch = slice_of(shared_data("airline.jsonl"), groups, drop=(20, 1270), most=200)
+    model = tiny_hybrid(
+        "qwen3_5_text", kinds=("linear_attention", "full_attention"), vocab_size=8192
+    )
+    forest = make_plan(batch, config=Config(sharing="tree", boundary="mixed")).forest
+    assert len(batch) == 12 and forest.depth.max() >= 4
+    loss = GRPO(clip=0.2, kl=0.05)
+    check(
+        model,
+        truth(model, batch, loss),
+        loss,
+        [
+            Config(sharing="tree", boundary="mixed", max_row_tokens=320),
+            Config(sharing="tree", boundary="across_rows", max_row_tokens=100),
+        ],
+    )
+
+
+# Lower precision, adapters -----------------------------------------------------------------------
+
+
+def wide_hybrid(dtype: torch.dtype) -> PreTrainedModel:
+    """Of the proportions of real models, as the family initialises them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3_5_text",
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    )
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def long_prompts(seed: int = 1) -> RolloutBatch:
+    """Two groups of six: prompts of 200 tokens, responses of 30 to 60."""
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for group in range(2):
+        prompt = rng.integers(0, 512, 200).tolist()
+        for _ in range(6):
+            response = rng.integers(0, 512, int(rng.integers(30, 61))).tolist()
+            mask = [0] * len(prompt) + [1] * len(response)
+            rollouts.append(Rollout(prompt + response, mask, float(rng.normal()), group_id=group))
+    return RolloutBatch(rollouts)
+
+
+@pytest.mark.parametrize("boundary", ["across_rows", "in_row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounding_is_that_of_dense_training(dtype: torch.dtype, boundary: str) -> None:
+    config = Config(sharing="group", boundary=boundary, max_row_tokens=600)  # type: ignore[arg-type]
+    report = wrap(wide_hybrid(dtype), config).verify(long_prompts(), losses.GRPO())
+    assert report.passed, report.table()
+    assert report.dense_error > 0
+
+
+def test_autocast() -> None:
+    config = Config(sharing="group", boundary="across_rows", max_row_tokens=600)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = wrap(wide_hybrid(torch.float32), config).verify(long_prompts(), losses.GRPO())
+    assert report.passed, report.table()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_on_every_projection() -> None:
+    adapters = LoraConfig(
+        r=4,
+        target_modules=["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "v_proj"],
+        task_type=TaskType.CAUSAL_LM,
+        init_lora_weights=False,
+    )
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_hybrid("qwen3_5_text"), adapters).double()
+    config = Config(sharing="tree", boundary="across_rows", max_row_tokens=12)
+    report = wrap(model, config).verify(forked_batch(), GRPO(kl=0.1))
+    assert report.passed and report.dtype == "float64", report.table()
+
+
+# Caught ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sabotage", ACROSS_ROWS, ids=lambda s: s.__name__)
+def test_bugs_across_rows_are_caught(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = wrap(
+        tiny_hybrid("qwen3_5_text"),
+        Config(sharing="tree", boundary="across_rows", max_row_tokens=12),
+    )
+    assert policy.verify(forked_batch(), GRPO()).passed
+    sabotage(monkeypatch)
+    assert not policy.verify(forked_batch(), GRPO()).passed
+
+
+@pytest.mark.parametrize("sabotage", IN_ROW, ids=lambda s: s.__name__)
+def test_bugs_in_a_row_are_caught(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = wrap(tiny_hybrid("qwen3_5_text"), Config(sharing="tree", boundary="in_row"))
+    assert policy.verify(forked_batch(), GRPO()).passed
+    sabotage(monkeypatch)
+    assert not policy.verify(forked_batch(), GRPO()).passed
+
+
+# Refused, and left as it was ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["image_token_id", "video_token_id", "vision_start_token_id"])
+def test_media_tokens_are_refused_by_name(name: str) -> None:
+    model = tiny_hybrid("qwen3_5_text")
+    setattr(model.config, name, 17)
+    batch = RolloutBatch([Rollout([1, 5, 17, 17, 9], [0, 0, 0, 0, 1], 1.0)])
+    with pytest.raises(
+        UnsupportedError, match=rf"token 17 \({name}\) is at position 2 .* 2 in all"
+    ):
+        wrap(model).score(batch)
+
+
+def test_media_tokens_of_released_models_are_known() -> None:
+    """A text model's configuration does not have them; the whole model's does."""
+    configuration = pytest.importorskip("transformers.models.qwen3_5.configuration_qwen3_5")
+    from forkpoint.hosts.families import FAMILIES
+
+    whole = configuration.Qwen3_5Config()
+    media = FAMILIES["qwen3_5_text"].media
+    assert media and all(getattr(whole, name) == value for name, value in media)
+
+
+def test_compiled_blocks_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"compile_blocks=True .* Qwen3_5ForCausalLM"):
+        wrap(tiny_hybrid("qwen3_5_text"), Config(compile_blocks=True))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer:UserWarning")
+def test_adapters_on_the_convolution_are_refused() -> None:
+    adapters = LoraConfig(r=44, target_modules=["conv1d"], task_type=TaskType.CAUSAL_LM)
+    model = get_peft_model(tiny_hybrid("qwen3_5_text"), adapters)
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.linear_attn\.conv1d is a peft"):
+        wrap(model)
+
+
+def test_other_activations_are_refused() -> None:
+    model = tiny_hybrid("qwen3_5_text", hidden_act="gelu")
+    with pytest.raises(UnsupportedError, match=r"linear_attn has activation 'gelu'"):
+        wrap(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "outside of forkpoint"),
+        ({"cu_seq_lens_q": torch.zeros(2)}, "passes cu_seq_lens_q to its recurrence"),
+        ({"cache_params": DynamicCache()}, "called with a cache"),
+        ({"attention_mask": torch.ones(1, 3)}, "called with an attention mask"),
+    ],
+    ids=["no-row", "lengths", "cache", "mask"],
+)
+def test_other_arguments_are_refused(arguments: dict, message: str) -> None:
+    model = tiny_hybrid("qwen3_5_text")
+    policy = wrap(model)
+    (_, module), *_ = recurrent_modules(model).items()
+    if arguments:
+        arguments = {**arguments, "forkpoint_row": object()}
+    with policy.host.entered(), pytest.raises(UnsupportedError, match=message):
+        module(torch.zeros(1, 3, 32, dtype=torch.float64), **arguments)
+
+
+def test_a_failed_step_leaves_the_modules_as_they_were() -> None:
+    model = tiny_hybrid("qwen3_5_text")
+    before = model(torch.tensor([[1, 2, 3]])).logits
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        wrap(model).forward_backward(forked_batch(), failing)
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])).logits, before)
