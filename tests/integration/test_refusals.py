@@ -315,6 +315,18 @@ def dropout_within_an_evaluated_model(model: nn.Module) -> None:
     model.training = False
 
 
+def bidirectional_masks(model: nn.Module) -> None:
+    model.config.is_causal = False  # type: ignore
+
+
+def bidirectional_configuration(model: nn.Module) -> None:
+    model.config.use_bidirectional_attention = True  # type: ignore
+
+
+def bidirectional_layer(model: nn.Module) -> None:
+    model.get_submodule("model.layers.1.self_attn").is_causal = False  # type: ignore
+
+
 def unknown_rope(model: nn.Module) -> None:
     model.config.rope_parameters["rope_type"] = "spiral"  # type: ignore
 
@@ -335,6 +347,9 @@ STATES: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "attention dropout": (attention_dropout, r"layers\.2\.self_attn has dropout 0\.1 in training"),
     "dropout": (dropout_module, r"layers\.0\.mlp\.act_fn\.1 has dropout 0\.25 in training"),
     "dropout within": (dropout_within_an_evaluated_model, r"act_fn\.1 has dropout 0\.25"),
+    "bidirectional masks": (bidirectional_masks, "is_causal=False, so that tokens see those after"),
+    "bidirectional": (bidirectional_configuration, "has use_bidirectional_attention=True"),
+    "bidirectional layer": (bidirectional_layer, r"layers\.1\.self_attn has is_causal=False"),
     "unknown rope": (unknown_rope, "rope_type is 'spiral', and it is not known"),
     "frozen": (frozen, "no parameter of the model requires a gradient"),
     "optimizer in backward": (optimizer_in_backward, r"model\.norm\.weight has a hook that runs"),
@@ -383,6 +398,19 @@ def test_inference_mode(model: nn.Module) -> None:
         with pytest.raises(UnsupportedError, match=r"torch\.inference_mode"):
             policy.forward_backward(BATCH, losses.GRPO())
         assert torch.equal(policy.score(BATCH).logprobs, wanted)
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma3_text", "llama"])
+def test_models_of_embeddings_see_later_tokens(family: str) -> None:
+    """What is refused there does let the stock model see them."""
+    given = {"is_causal": False} if family == "llama" else {"use_bidirectional_attention": True}
+    model = tiny_model(family, layer_types=["full_attention"] * 3, **given)
+    ids = torch.tensor([[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]])
+    with torch.no_grad():
+        first, other = model(input_ids=ids).logits[:, 0]
+    assert float((first - other).abs().max()) > 1e-3
+    with pytest.raises(UnsupportedError, match="see those after them"):
+        wrap(model).score(BATCH)
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}

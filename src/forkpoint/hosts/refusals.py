@@ -134,6 +134,27 @@ def plain_head(causal: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def check_causal(causal: PreTrainedModel) -> None:
+    """No token sees later ones, as models that embed texts let them by their configuration."""
+    # Neither name is in every configuration: any family's masks and modules heed the first where
+    # it is there, and Gemma's the second.
+    for name, wanted in (("is_causal", True), ("use_bidirectional_attention", False)):
+        value = getattr(causal.config, name, None)
+        if value is not None and value is not wanted:
+            raise UnsupportedError(
+                f"the configuration has {name}={value!r}, so that tokens see those after them: a "
+                "shared token would depend on what follows it in each rollout. Set it to "
+                f"{wanted} if the model is meant to be causal."
+            )
+    for name, module in causal.named_modules():
+        if vars(module).get("is_causal", True) is not True:
+            raise UnsupportedError(
+                f"{name} has is_causal={vars(module)['is_causal']!r}, so that tokens may see those "
+                "after them; only causal attention can share tokens. Set it to True, or build the "
+                "model from a configuration without use_bidirectional_attention."
+            )
+
+
 def check_rope(causal: PreTrainedModel, longest: int) -> None:
     """Frequencies that are the same for every rollout of at most `longest` tokens."""
     found: dict[str, Any] = getattr(causal.config, "rope_parameters", None) or {}

@@ -154,6 +154,7 @@ class TransformersHost:
         # adapters, or put into another mode.
         self._check_model()
         refusals.check_dropout(self.model)
+        refusals.check_causal(self.causal)
         refusals.check_rope(self.causal, int(batch.lengths.max()))
         if training:
             refusals.check_checkpointing(self.causal)
