@@ -14,6 +14,7 @@ import numpy as np
 from fuzz_batches import draw_batch
 from fuzz_models import Settings, between, chance, draw_settings, one_of
 from numpy.random import Generator
+from transformers import CONFIG_MAPPING
 
 from forkpoint import Config, RolloutBatch
 from forkpoint.hosts.families import FAMILIES
@@ -92,7 +93,8 @@ def stream(seed: int, part: str) -> Generator:
 def draw_case(seed: int) -> Case:
     """The case of a seed, the same on every machine."""
     # The family whose number is largest, so that one more family takes only its share of seeds.
-    family = max(FAMILIES, key=lambda name: float(stream(seed, f"family {name}").random()))
+    known = [name for name in FAMILIES if name in CONFIG_MAPPING]
+    family = max(known, key=lambda name: float(stream(seed, f"family {name}").random()))
     random = stream(seed, "loss")
     loss, old, reference = draw_loss(random)
     pairs = isinstance(loss, (DPO, SimPO))

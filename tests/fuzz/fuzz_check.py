@@ -228,6 +228,7 @@ class Tally:
     across_rows: int = 0
     cancelled: int = 0
     worst_gradient_error: float = 0.0
+    """Of those that are not `cancelled`."""
     worst_gradient_seed: int | None = None
     worst_logprob_error: float = 0.0
     worst_logprob_seed: int | None = None
@@ -267,6 +268,8 @@ class Tally:
         config = case.config
         self.plans[f"{config.sharing} + {config.boundary}, {config.waves}"] += 1
         self.depths[outcome.depth] += 1
+        if outcome.cancelled:  # its gradient is rounding, and so is what it is off by
+            return outcome
         if not outcome.gradient_error <= self.worst_gradient_error:
             self.worst_gradient_error = outcome.gradient_error
             self.worst_gradient_seed = case.seed
