@@ -13,7 +13,7 @@ pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(ready)  ## a short replay of generated rollouts, dense beside shared, on the CPU
+demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; plot in demo-output/
 	@$(bin)/forkpoint demo
 
 test: $(ready)  ## all tests that need no GPU

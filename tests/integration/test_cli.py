@@ -1,4 +1,4 @@
-"""The commands plan, verify, doctor and demo, run in this process on tiny files and models."""
+"""The commands plan, verify and doctor, run in this process on tiny files and models."""
 
 import json
 import math
@@ -226,7 +226,7 @@ def test_verify_leaves_out_groups_without_a_gradient(
     assert all(entry["norm"] > 0 for entry in result["worst"])
 
 
-# doctor and demo ----------------------------------------------------------------------------------
+# doctor -------------------------------------------------------------------------------------------
 
 
 def test_doctor(shell: Shell) -> None:
@@ -264,26 +264,7 @@ def test_doctor_fails(shell: Shell) -> None:
     assert done.result["passed"] is False and "self-test: FAILED" in done.out
 
 
-SHORT_DEMO = ("--groups", 2, "--prompt-tokens", 64, "--response-tokens", 8, "--steps", 2)
-
-
-def test_demo(shell: Shell) -> None:
-    done = shell("demo", *SHORT_DEMO)
-    assert done.code == 0
-    result = done.result
-    assert result["passed"] and result["gradient_error"] < 1e-10
-    assert result["computed_tokens"] < result["logical_tokens"]
-    assert result["bound"] > 1 and result["speedup"] > 0
-    assert result["max_loss_difference"] < 1e-5
-    assert result["steps"] == 2 and len(result["dense_losses"]) == 2
-    for word in ("agreement: ", "passed", "speed-up: ", "tokens run: "):
-        assert word in done.out
-
-
-@pytest.mark.usefixtures("wrong_gradients")
-def test_demo_fails(shell: Shell) -> None:
-    done = shell("demo", *SHORT_DEMO, "--json")
-    assert done.code == 1 and done.result["passed"] is False
+SHORT_DEMO = ("--groups", 1, "--prompt-tokens", 64, "--response-tokens", 8, "--steps", 1)
 
 
 @pytest.mark.parametrize(
@@ -292,8 +273,14 @@ def test_demo_fails(shell: Shell) -> None:
     ids=lambda arguments: arguments[0],
 )
 def test_json_is_one_line(
-    arguments: tuple[object, ...], shell: Shell, rollouts: Path, config: Path
+    arguments: tuple[object, ...],
+    shell: Shell,
+    rollouts: Path,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     file = [rollouts] if arguments[0] in ("plan", "verify") else []
     model = [config] if arguments[-1] == "--model" else []
     done = shell(*arguments, *model, *file, "--json")
@@ -381,6 +368,7 @@ ERRORS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     ),
     (("demo", "--groups", 0), ("groups is 0", "at least 1")),
     (("demo", "--seed", -1), ("seed is -1", "at least 0")),
+    (("demo", "--output", "ok.json/below"), ("output is ok.json/below", "--output")),
 ]
 
 

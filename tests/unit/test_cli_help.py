@@ -19,7 +19,7 @@ TRAINING = {"--loss", "--optimizer", "--lr", "--steps", "--groups-per-step", "--
 OPTIONS = {
     "demo": {
         *("--groups", "--rollouts-per-group", "--prompt-tokens", "--response-tokens"),
-        *("--steps", "--seed", "--json"),
+        *("--steps", "--lr", "--seed", "--output", "--json"),
     },
     "plan": {"--model", "--loss", "--limit", "--json", *PLANNING, *MEMORY},
     "replay": {
