@@ -74,7 +74,7 @@ class Demo:
 
             from forkpoint.cli.environment import versions
             from forkpoint.cli.models import random_model
-            from forkpoint.demo.loop import Loop, Task, summary, train
+            from forkpoint.demo.loop import ENTROPY_BONUS, Loop, Task, summary, train
             from forkpoint.demo.plot import check_folder, draw, write_rows
 
             check_folder(self.output)
@@ -91,7 +91,7 @@ class Demo:
         loop = Loop(model, make(list(model.parameters())), task, self.seed)
         threads = torch.get_num_threads()
         parameters = sum(p.numel() for p in model.parameters())
-        out.show(self._introduction(parameters, threads))
+        out.show(self._introduction(parameters, threads, ENTROPY_BONUS))
 
         with out.waiting("comparing gradients in float64"):
             first = loop.rollouts()
@@ -142,6 +142,7 @@ class Demo:
                 **values,
                 "allowed_gradient_difference": GRADIENT_BAR,
                 "blind_reward": BLIND_REWARD,
+                "entropy_bonus": ENTROPY_BONUS,
                 "rollouts": self.steps * self.groups * self.rollouts_per_group,
                 "dense_max_row_tokens": loop.dense.config.max_row_tokens,
                 "parameters": parameters,
@@ -171,7 +172,7 @@ class Demo:
                 f"seed is {self.seed}; it takes a whole number of at least 0, below 2**63."
             )
 
-    def _introduction(self, parameters: int, threads: int) -> str:
+    def _introduction(self, parameters: int, threads: int, entropy_bonus: float) -> str:
         examples = ", ".join(WORDS[d * len(CONSONANTS)] for d in range(len(VOWELS)))
         tokens = self.groups * self.rollouts_per_group * (self.prompt_tokens + self.response_tokens)
         return (
@@ -184,7 +185,8 @@ class Demo:
             f"A step: {self.groups} prompts of {self.prompt_tokens:,} tokens, "
             f"{self.rollouts_per_group} responses of {self.response_tokens} to each ({tokens:,} "
             "tokens in all), sampled from the policy; one gradient dense and one shared from the "
-            "same weights, which goes first alternating; AdamW with the shared one."
+            "same weights, which goes first alternating; AdamW with the shared one. The loss "
+            f"is GRPO's with an entropy bonus of {entropy_bonus}."
         )
 
 

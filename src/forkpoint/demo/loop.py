@@ -31,6 +31,9 @@ from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.synthetic import normalised
 from forkpoint.verify import VerifyReport
 
+ENTROPY_BONUS = 0.03
+"""GRPO's entropy coefficient. Without it the policy soon says one word over and over, and responses
+that are the same would be shared whole."""
 DENSE_ROLLOUTS_PER_ROW = (1, 4, None)
 """Row lengths that dense is tried with; None is the planner's own."""
 TRIALS = 2
@@ -96,7 +99,7 @@ class Loop:
         self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, task: Task, seed: int
     ) -> None:
         self.model, self.optimizer, self.task = model, optimizer, task
-        self.loss = GRPO()
+        self.loss = GRPO(entropy=ENTROPY_BONUS)
         self.shared = wrap(model)
         self.dense = wrap(model, Config(sharing="none"))
         self._random = np.random.default_rng(seed)

@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from forkpoint.cli.output import plain
 from forkpoint.demo.loop import Step, Task
 from forkpoint.demo.task import BLIND_REWARD
 from forkpoint.errors import ConfigError
@@ -40,7 +41,9 @@ def check_folder(folder: Path) -> None:
 def write_rows(folder: Path, steps: list[Step]) -> Path:
     """One JSON object a step, in order."""
     path = folder / ROWS
-    path.write_text("".join(f"{json.dumps(asdict(step))}\n" for step in steps), encoding="utf-8")
+    path.write_text(
+        "".join(f"{json.dumps(plain(asdict(step)))}\n" for step in steps), encoding="utf-8"
+    )
     return path
 
 
@@ -86,8 +89,7 @@ def draw(folder: Path, steps: list[Step], values: dict[str, Any], task: Task, th
     above.legend(loc="best", fontsize=9)
 
     below.set_title(
-        f"time of one gradient, same rollouts and weights, on {threads} CPU "
-        f"{'thread' if threads == 1 else 'threads'}: "
+        f"time of one gradient, {threads} CPU {'thread' if threads == 1 else 'threads'}: "
         f"{values['speedup']:.1f}x measured, counted bound {values['bound']:.1f}x",
         loc="left",
         fontsize=10,
@@ -103,7 +105,7 @@ def draw(folder: Path, steps: list[Step], values: dict[str, Any], task: Task, th
             label=f"{way}, median {values[f'{way}_median_ms'] / 1e3:.2f} s",
         )
     below.set_ylim(0, 1.1e-3 * max(values["dense_step_ms"] + values["shared_step_ms"]))
-    below.set_ylabel("seconds")
+    below.set_ylabel("seconds a gradient")
     below.set_xlabel("step")
     below.legend(loc="best", fontsize=9)
     below.locator_params(axis="x", integer=True, nbins=MOST_TICKS)
