@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from forkpoint import traces as traces
 from forkpoint.config import Config as Config
 from forkpoint.errors import ConfigError as ConfigError
 from forkpoint.errors import ForkpointError as ForkpointError
@@ -12,10 +13,11 @@ from forkpoint.errors import TraceError as TraceError
 from forkpoint.errors import UnsupportedError as UnsupportedError
 from forkpoint.plan import ModelShape as ModelShape
 from forkpoint.plan import Plan as Plan
-from forkpoint.rollout_files import load_rollouts as load_rollouts
 from forkpoint.rollout_files import save_rollouts as save_rollouts
 from forkpoint.rollouts import Rollout as Rollout
 from forkpoint.rollouts import RolloutBatch as RolloutBatch
+from forkpoint.traces import load_rollouts as load_rollouts
+from forkpoint.traces import record as record
 
 __all__ = [
     "Config",
@@ -43,35 +45,31 @@ __all__ = [
 
 if TYPE_CHECKING:
     from forkpoint import losses as losses
-    from forkpoint import traces as traces
     from forkpoint.policy import Policy as Policy
     from forkpoint.policy import Scores as Scores
     from forkpoint.policy import StepStats as StepStats
     from forkpoint.policy import wrap as wrap
-    from forkpoint.traces import record as record
     from forkpoint.verify import VerifyReport as VerifyReport
 
 __version__ = "0.1.0"
 
-# Imported when first used: some need torch, which plans and the CLI's help do without.
+# Names that need torch are imported when first used: plans and the CLI's help need none.
 _LAZY = {
     "Policy": "forkpoint.policy",
     "Scores": "forkpoint.policy",
     "StepStats": "forkpoint.policy",
     "VerifyReport": "forkpoint.verify",
-    "record": "forkpoint.traces",
     "wrap": "forkpoint.policy",
 }
-_MODULES = ("losses", "traces")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"forkpoint.{name}")
+    if name == "losses":
+        return import_module("forkpoint.losses")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_MODULES})
+    return sorted({*globals(), *_LAZY, "losses"})

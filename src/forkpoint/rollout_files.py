@@ -1,4 +1,4 @@
-"""Files of rollouts: JSON lines, plain or compressed with gzip or zstd. Imports no torch.
+"""forkpoint's own files of rollouts: JSON lines, plain, gzip or zstd. Imports no torch.
 
 A line holds one JSON object whose keys are the fields of `Rollout`; token_ids, loss_mask and
 advantage are required. Blank lines between objects are allowed.
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.errors import RolloutError
 from forkpoint.rollouts import Rollout, check_rollouts, short
 
 _FIELDS = tuple(field.name for field in fields(Rollout))
@@ -28,50 +28,6 @@ _SUFFIXES = (".jsonl", ".gz", ".zst")
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _BLOCK_BYTES = 1 << 18
-
-
-def load_rollouts(path: str | os.PathLike[str], *, limit: int | None = None) -> list[Rollout]:
-    """The rollouts of a file in their order, at most the first `limit`.
-
-    Whether the file is plain, gzip or zstd is seen from its content, not from its name. Keys that
-    are no fields of `Rollout` are put into `extras`, beside those of the line's own `extras`.
-
-    Raises RolloutError, naming the file, line and field, for anything that is not a rollout, for a
-    rollout_id that is there twice, and for a file that is missing, empty, damaged or not UTF-8; and
-    ConfigError for a limit below 1.
-    """
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ConfigError(
-            f"limit is {short(limit)}; it takes a whole number of at least 1, or None."
-        )
-    path = Path(path)
-    if not path.exists():
-        raise RolloutError(f"{path} does not exist. Give the path of a file of rollouts.")
-    if path.is_dir():
-        raise RolloutError(f"{path} is a directory. Give the path of one file of rollouts in it.")
-    rollouts: list[Rollout] = []
-    line_of: dict[str, int] = {}
-    with path.open("rb") as file:
-        for number, line in enumerate(_lines(file, path), start=1):
-            if not line.strip():
-                continue
-            rollout = _parse(line, f"{path}, line {number}")
-            if rollout.rollout_id is not None:
-                first = line_of.setdefault(rollout.rollout_id, number)
-                if first != number:
-                    raise RolloutError(
-                        f"{path}: rollout_id {short(rollout.rollout_id)} is on line {first} and "
-                        f"again on line {number}; each rollout needs its own. Rename one, or leave "
-                        "rollout_id out."
-                    )
-            rollouts.append(rollout)
-            if len(rollouts) == limit:
-                break
-    if not rollouts:
-        raise RolloutError(
-            f"{path} holds no rollouts: it is empty or has only blank lines. Look at what wrote it."
-        )
-    return rollouts
 
 
 def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> None:
@@ -103,6 +59,19 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, with their numbers, counted from 1.
+
+    Whether it is plain, gzip or zstd is seen from its content, not from its name.
+
+    Raises RolloutError where the file is cut short or damaged.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(_lines(file, path), start=1):
+            if line.strip():
+                yield number, line
 
 
 def _lines(file: BufferedReader, path: Path) -> Iterator[bytes]:
@@ -139,7 +108,8 @@ def _blocks(file: BufferedReader) -> Iterator[bytes]:
             yield block
 
 
-def _parse(line: bytes, where: str) -> Rollout:
+def parse_object(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object on a line. Raises RolloutError, naming `where`, for anything else."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -161,16 +131,21 @@ def _parse(line: bytes, where: str) -> Rollout:
             f"{where} is {short(record)}; each line holds one JSON object with the keys "
             f"{', '.join(_REQUIRED)}."
         )
+    return record
+
+
+def rollout_of(record: dict[str, Any]) -> Rollout:
+    """The rollout whose fields are a record's keys; keys that are no fields go into its extras.
+
+    Raises RolloutError for a record that is none.
+    """
     missing = [field for field in _REQUIRED if field not in record]
     if missing:
         raise RolloutError(
-            f"{where} has no {', '.join(missing)}; its keys are {short(list(record))}. A rollout "
+            f"has no {', '.join(missing)}; its keys are {short(list(record))}. A rollout "
             f"needs {', '.join(_REQUIRED)}; rename the keys or add them."
         )
-    try:
-        return Rollout(**_gather_extras(record))
-    except RolloutError as error:
-        raise RolloutError(f"{where}: {error}") from None
+    return Rollout(**_gather_extras(record))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

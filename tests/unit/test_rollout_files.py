@@ -12,8 +12,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forkpoint import load_rollouts, save_rollouts
 from forkpoint.errors import ConfigError, RolloutError
-from forkpoint.rollout_files import load_rollouts, save_rollouts
 from forkpoint.rollouts import MAX_TOKEN_ID, Rollout, RolloutBatch
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")

@@ -81,7 +81,7 @@ def test_batches_come_in_order_with_what_the_loss_was_given(tmp_path: Path) -> N
         "step": 7,
         "note": "half",
         "unlimited": math.inf,
-        "teacher": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+        "teacher": torch.arange(6, dtype=torch.float32).reshape(3, 2).T,
         "mask": np.array([True, False]),
     }
     with forkpoint.record(tmp_path / "t") as trace:
@@ -92,7 +92,7 @@ def test_batches_come_in_order_with_what_the_loss_was_given(tmp_path: Path) -> N
     assert (first.index, second.index) == (0, 1)
     assert list(first.batch) == some() and list(second.batch) == some(3, seed=1)
     given = dict(first.loss_inputs)
-    assert given.pop("teacher").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert given.pop("teacher").tolist() == [[0, 2, 4], [1, 3, 5]]
     assert given.pop("mask").tolist() == [True, False]
     assert losses.Denominators(**given.pop("denominators")) == denominators
     assert given == {"scale": 0.25, "step": 7, "note": "half", "unlimited": "Infinity"}

@@ -12,8 +12,8 @@ from tyro.conf import DisallowNone, Positional, arg
 
 from forkpoint.config import Config
 from forkpoint.forest import IntArray
-from forkpoint.rollout_files import load_rollouts
 from forkpoint.rollouts import RolloutBatch
+from forkpoint.traces import load_rollouts
 
 if TYPE_CHECKING:
     from forkpoint.losses import Loss

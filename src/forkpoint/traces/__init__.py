@@ -1,5 +1,13 @@
-"""Traces of training: recorded by any loop, read batch by batch. Imports no torch."""
+"""Rollouts as trainers write them, and traces of training: recorded by any loop, read by batch.
 
+Imports no torch, which is imported when a torch file is read.
+"""
+
+from forkpoint.traces.formats import FORMATS as FORMATS
+from forkpoint.traces.reader import RolloutFile as RolloutFile
+from forkpoint.traces.reader import Skipped as Skipped
+from forkpoint.traces.reader import load_rollouts as load_rollouts
+from forkpoint.traces.reader import open_rollouts as open_rollouts
 from forkpoint.traces.recorder import Recorder as Recorder
 from forkpoint.traces.recorder import record as record
 from forkpoint.traces.trace import Trace as Trace

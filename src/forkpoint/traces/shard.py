@@ -43,6 +43,7 @@ def encode(
     arrays |= _numbers(batch, "advantage")
     if batch.weights is not None:
         arrays |= _numbers(batch, "weights")
+    # safetensors writes views of arrays wrongly.
     arrays |= {LOSS_INPUT + name: np.ascontiguousarray(a) for name, a in loss_arrays.items()}
     about = {
         "trace": trace,

@@ -1,0 +1,59 @@
+"""What trainers write: the names of their fields, and which entries belong to which tokens.
+
+A format is a function from a record (one sample) to a rollout. Per-token entries are moved to the
+token that they belong to, and padding goes, so that equal prompts share from the first token on.
+Imports no torch.
+"""
+
+from collections.abc import Iterable
+
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.rollouts import short
+from forkpoint.traces.formats.base import Format as Format
+from forkpoint.traces.formats.nemo_rl import NEMO_RL
+from forkpoint.traces.formats.openrlhf import OPENRLHF
+from forkpoint.traces.formats.own import FORKPOINT
+from forkpoint.traces.formats.prime_rl import PRIME_RL
+from forkpoint.traces.formats.slime import SLIME
+from forkpoint.traces.formats.trl import TRL, TRL_ASYNC
+from forkpoint.traces.formats.verl import VERL, VERL_TEXT
+
+FORMATS = {
+    format.name: format
+    for format in (
+        *(FORKPOINT, VERL, VERL_TEXT, TRL, TRL_ASYNC, OPENRLHF, NEMO_RL, PRIME_RL, SLIME),
+    )
+}
+
+
+def named(name: str) -> Format:
+    """The format of that name. Raises ConfigError where there is none."""
+    if name not in FORMATS:
+        raise ConfigError(f"format is {short(name)}; allowed are {', '.join(FORMATS)}.")
+    return FORMATS[name]
+
+
+def detect(keys: Iterable[str], where: str) -> Format:
+    """The format that a record with these keys is of.
+
+    Raises RolloutError where it is of none, or might be of several.
+    """
+    found = frozenset(key for key in keys if isinstance(key, str))
+    fits = [format for format in FORMATS.values() if format.matches(found)]
+    if not fits and "token_ids" in found:
+        return FORKPOINT  # which says what is missing
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        raise RolloutError(
+            f"{where}: may be of format {' or '.join(format.name for format in fits)}. Say which "
+            "(format=, --format)."
+        )
+    known = "; ".join(
+        f"{format.name}: {' or '.join(', '.join(sorted(s)) for s in format.signatures)}"
+        for format in FORMATS.values()
+    )
+    raise RolloutError(
+        f"{where} is of no format that is known; its keys are {short(sorted(found))}. forkpoint's "
+        f"own has token_ids, loss_mask, advantage. Known by their keys are {known}."
+    )

@@ -1,0 +1,127 @@
+"""verl: DataProto, and the text that its trainer logs. Imports no torch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from forkpoint.rollouts import Rollout
+from forkpoint.traces.formats.base import MEDIA, NO_TEMPERATURE, Format, made
+from forkpoint.traces.record import Record, group_of, spread, unpadded
+
+
+def _verl(record: Record) -> Iterator[Rollout]:
+    """DataProto: prompts padded on the left, responses on the right."""
+    record.refuse_media(*MEDIA)
+    prompts, responses = record.ids("prompts"), record.ids("responses")
+    ids, width = record.ids("input_ids"), len(prompts)
+    if len(ids) != width + len(responses):
+        raise record.fail(
+            "input_ids",
+            f"input_ids has {len(ids)} entries, but prompts and responses have "
+            f"{width} + {len(responses)}.",
+        )
+    attended = record.mask("attention_mask", len(ids), "input_ids")
+    inside_prompt = unpadded(record, "attention_mask", attended[:width], "left")
+    inside = unpadded(record, "attention_mask", attended[width:], "right")
+    both = np.concatenate([prompts, responses])
+    differ = attended & (both != ids)
+    if differ.any():
+        at = int(differ.argmax())
+        raise record.fail(
+            "input_ids", f"input_ids[{at}] is {ids[at]}, but prompts and responses have {both[at]}."
+        )
+    trained = record.mask("response_mask", len(responses), "responses")
+    outside = trained & ~attended[width:]
+    if outside.any():
+        raise record.fail(
+            "response_mask", f"response_mask[{int(outside.argmax())}] is 1 where padding lies."
+        )
+    tokens, prompt = ids[attended], inside_prompt.stop - inside_prompt.start
+    _check_positions(record, attended)
+
+    old = record.first("old_log_probs", "rollout_log_probs")
+
+    def response(name: str) -> Any:
+        values = record.floats(name, len(responses), "responses")
+        return None if values is None else spread(values[inside], prompt, len(tokens))
+
+    rewards = record.first("token_level_rewards", "token_level_scores", "rm_scores")
+    given = record.floats(rewards, len(responses), "responses")
+    yield made(
+        record,
+        {"token_ids": "input_ids", "loss_mask": "response_mask", "advantage": "advantages",
+         "old_logprobs": old, "reference_logprobs": "ref_log_prob",
+         "weights": "rollout_is_weights", "group_id": "uid"},
+        token_ids=tokens,
+        loss_mask=spread(trained[inside], prompt, len(tokens)),
+        advantage=response("advantages"),
+        reward=None if given is None else float(given[inside].sum()),
+        old_logprobs=response(old),
+        reference_logprobs=response("ref_log_prob"),
+        weights=response("rollout_is_weights"),
+        group_id=record.text("uid") or group_of(tokens[:prompt]),
+    )  # fmt: skip
+
+
+def _check_positions(record: Record, attended: np.ndarray) -> None:
+    """Positions count the tokens of the rollout from 0; others are not what would be trained."""
+    if not record.has("position_ids"):
+        return
+    positions = np.asarray(record.values["position_ids"])
+    if positions.ndim != 1:
+        raise record.fail(
+            "position_ids",
+            f"position_ids has {positions.ndim} rows for a sample; positions of several axes "
+            "(mRoPE) are not read.",
+        )
+    wanted = np.cumsum(attended) - 1
+    if len(positions) != len(attended) or (positions[attended] != wanted[attended]).any():
+        raise record.fail(
+            "position_ids", "position_ids do not count the tokens that attention_mask has, from 0."
+        )
+
+
+def _verl_text(record: Record) -> Iterator[Rollout]:
+    """A line of the text that is logged with rollout_data_dir: ids are made by a tokenizer."""
+    texts: list[str] = []
+    for name in ("input", "output"):
+        text = record.text(name)
+        if text is None:
+            raise record.fail(name, f"there is no {name}.")
+        texts.append(text)
+    if record.tokenizer is None:
+        raise record.fail(
+            "input",
+            "the record holds text and no token ids. Give the model's tokenizer.json (tokenizer=, "
+            "--tokenizer) to have the text tokenized again, which is good enough to see what "
+            "sharing saves; for exact work dump the DataProto, which has the ids.",
+        )
+    prompt, response = (record.tokenizer(text) for text in texts)
+    yield made(
+        record,
+        {"token_ids": "input", "advantage": "score"},
+        token_ids=prompt + response,
+        loss_mask=[0] * len(prompt) + [1] * len(response),
+        reward=record.number("score"),
+        group_id=record.text("uid") or group_of(texts[0]),
+    )
+
+
+VERL = Format(
+    name="verl",
+    signatures=(frozenset({"prompts", "responses", "response_mask"}),),
+    key=("responses",),
+    rollouts=_verl,
+)
+VERL_TEXT = Format(
+    name="verl-text",
+    signatures=(frozenset({"input", "output", "score"}),),
+    key=("input",),
+    rollouts=_verl_text,
+    notes=(
+        "The file holds text: token ids were made again by the tokenizer given, without the "
+        "special tokens that verl leaves out of the text. Savings are near; losses are not exact.",
+        NO_TEMPERATURE,
+    ),
+)

@@ -1,0 +1,238 @@
+"""Pickles and torch files, read without running what they name.
+
+A pickle is a program: loading it may call anything. Here only what builds arrays, tensors and plain
+containers is called, and the classes of the dumps that are read become empty shells that keep their
+fields; anything else that a pickle names is refused by its name.
+"""
+
+import _codecs
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from forkpoint.errors import RolloutError
+from forkpoint.rollouts import short
+
+DATA_PROTO = 'torch.save({"batch": dict(data.batch.items()), "non_tensor_batch": ' + (
+    'data.non_tensor_batch, "meta_info": data.meta_info}, path)'
+)
+
+
+class Shell:
+    """Stands for an object of a class that is not imported: its state, and nothing else."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class DataProto(Shell):
+    """verl's batch: (tensors, arrays that are no tensors, settings)."""
+
+
+class Fields(Shell):
+    """A dataclass of a trainer: its fields by name."""
+
+
+class TensorDict(Shell):
+    """A TensorDict; its tensors are in `_tensordict`."""
+
+
+def _tensordict(_kind: Any, state: Any) -> TensorDict:
+    made = TensorDict()
+    made.__setstate__(state)
+    return made
+
+
+def _consolidated(metadata: Any, storage: Any) -> TensorDict:
+    """A TensorDict whose tensors lie in one storage of bytes."""
+    tensors: dict[str, Any] = {}
+    for name, (kind, shape, *rest) in metadata["leaves"].items():
+        import torch
+
+        # Older versions wrote neither the device before the two ends nor the padding after them.
+        start, stop = rest[1:3] if not isinstance(rest[0], int) else rest[:2]
+        dtype = getattr(torch, str(kind).removeprefix("torch."))
+        count = int(np.prod(shape, dtype=np.int64))
+        tensors[name] = storage[start:stop].view(dtype)[:count].view(*shape)
+    return _tensordict(None, {"_tensordict": tensors})
+
+
+SHELLS: dict[str, Any] = {
+    "verl.protocol.DataProto": DataProto,
+    "openrlhf.trainer.ppo_utils.experience.Experience": Fields,
+    "openrlhf.trainer.ppo_utils.experience_maker.Experience": Fields,
+    "openrlhf.trainer.ppo_utils.replay_buffer.BufferItem": Fields,
+    "trl.experimental.async_grpo.async_rollout_worker.RolloutSample": Fields,
+    "tensordict._td.TensorDict": TensorDict,
+    "tensordict._reductions._make_td": _tensordict,
+    "tensordict._reductions._rebuild_tensordict_files_consolidated": _consolidated,
+}
+
+
+def load_torch(source: Path | BinaryIO, where: str) -> Any:
+    """What torch.save wrote, with arrays for tensors. Raises RolloutError, naming `where`."""
+    import torch
+
+    _check_archive(source, where)
+    allowed: list[Any] = [(made, name) for name, made in {**SHELLS, **_numpy()}.items()]
+    allowed += {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdOSU"}
+    try:
+        with torch.serialization.safe_globals(allowed):
+            loaded = torch.load(source, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _refused(where, str(error)) from None
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file makes torch raise errors of many kinds
+        raise RolloutError(
+            f"{where} cannot be read as a torch file: {type(error).__name__}: "
+            f"{short(str(error))}. Copy or write the file again."
+        ) from None
+    return plain(loaded, where)
+
+
+def load_pickle(path: Path) -> Any:
+    """What pickle.dump wrote, with arrays for tensors. Raises RolloutError, naming the file."""
+    try:
+        with path.open("rb") as file:
+            loaded = _Unpickler(file, str(path)).load()
+    except RolloutError:
+        raise
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle makes its reader raise errors of many kinds
+        raise RolloutError(
+            f"{path} cannot be read as a pickle: {type(error).__name__}: {short(str(error))}. "
+            "Copy or write the file again."
+        ) from None
+    return plain(loaded, str(path))
+
+
+def plain(value: Any, where: str) -> Any:
+    """`value` with numpy arrays for tensors, and shells opened."""
+    if isinstance(value, DataProto):
+        return _data_proto(value, where)
+    if isinstance(value, TensorDict):
+        return plain(value.state["_tensordict"], where)
+    if isinstance(value, Fields):
+        states = value.state if isinstance(value.state, tuple) else (value.state,)  # with slots
+        return {name: plain(v, where) for state in states if state for name, v in state.items()}
+    if isinstance(value, Mapping):
+        return {key: plain(entry, where) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry, where) for entry in value]
+    if type(value).__module__ == "torch" and hasattr(value, "is_nested"):
+        return _array(value, where)
+    return value
+
+
+def _array(tensor: Any, where: str) -> Any:
+    import torch
+
+    if tensor.is_nested:
+        return [_array(row, where) for row in tensor.unbind()]
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise RolloutError(f"{where}: a tensor is {tensor.layout}; dense ones can be read.")
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype.is_floating_point else tensor).numpy()
+
+
+def _data_proto(data: DataProto, where: str) -> dict[str, Any]:
+    tensors, others, settings = data.state
+    if isinstance(tensors, bytes):
+        tensors = load_torch(io.BytesIO(tensors), where)
+    elif isinstance(tensors, tuple):  # VERL_DATAPROTO_SERIALIZATION_METHOD=numpy
+        tensors = {name: _bytes(*entry) for name, entry in tensors[2].items()}
+    return {
+        "batch": plain(tensors, where),
+        "non_tensor_batch": plain(others, where),
+        "meta_info": plain(settings, where),
+    }
+
+
+def _bytes(dtype: str, shape: Any, *data: Any) -> Any:
+    """A tensor written as its dtype's name, its shape and its bytes; or a list of such, nested."""
+    if not data:  # (layout, [(dtype, shape, bytes), ...])
+        return [_bytes(*entry) for entry in shape]
+    raw = np.asarray(data[0], np.uint8).tobytes()
+    if dtype == "bfloat16":
+        wide = np.frombuffer(raw, np.uint16).astype(np.uint32) << 16
+        return wide.view(np.float32).reshape(shape)
+    return np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, where: str) -> None:
+        super().__init__(file)
+        self.where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in SHELLS:
+            return SHELLS[full]
+        known = {**_numpy(), "collections.OrderedDict": OrderedDict}
+        if full in known:
+            return known[full]
+        if full == "torch._utils._rebuild_tensor_v2":
+            from torch._utils import _rebuild_tensor_v2
+
+            return _rebuild_tensor_v2
+        if full == "torch.storage._load_from_bytes":  # torch's own loads any pickle
+            return self._storage
+        raise _refused(self.where, f"it names {full}")
+
+    def _storage(self, content: bytes) -> Any:
+        import torch
+
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _numpy() -> dict[str, Any]:
+    """What a pickle of numpy arrays names, by both names that numpy has had for it."""
+    multiarray: Any = import_module("numpy._core.multiarray")
+    numeric: Any = import_module("numpy._core.numeric")
+    found = {
+        "numpy.ndarray": np.ndarray,
+        "numpy.dtype": np.dtype,
+        "_codecs.encode": _codecs.encode,
+    }
+    for package in ("numpy.core", "numpy._core"):
+        found[f"{package}.multiarray._reconstruct"] = multiarray._reconstruct
+        found[f"{package}.multiarray.scalar"] = multiarray.scalar
+        found[f"{package}.numeric._frombuffer"] = numeric._frombuffer
+    return found
+
+
+def _check_archive(source: Path | BinaryIO, where: str) -> None:
+    """Raises RolloutError where an archive's checksums say that it is damaged; torch asks none."""
+    try:
+        if not zipfile.is_zipfile(source):
+            return
+        with zipfile.ZipFile(source) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+        raise RolloutError(
+            f"{where} is cut short or damaged: {error}. Copy or write the file again."
+        ) from None
+    finally:
+        if not isinstance(source, Path):
+            source.seek(0)
+    if damaged is not None:
+        raise RolloutError(
+            f"{where} is damaged: the checksum of {damaged} in it is wrong. Copy or write the file "
+            "again."
+        )
+
+
+def _refused(where: str, what: str) -> RolloutError:
+    return RolloutError(
+        f"{where} is a pickle that could run code: {what}. Only arrays, tensors and plain "
+        f"containers are loaded. Write these alone; a verl batch with {DATA_PROTO}."
+    )

@@ -1,0 +1,290 @@
+"""The one door to files of rollouts, whichever trainer wrote them. Imports no torch by itself."""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.rollouts import Rollout, short
+from forkpoint.traces.containers import container_of, parts
+from forkpoint.traces.formats import Format, detect, named
+from forkpoint.traces.record import Record, RecordError
+from forkpoint.traces.trace import is_trace, open_trace
+
+OnError = Literal["raise", "skip"]
+MOST_MESSAGES = 10
+_REWARDS = (
+    "The file has rewards and no advantages: advantages are the rewards less their group's mean, "
+    "over their group's standard deviation (0 where that is 0)."
+)
+_log = logging.getLogger("forkpoint")
+
+
+@dataclass
+class Skipped:
+    """What was left out of a file, and why.
+
+    count: how many records.
+    fields: how many for each field that was wrong ("JSON" for lines that are no JSON object).
+    messages: the first errors, whole.
+    """
+
+    count: int = 0
+    fields: Counter[str] = field(default_factory=Counter)
+    messages: list[str] = field(default_factory=list)
+
+    def add(self, error: RecordError) -> None:
+        self.count += 1
+        self.fields[error.field] += 1
+        if len(self.messages) < MOST_MESSAGES:
+            self.messages.append(str(error))
+
+    def __str__(self) -> str:
+        why = ", ".join(f"{field} {count}" for field, count in self.fields.most_common())
+        return f"{self.count:,} skipped ({why})"
+
+
+class RolloutFile:
+    """Rollouts of a file, one at a time, in bounded memory: made by `open_rollouts`.
+
+    Iterating reads the file; what follows is of the last iteration.
+
+    container: the kind of file, such as "parquet".
+    format: the name of the format, None before the first record.
+    skipped: records left out.
+    notes: what has to be known of these rollouts, such as where advantages are from.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        format: str | None,
+        on_error: OnError,
+        limit: int | None,
+        tokenizer: Callable[[str], list[int]] | None,
+    ) -> None:
+        self.path = path
+        self.container = "trace" if is_trace(path) else container_of(path)
+        self.format = format
+        self.skipped = Skipped()
+        self.notes: tuple[str, ...] = ()
+        self._asked, self._on_error, self._limit = format, on_error, limit
+        self._tokenizer = tokenizer
+        self._rewarded: set[int] = set()
+
+    def __iter__(self) -> Iterator[Rollout]:
+        """The rollouts. Where a file has no advantages, a rollout's is its reward here."""
+        self.format, self.skipped, self.notes = self._asked, Skipped(), ()
+        self._rewarded = set()
+        count = 0
+        for item in self._trace() if self.container == "trace" else self._items():
+            if isinstance(item, RecordError):
+                if self._on_error == "raise":
+                    raise item
+                self.skipped.add(item)
+                continue
+            yield item
+            count += 1
+            if count == self._limit:
+                break
+        if self.skipped.count:
+            _log.warning("%s: %s; first: %s", self.path, self.skipped, self.skipped.messages[0])
+        if not count:
+            what = (
+                f"all of its records were skipped ({self.skipped}); first: "
+                f"{self.skipped.messages[0]}"
+                if self.skipped.count
+                else "it is empty or has only blank lines. Look at what wrote it."
+            )
+            raise RolloutError(f"{self.path} holds no rollouts: {what}")
+
+    def read(self) -> list[Rollout]:
+        """All rollouts; rewards are made advantages where the file has no advantages."""
+        rollouts = list(self)
+        if self._rewarded:
+            self.notes = (*self.notes, _REWARDS)
+            _normalise(rollouts, self._rewarded)
+        return rollouts
+
+    def _items(self) -> Iterator[Rollout | RecordError]:
+        format = named(self._asked) if self._asked else None
+        seen: dict[str, str] = {}
+        count = 0
+        for where, value in parts(self.path, self.container):
+            if isinstance(value, RecordError):
+                yield value
+                continue
+            if format is None:
+                format = detect(value, where)
+            self.format, self.notes = format.name, format.notes
+            for item in _rows(where, value, format, self._tokenizer):
+                if isinstance(item, RecordError):
+                    yield item
+                    continue
+                for made in _rollouts(item, format):
+                    if isinstance(made, Rollout):
+                        twice = _seen_before(made, item.where, str(self.path), seen)
+                        if twice is not None:
+                            yield twice
+                            continue
+                        if item.rewarded:
+                            self._rewarded.add(count)
+                        count += 1
+                    yield made
+
+    def _trace(self) -> Iterator[Rollout]:
+        if self._asked not in (None, "trace"):
+            raise ConfigError(f"{self.path} is a trace; format {short(self._asked)} is for files.")
+        self.format = "trace"
+        for step in open_trace(self.path):
+            for rollout in step.batch:
+                group = rollout.group_id
+                yield replace(
+                    rollout,
+                    rollout_id=f"{step.index}/{rollout.rollout_id}",
+                    group_id=None if group is None else f"{step.index}/{group}",
+                )
+
+
+def open_rollouts(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    on_error: OnError = "raise",
+    limit: int | None = None,
+    tokenizer: str | os.PathLike[str] | Callable[[str], list[int]] | None = None,
+) -> RolloutFile:
+    """The rollouts of a file, to be read one at a time; arguments and errors of `load_rollouts`."""
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ConfigError(
+            f"limit is {short(limit)}; it takes a whole number of at least 1, or None."
+        )
+    if on_error not in ("raise", "skip"):
+        raise ConfigError(f"on_error is {short(on_error)}; allowed are 'raise', 'skip'.")
+    if format not in (None, "trace"):
+        named(format)
+    if tokenizer is not None and not callable(tokenizer):
+        tokenizer = _tokenizer(Path(tokenizer))
+    return RolloutFile(Path(path), format, on_error, limit, tokenizer)
+
+
+def load_rollouts(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    on_error: OnError = "raise",
+    limit: int | None = None,
+    tokenizer: str | os.PathLike[str] | Callable[[str], list[int]] | None = None,
+) -> list[Rollout]:
+    """The rollouts of a file in their order.
+
+    Args:
+        path: JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file, a pickle, or
+            the folder of a recorded trace. Which it is is seen from the content.
+        format: how its fields are named, one of `forkpoint.traces.FORMATS`; None sees it from the
+            first record.
+        on_error: "raise" stops at the first record that cannot be read; "skip" leaves such records
+            out, and logs as a warning how many and why. `open_rollouts` has them as an object. A
+            file that is damaged as a whole is an error either way.
+        limit: at most this many rollouts; what lies beyond is not looked at.
+        tokenizer: for files that hold text: a function from text to token ids, or the path of a
+            tokenizer.json.
+
+    Raises RolloutError, naming the file, record and field, for anything that is not a rollout, for
+    a rollout_id that is there twice, and for a file that is missing, empty, damaged, of no known
+    format, or a pickle that could run code; and ConfigError for arguments that are not allowed.
+    """
+    return open_rollouts(
+        path, format=format, on_error=on_error, limit=limit, tokenizer=tokenizer
+    ).read()
+
+
+def _rollouts(record: Record, format: Format) -> Iterator[Rollout | RecordError]:
+    try:
+        yield from format.rollouts(record)
+    except RecordError as error:
+        yield error
+
+
+def _rows(
+    where: str,
+    table: Mapping[str, Any],
+    format: Format,
+    tokenizer: Callable[[str], list[int]] | None,
+) -> Iterator[Record | RecordError]:
+    """The samples of a table, or the one sample that it is."""
+    key = next((name for name in format.key if table.get(name) is not None), None)
+    if key is None or not _nested(table[key]):
+        yield Record(where, table, tokenizer)
+        return
+    count = len(table[key])
+    columns: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    for name, value in table.items():
+        if not isinstance(value, list) and not (isinstance(value, np.ndarray) and value.ndim):
+            shared[name] = value
+        elif len(value) == count:
+            columns[name] = value
+        else:
+            yield RecordError(where, name, f"{name} has {len(value)} rows, but {key} has {count}.")
+            return
+    for row in range(count):
+        values = {**shared, **{name: column[row] for name, column in columns.items()}}
+        yield Record(f"{where}, row {row}", values, tokenizer)
+
+
+def _nested(value: Any) -> bool:
+    """Whether the values of many samples are in it: rows, or texts."""
+    if isinstance(value, np.ndarray) and value.ndim != 1:
+        return value.ndim > 1
+    if not isinstance(value, list | np.ndarray) or not len(value):
+        return False
+    return isinstance(value[0], list | tuple | np.ndarray | str)
+
+
+def _seen_before(
+    rollout: Rollout, where: str, path: str, seen: dict[str, str]
+) -> RecordError | None:
+    if rollout.rollout_id is None:
+        return None
+    place = where.removeprefix(f"{path}, ")
+    first = seen.setdefault(rollout.rollout_id, place)
+    if first == place:
+        return None
+    return RecordError(
+        path,
+        "rollout_id",
+        f"rollout_id {short(rollout.rollout_id)} is on {first} and again on {place}; each rollout "
+        "needs its own. Rename one, or leave rollout_id out.",
+    )
+
+
+def _normalise(rollouts: list[Rollout], which: set[int]) -> None:
+    groups: dict[str | None, list[int]] = {}
+    for n in sorted(which):
+        groups.setdefault(rollouts[n].group_id, []).append(n)
+    for members in groups.values():
+        rewards = np.array([rollouts[n].advantage for n in members])
+        spread = float(rewards.std())
+        for n, reward in zip(members, rewards.tolist(), strict=True):
+            advantage = (reward - float(rewards.mean())) / spread if spread > 0 else 0.0
+            rollouts[n] = replace(rollouts[n], advantage=advantage)
+
+
+def _tokenizer(path: Path) -> Callable[[str], list[int]]:
+    from tokenizers import Tokenizer
+
+    try:
+        made = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(
+            f"tokenizer {path} cannot be read: {short(str(error))}. Give a tokenizer.json as "
+            "Hugging Face's tokenizers write it."
+        ) from None
+    return lambda text: made.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,423 @@
+"""Dumps of trainers, built by their documented schemas out of rollouts that are known.
+
+Each function of TABLES gives a batch as its trainer holds it: columns by name, padded where the
+trainer pads. PADDING stands for what lies in padding: a token id that is also a real token, and
+numbers that would show if they were read.
+"""
+
+import gzip
+import io
+import json
+import pickle
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import safetensors.numpy
+import torch
+import zstandard
+
+from forkpoint import Rollout
+
+PADDING = 5
+JUNK = -77.0
+
+
+def truth(seed: int = 0, groups: int = 3, rollouts_per_group: int = 3) -> list[Rollout]:
+    """Groups in shuffled rows: prompts of several lengths, some responses with tool tokens."""
+    random = np.random.default_rng(seed)
+    made = []
+    for group in range(groups):
+        prompt = random.integers(1, 60, size=3 + 2 * group)
+        advantages = random.normal(size=rollouts_per_group)
+        for n in range(rollouts_per_group):
+            response = random.integers(1, 60, size=int(random.integers(2, 7)))
+            response[-1] = PADDING
+            mask = np.ones(len(response), int)
+            if n == 1:  # several turns: what a tool said stays in context and is not trained
+                mask[1:-1] = 0
+            length = len(prompt) + len(response)
+            logprobs = -random.random((2, length)).astype(np.float32).astype(np.float64)
+            logprobs[:, : len(prompt)] = 0
+            made.append(
+                Rollout(
+                    np.append(prompt, response),
+                    np.append(np.zeros(len(prompt), int), mask),
+                    float(np.float32(advantages[n])),
+                    old_logprobs=logprobs[0],
+                    reference_logprobs=logprobs[1],
+                    group_id=f"g{group}",
+                )
+            )
+    return [made[n] for n in random.permutation(len(made))]
+
+
+def prompt_of(rollout: Rollout) -> int:
+    """How many tokens the prompt has."""
+    return int(rollout.loss_mask.argmax())
+
+
+def left(rows: Sequence[Any], fill: float, dtype: Any = None) -> np.ndarray:
+    """Rows padded on the left to the longest."""
+    width = max(map(len, rows))
+    return np.array([np.append([fill] * (width - len(r)), r) for r in rows]).astype(dtype)
+
+
+def right(rows: Sequence[Any], fill: float, dtype: Any = None) -> np.ndarray:
+    """Rows padded on the right to the longest."""
+    width = max(map(len, rows))
+    return np.array([np.append(r, [fill] * (width - len(r))) for r in rows]).astype(dtype)
+
+
+def _responses(rollouts: Sequence[Rollout], name: str) -> list[np.ndarray]:
+    return [
+        np.broadcast_to(getattr(r, name), len(r))[prompt_of(r) :].astype(np.float64)
+        for r in rollouts
+    ]
+
+
+def verl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    prompts = [r.token_ids[: prompt_of(r)] for r in rollouts]
+    responses = [r.token_ids[prompt_of(r) :] for r in rollouts]
+    ids = left(prompts, PADDING, np.int64), right(responses, PADDING, np.int64)
+    attention = np.concatenate(
+        [
+            left([np.ones(len(p)) for p in prompts], 0, np.int64),
+            right([np.ones(len(p)) for p in responses], 0, np.int64),
+        ],
+        axis=1,
+    )
+    return {
+        "prompts": ids[0],
+        "responses": ids[1],
+        "input_ids": np.concatenate(ids, axis=1),
+        "attention_mask": attention,
+        "position_ids": np.clip(attention.cumsum(1) - 1, 0, None),
+        "response_mask": right(_responses(rollouts, "loss_mask"), 0, np.int64),
+        "old_log_probs": right(_responses(rollouts, "old_logprobs"), JUNK, np.float32),
+        "ref_log_prob": right(_responses(rollouts, "reference_logprobs"), JUNK, np.float32),
+        "advantages": right(_responses(rollouts, "advantage"), JUNK, np.float32)
+        * right(_responses(rollouts, "loss_mask"), 0, np.float32),
+        "uid": np.array([r.group_id for r in rollouts], dtype=object),
+    }
+
+
+def trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    table = verl(rollouts)
+    completion = right([np.ones(len(r) - prompt_of(r)) for r in rollouts], 0, np.int64)
+    return {
+        "prompt_ids": table["prompts"],
+        "prompt_mask": table["attention_mask"][:, : table["prompts"].shape[1]],
+        "completion_ids": table["responses"],
+        "completion_mask": completion,
+        "tool_mask": np.where(completion, table["response_mask"], 1),
+        "advantages": np.array([r.advantage for r in rollouts], np.float32),
+        "old_per_token_logps": table["old_log_probs"],
+        "ref_per_token_logps": table["ref_log_prob"],
+        "num_items_in_batch": int(sum(map(len, rollouts))),
+    }
+
+
+def openrlhf(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Rows padded on the right; action arrays are of all tokens but the first."""
+
+    def actions(name: str, fill: float, dtype: Any) -> np.ndarray:
+        return right(
+            [np.broadcast_to(getattr(r, name), len(r))[1:] * 1.0 for r in rollouts], fill, dtype
+        )
+
+    return {
+        "sequences": right([r.token_ids for r in rollouts], PADDING, np.int64),
+        "attention_mask": right([np.ones(len(r)) for r in rollouts], 0, np.int64),
+        "action_mask": actions("loss_mask", 0, bool),
+        "action_log_probs": actions("old_logprobs", JUNK, np.float32),
+        "base_action_log_probs": actions("reference_logprobs", JUNK, np.float32),
+        "advantages": actions("advantage", JUNK, np.float32),
+        "rewards": np.zeros(len(rollouts), np.float32),
+        "info": {},
+    }
+
+
+def openrlhf_left(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """As of older versions: prompts padded on the left, action arrays of the responses alone."""
+    table = verl(rollouts)
+    return {
+        "sequences": table["input_ids"],
+        "attention_mask": table["attention_mask"],
+        "action_mask": table["response_mask"].astype(bool),
+        "action_log_probs": table["old_log_probs"],
+        "base_action_log_probs": table["ref_log_prob"],
+        "advantages": table["advantages"],
+    }
+
+
+def nemo_rl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    def rows(name: str, fill: float, dtype: Any) -> np.ndarray:
+        return right([np.broadcast_to(getattr(r, name), len(r)) for r in rollouts], fill, dtype)
+
+    return {
+        "input_ids": rows("token_ids", PADDING, np.int64),
+        "input_lengths": np.array(list(map(len, rollouts))),
+        "token_mask": rows("loss_mask", 0, np.int64),
+        "sample_mask": np.ones(len(rollouts), np.float32),
+        "advantages": rows("advantage", JUNK, np.float32),
+        "generation_logprobs": rows("old_logprobs", JUNK, np.float32) - 1,
+        "prev_logprobs": rows("old_logprobs", JUNK, np.float32),
+        "reference_policy_logprobs": rows("reference_logprobs", JUNK, np.float32),
+    }
+
+
+def prime_rl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    return {
+        "token_ids": [r.token_ids.tolist() for r in rollouts],
+        "mask": [r.loss_mask.tolist() for r in rollouts],
+        "logprobs": [_listed(r.old_logprobs) for r in rollouts],
+        "temperatures": [[1.0] * len(r) for r in rollouts],
+        "ref_logprobs": [_listed(r.reference_logprobs) for r in rollouts],
+        "advantages": [[r.advantage] * len(r) for r in rollouts],
+        "env_name": ["math"] * len(rollouts),
+    }
+
+
+def prime_rl_two_parts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    parts = [(r.token_ids.tolist(), prompt_of(r)) for r in rollouts]
+    return {
+        "prompt_ids": [ids[:p] for ids, p in parts],
+        "prompt_mask": [[False] * p for _, p in parts],
+        "completion_ids": [ids[p:] for ids, p in parts],
+        "completion_mask": [r.loss_mask[prompt_of(r) :].tolist() for r in rollouts],
+        "completion_logprobs": [_listed(r.old_logprobs)[prompt_of(r) :] for r in rollouts],
+        "completion_temperatures": [[1.0] * (len(r) - prompt_of(r)) for r in rollouts],
+        "ref_logprobs": [_listed(r.reference_logprobs) for r in rollouts],
+        "advantage": [r.advantage for r in rollouts],
+    }
+
+
+def prime_rl_microbatch(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """One row that holds all rollouts, one after another."""
+
+    def packed(name: str) -> np.ndarray:
+        return np.concatenate([np.broadcast_to(getattr(r, name), len(r)) for r in rollouts])
+
+    return {
+        "input_ids": packed("token_ids"),
+        "loss_mask": packed("loss_mask"),
+        "advantages": packed("advantage"),
+        "inference_logprobs": packed("old_logprobs"),
+        "ref_logprobs": packed("reference_logprobs"),
+        "position_ids": np.concatenate([np.arange(len(r)) for r in rollouts]),
+        "temperatures": np.ones(sum(map(len, rollouts))),
+    }
+
+
+def slime(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Train data, whose rewards are normalised."""
+    return {
+        "tokens": [r.token_ids.tolist() for r in rollouts],
+        "response_lengths": [len(r) - prompt_of(r) for r in rollouts],
+        "loss_masks": [r.loss_mask[prompt_of(r) :].astype(int).tolist() for r in rollouts],
+        "rewards": [r.advantage for r in rollouts],
+        "raw_reward": [0.0] * len(rollouts),
+        "rollout_log_probs": [v.tolist() for v in _responses(rollouts, "old_logprobs")],
+        "ref_log_probs": [v.tolist() for v in _responses(rollouts, "reference_logprobs")],
+        "sample_indices": list(range(len(rollouts))),
+    }
+
+
+def slime_samples(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """What save_debug_rollout_data writes; rewards are advantages to be, and 1 apart here."""
+    samples = []
+    for n, rollout in enumerate(rollouts):
+        own = prompt_of(rollout)
+        samples.append(
+            {
+                "group_index": int(str(rollout.group_id)[1:]),
+                "index": n,
+                "prompt": "text",
+                "tokens": rollout.token_ids.tolist(),
+                "response_length": len(rollout) - own,
+                "loss_mask": rollout.loss_mask[own:].astype(int).tolist(),
+                "rollout_log_probs": _listed(rollout.old_logprobs)[own:],
+                "reward": rollout.advantage,
+                "status": "completed",
+                "multimodal_inputs": None,
+                "remove_sample": False,
+            }
+        )
+    return {"rollout_id": 3, "samples": samples}
+
+
+def own(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    return {
+        "token_ids": [r.token_ids.tolist() for r in rollouts],
+        "loss_mask": [r.loss_mask.astype(int).tolist() for r in rollouts],
+        "advantage": [r.advantage for r in rollouts],
+        "old_logprobs": [_listed(r.old_logprobs) for r in rollouts],
+        "reference_logprobs": [_listed(r.reference_logprobs) for r in rollouts],
+        "group_id": [r.group_id for r in rollouts],
+    }
+
+
+def _listed(values: Any) -> list[float]:
+    return values.tolist()
+
+
+TABLES: dict[str, Callable[[Sequence[Rollout]], dict[str, Any]]] = {
+    "forkpoint": own,
+    "verl": verl,
+    "trl": trl,
+    "openrlhf": openrlhf,
+    "openrlhf, padded left": openrlhf_left,
+    "nemo-rl": nemo_rl,
+    "prime-rl": prime_rl,
+    "prime-rl, two parts": prime_rl_two_parts,
+    "prime-rl, microbatch": prime_rl_microbatch,
+    "slime": slime,
+}
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+def listed(table: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in table.items()}
+
+
+def rows_of(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """The samples of a table, each with what all share."""
+    plain = listed(table)
+    count = max(len(v) for v in plain.values() if isinstance(v, list))
+    return [{k: v[n] if isinstance(v, list) else v for k, v in plain.items()} for n in range(count)]
+
+
+def tensors(table: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) and v.dtype != object else v
+        for k, v in table.items()
+    }
+
+
+def write_json(path: Path, records: Sequence[dict[str, Any]]) -> Path:
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    elif path.suffix == ".zst":
+        content = zstandard.compress(content)
+    path.write_bytes(content)
+    return path
+
+
+def write_torch(path: Path, value: Any) -> Path:
+    torch.save(value, path)
+    return path
+
+
+def write_safetensors(path: Path, table: dict[str, Any]) -> Path:
+    arrays = {
+        name: np.ascontiguousarray(value)  # safetensors writes views wrongly
+        for name, value in table.items()
+        if isinstance(value, np.ndarray) and value.dtype != object
+    }
+    path.write_bytes(safetensors.numpy.save(arrays))
+    return path
+
+
+def write_parquet(path: Path, table: dict[str, Any]) -> Path:
+    rows = pyarrow.Table.from_pylist(
+        [{k: v for k, v in row.items() if v != {}} for row in rows_of(table)]
+    )
+    pyarrow.parquet.write_table(rows, path, row_group_size=4, write_page_checksum=True)
+    return path
+
+
+class DataProto:
+    """verl's class by its name, with the state that it pickles."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __getstate__(self) -> Any:
+        return self.state
+
+
+def verl_pickle(rollouts: Sequence[Rollout], way: str, temperature: float = 1.0) -> bytes:
+    """A DataProto as save_to_disk pickles it, with its tensors in one of verl's ways."""
+    table = verl(rollouts)
+    uid = table.pop("uid")
+    if way == "numpy":
+        entries = {k: (str(v.dtype), v.shape, v.view(np.uint8).ravel()) for k, v in table.items()}
+        batch: Any = ((len(rollouts),), None, entries)
+    else:
+        file = io.BytesIO()
+        kinds = stand_ins()
+        tensor_dict = kinds["TensorDict"](tensors(table), consolidated=way == "consolidated")
+        torch.save(tensor_dict, file)
+        batch = file.getvalue()
+    proto = stand_ins()["DataProto"]((batch, {"uid": uid}, {"temperature": temperature}))
+    return pickle.dumps(proto)
+
+
+def add_module(name: str) -> Any:
+    """An empty module of that name, and those above it, so that pickling finds what is put in."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        full = ".".join(parts[:end])
+        sys.modules.setdefault(full, types.ModuleType(full))
+    return sys.modules[name]
+
+
+def stand_ins() -> dict[str, Any]:
+    """Modules by the names of verl's and tensordict's, whose objects pickle as theirs do."""
+    if "verl.protocol" in sys.modules:
+        return {
+            "DataProto": sys.modules["verl.protocol"].DataProto,
+            "TensorDict": sys.modules["tensordict._td"].TensorDict,
+        }
+    for name in ("verl.protocol", "tensordict._td", "tensordict._reductions"):
+        add_module(name)
+    DataProto.__module__ = "verl.protocol"
+    sys.modules["verl.protocol"].DataProto = DataProto
+
+    def consolidated(metadata: Any, storage: Any) -> None: ...
+
+    def make(kind: Any, state: Any) -> None: ...
+
+    class TensorDict:
+        def __init__(self, entries: dict[str, torch.Tensor], consolidated: bool) -> None:
+            self.entries, self.consolidated = entries, consolidated
+
+        def __reduce__(self) -> Any:
+            if not self.consolidated:
+                size = torch.Size([len(next(iter(self.entries.values())))])
+                return make, (TensorDict, {"_tensordict": self.entries, "_batch_size": size})
+            leaves, pieces, begin = {}, [], 0
+            for name, tensor in self.entries.items():
+                raw = tensor.contiguous().view(-1).view(torch.uint8)
+                pad = -len(raw) % 8
+                end = begin + len(raw) + pad
+                leaves[name] = (str(tensor.dtype), list(tensor.shape), "cpu", begin, end, pad)
+                pieces += [raw, torch.zeros(pad, dtype=torch.uint8)]
+                begin = end
+            metadata = {
+                "cls": "TensorDict",
+                "non_tensors": {},
+                "leaves": leaves,
+                "cls_metadata": {},
+            }
+            return consolidated, (metadata, torch.cat(pieces))
+
+    for function, name in (
+        (consolidated, "_rebuild_tensordict_files_consolidated"),
+        (make, "_make_td"),
+    ):
+        function.__module__ = "tensordict._reductions"
+        function.__qualname__ = function.__name__ = name
+        setattr(sys.modules["tensordict._reductions"], name, function)
+    TensorDict.__module__, TensorDict.__qualname__ = "tensordict._td", "TensorDict"
+    sys.modules["tensordict._td"].TensorDict = TensorDict
+    return stand_ins()
