@@ -16,7 +16,8 @@ import pytest
 import torch
 from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_config, write_rollouts
 
-from forkpoint import Config, Policy, RolloutBatch, load_rollouts, save_rollouts, wrap
+import dumps
+from forkpoint import Config, Policy, RolloutBatch, load_rollouts, record, save_rollouts, wrap
 from forkpoint.cli.model_config import read_shape
 from forkpoint.cli.models import load_model
 from forkpoint.cli.options import Runtime, make_loss
@@ -28,6 +29,7 @@ PLAN_FIELDS = {
     *("command", "file", "rollouts", "groups", "logical_tokens", "group_tokens", "unique_tokens"),
     *("computed_tokens", "trained_tokens", "rows", "max_row_tokens", "bound", "bound_unit"),
     *("sharing", "boundary", "waves", "reason", "candidates", "predicted_peak_bytes"),
+    *("model", "batches", "modes", "distributions", "splits", "format", "skipped"),
 }
 LOSSES = ("grpo", "gspo", "dpo", "likelihood")
 
@@ -482,3 +484,105 @@ def test_the_made_up_vocabulary_is_covered(config: Path, rollouts: Path) -> None
     assert model.config.vocab_size == VOCABULARY and model.training
     assert next(model.parameters()).dtype == torch.float64
     RolloutBatch(load_rollouts(rollouts)).check_vocabulary(VOCABULARY)
+
+
+# what plan estimates, and what it reads -----------------------------------------------------------
+
+
+def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> None:
+    """Counts of a stream are the sums of its batches; the plan shown is that of the first."""
+    made = made_up_rollouts(groups=6)
+    file = write_rollouts(tmp_path / "six.jsonl", made)
+    done = shell("plan", file, "--model", config, "--batch-rollouts", 6)
+    result = done.result
+    assert result["batches"] == 3 and "3 batches; the plan is that of the first" in done.out
+    parts = [
+        shell(
+            "plan",
+            write_rollouts(tmp_path / f"{n}.jsonl", made[6 * n : 6 * n + 6]),
+            "--model",
+            config,
+        )
+        for n in range(3)
+    ]
+    for name in ("logical_tokens", "group_tokens", "unique_tokens", "trained_tokens", "groups"):
+        assert result[name] == sum(part.result[name] for part in parts)
+    for mode in ("none", "group", "tree"):
+        flops = sum(part.result["modes"][mode]["flops"] for part in parts)
+        assert result["modes"][mode]["flops"] == flops
+    assert result["candidates"] == parts[0].result["candidates"]
+    by_tokens = shell("plan", file, "--batch-tokens", 150).result
+    assert 1 < by_tokens["batches"] < 6 and by_tokens["group_tokens"] == result["group_tokens"]
+    alone = shell("plan", file).result
+    assert alone["batches"] == 1 and alone["unique_tokens"] < result["unique_tokens"]
+    assert shell("plan", file, "--batch-tokens", 0).code == 2
+
+
+def test_plan_says_what_a_split_loses(shell: Shell, rollouts: Path) -> None:
+    done = shell("plan", rollouts)
+    result = done.result
+    found = {(row["kind"], row["count"]): row for row in result["splits"]}
+    assert set(found) == {
+        *(("microbatch", n) for n in (1, 2, 4, 8)),
+        *((kind, n) for kind in ("ranks", "ranks, dealt in turn") for n in (2, 4, 8)),
+    }
+    assert found["microbatch", 1]["group_tokens"] == result["modes"]["none"]["tokens"]
+    assert found["ranks", 2]["group_more"] > 0
+    assert "microbatches of 2, in the order of the file" in done.out
+    assert result["distributions"]["group_size"]["p50"] == 3
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "Llama3-8B"])
+def test_plan_knows_models_by_name(name: str, shell: Shell, rollouts: Path) -> None:
+    result = shell("plan", rollouts, "--model", name).result
+    assert result["bound_unit"] == "flops"
+    assert result["modes"]["none"]["flops"] / result["modes"]["none"]["tokens"] > 4e10
+    done = shell("plan", rollouts, "--model", "qwen9")
+    assert done.code == 2 and "are known: qwen3-0.6b, " in done.err
+
+
+def test_commands_read_what_trainers_write(shell: Shell, tmp_path: Path, config: Path) -> None:
+    made = made_up_rollouts()
+    file = dumps.write_torch(tmp_path / "batch.pt", dumps.tensors(dumps.trl(_with_logprobs(made))))
+    done = shell("plan", file)
+    assert done.code == 0 and "batch.pt: torch, format trl" in done.out
+    assert "Note: This format does not say the sampling temperature" in done.out
+    assert done.result["format"] == "trl" and done.result["rollouts"] == 9
+    own = shell("plan", write_rollouts(tmp_path / "own.jsonl", made)).result
+    for name in ("logical_tokens", "group_tokens", "unique_tokens", "modes", "splits"):
+        assert done.result[name] == own[name]
+    verified = shell("verify", file, "--model", config, "--format", "trl")
+    assert verified.code == 0 and verified.result["format"] == "trl"
+    replayed = shell("replay", file, "--model", config, "--steps", 1, "--format", "trl")
+    assert replayed.code == 0 and replayed.result["format"] == "trl"
+    wrong = shell("plan", file, "--format", "verl")
+    assert wrong.code == 2 and "batch.pt: there is no prompts" in wrong.err
+
+
+def test_commands_skip_and_say_so(shell: Shell, tmp_path: Path) -> None:
+    file = write_rollouts(tmp_path / "some.jsonl")
+    with file.open("a") as appended:
+        appended.write('{"token_ids": [1, -2], "loss_mask": [0, 1], "advantage": 1}\n{\n')
+    stopped = shell("plan", file)
+    assert stopped.code == 2 and "line 10" in stopped.err and "token_ids[1] is -2" in stopped.err
+    done = shell("plan", file, "--on-error", "skip")
+    assert done.code == 0 and done.result["rollouts"] == 9
+    assert done.result["skipped"] == {"records": 2, "fields": {"token_ids": 1, "JSON": 1}}
+    assert "2 skipped (token_ids 1, JSON 1); first: " in done.out
+
+
+def test_plan_takes_the_batches_of_a_trace(shell: Shell, tmp_path: Path) -> None:
+    made = made_up_rollouts(groups=4)
+    with record(tmp_path / "trace") as trace:
+        trace.add(made[:6])
+        trace.add(made[6:])
+    result = shell("plan", tmp_path / "trace").result
+    assert (result["batches"], result["groups"], result["format"]) == (2, 4, "trace")
+    assert shell("plan", tmp_path / "trace", "--batch-rollouts", 12).result["batches"] == 1
+
+
+def _with_logprobs(rollouts: list) -> list:
+    return [
+        changed(r, reference_logprobs=-np.ones(len(r)), old_logprobs=-np.ones(len(r)))
+        for r in rollouts
+    ]

@@ -23,6 +23,7 @@ from forkpoint.replay.rates import Rate
 from forkpoint.testing import tiny_model
 
 FIELDS = {
+    *("format", "skipped"),
     *("command", "steps", "rollouts", "logical_tokens", "unique_tokens", "computed_tokens"),
     *("rows", "plans", "bound", "speedup", "median_speedup", "phase_ms"),
     *("max_loss_difference", "max_parameter_difference", "mean_parameter_difference"),

@@ -12,6 +12,8 @@ from forkpoint.cli import main
 from forkpoint.cli.app import COMMANDS
 
 PLANNING = {"--sharing", "--boundary", "--waves", "--max-row-tokens", "--memory-budget-bytes"}
+READING = {"--format", "--on-error", "--tokenizer"}
+BATCHING = {"--batch-rollouts", "--batch-tokens"}
 MEMORY = {"--dtype", "--gradient-checkpointing"}
 RUNTIME = {*MEMORY, "--device", "--seed"}
 TRAINING = {"--loss", "--optimizer", "--lr", "--steps", "--groups-per-step", "--baseline"}
@@ -21,15 +23,18 @@ OPTIONS = {
         *("--groups", "--rollouts-per-group", "--prompt-tokens", "--response-tokens"),
         *("--steps", "--lr", "--seed", "--output", "--json"),
     },
-    "plan": {"--model", "--loss", "--limit", "--json", *PLANNING, *MEMORY},
+    "plan": {"--model", "--loss", "--limit", "--json", *READING, *BATCHING, *PLANNING, *MEMORY},
     "replay": {
-        *("--model", "--limit", "--json"),
+        *("--model", "--limit", "--json", *READING),
         *("--groups", "--max-prompt-tokens", "--max-response-tokens"),
         *("--schedule", "--warmup-steps", "--max-grad-norm"),
         *("--output", "--checkpoint-every", "--resume"),
         *(*TRAINING, *PLANNING, *RUNTIME),
     },
-    "verify": {"--model", "--loss", "--limit-groups", "--limit", "--json", *PLANNING, *RUNTIME},
+    "verify": {
+        *("--model", "--loss", "--limit-groups", "--limit", "--json"),
+        *(*READING, *PLANNING, *RUNTIME),
+    },
     "bench": {"--suite", "--kernels", "--dtypes", "--output", "--json"},
     "doctor": {"--json"},
 }

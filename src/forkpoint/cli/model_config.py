@@ -6,7 +6,7 @@ from typing import Any
 
 from forkpoint.cli.options import Memory
 from forkpoint.errors import ConfigError
-from forkpoint.plan import ModelShape
+from forkpoint.plan import MODELS, ModelShape
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -52,10 +52,22 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_shape(model: Path, options: Memory) -> ModelShape:
-    """The sizes that FLOPs and bytes are counted from.
+    """The sizes that FLOPs and bytes are counted from: of a configuration, or of a model by name.
 
-    Raises ConfigError where the configuration does not say them.
+    Raises ConfigError where the configuration does not say them, and for what is neither.
     """
+    sizes = {
+        "dtype_bytes": DTYPE_BYTES[options.dtype],
+        "checkpointed": options.gradient_checkpointing,
+    }
+    if not model.exists():
+        name = str(model).lower()
+        if name not in MODELS:
+            raise ConfigError(
+                f"the model {model} does not exist, as a folder or a config.json; nothing is "
+                f"downloaded. By their names these are known: {', '.join(MODELS)}."
+            )
+        return ModelShape.from_config(MODELS[name], **sizes)
     path = config_path(model)
     config = read_config(path)
     # What a left out key means is known to the model's code alone, which would need torch.
@@ -67,6 +79,4 @@ def read_shape(model: Path, options: Memory) -> ModelShape:
             f"{path} has no {', '.join(missing)}, whose default depends on the model. Add it, or "
             "give the config.json that save_pretrained writes."
         )
-    return ModelShape.from_config(
-        config, dtype_bytes=DTYPE_BYTES[options.dtype], checkpointed=options.gradient_checkpointing
-    )
+    return ModelShape.from_config(config, **sizes)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from tyro.conf import DisallowNone, Positional, arg
 
+from forkpoint.cli.output import Output
 from forkpoint.config import Config
 from forkpoint.forest import IntArray
 from forkpoint.rollouts import RolloutBatch
-from forkpoint.traces import load_rollouts
+from forkpoint.traces import RolloutFile, open_rollouts
 
 if TYPE_CHECKING:
     from forkpoint.losses import Loss
@@ -94,9 +95,63 @@ class Runtime(Memory):
     seed: Annotated[int, arg(metavar="N")] = 0
 
 
-def load_batch(file: Path, limit: int | None) -> RolloutBatch:
-    """The rollouts of a file as one batch."""
-    return RolloutBatch(load_rollouts(file, limit=limit))
+# fmt: off
+FormatName = Literal["auto", "forkpoint", "verl", "verl-text", "trl", "trl-async", "openrlhf",
+                     "nemo-rl", "prime-rl", "slime"]
+# fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How FILE is read: JSON lines (plain, gzip, zstd), parquet, safetensors, torch files, traces.
+
+    Attributes:
+        format: How its fields are named, by the trainer that wrote it. auto sees it.
+        on_error: What is done at a record that cannot be read: stop there, or leave it out and say
+            how many were left out and why.
+        tokenizer: A tokenizer.json, for files that hold text instead of token ids.
+    """
+
+    format: FormatName = "auto"
+    on_error: Literal["stop", "skip"] = "stop"
+    tokenizer: DisallowNone[
+        Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")]
+    ] = None
+
+    def open(self, file: Path, limit: int | None) -> RolloutFile:
+        return open_rollouts(
+            file,
+            format=None if self.format == "auto" else self.format,
+            on_error="raise" if self.on_error == "stop" else "skip",
+            limit=limit,
+            tokenizer=self.tokenizer,
+        )
+
+
+def load_batch(
+    file: Path, limit: int | None, reading: Reading | None = None, out: Output | None = None
+) -> RolloutBatch:
+    """The rollouts of a file as one batch; what was left out, and what to know, is shown."""
+    source = (reading or Reading()).open(file, limit)
+    batch = RolloutBatch(source.read())
+    if out is not None:
+        show_source(source, out)
+    return batch
+
+
+def show_source(source: RolloutFile, out: Output) -> None:
+    """Show how a file was read, and put it into the JSON line."""
+    skipped = source.skipped
+    if source.format != "forkpoint" or skipped.count:
+        out.show(f"{source.path.name}: {source.container}, format {source.format}")
+    if skipped.count:
+        out.show(f"{skipped}; first: {skipped.messages[0]}")
+    for note in source.notes:
+        out.show(f"Note: {note}")
+    out.facts |= {
+        "format": source.format,
+        "skipped": {"records": skipped.count, "fields": dict(skipped.fields)},
+    }
 
 
 def make_loss(name: LossName) -> "Loss":

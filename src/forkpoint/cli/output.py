@@ -27,6 +27,8 @@ class Output:
 
     def __init__(self, *, json_only: bool) -> None:
         self.json_only = json_only
+        self.facts: dict[str, Any] = {}
+        """What goes into the JSON line besides, at its end."""
         self.width = NARROW if not sys.stdout.isatty() else Console().width
         self._console = Console(width=self.width, highlight=False, markup=False)
         self._errors = Console(stderr=True, highlight=False, markup=False)
@@ -39,7 +41,7 @@ class Output:
 
     def result(self, values: dict[str, Any]) -> None:
         """Print the JSON line. Numbers that JSON lacks (NaN, infinities) become null."""
-        print(json.dumps(plain(values), allow_nan=False))
+        print(json.dumps(plain({**values, **self.facts}), allow_nan=False))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -1,50 +1,81 @@
-"""`forkpoint plan`: what would run for a file of rollouts, and what it saves.
+"""`forkpoint plan`: what would run for a file of rollouts, and what sharing saves on it.
 
-Imports no torch.
+Imports no torch, unless the file is one of torch's.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import numpy as np
-from rich.table import Table
 from tyro.conf import DisallowNone, arg
 
+from forkpoint.cli.estimate import (
+    distribution_table,
+    distributions,
+    mode_table,
+    modes,
+    split_table,
+    splits,
+)
 from forkpoint.cli.model_config import read_shape
 from forkpoint.cli.options import (
+    Count,
     File,
     Flag,
     Limit,
     LossName,
     Memory,
     Planning,
+    Reading,
     coupling,
-    load_batch,
+    show_source,
 )
 from forkpoint.cli.output import Output
-from forkpoint.forest import sort_rollouts
-from forkpoint.plan import make_plan
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.errors import ConfigError
+from forkpoint.plan import Estimate, make_plan
+from forkpoint.plan import Plan as MadePlan
+from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.traces import open_trace
 
 AnyModel = DisallowNone[
     Annotated[
         Path | None,
-        arg(metavar="DIR|CONFIG.json", help_behavior_hint="(default: count tokens only)"),
+        arg(metavar="NAME|DIR|CONFIG.json", help_behavior_hint="(default: count tokens only)"),
     ]
+]
+Rollouts = DisallowNone[
+    Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: by tokens)")]
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Show what would run for a file of rollouts and what it saves, taking it as one batch.
+class Batching:
+    """What one optimizer step trains on, which is what may share: a batch.
 
-    Runs no model: it needs neither weights nor a GPU.
+    The batches of a trace are those that were recorded, unless one of these is given.
 
     Attributes:
-        file: Rollouts: one JSON object a line, plain, gzip or zstd.
-        model: A model's folder or its config.json; with it FLOPs and bytes are counted, not only
-            tokens.
+        batch_rollouts: This many rollouts of the file, in its order.
+        batch_tokens: Rollouts of the file, in its order, until there are this many tokens and the
+            last one's group ends, or twice as many.
+    """
+
+    batch_rollouts: Rollouts = None
+    batch_tokens: Count = 4_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Show what would run for a file of rollouts and what sharing saves, batch by batch.
+
+    A file of up to --batch-tokens is one batch. A larger one is read as a stream of them, in the
+    memory of one. Runs no model: it needs neither weights nor a GPU.
+
+    Attributes:
+        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
+        model: A model by its name (qwen3-8b, llama3-8b, ...), its folder or its config.json; with
+            it FLOPs and bytes are counted, not only tokens.
         loss: The loss it is for. Losses that couple the tokens of a rollout (gspo) or the rollouts
             of a pair (dpo) can cost another forward.
         limit: Read only the first N rollouts of the file.
@@ -56,57 +87,106 @@ class Plan:
     loss: LossName = "grpo"
     limit: Limit = None
     json: Flag = False
+    reading: Reading = field(default_factory=Reading)
+    batching: Batching = field(default_factory=Batching)
     planning: Planning = field(default_factory=Planning)
     memory: Memory = field(default_factory=Memory)
 
     def run(self) -> int:
         out = Output(json_only=self.json)
-        batch = load_batch(self.file, self.limit)
-        shape = None
-        if self.model is not None:
-            shape = read_shape(self.model, self.memory)
-            batch.check_vocabulary(shape.vocab)
-        plan = make_plan(batch, shape, self.planning.config(), coupling=coupling(self.loss, batch))
-        group_tokens = count_group_tokens(batch)
-        counts = Table(title=f"tokens of {self.file.name}")
-        for name in ("counted", "tokens", "of those given"):
-            counts.add_column(name, justify="left" if name == "counted" else "right")
-        for name, tokens in (
-            ("as given (logical)", plan.logical_tokens),
-            ("once shared within each group", group_tokens),
-            ("once in the whole batch (unique)", plan.unique_tokens),
-        ):
-            counts.add_row(name, f"{tokens:,}", f"{tokens / plan.logical_tokens:.1%}")
-        out.show(plan.explain(width=out.width), counts)
-        out.result(
-            {
-                "command": "plan",
-                "file": self.file,
-                "rollouts": len(batch),
-                "groups": len(batch.groups()),
-                "logical_tokens": plan.logical_tokens,
-                "group_tokens": group_tokens,
-                "unique_tokens": plan.unique_tokens,
-                "computed_tokens": plan.computed_tokens,
-                "trained_tokens": batch.trained_tokens,
-                "rows": len(plan.rows),
-                "max_row_tokens": plan.max_row_tokens,
-                "bound": plan.bound,
-                "bound_unit": "tokens" if shape is None else "flops",
-                "sharing": plan.sharing,
-                "boundary": plan.boundary,
-                "waves": plan.waves,
-                "reason": plan.reason,
-                "candidates": [asdict(candidate) for candidate in plan.candidates],
-                "predicted_peak_bytes": plan.predicted_peak_bytes,
-            }
-        )
+        shape = None if self.model is None else read_shape(self.model, self.memory)
+        source = self.reading.open(self.file, self.limit)
+        estimate, plan = Estimate(shape), None
+        for batch in self._batches(source, recorded=source.container == "trace"):
+            if shape is not None:
+                batch.check_vocabulary(shape.vocab)
+            if plan is None:
+                couples = coupling(self.loss, batch)
+                plan = make_plan(batch, shape, self.planning.config(), coupling=couples)
+            estimate.add(batch)
+        assert plan is not None, "a file without rollouts is refused where it is read"
+        show_source(source, out)
+        if estimate.batches > 1:
+            out.show(f"{estimate.batches:,} batches; the plan is that of the first.")
+        out.show(plan.explain(width=out.width), mode_table(estimate, self.file.name))
+        out.show(distribution_table(estimate), split_table(estimate))
+        out.result(self._result(plan, estimate))
         return 0
 
+    def _batches(self, source: Iterable[Rollout], *, recorded: bool) -> Iterator[RolloutBatch]:
+        given = self.batching
+        for name in ("batch_rollouts", "batch_tokens"):
+            value = getattr(given, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
+        if recorded and self.limit is None and given == Batching():
+            return (step.batch for step in open_trace(self.file))
+        if given.batch_rollouts is not None:
+            return by_rollouts(source, given.batch_rollouts)
+        return by_tokens(source, given.batch_tokens)
 
-def count_group_tokens(batch: RolloutBatch) -> int:
-    """Distinct (path, token) pairs within each group, summed over the groups."""
-    order = sort_rollouts(batch.token_ids, batch.offsets, batch.group_index)
-    first_tokens = batch.token_ids[batch.offsets[:-1]]
-    firsts = np.unique(np.stack([batch.group_index, first_tokens]), axis=1).shape[1]
-    return int(order.new_edges.sum()) + firsts
+    def _result(self, plan: MadePlan, estimate: Estimate) -> dict[str, Any]:
+        return {
+            "command": "plan",
+            "file": self.file,
+            "model": self.model,
+            "batches": estimate.batches,
+            "rollouts": estimate.rollouts,
+            "groups": estimate.groups,
+            "logical_tokens": estimate.logical_tokens,
+            "group_tokens": estimate.group_tokens,
+            "unique_tokens": estimate.unique_tokens,
+            "computed_tokens": estimate.work[plan.sharing].tokens,
+            "trained_tokens": estimate.trained_tokens,
+            "rows": len(plan.rows),
+            "max_row_tokens": plan.max_row_tokens,
+            "bound": estimate.bound(plan.sharing),
+            "bound_unit": "tokens" if plan.shape is None else "flops",
+            "sharing": plan.sharing,
+            "boundary": plan.boundary,
+            "waves": plan.waves,
+            "reason": plan.reason,
+            "candidates": [asdict(candidate) for candidate in plan.candidates],
+            "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "modes": modes(estimate),
+            "distributions": distributions(estimate),
+            "splits": splits(estimate),
+        }
+
+
+def by_rollouts(rollouts: Iterable[Rollout], count: int) -> Iterator[RolloutBatch]:
+    """Batches of `count` rollouts, the last of what is left."""
+    held: list[Rollout] = []
+    for rollout in rollouts:
+        held.append(rollout)
+        if len(held) == count:
+            yield RolloutBatch(held)
+            held = []
+    if held:
+        yield RolloutBatch(held)
+
+
+def by_tokens(rollouts: Iterable[Rollout], tokens: int) -> Iterator[RolloutBatch]:
+    """Batches of at least `tokens` that end where a group does, or have twice as many."""
+    held: list[Rollout] = []
+    total, last = 0, None
+    for rollout in rollouts:
+        if total >= tokens:
+            group = _group(rollout)
+            if group != last or total >= 2 * tokens:
+                yield RolloutBatch(held)
+                held, total = [], 0
+        held.append(rollout)
+        total += len(rollout)
+        if total >= tokens:
+            last = _group(rollout)
+    if held:
+        yield RolloutBatch(held)
+
+
+def _group(rollout: Rollout) -> str | bytes:
+    """What tells the group of a rollout: as a batch does it."""
+    if rollout.group_id is not None:
+        return rollout.group_id
+    mask = rollout.loss_mask
+    return rollout.token_ids[: mask.argmax() if mask.any() else len(mask)].tobytes()

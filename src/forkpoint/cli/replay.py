@@ -19,6 +19,7 @@ from forkpoint.cli.options import (
     LossName,
     ModelPath,
     Planning,
+    Reading,
     Runtime,
     make_loss,
 )
@@ -99,7 +100,7 @@ class Replay:
     into rows), and the two are compared. The JSON line at the end holds what the table shows.
 
     Attributes:
-        file: Rollouts: one JSON object a line, plain, gzip or zstd.
+        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
         model: A transformers model's folder, or a config.json for random weights. Nothing is
             downloaded.
         limit: Read only the first N rollouts of the file.
@@ -110,6 +111,7 @@ class Replay:
     model: ModelPath
     limit: Limit = None
     json: Flag = False
+    reading: Reading = field(default_factory=Reading)
     selection: Selection = field(default_factory=Selection)
     training: Training = field(default_factory=Training)
     recording: Recording = field(default_factory=Recording)
@@ -125,7 +127,7 @@ class Replay:
         rate = Rate(
             schedule=training.schedule, warmup_steps=training.warmup_steps, steps=training.steps
         )
-        batch = self.selection.load(self.file, self.limit)
+        batch = self.selection.load(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
             from forkpoint.bench.rows import environment
             from forkpoint.cli.environment import versions

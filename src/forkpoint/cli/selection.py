@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import numpy as np
 from tyro.conf import DisallowNone, arg
 
-from forkpoint.cli.options import load_batch
+from forkpoint.cli.options import Reading, load_batch
+from forkpoint.cli.output import Output
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts import Rollout, RolloutBatch
 
@@ -36,7 +37,13 @@ class Selection:
     max_prompt_tokens: Most = None
     max_response_tokens: Most = None
 
-    def load(self, file: Path, limit: int | None) -> RolloutBatch:
+    def load(
+        self,
+        file: Path,
+        limit: int | None,
+        reading: Reading | None = None,
+        out: Output | None = None,
+    ) -> RolloutBatch:
         """The rollouts of a file, as far as they are asked for.
 
         Raises ConfigError for a number below 1, or more groups than there are.
@@ -45,7 +52,7 @@ class Selection:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
-        batch = load_batch(file, limit)
+        batch = load_batch(file, limit, reading, out)
         groups = batch.groups()
         if self.groups is not None:
             if self.groups > len(groups):

@@ -12,6 +12,7 @@ from forkpoint.cli.options import (
     LossName,
     ModelPath,
     Planning,
+    Reading,
     Runtime,
     load_batch,
     make_loss,
@@ -31,7 +32,7 @@ class Verify:
     dense training is, beyond rounding. Takes memory for a second model and time for two dense runs.
 
     Attributes:
-        file: Rollouts: one JSON object a line, plain, gzip or zstd.
+        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
         model: A transformers model's folder, or a config.json for random weights. Nothing is
             downloaded.
         loss: The loss whose gradients are compared.
@@ -47,6 +48,7 @@ class Verify:
     limit_groups: Count = 1
     limit: Limit = None
     json: Flag = False
+    reading: Reading = field(default_factory=Reading)
     planning: Planning = field(default_factory=Planning)
     runtime: Runtime = field(default_factory=Runtime)
 
@@ -56,7 +58,7 @@ class Verify:
             raise ConfigError(
                 f"limit_groups is {self.limit_groups}; it takes a whole number of at least 1."
             )
-        everything = load_batch(self.file, self.limit)
+        everything = load_batch(self.file, self.limit, self.reading, out)
         members = groups_with_gradient(everything, self.loss)[: self.limit_groups]
         if not members:
             raise ConfigError(

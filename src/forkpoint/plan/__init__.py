@@ -2,5 +2,7 @@
 
 from forkpoint.plan.cost import ModelShape as ModelShape
 from forkpoint.plan.cost import Work as Work
+from forkpoint.plan.estimate import Estimate as Estimate
+from forkpoint.plan.models import MODELS as MODELS
 from forkpoint.plan.plan import Plan as Plan
 from forkpoint.plan.planner import make_plan as make_plan

@@ -223,6 +223,15 @@ class Work:
     """For each window in use (0 is none): visible (query, key) pairs of one layer and head."""
     labelled: int
 
+    def __add__(self, other: "Work") -> "Work":
+        """Both, one after the other; their windows must be the same."""
+        assert set(self.pairs) == set(other.pairs)
+        return Work(
+            tokens=self.tokens + other.tokens,
+            pairs={window: self.pairs[window] + other.pairs[window] for window in self.pairs},
+            labelled=self.labelled + other.labelled,
+        )
+
     def forward_flops(self, shape: ModelShape) -> float:
         return self._flops(shape, 1.0, 1.0)
 

@@ -71,7 +71,7 @@ class RolloutFile:
     ) -> None:
         self.path = path
         self.container = "trace" if is_trace(path) else container_of(path)
-        self.format = format
+        self.format = "trace" if self.container == "trace" else format
         self.skipped = Skipped()
         self.notes: tuple[str, ...] = ()
         self._asked, self._on_error, self._limit = format, on_error, limit

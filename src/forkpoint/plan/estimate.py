@@ -1,0 +1,204 @@
+"""What sharing saves on many batches: counts and distributions, added up batch by batch.
+
+Memory is that of one batch and of a few histograms, however many batches there are. Runs and plans
+nothing. Imports no torch.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
+from forkpoint.plan.cost import ModelShape, Work, dense_work, forest_work
+from forkpoint.rollouts import RolloutBatch
+
+MODES = ("none", "group", "tree")
+MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
+RANKS = (2, 4, 8, 16)
+_RATIO_STEPS = 1000
+
+
+@dataclass
+class Distribution:
+    """Whole numbers and how often each was met; `scale` of them make 1."""
+
+    scale: int = 1
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, values: IntArray) -> None:
+        found, counts = np.unique(values, return_counts=True)
+        self.counts.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+    def summary(self) -> dict[str, float]:
+        """mean, p10, p50, p90, max; of nothing, zeros."""
+        values = np.array(sorted(self.counts), np.float64) / self.scale
+        counts = np.array([self.counts[value] for value in sorted(self.counts)])
+        if not len(values):
+            return dict.fromkeys(("mean", "p10", "p50", "p90", "max"), 0.0)
+        below = np.cumsum(counts)
+        at = {q: np.searchsorted(below, q / 100 * below[-1]) for q in (10, 50, 90)}
+        quantiles = {f"p{q}": float(values[position]) for q, position in at.items()}
+        mean = float((values * counts).sum() / below[-1])
+        return {"mean": mean, **quantiles, "max": float(values[-1])}
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to cut a batch into parts that share nothing with each other.
+
+    kind: "microbatch": `count` rollouts each, in the order of the file; "ranks": that many parts of
+        consecutive rollouts; "ranks, dealt in turn": rollout i goes to part i modulo `count`.
+    """
+
+    kind: str
+    count: int
+
+    def parts(self, rollouts: int) -> IntArray:
+        """[N] the part of each rollout of a batch of N."""
+        position = np.arange(rollouts)
+        if self.kind == "microbatch":
+            return position // self.count
+        if self.kind == "ranks":
+            return position * self.count // rollouts
+        return position % self.count
+
+
+SPLITS = (
+    *(Split("microbatch", count) for count in MICROBATCHES),
+    *(Split("ranks", count) for count in RANKS),
+    *(Split("ranks, dealt in turn", count) for count in RANKS),
+)
+
+
+class Estimate:
+    """Counts over batches, for nobody sharing (dense), groups sharing, and the whole batch.
+
+    work: for each of MODES, tokens run, visible pairs and labelled tokens.
+    logical_tokens, unique_tokens, group_tokens: as given; distinct (path, token) pairs of each
+        whole batch, and of each group, summed.
+    prefix_ratio: for each rollout, the share of its edges that another of its group has too.
+    group_depth, tree_depth: for each rollout, the segments on its path.
+    group_size: rollouts of each group.
+    split_tokens: for each split, the tokens run where groups share, and where batches do.
+    """
+
+    def __init__(self, shape: ModelShape | None = None) -> None:
+        self.shape = shape
+        self.batches = self.rollouts = self.groups = 0
+        self.logical_tokens = self.unique_tokens = self.group_tokens = self.trained_tokens = 0
+        windows = {0, *(shape.windows if shape else ())}
+        nothing = Work(tokens=0, pairs=dict.fromkeys(windows, 0), labelled=0)
+        self.work: dict[str, Work] = dict.fromkeys(MODES, nothing)
+        self.prefix_ratio = Distribution(scale=_RATIO_STEPS)
+        self.group_depth, self.tree_depth = Distribution(), Distribution()
+        self.group_size = Distribution()
+        self.split_tokens: dict[Split, dict[str, int]] = {
+            split: {"group": 0, "tree": 0} for split in SPLITS
+        }
+
+    def add(self, batch: RolloutBatch) -> None:
+        """Count one batch: what one optimizer step trains on."""
+        # As in a plan: log-probs at several temperatures are not those of one path.
+        temperature = np.unique(batch.temperatures, return_inverse=True)[1].astype(np.int64)
+        classes = batch.group_index * (int(temperature.max(initial=0)) + 1) + temperature
+        orders = {
+            "group": sort_rollouts(batch.token_ids, batch.offsets, classes),
+            "tree": sort_rollouts(batch.token_ids, batch.offsets, temperature),
+        }
+        forests = {mode: build_forest(order, len(batch)) for mode, order in orders.items()}
+        windows = self.shape.windows if self.shape else ()
+        dense = dense_work(batch.lengths - 1, batch.trained_tokens, windows)
+        self.work["none"] += dense
+        for mode, forest in forests.items():
+            self.work[mode] += forest_work(forest, _labelled(forest, batch), windows)
+        firsts = batch.token_ids[batch.offsets[:-1]]
+        pairs = np.stack([batch.group_index, firsts])
+        one_temperature = int(temperature.max(initial=0)) == 0
+        whole = orders if one_temperature else _without_temperatures(batch)
+        self.group_tokens += int(whole["group"].new_edges.sum()) + np.unique(pairs, axis=1).shape[1]
+        self.unique_tokens += int(whole["tree"].new_edges.sum()) + len(np.unique(firsts))
+        self.logical_tokens += batch.logical_tokens
+        self.trained_tokens += batch.trained_tokens
+        self.rollouts += len(batch)
+        self.batches += 1
+        sizes = np.bincount(batch.group_index)
+        self.groups += len(sizes)
+        self.group_size.add(sizes)
+        self.prefix_ratio.add(_shared_steps(orders["group"]))
+        for mode, depths in (("group", self.group_depth), ("tree", self.tree_depth)):
+            depths.add(_depths(forests[mode]))
+        for split, tokens in self.split_tokens.items():
+            parts = split.parts(len(batch))
+            for mode, order in orders.items():
+                tokens[mode] += _split_edges(order, parts)
+
+    def bound(self, mode: str) -> float:
+        """Dense over `mode`, in FLOPs where there is a shape, else in tokens: the most that sharing
+        can speed up what a model computes."""
+        dense, shared = self.work["none"], self.work[mode]
+        if not shared.tokens:
+            return 1.0
+        if self.shape is None:
+            return dense.tokens / shared.tokens
+        return dense.step_flops(self.shape) / shared.step_flops(self.shape)
+
+
+def _without_temperatures(batch: RolloutBatch) -> dict[str, SortedRollouts]:
+    return {
+        "group": sort_rollouts(batch.token_ids, batch.offsets, batch.group_index),
+        "tree": sort_rollouts(batch.token_ids, batch.offsets, np.zeros(len(batch), np.int64)),
+    }
+
+
+def _labelled(forest: Forest, batch: RolloutBatch) -> int:
+    labelled = np.zeros(forest.edges, bool)
+    labelled[forest.token_edges(batch.offsets)[batch.loss_mask]] = True
+    return int(labelled.sum())
+
+
+def _shared_steps(order: SortedRollouts) -> IntArray:
+    """[M] of each rollout's edges, how many per thousand a neighbour has: in sorted order nobody
+    shares more with it than the one before or the one after."""
+    after = np.append(order.shared_edges[1:], 0)
+    shared = np.maximum(order.shared_edges, after)
+    return np.rint(shared * _RATIO_STEPS / np.maximum(order.edges, 1)).astype(np.int64)
+
+
+def _depths(forest: Forest) -> IntArray:
+    """[N] segments on each rollout's path."""
+    depth = np.append(forest.depth + 1, 0)  # leaf -1, of a rollout of one token, has none
+    return depth[forest.leaf]
+
+
+def _split_edges(order: SortedRollouts, parts: IntArray) -> int:
+    """Edges run where only rollouts of the same part share."""
+    part = parts[order.rollouts]
+    entries = np.argsort(part, kind="stable")
+    same = part[entries[1:]] == part[entries[:-1]]
+    shared = _least(order.shared_edges, entries[:-1][same] + 1, entries[1:][same])
+    return int(order.edges.sum() - shared.sum())
+
+
+def _least(values: IntArray, first: IntArray, last: IntArray) -> IntArray:
+    """The least of values[first .. last], both included, for each pair of positions."""
+    out = np.zeros(len(first), np.int64)
+    level = np.int64(0)
+    length = last - first + 1
+    for table in _tables(values):
+        width = 1 << int(level)
+        here: NDArray[np.bool_] = (length >= width) & (length < 2 * width)
+        out[here] = np.minimum(table[first[here]], table[last[here] - width + 1])
+        level += 1
+    return out
+
+
+def _tables(values: IntArray) -> Iterator[IntArray]:
+    """Least values of 1, 2, 4, ... neighbours, from each position."""
+    table, width = values, 1
+    while len(table):
+        yield table
+        table = np.minimum(table[:-width], table[width:]) if len(table) > width else table[:0]
+        width *= 2

@@ -1,0 +1,205 @@
+"""The estimate of what sharing saves, against sets of paths and against plans."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.cli.plan import by_rollouts, by_tokens
+from forkpoint.plan import MODELS, Estimate, ModelShape, make_plan
+from forkpoint.plan.estimate import SPLITS, Distribution
+from forkpoint.synthetic import synthetic_rollouts
+from strategies import batches
+
+SHAPE = ModelShape(
+    layers=2,
+    hidden=8,
+    heads=2,
+    kv_heads=1,
+    head_dim=4,
+    value_dim=4,
+    intermediate=16,
+    vocab=5,
+    windows=(3, 0),
+)
+
+
+def estimated(*made: RolloutBatch, shape: ModelShape | None = None) -> Estimate:
+    estimate = Estimate(shape)
+    for batch in made:
+        estimate.add(batch)
+    return estimate
+
+
+def paths(rollout: Rollout) -> Iterator[tuple[int, ...]]:
+    ids = tuple(rollout.token_ids.tolist())
+    yield from (ids[: end + 1] for end in range(1, len(ids)))
+
+
+def edges(batch: RolloutBatch, classes: list) -> int:
+    """Distinct edges where rollouts of one class and temperature share."""
+    found = {
+        (c, rollout.temperature, path)
+        for c, rollout in zip(classes, batch, strict=True)
+        for path in paths(rollout)
+    }
+    return len(found)
+
+
+@given(batch=batches())
+@settings(max_examples=80, deadline=None)
+def test_counts_are_those_of_plans(batch: RolloutBatch) -> None:
+    estimate = estimated(batch, shape=SHAPE)
+    for mode, work in estimate.work.items():
+        plan = make_plan(batch, SHAPE, Config(sharing=mode, boundary="across_rows"))  # pyright: ignore[reportArgumentType]
+        assert work == plan.shared, mode
+        assert estimate.bound(mode) == pytest.approx(plan.bound)
+        assert estimate.unique_tokens == plan.unique_tokens
+    assert estimate.work["none"] == make_plan(batch, SHAPE).dense
+    assert estimate.logical_tokens == batch.logical_tokens
+    assert estimate.groups == len(batch.groups()) and estimate.rollouts == len(batch)
+
+
+@given(batch=batches())
+@settings(max_examples=80, deadline=None)
+def test_what_splits_cost_is_counted_path_by_path(batch: RolloutBatch) -> None:
+    estimate = estimated(batch)
+    for split in SPLITS:
+        part = split.parts(len(batch)).tolist()
+        assert estimate.split_tokens[split] == {
+            "group": edges(batch, list(zip(part, batch.group_index.tolist(), strict=True))),
+            "tree": edges(batch, part),
+        }, split
+
+
+@given(batch=batches())
+@settings(max_examples=60, deadline=None)
+def test_distributions_are_counted_rollout_by_rollout(batch: RolloutBatch) -> None:
+    estimate = estimated(batch)
+    ratios: list[int] = []
+    for n, rollout in enumerate(batch):
+        others = {
+            path
+            for m, other in enumerate(batch)
+            if m != n
+            and batch.group_index[m] == batch.group_index[n]
+            and other.temperature == rollout.temperature
+            for path in paths(other)
+        }
+        own = list(paths(rollout))
+        if own:
+            ratios.append(round(1000 * sum(path in others for path in own) / len(own)))
+    found = sorted(estimate.prefix_ratio.counts.elements())
+    assert np.abs(np.array(found) - np.array(sorted(ratios))).max(initial=0) <= 1
+    assert sorted(estimate.group_size.counts.elements()) == sorted(
+        len(members) for members in batch.groups()
+    )
+    plan = make_plan(batch, None, Config(sharing="tree", boundary="across_rows"))
+    tree = [len(plan.forest.path(int(leaf))) for leaf in plan.forest.leaf]
+    if plan.max_row_tokens > max(batch.lengths):
+        assert sorted(estimate.tree_depth.counts.elements()) == sorted(tree)
+
+
+def test_batches_add_up() -> None:
+    rollouts = synthetic_rollouts(
+        groups=6, rollouts_per_group=4, prompt_tokens=30, response_tokens=9, system_tokens=8
+    )
+    parts = list(by_rollouts(rollouts, 8))
+    together, alone = estimated(*parts, shape=SHAPE), [estimated(p, shape=SHAPE) for p in parts]
+    assert together.batches == 3 and together.groups == 6
+    for name in ("logical_tokens", "unique_tokens", "group_tokens", "trained_tokens", "rollouts"):
+        assert getattr(together, name) == sum(getattr(one, name) for one in alone)
+    for mode, work in together.work.items():
+        assert work.tokens == sum(one.work[mode].tokens for one in alone)
+        assert work.pairs[3] == sum(one.work[mode].pairs[3] for one in alone)
+    whole = estimated(RolloutBatch(rollouts), shape=SHAPE)
+    assert whole.work["group"] == together.work["group"], "groups are not cut"
+    assert whole.work["tree"].tokens == together.work["tree"].tokens - 2 * 7, "system edges"
+
+
+@given(batch=batches(), tokens=st.integers(1, 60))
+@settings(max_examples=60, deadline=None)
+def test_batches_by_tokens(batch: RolloutBatch, tokens: int) -> None:
+    parts = list(by_tokens(batch, tokens))
+    assert [r.rollout_id for part in parts for r in part] == list(batch.rollout_ids)
+    longest = int(max(batch.lengths))
+    for part in parts[:-1]:
+        assert tokens <= part.logical_tokens < 2 * tokens + longest
+        at_end = parts[parts.index(part) + 1]
+        if part.logical_tokens < 2 * tokens:  # it ended where a group did
+            both = RolloutBatch([part[-1], at_end[0]])
+            assert len(both.groups()) == 2
+
+
+def test_batches_by_rollouts() -> None:
+    rollouts = synthetic_rollouts(
+        groups=2, rollouts_per_group=5, prompt_tokens=3, response_tokens=2
+    )
+    assert [len(part) for part in by_rollouts(rollouts, 4)] == [4, 4, 2]
+
+
+def test_a_distribution_of_nothing_and_of_one() -> None:
+    empty, one = Distribution(), Distribution(scale=4)
+    assert set(empty.summary().values()) == {0.0}
+    one.add(np.array([3]))
+    assert set(one.summary().values()) == {0.75}
+    some = Distribution()
+    some.add(np.arange(1, 101))
+    assert some.summary() == {"mean": 50.5, "p10": 10, "p50": 50, "p90": 90, "max": 100}
+
+
+def test_one_token_rollouts_run_nothing() -> None:
+    estimate = estimated(RolloutBatch([Rollout([1], [0], 1.0), Rollout([1], [0], 1.0)]))
+    assert estimate.work["none"].tokens == estimate.work["tree"].tokens == 0
+    assert estimate.tree_depth.counts == {0: 2} and estimate.unique_tokens == 1
+    assert estimate.bound("tree") == 1.0
+
+
+# Parameters in billions as published: of those that a token uses, for mixtures of experts.
+PUBLISHED = {
+    "qwen3-0.6b": (0.60, 1),
+    "qwen3-1.7b": (1.72, 1),
+    "qwen3-4b": (4.02, 1),
+    "qwen3-8b": (8.19, 2),
+    "qwen3-14b": (14.77, 2),
+    "qwen3-32b": (32.76, 2),
+    "qwen3-30b-a3b": (3.35, 2),
+    "qwen3-235b-a22b": (22.1, 2),
+    "qwen2.5-0.5b": (0.49, 1),
+    "qwen2.5-1.5b": (1.54, 1),
+    "qwen2.5-3b": (3.09, 1),
+    "qwen2.5-7b": (7.62, 2),
+    "qwen2.5-14b": (14.77, 2),
+    "qwen2.5-32b": (32.76, 2),
+    "qwen2.5-72b": (72.71, 2),
+    "llama3.2-1b": (1.24, 1),
+    "llama3.2-3b": (3.21, 1),
+    "llama3-8b": (8.03, 2),
+    "llama3-70b": (70.55, 2),
+    "llama3-405b": (405.85, 2),
+    "mistral-7b": (7.25, 2),
+    "deepseek-v3": (37.6, 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_known_models_have_their_published_sizes(name: str) -> None:
+    """Matrices of the blocks and the embedding, once where it is tied; norms are a thousandth."""
+    shape = ModelShape.from_config(MODELS[name])
+    billions, embeddings = PUBLISHED[name]
+    counted = (shape.linear_parameters + embeddings * shape.vocab * shape.hidden) / 1e9
+    assert counted == pytest.approx(billions, rel=0.015)
+
+
+def test_work_of_other_windows_is_not_added() -> None:
+    batch = RolloutBatch([Rollout([1, 2, 3], [0, 1, 1], 1.0)])
+    one, other = (
+        estimated(batch, shape=SHAPE),
+        estimated(batch, shape=replace(SHAPE, windows=(0, 0))),
+    )
+    with pytest.raises(AssertionError):
+        one.work["none"] + other.work["none"]
