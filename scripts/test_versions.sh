@@ -18,6 +18,7 @@ TESTS=(
   tests/integration/test_acceptance.py
   tests/integration/test_verify.py
   tests/numerics/test_families.py
+  tests/fuzz/test_fuzz.py
 )
 
 versions=()

@@ -12,12 +12,11 @@ from math import inf
 
 import numpy as np
 from fuzz_batches import draw_batch
-from fuzz_models import Settings, between, chance, draw_settings, one_of
+from fuzz_models import SPECIAL, Settings, between, chance, draw_settings, one_of
 from numpy.random import Generator
 from transformers import CONFIG_MAPPING
 
 from forkpoint import Config, RolloutBatch
-from forkpoint.hosts.families import FAMILIES
 from forkpoint.losses import (
     BNPO,
     CISPO,
@@ -93,7 +92,7 @@ def stream(seed: int, part: str) -> Generator:
 def draw_case(seed: int) -> Case:
     """The case of a seed, the same on every machine."""
     # The family whose number is largest, so that one more family takes only its share of seeds.
-    known = [name for name in FAMILIES if name in CONFIG_MAPPING]
+    known = [name for name in SPECIAL if name in CONFIG_MAPPING]
     family = max(known, key=lambda name: float(stream(seed, f"family {name}").random()))
     random = stream(seed, "loss")
     loss, old, reference = draw_loss(random)

@@ -119,6 +119,13 @@ def draw_rope(random: Generator, head_dim: int, *, partial: bool = False) -> Set
     return found
 
 
+def _partial_rope(random: Generator, settings: Settings) -> Settings:
+    """Rotary embeddings of a part of the head dim, told both where newer versions look for the
+    part and where the defaults of older ones would win."""
+    rope = draw_rope(random, settings["head_dim"], partial=True)
+    return {"rope_parameters": rope, "partial_rotary_factor": rope["partial_rotary_factor"]}
+
+
 def _layer_types(random: Generator, layers: int) -> list[str]:
     return [one_of(random, ("sliding_attention", "full_attention")) for _ in range(layers)]
 
@@ -250,15 +257,15 @@ def _olmo3(random: Generator, settings: Settings) -> Settings:
 
 
 def _glm(random: Generator, settings: Settings) -> Settings:
-    rope = draw_rope(random, settings["head_dim"], partial=True)
-    return {"attention_bias": chance(random, 0.6), "rope_parameters": rope}
+    found = _partial_rope(random, settings)
+    return found | {"attention_bias": chance(random, 0.6)}
 
 
 def _glm4_moe(random: Generator, settings: Settings) -> Settings:
     return {
         **_grouped_experts(random, settings),
         "use_qk_norm": chance(random, 0.5),
-        "rope_parameters": draw_rope(random, settings["head_dim"], partial=True),
+        **_partial_rope(random, settings),
     }
 
 
@@ -272,11 +279,12 @@ def _gpt_oss(random: Generator, settings: Settings) -> Settings:
 
 
 def _phi(random: Generator, settings: Settings) -> Settings:
-    found: Settings = {"rope_parameters": draw_rope(random, settings["head_dim"], partial=True)}
-    if chance(random, 0.5):  # norms that take the head dim from the width
-        found |= {"qk_layernorm": True}
-        found["hidden_size"] = settings["num_attention_heads"] * settings["head_dim"]
-    return found
+    return {
+        **_partial_rope(random, settings),
+        "qk_layernorm": chance(random, 0.5),
+        # Norms, and in older versions rotary embeddings, take the head dim from the width.
+        "hidden_size": settings["num_attention_heads"] * settings["head_dim"],
+    }
 
 
 def _phi3(random: Generator, settings: Settings) -> Settings:
@@ -374,6 +382,7 @@ def _starcoder2(random: Generator, settings: Settings) -> Settings:
     return _one_window(random, settings) | {"use_bias": chance(random, 0.5)}
 
 
+# A family is drawn if it is here.
 SPECIAL: dict[str, Callable[[Generator, Settings], Settings]] = {
     "llama": _llama,
     "qwen2": _qwen,
