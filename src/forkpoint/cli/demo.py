@@ -77,10 +77,10 @@ class Demo:
             from forkpoint.demo.loop import ENTROPY_BONUS, Loop, Task, summary, train
             from forkpoint.demo.plot import check_folder, draw, write_rows
 
-            check_folder(self.output)
             longest = self.prompt_tokens + self.response_tokens
             config = {**MODEL, "max_position_embeddings": longest}
             make = make_optimizer("adamw", self.lr)
+            check_folder(self.output)
             model = random_model(config, torch.float32, self.seed)
         task = Task(
             groups=self.groups,
