@@ -8,6 +8,8 @@ from forkpoint.errors import ConfigError
 Sharing = Literal["none", "group", "tree"]
 Boundary = Literal["in_row", "across_rows", "mixed"]
 Waves = Literal["packed", "padded"]
+Residency = Literal["keep", "offload", "recompute"]
+Checkpointing = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,14 @@ class Config:
     """The most tokens that go through the model in one forward; None lets the planner choose."""
     memory_budget_bytes: int | None = None
     """The most bytes that activations and boundary state may take together; None is no limit."""
+    residency: Literal["auto", "keep", "offload", "recompute"] = "auto"
+    """Where activations of rows with children are while these run: on the device, in the memory of
+    the host, or nowhere, so that a second forward makes them again. auto keeps what fits."""
+    checkpointing: Checkpointing = "none"
+    """What a row's own backward computes again: nothing, the MLPs, or whole decoder blocks."""
+    host_memory_bytes: int | None = None
+    """The most memory of the host that offloaded activations may take (pinned, on CUDA), for as
+    long as the policy lives; what does not fit stays on the device. None is no limit."""
     attention_kernel: str = "auto"
     """A kernel of `forkpoint.ops.attention` by name; asking for one that cannot serve raises."""
     recurrence_kernel: str = "auto"
@@ -56,7 +66,12 @@ class Config:
                     f"{name} is {getattr(self, name)!r}; allowed are "
                     f"{', '.join(map(repr, allowed))}."
                 )
-        for name in ("max_row_tokens", "memory_budget_bytes", "head_chunk_tokens"):
+        for name in (
+            "max_row_tokens",
+            "memory_budget_bytes",
+            "host_memory_bytes",
+            "head_chunk_tokens",
+        ):
             value = getattr(self, name)
             if value is None and name != "head_chunk_tokens":
                 continue

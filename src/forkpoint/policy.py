@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from forkpoint.config import Config
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.host import Host
+from forkpoint.engine.offload import OffloadStats
+from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.engine.views import batch_denominators
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.transformers import TransformersHost
@@ -51,6 +53,8 @@ class StepStats:
     """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
     logprobs: Tensor
     """[T] under the model before the step; entries outside the loss mask are 0."""
+    offload: OffloadStats | None = None
+    """What was copied to the host's memory and back; None where the plan offloads nothing."""
 
 
 class Policy:
@@ -58,6 +62,7 @@ class Policy:
 
     def __init__(self, host: Host, config: Config) -> None:
         self.host, self.config = host, config
+        self._staging: Staging | None = None
 
     def plan(self, batch: RolloutBatch, loss: Loss | LossFunction | None = None) -> Plan:
         """What would run for a batch.
@@ -107,7 +112,8 @@ class Policy:
         if not torch.isfinite(torch.tensor(float(scale))):
             raise ConfigError(f"scale is {scale!r}; it takes a finite number.")
         plan = self._plan_for(batch, plan, loss)
-        result = Engine(self.host, self.config).forward_backward(
+        engine = Engine(self.host, self.config, self._staging_of(plan))
+        result = engine.forward_backward(
             plan, batch, loss, denominators or batch_denominators(batch), float(scale)
         )
         cuda = self.host.device.type == "cuda"
@@ -123,6 +129,7 @@ class Policy:
             event_memory_bytes=result.event_memory_bytes,
             peak_memory_bytes=(torch.cuda.max_memory_allocated(self.host.device) if cuda else None),
             logprobs=result.logprobs_T.detach(),
+            offload=result.offload,
         )
 
     def score(
@@ -153,6 +160,14 @@ class Policy:
     def with_config(self, **changes: object) -> "Policy":
         """The same model with other options."""
         return Policy(self.host, replace(self.config, **changes))  # type: ignore[arg-type]
+
+    def _staging_of(self, plan: Plan) -> Staging | None:
+        """Host memory for rows that are offloaded: made when first needed, kept for later steps."""
+        offloads = any(row.residency == "offload" for row in plan.rows)
+        if offloads and self._staging is None:
+            limit = self.config.host_memory_bytes
+            self._staging = staging_for(self.host.device, limit_bytes=limit)
+        return self._staging
 
     def _plan_for(self, batch: RolloutBatch, plan: Plan | None, loss: Loss | None) -> Plan:
         if plan is None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, ModelShape, PlanError, Rollout, RolloutBatch
-from forkpoint.plan import make_plan, planner
+from forkpoint.plan import make_plan, planner, predict
 from forkpoint.plan.planner import plan_cost, splits
 from strategies import batches
 
@@ -100,7 +100,7 @@ def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> No
     )
     config = Config(max_row_tokens=420, sharing="group")
     coupling = np.arange(4)
-    with mock.patch.object(planner, "EFFICIENT_TOKENS", 1):
+    with mock.patch.object(predict, "EFFICIENT_TOKENS", 1):
         free = make_plan(batch, config=config)
         assert (free.boundary, plan_cost(free, batch)) == ("mixed", 500)
         assert splits(free, batch, coupling)
@@ -132,7 +132,7 @@ def test_auto_never_costs_more_than_dense(
         "joint": np.zeros(len(batch), np.int64),
     }[coupled]
     config = Config(max_row_tokens=row_tokens, waves=waves)
-    with mock.patch.object(planner, "EFFICIENT_TOKENS", efficient):
+    with mock.patch.object(predict, "EFFICIENT_TOKENS", efficient):
         plan = make_plan(batch, shape, config, coupling=coupling)
         costs = [c.cost for c in plan.candidates if c.cost is not None]
         dense = [c.cost for c in plan.candidates if c.sharing == "none" and c.cost is not None]
@@ -188,7 +188,7 @@ def test_peak_bytes_count_the_rows_open_at_once_and_the_arena() -> None:
         (
             {"memory_budget_bytes": 1000, "boundary": "across_rows"},
             SHAPE,
-            "rows of 64 tokens are predicted to need 6272384 bytes and memory_budget_bytes is "
+            "rows of 64 tokens are predicted to need 1097856 bytes and memory_budget_bytes is "
             "1000; raise the budget, or checkpoint activations.",
         ),
         (

@@ -50,6 +50,11 @@ class Planning:
         max_row_tokens: The most tokens in one row. Lower it when memory runs out.
         memory_budget_bytes: The most bytes that activations and kept keys and values may take
             together, as predicted.
+        residency: Where activations of a row are while rows that read it run: on the device (keep),
+            in the host's memory (offload), or nowhere until they are computed again (recompute).
+            auto keeps what the memory budget lets it.
+        checkpointing: What a backward computes again: nothing, the MLPs (selective), or whole
+            decoder blocks (full). Less memory, more time.
     """
 
     sharing: Literal["auto", "none", "group", "tree"] = "auto"
@@ -57,6 +62,8 @@ class Planning:
     waves: Literal["packed", "padded"] = "packed"
     max_row_tokens: Chosen = None
     memory_budget_bytes: Unlimited = None
+    residency: Literal["auto", "keep", "offload", "recompute"] = "auto"
+    checkpointing: Literal["none", "selective", "full"] = "none"
 
     def config(self) -> Config:
         return Config(
@@ -65,6 +72,8 @@ class Planning:
             waves=self.waves,
             max_row_tokens=self.max_row_tokens,
             memory_budget_bytes=self.memory_budget_bytes,
+            residency=self.residency,
+            checkpointing=self.checkpointing,
         )
 
 

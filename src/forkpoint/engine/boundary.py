@@ -70,6 +70,12 @@ class Arena:
         gradient = self._gradient.get(key)
         return self._state[key].data, None if gradient is None else gradient.data
 
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies in one of the buffers; aliases of them begin where they do."""
+        begin = x.untyped_storage().data_ptr()
+        every = (*self._state.values(), *self._gradient.values())
+        return any(begin == buffer.data_ptr() for buffer in every)
+
     @property
     def nbytes(self) -> int:
         buffers = (*self._state.values(), *self._gradient.values())

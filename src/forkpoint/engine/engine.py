@@ -5,10 +5,12 @@
         for child in row.children:   visit(child)
         backward(row)                roots its loss; its ancestors' boundary gradients accumulate
 
+Between a row's forward and backward its activations are where the plan says (engine/residency.py).
 Nothing here knows which published method it is running; the plan does not say.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +21,10 @@ from forkpoint.config import Config
 from forkpoint.engine.boundary import Arena
 from forkpoint.engine.guard import GradientGuard
 from forkpoint.engine.host import HeadOutputs, Host
+from forkpoint.engine.offload import OffloadStats
+from forkpoint.engine.residency import Residency
 from forkpoint.engine.rows import RowContext, RowInputs, prepare_rows
+from forkpoint.engine.staging import Staging
 from forkpoint.engine.timing import PhaseTimer
 from forkpoint.engine.views import LossViews, outputs_of
 from forkpoint.errors import ConfigError
@@ -43,13 +48,16 @@ class StepResult:
     phase_ms: dict[str, float]
     event_ms: tuple[float, ...]
     event_memory_bytes: tuple[int, ...] | None
+    offload: OffloadStats | None = None
+    """What was copied to the host's memory and back; None where the plan offloads nothing."""
 
 
 class Engine:
     """Runs plans on a host."""
 
-    def __init__(self, host: Host, config: Config) -> None:
-        self.host, self.config = host, config
+    def __init__(self, host: Host, config: Config, staging: Staging | None = None) -> None:
+        """`staging` is where plans that offload rows put them."""
+        self.host, self.config, self.staging = host, config, staging
 
     def score(self, plan: Plan, batch: RolloutBatch, *, entropy: bool) -> StepResult:
         """Log-probs (and entropies) of every trained token, without a graph."""
@@ -244,39 +252,51 @@ class Engine:
         timer = PhaseTimer(device)
         events: list[str] = []
         roots: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        for phase, index in plan.schedule(backward=training):
-            inputs = prepared[index]
-            leaf = not inputs.row.children
-            timer.mark("B" if leaf else "A" if phase == "F" else "C")
-            events.append(f"{phase} {plan.row_names[index]}")
-            if phase == "B":
-                tensors, gradients = roots.pop(index)
-                assert guard is not None
-                # Frozen layers under a row without trained tokens leave it nothing to do.
-                if tensors:
-                    guard.began = True
-                    torch.autograd.backward(tensors, gradients)
-                del tensors, gradients
-                continue
-            context = RowContext(
-                plan,
-                inputs,
-                arena,
-                kernel=self.config.attention_kernel,
-                recurrence_kernel=self.config.recurrence_kernel,
-                head_chunk_tokens=self.config.head_chunk_tokens,
-                entropy=entropy,
-            )
-            with torch.set_grad_enabled(training):
-                outputs = self.host.forward(context)
-                context.end_forward()
-                value = row_loss(inputs, outputs) if row_loss else None
-            self._collect(inputs, outputs, logprobs_T, entropies_T)
-            if training:
-                if value is not None:
-                    total += value.detach()
-                roots[index] = _roots(value, outputs.roots, scale)
-            del outputs, value, context
+        residency = (
+            Residency(plan, prepared, self.host, arena, self.staging) if training else None
+        )
+        with residency.within() if residency else nullcontext():
+            for step, (phase, index) in enumerate(plan.schedule(backward=training)):
+                inputs = prepared[index]
+                leaf = not inputs.row.children
+                timer.mark("B" if leaf else "A" if phase == "F" else "C")
+                events.append(f"{phase} {plan.row_names[index]}")
+                if phase == "B":
+                    assert guard is not None and residency is not None
+                    tensors, gradients = roots.pop(index)
+                    residency.before_backward(step)
+                    # Frozen layers under a row without trained tokens leave it nothing to do.
+                    if tensors:
+                        guard.began = True
+                        torch.autograd.backward(tensors, gradients)
+                    residency.after_backward(index)
+                    del tensors, gradients
+                    continue
+                # What else there is to a row that is recomputed comes with its second forward.
+                first = training and phase == "F" and inputs.row.residency == "recompute"
+                context = RowContext(
+                    plan,
+                    inputs,
+                    arena,
+                    kernel=self.config.attention_kernel,
+                    recurrence_kernel=self.config.recurrence_kernel,
+                    head_chunk_tokens=self.config.head_chunk_tokens,
+                    entropy=entropy,
+                    phase=phase,
+                    boundary_only=first,
+                )
+                with torch.set_grad_enabled(training):
+                    with residency.forward(phase, index) if residency else nullcontext():
+                        outputs = self.host.forward(context)
+                    context.end_forward()
+                    value = row_loss(inputs, outputs) if row_loss and not first else None
+                if not first:
+                    self._collect(inputs, outputs, logprobs_T, entropies_T)
+                    if value is not None:
+                        total += value.detach()
+                    if training:
+                        roots[index] = _roots(value, outputs.roots, scale)
+                del outputs, value, context
         timer.mark("B")
         return StepResult(
             loss=total,
@@ -286,6 +306,7 @@ class Engine:
             phase_ms=timer.totals_ms(),
             event_ms=timer.each_ms(),
             event_memory_bytes=timer.allocated_bytes(),
+            offload=residency.stats if residency else None,
         )
 
     def _collect(

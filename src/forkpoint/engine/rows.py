@@ -55,8 +55,13 @@ class RowContext:
         recurrence_kernel: str = "auto",
         head_chunk_tokens: int,
         entropy: bool,
+        phase: str = "F",
+        boundary_only: bool = False,
     ) -> None:
+        """`phase` "R" is a second forward, which captures nothing anew; with `boundary_only` no
+        more is wanted of this forward than its boundary state."""
         self.inputs = inputs
+        self.boundary_only = boundary_only
         self.kernel, self.recurrence_kernel = kernel, recurrence_kernel
         self.head_chunk_tokens = head_chunk_tokens
         self.entropy = entropy
@@ -65,6 +70,8 @@ class RowContext:
         row = inputs.row
         self.arena = arena
         self.capture = Capture(arena, _capture_runs(plan, row)) if row.keeps_boundary else None
+        if phase == "R":
+            self.end_forward()
         self._plan = plan
         self._tables: dict[int, AttentionTable] = {}
         self._states: dict[int, RowStates] = {}

@@ -22,6 +22,7 @@ from forkpoint.engine.rows import RowContext
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, RowEnds, taken_context
+from forkpoint.hosts.checkpointing import checkpointed_blocks
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.families import FAMILIES, Family
 from forkpoint.hosts.linear_attention import (
@@ -204,18 +205,31 @@ class TransformersHost:
     def forward(self, context: RowContext) -> HeadOutputs:
         inputs = context.inputs
         # Recomputation would run into the end of the row again, in the middle of a backward.
-        if not len(inputs.head_slots) and not self._recomputes:
+        headless = context.boundary_only or not len(inputs.head_slots)
+        if headless and not self._recomputes:
             context.last_layer = self._shape.layers - 1
-        try:
-            # Through the outermost module: FSDP and peft work in its hooks and its forward.
-            return self.model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                **{CONTEXT_ARGUMENT: context},
+        policy = inputs.row.checkpointing
+        if policy != "none" and self._recomputes:
+            raise UnsupportedError(
+                "the model checkpoints itself (gradient_checkpointing) and the plan does as well "
+                f"(checkpointing={policy!r}); disable one of them."
             )
+        if context.boundary_only:
+            policy = "none"
+        try:
+            with checkpointed_blocks(self._blocks.blocks, policy, but=context.last_layer):
+                # Through the outermost module: FSDP and peft work in its hooks and its forward.
+                return self.model(
+                    input_ids=inputs.input_ids,
+                    position_ids=inputs.position_ids,
+                    **{CONTEXT_ARGUMENT: context},
+                )
         except RowEnds as end:
-            nothing = torch.empty(0, dtype=self.loss_dtype, device=self.device)
-            return HeadOutputs(nothing, nothing if context.entropy else None, end.roots)
+            return self._without_head(context, end.roots)
+
+    def _without_head(self, context: RowContext, roots: tuple[Tensor, ...]) -> HeadOutputs:
+        nothing = torch.empty(0, dtype=self.loss_dtype, device=self.device)
+        return HeadOutputs(nothing, nothing if context.entropy else None, roots)
 
     def _causal_forward(
         self,
@@ -235,6 +249,8 @@ class TransformersHost:
             output_hidden_states=False,
             **{CONTEXT_ARGUMENT: forkpoint_row},
         ).last_hidden_state
+        if forkpoint_row.boundary_only:
+            return self._without_head(forkpoint_row, (top,))
         inputs = forkpoint_row.inputs
         hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, inputs.head_slots)
         head = refusals.plain_head(self.causal)

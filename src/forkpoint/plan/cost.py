@@ -142,12 +142,17 @@ class ModelShape:
 
     @property
     def activation_bytes_per_token(self) -> int:
-        """What one token's forward leaves for its backward, counted tensor by tensor.
+        """What one token's forward leaves for its backward, all layers together."""
+        return self.activation_bytes("none")
+
+    def activation_bytes(self, checkpointing: str) -> int:
+        """Bytes that one token's forward leaves for its backward, counted tensor by tensor.
 
         A block keeps the inputs of its two norms and of its seven matrix products, q, k and v as
         attention reads them, attention's output, and the gate's, the up's and their product's
         values; a norm computed in float32 keeps that copy as well. A checkpointed block keeps its
-        input, and one block at a time is whole while it is recomputed.
+        input, and one block at a time is whole while it is recomputed. Checkpointing "selective"
+        leaves out what an MLP keeps but its input, and one MLP at a time is whole.
         """
         attention = (self.heads + self.kv_heads) * self.head_dim
         values = (self.heads + self.kv_heads) * self.value_dim
@@ -159,10 +164,22 @@ class ModelShape:
         norm_copies = 2 * self.hidden * 4 if self.dtype_bytes < 4 else 0
         rest = (4 * self.hidden + 4 * self.intermediate) * self.dtype_bytes + norm_copies
         sizes = [(layers, rest + mixer * self.dtype_bytes) for layers, mixer in blocks if layers]
-        if self.checkpointed:
+        if self.checkpointed or checkpointing == "full":
             inputs = self.layers * self.hidden * self.dtype_bytes
             return inputs + max(size for _, size in sizes)
-        return sum(layers * size for layers, size in sizes)
+        every = sum(layers * size for layers, size in sizes)
+        if checkpointing == "selective":
+            return every - (self.layers - 1) * 4 * self.intermediate * self.dtype_bytes
+        return every
+
+    def repeated_flops_share(self, checkpointing: str) -> float:
+        """The share of a forward of the blocks that a checkpointed backward runs again."""
+        if self.checkpointed or checkpointing == "full":
+            return 1.0
+        if checkpointing == "selective":
+            # All of an MLP but its last product, whose output the backward does not need.
+            return self.layers * 2 * self.hidden * self.intermediate / self.linear_parameters
+        return 0.0
 
 
 def _active_intermediate(config: Mapping[str, Any], layers: int) -> int:

@@ -43,6 +43,10 @@ def _summary(plan: Plan) -> Table:
         add("this step, TFLOP", f"{shared / 1e12:,.3f}")
     if plan.predicted_peak_bytes is not None:
         add("activations and boundary at the peak, GiB", f"{plan.predicted_peak_bytes / 2**30:.2f}")
+    if plan.predicted_ms is not None:
+        add("predicted time of a step, ms", f"{plan.predicted_ms:,.1f}")
+    if plan.shape is not None:
+        add("predictions rest on", plan.rests_on or "counted FLOPs and bytes")
     unit = "FLOPs" if plan.shape is not None else "tokens"
     add(f"bound on the speed-up ({unit})", f"{plan.bound:.2f}x")
     return table
@@ -71,8 +75,14 @@ def _candidates(plan: Plan) -> Table:
 
 def _rows(plan: Plan) -> Table:
     table = Table(title=f"rows in visiting order ({plan.waves} waves)")
-    for name in ("row", "inside", "segments", "tokens", "slots", "boundary kept"):
-        table.add_column(name, justify="left" if name in ("row", "inside") else "right")
+    policies = {row.checkpointing for row in plan.rows} - {"none"}
+    if policies:
+        table.title = f"{table.title}, checkpointing: {', '.join(policies)}"
+    text = ("row", "inside", "activations")
+    names = ["row", "inside", "segments", "tokens", "slots", "boundary kept"]
+    moved = any(row.residency != "keep" for row in plan.rows)
+    for name in (*names, *(["activations"] if moved else [])):
+        table.add_column(name, justify="left" if name in text else "right")
     for row in plan.rows[:MOST_ROWS]:
         kept = sum(
             int(plan.forest.length[s])
@@ -87,6 +97,7 @@ def _rows(plan: Plan) -> Table:
             f"{row.tokens:,}",
             f"{row.slots:,}",
             f"{kept:,}",
+            *([row.residency if row.children else "-"] if moved else []),
         )
     if len(plan.rows) > MOST_ROWS:
         table.caption = f"and {len(plan.rows) - MOST_ROWS:,} rows more"

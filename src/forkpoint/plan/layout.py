@@ -51,6 +51,10 @@ class Row:
     state_slot: tuple[int, ...] = ()
     """Where the arena keeps each segment's final state; -1 where no segment of another row starts
     from it."""
+    residency: str = "keep"
+    """Where its activations are while its children run: keep, offload or recompute."""
+    checkpointing: str = "none"
+    """Which activations its own backward computes again: none, selective or full."""
 
     @property
     def keeps_boundary(self) -> bool:

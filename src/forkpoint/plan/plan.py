@@ -26,7 +26,7 @@ class Candidate:
     sharing: str
     boundary: str
     cost: float | None
-    """Predicted cost of the step in FLOPs, or in tokens where no model shape is known."""
+    """Predicted cost of the step, in the plan's cost_unit."""
     refused: str | None = None
     """Why there is no such plan."""
 
@@ -57,8 +57,16 @@ class Plan:
     shared: Work
     fingerprint: str
     shape: ModelShape | None = None
+    cost: float = 0.0
+    """What the step is predicted to cost; plans are compared by it."""
+    cost_unit: str = "tokens"
+    """ms where a calibration is at hand, else FLOPs, else (without a model shape) tokens."""
+    predicted_ms: float | None = None
+    """Time of a step; None without a calibration."""
     predicted_peak_bytes: int | None = None
     """Activations, boundary state and its gradients at the worst moment; not weights."""
+    rests_on: str = ""
+    """The calibration that the predictions are made from; without one they are counted."""
     candidates: tuple[Candidate, ...] = ()
     reason: str = ""
 
@@ -116,7 +124,10 @@ class Plan:
         return tuple(names)
 
     def schedule(self, *, backward: bool = True) -> list[tuple[str, int]]:
-        """("F" or "B", row) in the order of work: children run between a row's F and its B."""
+        """("F", "R" or "B", row) in the order of work: children run between a row's F and its B.
+
+        R is the second forward of a row whose activations are not kept but computed again.
+        """
         steps: list[tuple[str, int]] = []
         todo = [("F", row.index) for row in reversed(self.rows) if row.parent < 0]
         while todo:
@@ -125,11 +136,16 @@ class Plan:
             if phase == "F":
                 if backward:
                     todo.append(("B", row))
+                    if self.rows[row].residency == "recompute":
+                        todo.append(("R", row))
                 todo.extend(("F", child) for child in reversed(self.rows[row].children))
         return steps
 
     def events(self, *, backward: bool = True) -> tuple[str, ...]:
-        """The literal order of work: `F A0` is row A0's forward, `B A0` its backward."""
+        """The literal order of work: `F A0` is row A0's forward, `B A0` its backward.
+
+        `R A0` is the forward that computes A0's activations again, where the plan says so.
+        """
         steps = self.schedule(backward=backward)
         return tuple(f"{phase} {self.row_names[row]}" for phase, row in steps)
 

@@ -8,25 +8,28 @@ from forkpoint.config import Config
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
 from forkpoint.plan.arena import place_boundaries
-from forkpoint.plan.cost import (
-    LINEAR_BACKWARD,
-    ModelShape,
-    Work,
-    dense_work,
-    forest_work,
-    visible_pairs,
-)
-from forkpoint.plan.layout import Row
+from forkpoint.plan.calibration import Calibration, MeasuredMeter
+from forkpoint.plan.cost import ModelShape, dense_work, forest_work
 from forkpoint.plan.packing import rows_across, rows_mixed, rows_of_whole_paths
 from forkpoint.plan.plan import Candidate, Plan, fingerprint
+from forkpoint.plan.predict import (
+    EFFICIENT_TOKENS,
+    CountedMeter,
+    Meter,
+    TokenMeter,
+    fit_rows,
+    forward_cost,
+    labelled_of_rows,
+    peak_bytes,
+    play,
+)
 from forkpoint.rollouts import RolloutBatch
 
 DEFAULT_ROW_TOKENS = 16_384
-# Below this many tokens a matrix product is bound by reading its weights, so that fewer tokens take
-# no less time: about the FLOPs per byte at which current GPUs turn from memory- to compute-bound.
-EFFICIENT_TOKENS = 256
 # Auto prefers the simpler of two plans whose costs differ by less than this.
 NOISE = 0.005
+# Rows are cut no shorter than this to fit a budget.
+LEAST_ROW_TOKENS = 64
 SHARINGS = ("none", "group", "tree")
 BOUNDARIES = ("in_row", "mixed", "across_rows")
 
@@ -37,6 +40,7 @@ def make_plan(
     config: Config | None = None,
     *,
     coupling: IntArray | None = None,
+    calibration: Calibration | None = None,
 ) -> Plan:
     """Plan a batch.
 
@@ -46,15 +50,18 @@ def make_plan(
         config: what may be chosen; `auto` looks at every combination, dense among them.
         coupling: int64 [N], which rollouts a loss couples (same entry): where their trained tokens
             lie in several rows the loss costs one more forward. None couples nothing.
+        calibration: what was measured for this model on the device that it will run on; with it
+            plans are priced in milliseconds instead of FLOPs.
 
     Raises:
         PlanError: no combination fits the limits; every reason is named.
+        ConfigError: the calibration is of another model shape.
     """
     config = config or Config()
-    builder = _Builder(batch, shape, config)
+    builder = _Builder(batch, shape, config, coupling, calibration)
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
-    plans: list[tuple[float, Plan]] = []
+    plans: list[Plan] = []
     candidates: list[Candidate] = []
     for sharing in sharings:
         for boundary in boundaries:
@@ -63,32 +70,42 @@ def make_plan(
             except PlanError as error:
                 candidates.append(Candidate(sharing, boundary, None, str(error)))
                 continue
-            cost = plan_cost(plan, batch, coupling)
-            candidates.append(Candidate(sharing, boundary, cost))
-            plans.append((cost, plan))
+            candidates.append(Candidate(sharing, boundary, plan.cost))
+            plans.append(plan)
     if not plans:
         reasons = "\n".join(f"  {c.sharing} + {c.boundary}: {c.refused}" for c in candidates)
         raise PlanError(f"no plan fits this batch:\n{reasons}")
-    cheapest = min(cost for cost, _ in plans)
-    cost, plan = next(p for p in plans if p[0] <= cheapest * (1 + NOISE))
+    plan = _chosen(plans)
     dense = next((c.cost for c in candidates if c.sharing == "none" and c.cost is not None), None)
-    return replace(plan, candidates=tuple(candidates), reason=_reason(plan, cost, dense, config))
+    return replace(plan, candidates=tuple(candidates), reason=_reason(plan, dense, config))
 
 
-def plan_cost(plan: Plan, batch: RolloutBatch, coupling: IntArray | None = None) -> float:
-    """Predicted cost of a step in FLOPs (in tokens without a shape): smaller is faster.
+def _chosen(plans: list[Plan]) -> Plan:
+    """The simplest of those that are as cheap as any, within noise; never dearer than dense."""
+    cheapest = min(plan.cost for plan in plans)
+    return next(plan for plan in plans if plan.cost <= cheapest * (1 + NOISE))
 
-    Unlike the bound this counts what runs: padding, and rows too small to keep the chip busy.
+
+def plan_cost(
+    plan: Plan, batch: RolloutBatch, coupling: IntArray | None = None, meter: Meter | None = None
+) -> float:
+    """Predicted cost of a step: smaller is faster.
+
+    Unlike the bound this counts what runs: padding, rows too small to keep the chip busy, forwards
+    that are repeated, and waiting for copies. By default in FLOPs, in tokens without a shape.
     """
-    slots = sum(max(row.slots, EFFICIENT_TOKENS) for row in plan.rows)
-    extra = coupling is not None and splits(plan, batch, coupling)
+    meter = meter or _counted_meter(plan, batch)
+    cost = play(plan, meter).cost
+    if coupling is not None and splits(plan, batch, coupling):
+        cost += forward_cost(plan, meter)
+    return cost / 3 if isinstance(meter, TokenMeter) else cost
+
+
+def _counted_meter(plan: Plan, batch: RolloutBatch) -> Meter:
     if plan.shape is None:
-        return slots * (4 / 3 if extra else 1)
-    waste = 2.0 * (slots - plan.shared.tokens) * plan.shape.linear_parameters
-    cost = plan.shared.step_flops(plan.shape) + (1 + LINEAR_BACKWARD) * waste
-    if extra:
-        cost += plan.shared.forward_flops(plan.shape) + waste
-    return cost
+        return TokenMeter()
+    token_edge = plan.forest.token_edges(batch.offsets)
+    return CountedMeter(plan, labelled_of_rows(plan, token_edge, batch.loss_mask))
 
 
 def splits(plan: Plan, batch: RolloutBatch, coupling: IntArray) -> bool:
@@ -101,22 +118,33 @@ def splits(plan: Plan, batch: RolloutBatch, coupling: IntArray) -> bool:
     return len(np.unique(pairs[0])) < pairs.shape[1]
 
 
-def _reason(plan: Plan, cost: float, dense: float | None, config: Config) -> str:
+def _reason(plan: Plan, dense: float | None, config: Config) -> str:
     if "auto" not in (config.sharing, config.boundary):
         return "as asked"
     if dense is None:
         return "the cheapest of those looked at"
     if plan.sharing == "none":
         return "nothing that shares costs less than dense"
-    return f"predicted to cost {cost / dense:.3f} of dense"
+    return f"predicted to cost {plan.cost / dense:.3f} of dense"
 
 
 class _Builder:
     """Builds plans of one batch; what they have in common is done once."""
 
-    def __init__(self, batch: RolloutBatch, shape: ModelShape | None, config: Config) -> None:
+    def __init__(
+        self,
+        batch: RolloutBatch,
+        shape: ModelShape | None,
+        config: Config,
+        coupling: IntArray | None,
+        calibration: Calibration | None,
+    ) -> None:
         self.batch, self.shape, self.config = batch, shape, config
+        self.coupling, self.calibration = coupling, calibration
+        if calibration is not None and shape is not None:
+            calibration.check_shape(shape)
         self.fingerprint = fingerprint(batch)
+        self._edges_of: tuple[Forest, IntArray] | None = None
         # The hidden states of one path do not depend on the temperature, but its log-probs do.
         self.temperature_class = np.unique(batch.temperatures, return_inverse=True)[1].astype(
             np.int64
@@ -149,33 +177,81 @@ class _Builder:
         return self.orders[sharing]
 
     def build(self, sharing: str, boundary: str) -> Plan:
-        """One combination within the limits of the configuration."""
+        """One combination within the limits of the configuration, with its price."""
         given = self.config.max_row_tokens
         tokens = given or max(DEFAULT_ROW_TOKENS, self.longest)
         budget = self.config.memory_budget_bytes
         if budget is None:
-            return self._build(sharing, boundary, tokens)
+            return self._priced(self._build(sharing, boundary, tokens))
         if self.shape is None:
             raise PlanError(
                 f"memory_budget_bytes is {budget}, but without a model shape bytes cannot be "
                 "predicted; name the model, or limit max_row_tokens instead."
             )
         # A row that holds whole paths is no shorter than the longest of them.
-        least = self.longest if boundary == "in_row" else 64
+        least = self.longest if boundary == "in_row" else LEAST_ROW_TOKENS
+        found: list[Plan] = []
         while True:
-            plan = self._build(sharing, boundary, tokens)
-            assert plan.predicted_peak_bytes is not None
-            if plan.predicted_peak_bytes <= budget:
-                return plan
+            plan = self._priced(self._build(sharing, boundary, tokens))
+            ways = self._fitted(plan, budget)
+            needed = min(_peak(way) for way in ways)
+            found += [way for way in ways if _peak(way) <= budget]
+            # Shorter rows can only cost more than a plan that keeps everything; and where rows are
+            # too short to fill a device they do not pay for what they let be kept.
+            if _peak(plan) <= budget or (found and tokens <= EFFICIENT_TOKENS):
+                break
             if given or tokens <= least:
-                remedy = "lower max_row_tokens" if given else "checkpoint activations"
-                if not given and boundary == "in_row":
-                    remedy = "use boundary='across_rows', which cuts rollouts into chains of rows"
-                raise PlanError(
-                    f"rows of {tokens} tokens are predicted to need {plan.predicted_peak_bytes} "
-                    f"bytes and memory_budget_bytes is {budget}; raise the budget, or {remedy}."
-                )
+                break
             tokens = max(least, tokens * 3 // 4)
+        if found:
+            return min(found, key=lambda plan: plan.cost)
+        remedy = "lower max_row_tokens" if given else "checkpoint activations"
+        if not given and boundary == "in_row":
+            remedy = "use boundary='across_rows', which cuts rollouts into chains of rows"
+        raise PlanError(
+            f"rows of {tokens} tokens are predicted to need {needed} bytes and "
+            f"memory_budget_bytes is {budget}; raise the budget, or {remedy}."
+        )
+
+    def _fitted(self, plan: Plan, budget: int) -> list[Plan]:
+        """The plan as it is and, where residency is auto, with rows not kept so that it fits."""
+        if self.config.residency != "auto" or _peak(plan) <= budget:
+            return [plan]
+        meter = self._meter(plan)
+        ways = ["recompute"]
+        # Without a measured bandwidth a copy has no price.
+        if meter.copy(1, out=True) is not None:
+            ways.append("offload")
+        assert self.shape is not None
+        return [self._priced(fit_rows(plan, meter, self.shape, budget, way)) for way in ways]
+
+    def _meter(self, plan: Plan) -> Meter:
+        if plan.shape is None:
+            return TokenMeter()
+        labelled = labelled_of_rows(plan, self._token_edges(plan.forest), self.batch.loss_mask)
+        if self.calibration is not None:
+            return MeasuredMeter(self.calibration, plan, labelled)
+        return CountedMeter(plan, labelled)
+
+    def _token_edges(self, forest: Forest) -> IntArray:
+        if self._edges_of is None or self._edges_of[0] is not forest:
+            self._edges_of = forest, forest.token_edges(self.batch.offsets)
+        return self._edges_of[1]
+
+    def _priced(self, plan: Plan) -> Plan:
+        meter = self._meter(plan)
+        cost = plan_cost(plan, self.batch, self.coupling, meter)
+        measured = isinstance(meter, MeasuredMeter)
+        return replace(
+            plan,
+            cost=cost,
+            cost_unit=meter.unit,
+            predicted_ms=cost if measured else None,
+            predicted_peak_bytes=(
+                None if self.shape is None else peak_bytes(plan, meter, self.shape)
+            ),
+            rests_on=self.calibration.describe() if measured and self.calibration else "",
+        )
 
     def _build(self, sharing: str, boundary: str, tokens: int) -> Plan:
         padded = self.config.waves == "padded"
@@ -191,10 +267,22 @@ class _Builder:
             else:
                 forest, rows = rows_across(forest, tokens, padded=padded)
         rows, arena_slots, state_slots = place_boundaries(forest, rows)
+        rows = [
+            replace(
+                row,
+                checkpointing=self.config.checkpointing,
+                residency=(
+                    self.config.residency
+                    if row.children and self.config.residency != "auto"
+                    else "keep"
+                ),
+            )
+            for row in rows
+        ]
         edges = np.diff(self.batch.offsets) - 1
         windows = self.shape.windows if self.shape else ()
         labelled = self._labelled(forest)
-        plan = Plan(
+        return Plan(
             sharing=sharing,
             boundary=boundary,
             waves=self.config.waves,
@@ -212,33 +300,13 @@ class _Builder:
             fingerprint=self.fingerprint,
             shape=self.shape,
         )
-        if self.shape is None:
-            return plan
-        return replace(plan, predicted_peak_bytes=peak_bytes(plan, self.shape))
 
     def _labelled(self, forest: Forest) -> int:
         labelled = np.zeros(forest.edges, bool)
-        labelled[forest.token_edges(self.batch.offsets)[self.batch.loss_mask]] = True
+        labelled[self._token_edges(forest)[self.batch.loss_mask]] = True
         return int(labelled.sum())
 
 
-def peak_bytes(plan: Plan, shape: ModelShape) -> int:
-    """Predicted bytes of activations and boundary state at the worst moment of the schedule."""
-    open_slots: list[int] = []
-    worst = 0
-    for row in plan.rows:
-        above = open_slots[row.parent] if row.parent >= 0 else 0
-        open_slots.append(above + row.slots)
-        worst = max(worst, open_slots[-1])
-    boundary = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
-    held = plan.arena_slots * boundary + plan.state_slots * shape.state_bytes
-    return worst * shape.activation_bytes_per_token + held
-
-
-def row_work(plan: Plan, row: Row, labelled: int) -> Work:
-    """Work of one row's own edges."""
-    segments = list(row.segments)
-    windows = plan.shape.windows if plan.shape else ()
-    start, length = plan.forest.start[segments], plan.forest.length[segments]
-    pairs = {w: visible_pairs(start, length, w) for w in {0, *windows}}
-    return Work(tokens=row.tokens, pairs=pairs, labelled=labelled)
+def _peak(plan: Plan) -> int:
+    assert plan.predicted_peak_bytes is not None
+    return plan.predicted_peak_bytes

@@ -1,0 +1,177 @@
+"""One row's activations in the memory of the host between its forward and its backward.
+
+What autograd saves passes through hooks (torch.autograd.graph.saved_tensors_hooks). The unit is the
+storage: views of one storage, and tensors saved twice, are copied once, since device memory is
+freed by storages. The backward asks for them in nearly the reverse of the order in which they were
+saved, so they are fetched in that order, about two layers ahead of their use, where there is room.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from forkpoint.engine.staging import Staging
+
+
+@dataclass(eq=False)
+class OffloadStats:
+    """What a pass moved. Copies are counted in bytes of storages."""
+
+    out_bytes: int = 0
+    back_bytes: int = 0
+    prefetched: int = 0
+    """Storages that were on their way before the backward asked for them."""
+    on_demand: int = 0
+    """Those that it had to wait for from the start."""
+    held_back: int = 0
+    """Times that a prefetch was left for later, for want of device memory."""
+    left_bytes: int = 0
+    """What stayed on the device because the host's memory was at its limit."""
+    host_bytes: int = 0
+    """Host memory taken at the end of the pass; it is kept for the next."""
+
+
+class _Stored:
+    """A storage in host memory, and on the device again once it has been fetched."""
+
+    def __init__(self, index: int, host: Tensor, sent: Any) -> None:
+        self.index, self.host, self.sent = index, host, sent
+        self.device: Tensor | None = None
+        self.arrived: Any = None
+
+
+class _View:
+    """What autograd keeps in the place of a tensor: which storage, and how to look at it."""
+
+    def __init__(self, stored: _Stored, tensor: Tensor) -> None:
+        self.stored = stored
+        self.dtype = tensor.dtype
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.offset = tensor.storage_offset()
+
+
+class OffloadedRow:
+    """Packs what a row's forward saves, and has it back in time for the row's backward.
+
+    stays: tells tensors that others hold on the device anyway, and that are therefore not moved.
+    layers: of the model; two of them are how far ahead of its use a storage is fetched.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        stays: Callable[[Tensor], bool],
+        layers: int,
+        stats: OffloadStats,
+    ) -> None:
+        self.staging, self.stays, self.layers, self.stats = staging, stays, layers, stats
+        self._mark = staging.mark()
+        # By storage. A weak reference keeps the address of a dead storage from being used again.
+        self._of: dict[int, tuple[StorageWeakRef, weakref.ref[_Stored]]] = {}
+        self._order: list[weakref.ref[_Stored]] = []
+        self._begins: list[int] = [0]
+        """Where each storage begins, in bytes, were they laid end to end, and the end of all."""
+        self._next = -1
+        """The storage to fetch next; those behind it are on their way, or nobody needs them."""
+        staging.transfers.begin_row()
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """Around the row's forward."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        self._of.clear()
+        self._next = len(self._order) - 1
+
+    def prefetch(self) -> None:
+        """Fetch what the backward will ask for first, shortly before it begins."""
+        self._fetch_ahead(len(self._order))
+
+    def close(self) -> None:
+        """The row's backward is over: its host memory is free again."""
+        self.staging.release(self._mark)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _View:
+        if not self._movable(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        key = storage_id(tensor)
+        known = self._of.get(key)
+        stored = known[1]() if known else None
+        if stored is None:
+            nbytes = storage.nbytes()
+            host = self.staging.take(nbytes)
+            if host is None:
+                self.stats.left_bytes += nbytes
+                return tensor
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            sent = self.staging.transfers.out(whole, host)
+            stored = _Stored(len(self._order), host, sent)
+            self._order.append(weakref.ref(stored))
+            self._begins.append(self._begins[-1] + nbytes)
+            self._of[key] = StorageWeakRef(storage), weakref.ref(stored)
+            self.stats.out_bytes += nbytes
+        return _View(stored, tensor)
+
+    def _movable(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.device == self.staging.transfers.device
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage().nbytes() >= max(1, self.staging.transfers.least_bytes)
+            and not self.stays(tensor)
+        )
+
+    def _unpack(self, packed: Tensor | _View) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        stored = packed.stored
+        if stored.device is None:
+            self.stats.on_demand += 1
+            self._fetch(stored)
+        self._fetch_ahead(stored.index)
+        assert stored.device is not None
+        self.staging.transfers.wait(stored.arrived)
+        found = torch.empty(0, dtype=packed.dtype, device=stored.device.device)
+        return found.set_(
+            stored.device.untyped_storage(), packed.offset, packed.size, packed.stride
+        )
+
+    def _fetch(self, stored: _Stored) -> None:
+        stored.device, stored.arrived = self.staging.transfers.back(stored.host, stored.sent)
+        self.stats.back_bytes += len(stored.host)
+
+    def _fetch_ahead(self, index: int) -> None:
+        """Fetch storages below `index`, in reverse order, until two layers are on their way."""
+        window = max(1, 2 * self._begins[-1] // self.layers)
+        self._next = min(self._next, index - 1)
+        wanted: list[_Stored] = []
+        while self._next >= 0 and self._begins[index] - self._begins[self._next + 1] < window:
+            stored = self._order[self._next]()
+            if stored is not None and stored.device is None:
+                wanted.append(stored)
+            self._next -= 1
+        if not wanted:
+            return
+        room = self.staging.transfers.headroom_bytes()
+        for at, stored in enumerate(wanted):
+            if room is not None:
+                room -= len(stored.host)
+                if room < 0:
+                    # Tried again when the backward asks for the next storage.
+                    self.stats.held_back += 1
+                    self._next = wanted[at].index
+                    return
+            self.stats.prefetched += 1
+            self._fetch(stored)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """What tells a storage from all others that are alive."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,104 @@
+"""Where activations of a row with children are while these run: kept, offloaded, or not at all.
+
+A row that is recomputed has two forwards. The first is for its boundary state alone: it ends with
+the last layer's, and what autograd would save is dropped as it comes, rather than not recorded, so
+that both forwards run the same code (compiled for autograd, where blocks are compiled) and give the
+same bits. The second writes nothing that the children have read.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from forkpoint.engine.boundary import Arena
+from forkpoint.engine.host import Host
+from forkpoint.engine.offload import OffloadedRow, OffloadStats, storage_id
+from forkpoint.engine.rows import RowInputs
+from forkpoint.engine.staging import Staging
+from forkpoint.plan.plan import Plan
+
+
+class Residency:
+    """What one pass with backwards does with the activations of its rows."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        prepared: list[RowInputs],
+        host: Host,
+        arena: Arena,
+        staging: Staging | None,
+    ) -> None:
+        """`staging` may be None where the plan offloads no row."""
+        self.rows = plan.rows
+        self.layers = host.shape.layers
+        self._steps = plan.schedule()
+        self._arena = arena
+        self._staging = staging
+        self._open: dict[int, OffloadedRow] = {}
+        self.stats: OffloadStats | None = None
+        self._held: frozenset[int] = frozenset()
+        if any(row.residency == "offload" for row in plan.rows):
+            assert staging is not None, "a row is offloaded, and there is nowhere to"
+            self.stats = OffloadStats()
+            tensors = [
+                *(p for _, p in host.named_parameters()),
+                *host.model.buffers(),
+                *(x for inputs in prepared for x in vars(inputs).values() if isinstance(x, Tensor)),
+            ]
+            self._held = frozenset(storage_id(x) for x in tensors)
+
+    @contextmanager
+    def within(self) -> Iterator["Residency"]:
+        """Around the pass. However it ends, no copy is under way and all host memory is free."""
+        try:
+            yield self
+        finally:
+            if self.stats is not None and self._staging is not None:
+                if self._open:
+                    self._staging.transfers.drain()
+                    self._open.clear()
+                self._staging.release((0, 0))
+                self.stats.host_bytes = self._staging.held_bytes
+
+    @contextmanager
+    def forward(self, phase: str, row: int) -> Iterator[None]:
+        """Around a row's forward; phase "F" is its first, "R" its second."""
+        residency = self.rows[row].residency
+        if phase == "F" and residency == "recompute":
+            with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
+                yield
+        elif residency == "offload":
+            assert self._staging is not None and self.stats is not None
+            offloaded = OffloadedRow(self._staging, self._stays, self.layers, self.stats)
+            self._open[row] = offloaded
+            with offloaded.packing():
+                yield
+        else:
+            yield
+
+    def _stays(self, tensor: Tensor) -> bool:
+        """Whether others hold it on the device anyway: parameters, inputs, boundary state."""
+        return storage_id(tensor) in self._held or self._arena.holds(tensor)
+
+    def before_backward(self, step: int) -> None:
+        """Fetch ahead: for this row, and for the next where its backward follows at once."""
+        for _, row in self._steps[step : step + 2]:
+            if self._steps[step][0] == "B" and row in self._open:
+                self._open[row].prefetch()
+
+    def after_backward(self, row: int) -> None:
+        offloaded = self._open.pop(row, None)
+        if offloaded is not None:
+            offloaded.close()
+
+
+def _drop(_: Tensor) -> None:
+    return None
+
+
+def _dropped(_: None) -> NoReturn:
+    raise AssertionError("the backward of a forward whose activations were dropped")

@@ -1,0 +1,64 @@
+"""Activation checkpointing of decoder blocks, row by row.
+
+full: a block keeps its input and runs again in the backward. selective: its MLP does, while
+attention, which takes longer for every byte that it keeps, is kept. Both are torch's non-reentrant
+checkpointing. There is no dropout in rows, so no state of random generators is kept.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from forkpoint.errors import UnsupportedError
+
+# What families call the part of a block that works on each token by itself.
+MLP_NAMES = ("mlp", "block_sparse_moe")
+
+
+@contextmanager
+def checkpointed_blocks(blocks: nn.ModuleList, policy: str, *, but: int | None) -> Iterator[None]:
+    """Within it the blocks are checkpointed, all but one: that in which a row without head ends.
+
+    Raises UnsupportedError where selective finds no MLP in a block.
+    """
+    with ExitStack() as stack:
+        for index, block in enumerate(blocks):
+            if policy == "none" or index == but:
+                continue
+            module = block if policy == "full" else _mlp_of(block)
+            attributes = vars(module)
+            own = {"forward": attributes["forward"]} if "forward" in attributes else {}
+            stack.callback(attributes.update, own)
+            stack.callback(attributes.pop, "forward", None)
+            if policy == "full":
+                module.forward = functools.partial(_recomputed, module.forward)
+            else:
+                # A method: of other callables compiled blocks look at which object it is, and are
+                # compiled once for every block.
+                module.forward = types.MethodType(_class_forward_recomputed, module)
+        yield
+
+
+def _recomputed(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _class_forward_recomputed(module: nn.Module, *args: Any) -> Any:
+    forward = types.MethodType(type(module).forward, module)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _mlp_of(block: nn.Module) -> nn.Module:
+    for name in MLP_NAMES:
+        module = getattr(block, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    raise UnsupportedError(
+        f"checkpointing is 'selective', which recomputes a block's MLP, and {type(block).__name__} "
+        f"has none by the names {', '.join(MLP_NAMES)}. Use checkpointing='full' or 'none'."
+    )

@@ -1,0 +1,322 @@
+"""Wherever a row's activations are between its forward and its backward, the step is the same.
+
+In float64, for every way of sharing that has rows with children: loss, log-probs and every
+parameter's gradient within 1e-10 of ordinary training; and what is moved is what may be moved.
+"""
+
+import functools
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from scenarios import CHAIN, LOSSES, TIGHT
+from steps import ACROSS, clear_gradients, forked_batch, relative_distance, step_error
+from steps import gradients as gradients_of
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from yardstick import Variant, label, step_faults, truth
+
+from forkpoint import Config, losses, wrap
+from forkpoint.engine.engine import Engine
+from forkpoint.engine.residency import Residency
+from forkpoint.engine.staging import PlainTransfers, Staging
+from forkpoint.errors import UnsupportedError
+from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+RESIDENCIES = ("keep", "offload", "recompute")
+POLICIES = ("none", "selective", "full")
+NESTED: tuple[Config, ...] = (
+    Config(sharing="group", boundary="across_rows"),
+    Config(sharing="none", boundary="across_rows", max_row_tokens=CHAIN),
+    Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN),
+    Config(sharing="tree", boundary="mixed", max_row_tokens=TIGHT),
+    Config(sharing="group", boundary="across_rows", waves="padded", max_row_tokens=CHAIN),
+)
+VARIANTS = [
+    Variant("llama"),
+    Variant("qwen3", window=7, sinks=True),
+    Variant("llama", window=7, checkpointed=True),
+]
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "coupled_entropy"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
+    expected, model = truth(replace(variant, checkpointed=False), loss), variant.build()
+    policies = POLICIES[:1] if variant.checkpointed else POLICIES
+    faults, moved = [], set()
+    with lifted_upcasts(model):
+        for config, residency, checkpointing in product(NESTED, RESIDENCIES, policies):
+            changed = replace(config, residency=residency, checkpointing=checkpointing)
+            model.zero_grad()
+            stats = wrap(model, changed).forward_backward(expected.batch, LOSSES[loss])
+            name = f"{label(changed, stats.plan)}, {residency}, {checkpointing}"
+            faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
+            step = stats.plan.events()
+            assert stats.events[-len(step) :] == step, name
+            assert ("R" in " ".join(step)) == (residency == "recompute"), name
+            moved |= {row.residency for row in stats.plan.rows if row.children}
+            assert (stats.offload is not None) == (residency == "offload"), name
+            assert not stats.offload or stats.offload.back_bytes > 0, name
+    assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
+    assert moved == set(RESIDENCIES)
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES[1:])
+def test_experts(residency: str) -> None:
+    config = replace(ACROSS, residency=residency)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = tiny_model("qwen3_moe", **experts)
+    if hasattr(model, "set_experts_implementation"):
+        # The default's grouped matrix product has no float64.
+        model.set_experts_implementation("eager")
+    for checkpointing in POLICIES:
+        changed = replace(config, checkpointing=checkpointing)
+        assert step_error(model, forked_batch(), losses.GRPO(), changed) < 1e-10
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES[1:])
+def test_frozen_lower_layers(residency: str) -> None:
+    model = tiny_model("qwen3")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.2" in name or "lm_head" in name)
+    config = replace(ACROSS, residency=residency)
+    assert step_error(model, forked_batch(), losses.GRPO(), config) < 1e-10
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES[1:])
+def test_under_autocast(residency: str) -> None:
+    """The same step as with rows kept: the second forward runs under autocast, too."""
+    model, found = tiny_model("qwen3", dtype=torch.float32), []
+    for each in ("keep", residency):
+        clear_gradients(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            policy = wrap(model, replace(ACROSS, residency=each))
+            policy.forward_backward(forked_batch(), losses.GRPO())
+        found.append(gradients_of(model))
+    assert relative_distance(found[1], found[0]) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+def test_compiled_blocks() -> None:
+    """Compiled for autograd once: no policy of residency compiles anything besides."""
+    model = tiny_model("qwen3", dtype=torch.float32, num_hidden_layers=2)
+    batch, loss = forked_batch(), losses.GRPO()
+    expected = dense_run(model, batch, loss).gradients
+    graphs = []
+    for residency in RESIDENCIES:
+        config = replace(ACROSS, residency=residency, compile_blocks=True)
+        for seed in (0, 1):
+            clear_gradients(model)
+            other = forked_batch(seed=seed, stretch=seed + 1)
+            wrap(model, config).forward_backward(other if seed else batch, loss)
+            if not seed:
+                assert relative_distance(gradients_of(model), expected) < 1e-4
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and len(set(graphs)) == 1, graphs
+
+
+# What is moved ------------------------------------------------------------------------------------
+
+
+class Watched(PlainTransfers):
+    """Copies of a CPU that are remembered, with as much device memory as they are told."""
+
+    def __init__(self, room: int | None = None) -> None:
+        super().__init__(torch.device("cpu"))
+        self.room = room
+        self.out_bytes: list[int] = []
+        self.asked = 0
+        self.sources: list[StorageWeakRef] = []
+
+    def out(self, source: torch.Tensor, host: torch.Tensor) -> None:
+        self.out_bytes.append(len(host))
+        self.sources.append(StorageWeakRef(source.untyped_storage()))
+        return super().out(source, host)
+
+    def headroom_bytes(self) -> int | None:
+        self.asked += 1
+        return self.room
+
+
+def watched_step(transfers: Watched, limit: int | None = None):
+    """A step that offloads, in float64, and what its staging was."""
+    staging = Staging(transfers, limit_bytes=limit)
+    model = tiny_model("llama").train()
+    policy = wrap(model, replace(ACROSS, residency="offload"))
+    policy._staging = staging
+    with lifted_upcasts(model):
+        stats = policy.forward_backward(forked_batch(), losses.GRPO())
+        expected = dense_run(model, forked_batch(), losses.GRPO()).gradients
+    assert relative_distance(gradients_of(model), expected) < 1e-10
+    assert stats.offload is not None
+    assert staging.mark() == (0, 0), "host memory is in use after the step"
+    return model, stats, staging
+
+
+def test_what_is_offloaded_leaves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers = Watched()
+    alive: list[float] = []
+    forward = Residency.before_backward
+
+    def before(self: Residency, step: int) -> None:
+        # The parents' own storages, as long as only children have run backwards.
+        if not alive:
+            dead = sum(ref.expired() for ref in transfers.sources)
+            alive.append(1 - dead / len(transfers.sources))
+        return forward(self, step)
+
+    monkeypatch.setattr(Residency, "before_backward", before)
+    model, stats, _ = watched_step(transfers)
+    # What else holds a few: tensors that roots are, and the keys and values of what is running.
+    assert alive[0] < 0.1
+    weights = {p.untyped_storage().nbytes() for p in model.parameters() if p.dim() > 1}
+    assert stats.offload.out_bytes == sum(transfers.out_bytes)
+    assert not weights & set(transfers.out_bytes), "a weight was copied"
+    assert stats.offload.back_bytes <= stats.offload.out_bytes
+    # Everything but what the first layers share with all is under way before it is asked for.
+    assert stats.offload.on_demand < 0.1 * stats.offload.prefetched
+
+
+def test_without_room_nothing_is_fetched_ahead() -> None:
+    transfers = Watched(room=0)
+    _, stats, _ = watched_step(transfers)
+    assert stats.offload.prefetched == 0 and stats.offload.held_back > 0
+    assert stats.offload.on_demand > 0 and transfers.asked > 0
+
+
+def test_beyond_the_host_s_limit_activations_stay() -> None:
+    transfers = Watched()
+    transfers.chunk_bytes = 4096
+    _, stats, staging = watched_step(transfers, limit=3 * 4096)
+    assert stats.offload.left_bytes > 0 and stats.offload.out_bytes > 0
+    assert staging.held_bytes <= 3 * 4096
+    assert stats.offload.host_bytes == staging.held_bytes
+
+
+def test_host_memory_is_kept_from_step_to_step() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    policy = wrap(model, replace(ACROSS, residency="offload"))
+    held = []
+    for _ in range(3):
+        policy.forward_backward(forked_batch(), losses.GRPO())
+        assert policy._staging is not None
+        held.append(policy._staging.held_bytes)
+    assert held[0] > 0 and len(set(held)) == 1
+
+
+def test_scores_keep_nothing() -> None:
+    """Forward only: no row has a graph, is offloaded or runs twice, whatever the plan says."""
+    model, batch = tiny_model("llama", dtype=torch.float32), forked_batch()
+    saved: list[torch.Tensor] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    for residency in RESIDENCIES:
+        policy = wrap(model, replace(ACROSS, residency=residency))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            scores = policy.score(batch)
+        assert scores.events == scores.plan.events(backward=False)
+        assert policy._staging is None
+    assert not saved
+
+
+def test_a_model_that_checkpoints_itself_is_not_checkpointed_again() -> None:
+    model = Variant("llama", checkpointed=True).build()
+    policy = wrap(model, replace(ACROSS, checkpointing="full"))
+    with pytest.raises(UnsupportedError, match=r"gradient_checkpointing.*checkpointing='full'"):
+        policy.forward_backward(forked_batch(), losses.GRPO())
+    assert all(p.grad is None for p in model.parameters())
+
+
+# Failures -----------------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("event", ["F B0", "F D0", "B D0", "R B0", "B B0", "B A0"])
+@pytest.mark.parametrize("residency", RESIDENCIES[1:])
+def test_a_failed_step_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, residency: str, event: str
+) -> None:
+    model, batch, loss = tiny_model("llama"), forked_batch(), losses.GRPO()
+    policy = wrap(model, replace(ACROSS, residency=residency))
+    events = policy.plan(batch).events()
+    if event not in events:
+        assert event.startswith("R") and residency == "offload"
+        return
+    at = events.index(event)
+    seen = 0
+    mlp = model.model.layers[1].mlp
+    forward = type(mlp).forward
+
+    def counted(phase: str, when: int) -> None:
+        nonlocal seen
+        steps = [i for i, e in enumerate(events) if e[0] in phase]
+        seen += 1
+        if steps[min(when, len(steps) - 1)] == at:
+            raise Broken(event)
+
+    counts = {"F": 0, "B": 0}
+
+    @functools.wraps(forward)
+    def watched(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if module is mlp:
+            counts["F"] += 1
+            counted("FR", counts["F"] - 1)
+            if x.requires_grad:
+                x.register_hook(hook)
+        return forward(module, x)
+
+    def hook(_: object) -> None:
+        counts["B"] += 1
+        counted("B", counts["B"] - 1)
+
+    monkeypatch.setattr(type(mlp), "forward", watched)
+    with pytest.raises(Broken, match=event):
+        policy.forward_backward(batch, loss)
+    monkeypatch.undo()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if policy._staging is not None:
+        assert policy._staging.mark() == (0, 0)
+    with lifted_upcasts(model):
+        expected = dense_run(model, batch, loss).gradients
+        policy.forward_backward(batch, loss)
+    assert relative_distance(gradients_of(model), expected) < 1e-10
+
+
+def test_no_memory_on_the_host() -> None:
+    model, batch = tiny_model("llama"), forked_batch()
+    policy = wrap(model, replace(ACROSS, residency="offload"))
+
+    class Full(PlainTransfers):
+        def host_buffer(self, nbytes: int) -> torch.Tensor:
+            raise MemoryError(f"no {nbytes} bytes")
+
+    policy._staging = Staging(Full(torch.device("cpu")))
+    with pytest.raises(MemoryError, match="bytes"):
+        policy.forward_backward(batch, losses.GRPO())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    policy._staging = None
+    assert step_error(model, batch, losses.GRPO(), policy=policy) < 1e-10
+
+
+def test_an_engine_without_staging_asserts() -> None:
+    """Broken invariants are assertions: only a policy knows where host memory is kept."""
+    model, batch = tiny_model("llama"), forked_batch()
+    policy = wrap(model, replace(ACROSS, residency="offload"))
+    engine = Engine(policy.host, policy.config)
+    from forkpoint.engine.views import batch_denominators
+
+    with pytest.raises(AssertionError, match="nowhere to"):
+        engine.forward_backward(
+            policy.plan(batch), batch, losses.GRPO(), batch_denominators(batch), 1.0
+        )
