@@ -1,6 +1,7 @@
 """Options of a policy. Imports no torch, so that the planner and the CLI can use it alone."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from forkpoint.errors import ConfigError
@@ -35,6 +36,9 @@ class Config:
     host_memory_bytes: int | None = None
     """The most memory of the host that offloaded activations may take (pinned, on CUDA), for as
     long as the policy lives; what does not fit stays on the device. None is no limit."""
+    calibration: str | Path | None = None
+    """A file that `forkpoint calibrate` wrote, to price plans by. None takes the one that it wrote
+    for this device and model shape, if there is one, and counted FLOPs if not."""
     attention_kernel: str = "auto"
     """A kernel of `forkpoint.ops.attention` by name; asking for one that cannot serve raises."""
     recurrence_kernel: str = "auto"
@@ -57,6 +61,11 @@ class Config:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; it takes a kernel's name or 'auto'."
                 )
+        if not isinstance(self.calibration, str | Path | None):
+            raise ConfigError(
+                f"calibration is {self.calibration!r}; it takes the path of a file that forkpoint "
+                "calibrate wrote, or None."
+            )
         for name, allowed in (
             ("compile_blocks", (True, False, None)),
             ("restore_grads", (True, False)),

@@ -1,11 +1,13 @@
 """The public object: a model together with how its batches are planned and run."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.config import Config
+from forkpoint.engine.device import device_name
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.host import Host
 from forkpoint.engine.offload import OffloadStats
@@ -15,6 +17,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.calibration import Calibration, find_calibration
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.verify import VerifyReport, verify
 
@@ -63,6 +66,7 @@ class Policy:
     def __init__(self, host: Host, config: Config) -> None:
         self.host, self.config = host, config
         self._staging: Staging | None = None
+        self._found: tuple[Calibration | None] | None = None
 
     def plan(self, batch: RolloutBatch, loss: Loss | LossFunction | None = None) -> Plan:
         """What would run for a batch.
@@ -77,7 +81,13 @@ class Policy:
         """
         loss = None if loss is None else as_loss(loss)
         coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
-        return make_plan(batch, self.host.shape, self.config, coupling=coupling)
+        return make_plan(
+            batch,
+            self.host.shape,
+            self.config,
+            coupling=coupling,
+            calibration=self._calibration(),
+        )
 
     def forward_backward(
         self,
@@ -160,6 +170,17 @@ class Policy:
     def with_config(self, **changes: object) -> "Policy":
         """The same model with other options."""
         return Policy(self.host, replace(self.config, **changes))  # type: ignore[arg-type]
+
+    def _calibration(self) -> Calibration | None:
+        """The one that the configuration names or, without, the one of this device and model."""
+        given = self.config.calibration
+        if given is not None:
+            return Calibration.load(Path(given))
+        if self._found is None:
+            device = device_name(self.host.device)
+            shape, compiled = self.host.shape, self.host.compiles
+            self._found = (find_calibration(device, shape, compiled=compiled),)
+        return self._found[0]
 
     def _staging_of(self, plan: Plan) -> Staging | None:
         """Host memory for rows that are offloaded: made when first needed, kept for later steps."""

@@ -28,7 +28,8 @@ from forkpoint.testing import tiny_model
 PLAN_FIELDS = {
     *("command", "file", "rollouts", "groups", "logical_tokens", "group_tokens", "unique_tokens"),
     *("computed_tokens", "trained_tokens", "rows", "max_row_tokens", "bound", "bound_unit"),
-    *("sharing", "boundary", "waves", "reason", "candidates", "predicted_peak_bytes"),
+    *("sharing", "boundary", "waves", "reason", "candidates"),
+    *("predicted_peak_bytes", "predicted_ms"),
     *("model", "batches", "modes", "distributions", "splits", "format", "skipped"),
 }
 LOSSES = ("grpo", "gspo", "dpo", "likelihood")

@@ -11,7 +11,10 @@ import forkpoint
 from forkpoint.cli import main
 from forkpoint.cli.app import COMMANDS
 
-PLANNING = {"--sharing", "--boundary", "--waves", "--max-row-tokens", "--memory-budget-bytes"}
+PLANNING = {
+    *("--sharing", "--boundary", "--waves", "--max-row-tokens", "--memory-budget-bytes"),
+    *("--residency", "--checkpointing", "--calibration"),
+}
 READING = {"--format", "--on-error", "--tokenizer"}
 BATCHING = {"--batch-rollouts", "--batch-tokens"}
 MEMORY = {"--dtype", "--gradient-checkpointing"}
@@ -36,6 +39,9 @@ OPTIONS = {
         *(*READING, *PLANNING, *RUNTIME),
     },
     "bench": {"--suite", "--kernels", "--dtypes", "--output", "--json"},
+    "calibrate": {
+        *("--model", "--output", "--dtype", "--device", "--blocks", "--max-seconds", "--json"),
+    },
     "doctor": {"--json"},
 }
 

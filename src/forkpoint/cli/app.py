@@ -14,6 +14,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, subcommand
 
 from forkpoint import __version__
 from forkpoint.cli.bench import Bench
+from forkpoint.cli.calibrate import Calibrate
 from forkpoint.cli.demo import Demo
 from forkpoint.cli.doctor import Doctor
 from forkpoint.cli.plan import Plan
@@ -36,9 +37,10 @@ COMMANDS = {
     "replay": Replay,
     "verify": Verify,
     "bench": Bench,
+    "calibrate": Calibrate,
     "doctor": Doctor,
 }
-Command = Demo | Plan | Replay | Verify | Bench | Doctor
+Command = Demo | Plan | Replay | Verify | Bench | Calibrate | Doctor
 
 OUTPUT_CLOSED = 1
 USER_ERROR = 2

@@ -1,6 +1,6 @@
 """Making the model that a command runs: a folder's weights, or random ones. Imports torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from forkpoint.cli.model_config import config_path, read_config
 from forkpoint.cli.options import Runtime
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
 from forkpoint.hosts.families import FAMILIES
+from forkpoint.plan import ModelShape
 
 
 def load_model(model: Path, options: Runtime) -> PreTrainedModel:
@@ -80,6 +81,40 @@ def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             f"{missing[0]}; transformers would draw them at random. Give a complete checkpoint."
         )
     return model
+
+
+def shallow_models(
+    model: Path, *, dtype: str, device: str, seed: int = 0
+) -> tuple[Callable[[int], PreTrainedModel], ModelShape]:
+    """What makes models of a configuration with few layers, and the shape of the whole model.
+
+    Weights are random and made on the device; the models are in training mode.
+
+    Raises as `load_model`.
+    """
+    where = _device(device)
+    path = config_path(model)
+    config = read_config(path)
+    if config["model_type"] not in FAMILIES:
+        raise UnsupportedError(
+            f"{path}: model_type {config['model_type']!r} has not been shown exact; supported are "
+            f"{', '.join(FAMILIES)}."
+        )
+    kind: torch.dtype = getattr(torch, dtype)
+    try:
+        whole = AutoConfig.for_model(**config).to_dict()
+    except Exception as error:
+        raise ConfigError(f"transformers cannot read {path}: {error}") from error
+    shape = ModelShape.from_config(whole, dtype_bytes=kind.itemsize)
+
+    def make(layers: int) -> PreTrainedModel:
+        changed = {**config, "num_hidden_layers": layers}
+        if config.get("layer_types"):
+            changed["layer_types"] = config["layer_types"][:layers]
+        with torch.device(where):
+            return random_model(changed, kind, seed).train()
+
+    return make, shape
 
 
 @contextmanager

@@ -33,6 +33,12 @@ Unlimited = DisallowNone[
 Chosen = DisallowNone[
     Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: chosen by the planner)")]
 ]
+Measured = DisallowNone[
+    Annotated[
+        Path | None,
+        arg(metavar="FILE", help_behavior_hint="(default: that of this device and model, if any)"),
+    ]
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,8 @@ class Planning:
             auto keeps what the memory budget lets it.
         checkpointing: What a backward computes again: nothing, the MLPs (selective), or whole
             decoder blocks (full). Less memory, more time.
+        calibration: A file that forkpoint calibrate wrote; plans are then priced in milliseconds
+            instead of counted FLOPs.
     """
 
     sharing: Literal["auto", "none", "group", "tree"] = "auto"
@@ -64,6 +72,7 @@ class Planning:
     memory_budget_bytes: Unlimited = None
     residency: Literal["auto", "keep", "offload", "recompute"] = "auto"
     checkpointing: Literal["none", "selective", "full"] = "none"
+    calibration: Measured = None
 
     def config(self) -> Config:
         return Config(
@@ -74,6 +83,7 @@ class Planning:
             memory_budget_bytes=self.memory_budget_bytes,
             residency=self.residency,
             checkpointing=self.checkpointing,
+            calibration=self.calibration,
         )
 
 

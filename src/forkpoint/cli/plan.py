@@ -35,6 +35,7 @@ from forkpoint.cli.output import Output
 from forkpoint.errors import ConfigError
 from forkpoint.plan import Estimate, make_plan
 from forkpoint.plan import Plan as MadePlan
+from forkpoint.plan.calibration import Calibration
 from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.traces import open_trace
 
@@ -102,7 +103,14 @@ class Plan:
                 batch.check_vocabulary(shape.vocab)
             if plan is None:
                 couples = coupling(self.loss, batch)
-                plan = make_plan(batch, shape, self.planning.config(), coupling=couples)
+                measured = self.planning.calibration
+                plan = make_plan(
+                    batch,
+                    shape,
+                    self.planning.config(),
+                    coupling=couples,
+                    calibration=None if measured is None else Calibration.load(measured),
+                )
             estimate.add(batch)
         assert plan is not None, "a file without rollouts is refused where it is read"
         show_source(source, out)
@@ -148,6 +156,7 @@ class Plan:
             "reason": plan.reason,
             "candidates": [asdict(candidate) for candidate in plan.candidates],
             "predicted_peak_bytes": plan.predicted_peak_bytes,
+            "predicted_ms": plan.predicted_ms,
             "modes": modes(estimate),
             "distributions": distributions(estimate),
             "splits": splits(estimate),

@@ -252,9 +252,7 @@ class Engine:
         timer = PhaseTimer(device)
         events: list[str] = []
         roots: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        residency = (
-            Residency(plan, prepared, self.host, arena, self.staging) if training else None
-        )
+        residency = Residency(plan, prepared, self.host, arena, self.staging) if training else None
         with residency.within() if residency else nullcontext():
             for step, (phase, index) in enumerate(plan.schedule(backward=training)):
                 inputs = prepared[index]

@@ -37,6 +37,11 @@ class Host(Protocol):
     def shape(self) -> ModelShape: ...
 
     @property
+    def compiles(self) -> bool:
+        """Whether what it runs is compiled: such rows take other times."""
+        ...
+
+    @property
     def device(self) -> torch.device: ...
 
     @property

@@ -133,6 +133,11 @@ class TransformersHost:
         return replace(self._shape, checkpointed=refusals.checkpointed(self.causal))
 
     @property
+    def compiles(self) -> bool:
+        """Whether its blocks are compiled."""
+        return self._compiles
+
+    @property
     def device(self) -> torch.device:
         return self._embedding.device
 

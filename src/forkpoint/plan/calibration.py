@@ -78,8 +78,9 @@ class Calibration:
     kept_bytes: Mapping[str, tuple[float, float]]
     """For each policy of checkpointing: bytes a token that one block keeps for the backward, and
     that all of a row does besides."""
-    working_bytes: float
-    """Bytes a token that a backward needs at most beyond what was kept; 0 where not measurable."""
+    working_bytes: tuple[float, float]
+    """What a backward needs at most beyond what was kept: bytes for a row with a head, and bytes a
+    token besides; zeros where the device does not say."""
     seconds: float
     """How long it took to measure."""
 
@@ -138,7 +139,8 @@ class Calibration:
             values[name] = Curve(**{k: tuple(v) for k, v in values[name].items()})
         shape = values["shape"]
         values["shape"] = ModelShape(**{**shape, "windows": tuple(shape["windows"])})
-        values["measured_layers"] = tuple(values["measured_layers"])
+        for name in ("measured_layers", "working_bytes"):
+            values[name] = tuple(values[name])
         values["kept_bytes"] = {k: tuple(v) for k, v in values["kept_bytes"].items()}
         return cls(**values)
 
@@ -206,7 +208,8 @@ class MeasuredMeter:
         return int(row.slots * (self.shape.layers * block + rest + whole))
 
     def working_bytes(self, row: Row) -> int:
-        return int(row.slots * self.calibration.working_bytes)
+        head, token = self.calibration.working_bytes
+        return int(row.slots * token + (head if self.labelled_of_row[row.index] else 0.0))
 
     def _pass(self, row: Row, labelled: int, *, backward: bool) -> float:
         found = self.calibration

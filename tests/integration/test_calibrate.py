@@ -1,0 +1,102 @@
+"""`forkpoint calibrate` on the CPU: it measures, policies find what it wrote, and it predicts."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from steps import forked_batch
+
+from forkpoint import Config, losses, wrap
+from forkpoint.cli import main
+from forkpoint.cli.models import random_model
+from forkpoint.plan.calibration import FOLDER_VARIABLE, Calibration
+from forkpoint.rollouts import RolloutBatch
+from forkpoint.synthetic import synthetic_rollouts
+
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model's configuration and its calibration, made by the command."""
+    folder = tmp_path_factory.mktemp("calibrate")
+    (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER_VARIABLE, str(folder / "found"))
+        begin = time.perf_counter()
+        assert main(["calibrate", "--model", str(folder / "config.json"), "--json"]) == 0
+        assert time.perf_counter() - begin < 120
+    return folder
+
+
+def test_what_is_measured_makes_sense(folder: Path) -> None:
+    (path,) = (folder / "found").iterdir()
+    found = Calibration.load(path)
+    assert found.shape.layers == 6 and found.shape.hidden == 64 and not found.compiled
+    for curve in (found.block, found.head, found.causal, found.rectangle, found.part):
+        assert min((*curve.forward, *curve.backward)) > 0
+        assert list(curve.at) == sorted(curve.at)
+    assert found.out_bytes_per_ms > 1e4 and found.back_bytes_per_ms > 1e4
+    none, selective, full = (found.kept_bytes[p] for p in ("none", "selective", "full"))
+    # A checkpointed block keeps its input; the MLP of a whole one what has its inner width.
+    assert full[0] == pytest.approx(64 * 4, rel=0.01)
+    assert none[0] - selective[0] == pytest.approx(4 * 128 * 4, rel=0.1)
+    assert none[0] == pytest.approx(found.shape.activation_bytes("none") / 6, rel=0.35)
+
+
+def test_policies_find_it_and_predict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(MODEL, torch.float32, 0).train()
+    rollouts = synthetic_rollouts(
+        groups=1, rollouts_per_group=4, prompt_tokens=128, response_tokens=64, vocab_size=512
+    )
+    batch = RolloutBatch(rollouts)
+    counted = wrap(model).plan(batch)
+    assert counted.predicted_ms is None
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder / "found"))
+    policy = wrap(model)
+    plan = policy.plan(batch)
+    assert plan.predicted_ms is not None and "measured on" in plan.rests_on
+    times = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        policy.forward_backward(batch, losses.GRPO(), plan=plan)
+        times.append((time.perf_counter() - begin) * 1e3)
+    # Other processes share the machine, so that this shows no more than the right order.
+    assert 0.1 < plan.predicted_ms / min(times) < 10
+
+    (path,) = (folder / "found").iterdir()
+    named = wrap(model, Config(calibration=path)).plan(batch)
+    assert named.predicted_ms == plan.predicted_ms
+
+
+def test_the_plan_command_takes_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from forkpoint import save_rollouts
+
+    save_rollouts(tmp_path / "rollouts.jsonl", list(forked_batch()))
+    (path,) = (folder / "found").iterdir()
+    model = folder / "config.json"
+    arguments = ["plan", str(tmp_path / "rollouts.jsonl"), "--model", str(model), "--json"]
+    assert main([*arguments, "--calibration", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted_ms"] > 0
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["predicted_ms"] is None
+
+
+def test_a_model_without_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--model", "nowhere"]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err

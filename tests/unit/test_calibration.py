@@ -1,0 +1,293 @@
+"""Plans priced by made-up calibrations: what is chosen is what the numbers say. Needs no torch."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint import Config, ConfigError, ModelShape, Rollout, RolloutBatch
+from forkpoint.plan import make_plan
+from forkpoint.plan.calibration import (
+    FOLDER_VARIABLE,
+    Calibration,
+    Curve,
+    calibration_path,
+    find_calibration,
+)
+from forkpoint.plan.predict import play
+
+SHAPE = ModelShape(
+    layers=4,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    value_dim=16,
+    intermediate=128,
+    vocab=100,
+)
+
+
+def line(per_token: float, *, backward: float = 2.0, floor: float = 1.0) -> Curve:
+    """Time in proportion to tokens, `floor` tokens at least."""
+    forward = (per_token * floor, per_token * 4096)
+    return Curve((floor, 4096.0), forward, (backward * forward[0], backward * forward[1]))
+
+
+def flat(value: float) -> Curve:
+    return Curve((1.0, 1e9), (value, value), (value, value))
+
+
+def made_up(**changes: object) -> Calibration:
+    """Blocks of 1 us a token forward and 2 backward, and all else as good as free."""
+    free = line(1e-12)
+    values: dict = {
+        "device": "none",
+        "versions": {"torch": "0"},
+        "compiled": False,
+        "shape": SHAPE,
+        "measured_layers": (1, 3),
+        "block": line(1e-3),
+        "rest": free,
+        "head": free,
+        "causal": flat(1e12),
+        "rectangle": flat(1e12),
+        "part": free,
+        "out_bytes_per_ms": 1e12,
+        "back_bytes_per_ms": 1e12,
+        "kept_bytes": {"none": (100.0, 0.0), "selective": (50.0, 0.0), "full": (10.0, 0.0)},
+        "working_bytes": (0.0, 0.0),
+        "seconds": 1.0,
+    }
+    return Calibration(**{**values, **changes})
+
+
+def group(prompt: int, response: int, count: int, *, trained: bool = True) -> RolloutBatch:
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 100, prompt).tolist()
+    mask = [0] * prompt + [int(trained)] * response
+    return RolloutBatch(
+        Rollout([*shared, n, *rng.integers(0, 100, response - 1).tolist()], mask, 1.0, group_id="g")
+        for n in range(count)
+    )
+
+
+def test_milliseconds_of_one_row_by_hand() -> None:
+    measured = made_up(
+        rest=flat(5.0), head=line(1e-2), causal=Curve((1.0, 2.0), (1e4, 1e4), (4e3, 4e3))
+    )
+    batch = group(51, 50, 1)
+    plan = make_plan(batch, SHAPE, Config(sharing="none"), calibration=measured)
+    forward = 4 * 100 * 1e-3 + 4 * 5050 / 1e4 + 5 + 50 * 1e-2
+    backward = 4 * 100 * 2e-3 + 4 * 5050 / 4e3 + 5 + 50 * 2e-2
+    assert plan.predicted_ms == pytest.approx(forward + backward)
+    assert (plan.cost, plan.cost_unit) == (plan.predicted_ms, "ms")
+    assert plan.predicted_peak_bytes == 100 * 4 * 100
+    text = " ".join(plan.explain().replace("│", " ").split())
+    assert f"predicted time of a step, ms {plan.predicted_ms:,.1f}" in text
+    assert "predictions rest on measured on none, blocks not compiled, torch 0" in text
+
+
+def test_a_row_without_labels_ends_in_its_last_layer() -> None:
+    measured = made_up(causal=flat(1e4))
+    plan = make_plan(
+        group(51, 50, 1, trained=False), SHAPE, Config(sharing="none"), calibration=measured
+    )
+    attention = SHAPE.linear_parameters / 4 - 3 * 64 * 128
+    started = 0.75 * attention * 4 / SHAPE.linear_parameters
+    expected = (3 + started) * 100 * 3e-3 + 2 * 3 * 5050 / 1e4
+    assert plan.predicted_ms == pytest.approx(expected)
+
+
+def test_sharing_pays_where_launches_are_cheap_and_not_where_they_are_dear() -> None:
+    batch = group(257, 600, 2)
+    cheap = make_plan(batch, SHAPE, Config(boundary="in_row"), calibration=made_up())
+    assert cheap.sharing != "none"
+    dense = 2 * 856 * 4 * 3e-3
+    assert cheap.predicted_ms == pytest.approx((256 + 2 * 600) * 4 * 3e-3, rel=1e-6)
+    # What sharing saves is 256 tokens of four blocks; a launch in each costs more.
+    dear = make_plan(batch, SHAPE, calibration=made_up(part=flat(256 * 3e-3)))
+    assert dear.sharing == "none" and dear.predicted_ms == pytest.approx(dense, rel=1e-6)
+    assert dear.reason == "nothing that shares costs less than dense"
+
+
+def test_rows_that_are_dear_are_few() -> None:
+    batch = group(500, 500, 8)
+    config = Config(sharing="group", max_row_tokens=2500)
+    free = make_plan(batch, SHAPE, config, calibration=made_up())
+    # 500 tokens once and 8 times 500: two waves below one parent, or two rows with the prompt each.
+    assert free.boundary != "in_row" and len(free.rows) == 3
+    dear = make_plan(batch, SHAPE, config, calibration=made_up(rest=flat(100.0)))
+    assert len(dear.rows) == 2 and dear.boundary == "in_row"
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "budget", "residency"),
+    [(1e12, 10**9, "keep"), (1e12, 4_000_000, "offload"), (1e2, 4_000_000, "recompute")],
+    ids=["it fits", "copies are fast", "copies are slow"],
+)
+def test_residency_is_what_costs_less_within_the_budget(
+    bandwidth: float, budget: int, residency: str
+) -> None:
+    measured = made_up(out_bytes_per_ms=bandwidth, back_bytes_per_ms=bandwidth)
+    config = Config(
+        sharing="group",
+        boundary="across_rows",
+        max_row_tokens=2000,
+        memory_budget_bytes=budget,
+    )
+    plan = make_plan(group(2001, 1000, 4), SHAPE, config, calibration=measured)
+    assert [row.residency for row in plan.rows if row.children] == [residency]
+    assert plan.predicted_peak_bytes <= budget
+    kept = replace(plan, rows=tuple(replace(row, residency="keep") for row in plan.rows))
+    assert ("R A0" in plan.events()) == (residency == "recompute")
+    assert kept.events() == tuple(e for e in plan.events() if e[0] != "R")
+
+
+def test_without_a_calibration_what_is_not_kept_is_recomputed() -> None:
+    """Counted FLOPs price a second forward; they know nothing of copies."""
+    config = Config(sharing="group", boundary="across_rows", max_row_tokens=2000)
+    batch = group(2001, 1000, 4)
+    kept = make_plan(batch, SHAPE, config)
+    assert kept.predicted_ms is None and kept.cost_unit == "FLOPs"
+    budget = kept.predicted_peak_bytes - 1
+    plan = make_plan(batch, SHAPE, replace(config, memory_budget_bytes=budget))
+    assert [row.residency for row in plan.rows if row.children] == ["recompute"]
+    assert plan.predicted_peak_bytes < kept.predicted_peak_bytes
+    assert 1.0 < plan.cost / kept.cost < 1.34
+
+
+def test_a_chain_of_any_length_fits() -> None:
+    """All chunks but the one that runs may be let go; then only their boundary state is left."""
+    batch = group(20_001, 100, 1)
+    config = Config(boundary="across_rows", max_row_tokens=1000, residency="keep")
+    kept = make_plan(batch, SHAPE, config)
+    boundary = kept.arena_slots * (
+        SHAPE.boundary_bytes_per_token + SHAPE.boundary_gradient_bytes_per_token
+    )
+    budget = boundary + 1000 * SHAPE.activation_bytes_per_token
+    config = replace(config, residency="auto", memory_budget_bytes=budget)
+    plan = make_plan(batch, SHAPE, config)
+    assert plan.predicted_peak_bytes <= budget < kept.predicted_peak_bytes
+    assert {row.residency for row in plan.rows if row.children} == {"recompute"}
+
+
+def test_some_rows_are_kept_where_some_fit() -> None:
+    batch = group(8001, 100, 1)
+    config = Config(sharing="none", boundary="across_rows", max_row_tokens=1000)
+    kept = make_plan(batch, SHAPE, config)
+    budget = kept.predicted_peak_bytes - 2500 * SHAPE.activation_bytes_per_token
+    plan = make_plan(batch, SHAPE, replace(config, memory_budget_bytes=budget))
+    ways = [row.residency for row in plan.rows if row.children]
+    assert ways.count("recompute") == 3
+    # The first are the cheapest to run again: their queries see the fewest keys.
+    assert ways[:3] == ["recompute"] * 3
+
+
+def test_waiting_for_copies_by_hand() -> None:
+    """One parent over one wave, both over sooner than the copies of the parent."""
+    measured = made_up(block=line(0.025), out_bytes_per_ms=100.0, back_bytes_per_ms=100.0)
+    config = Config(sharing="group", boundary="across_rows", residency="offload")
+    batch = group(1001, 10, 2)
+    plan = make_plan(batch, SHAPE, config, calibration=measured)
+    (parent, child) = plan.rows
+    from forkpoint.plan.calibration import MeasuredMeter
+
+    meter = MeasuredMeter(measured, plan, [0, 20])
+    forward, backward = meter.forward(parent), meter.backward(parent)
+    wave = meter.forward(child) + meter.backward(child)
+    copies = meter.kept_bytes(parent) / 100
+    assert copies == 1000 * 4 * 100 / 100 > forward + wave + backward
+    # Out from the first moment; back when all is out; a fourth of the backward after the last byte.
+    assert play(plan, meter).cost == pytest.approx(2 * copies + backward / 4)
+    phases = play(plan, meter).phases
+    assert phases["A"] == pytest.approx(forward) and phases["B"] == pytest.approx(wave)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    st.integers(2, 300),
+    st.integers(1, 60),
+    st.integers(1, 5),
+    st.tuples(*[st.floats(1e-6, 10.0)] * 4),
+    st.sampled_from((None, 64, 256)),
+)
+def test_auto_is_never_predicted_slower_than_dense(prompt, response, count, prices, tokens) -> None:
+    block, rest, part, rate = prices
+    measured = made_up(
+        block=line(block, floor=16.0), rest=flat(rest), part=flat(part), rectangle=flat(1 / rate)
+    )
+    plan = make_plan(
+        group(prompt, response, count), SHAPE, Config(max_row_tokens=tokens), calibration=measured
+    )
+    dense = min(c.cost for c in plan.candidates if c.sharing == "none" and c.cost is not None)
+    assert plan.predicted_ms <= dense
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_back(tmp_path: Path) -> None:
+    measured = made_up(shape=replace(SHAPE, layers=2, windows=(0, 8)))
+    path = tmp_path / "folder" / "calibration.json"
+    measured.save(path)
+    assert Calibration.load(path) == measured
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "has schema None and this forkpoint reads calibrations of schema 1"),
+        ('{"schema": 2}', "has schema 2"),
+        ('{"schema": 1}', "run forkpoint calibrate again"),
+    ],
+)
+def test_files_of_other_kinds_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        Calibration.load(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Calibration.load(tmp_path / "none.json")
+
+
+def test_another_model_is_refused() -> None:
+    other = replace(SHAPE, hidden=128, dtype_bytes=4)
+    with pytest.raises(ConfigError, match=r"hidden 64 \(the model has 128\), dtype_bytes 2"):
+        make_plan(group(9, 3, 2), other, calibration=made_up())
+    deeper = replace(SHAPE, layers=9, windows=(0,) * 9)
+    assert make_plan(group(9, 3, 2), deeper, calibration=made_up()).predicted_ms
+
+
+def test_calibrations_are_found_by_device_and_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    assert find_calibration("none", SHAPE, compiled=False) is None
+    measured = made_up()
+    path = calibration_path("none", SHAPE, compiled=False)
+    assert path.parent == tmp_path
+    measured.save(path)
+    deeper = replace(SHAPE, layers=9, windows=(0,) * 9)
+    assert find_calibration("none", deeper, compiled=False) == measured
+    assert find_calibration("none", SHAPE, compiled=True) is None
+    assert find_calibration("another", SHAPE, compiled=False) is None
+    assert find_calibration("none", replace(SHAPE, hidden=128), compiled=False) is None
+    monkeypatch.delenv(FOLDER_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = calibration_path("none", SHAPE, compiled=False).parent
+    assert folder == tmp_path / "cache" / "forkpoint" / "calibrations"
+
+
+def test_the_file_says_what_it_is(tmp_path: Path) -> None:
+    made_up().save(tmp_path / "c.json")
+    values = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
+    assert values["schema"] == 1 and values["device"] == "none" and values["shape"]["hidden"] == 64
