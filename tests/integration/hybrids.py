@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from forkpoint.engine import states
+from forkpoint.ops import delta_rule, selective_scan
 from forkpoint.ops.recurrence import levels
 from forkpoint.ops.recurrence.convolution import _Gather
 from forkpoint.testing import tiny_model
 
-HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
 DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -27,6 +28,15 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 12,
 }
+MAMBA = {
+    "num_local_experts": 0,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+    "shared_intermediate_size": 24,
+}
 MIXED = ("linear_attention", "full_attention", "linear_attention")
 
 
@@ -34,7 +44,13 @@ def tiny_hybrid(
     family: str, *, kinds: tuple[str, ...] = MIXED, checkpointed: bool = False, **changes: Any
 ) -> PreTrainedModel:
     """A random model in training mode with one layer for each of `kinds`."""
-    sizes = {**DELTA, **(EXPERTS if family != "qwen3_5_text" else {})}
+    sizes: dict[str, Any] = {**DELTA, **(EXPERTS if family != "qwen3_5_text" else {})}
+    if family == "granitemoehybrid":
+        sizes = dict(MAMBA)
+        # Kinds of layers have other names in older versions; without a choice all carry a state.
+        if CONFIG_MAPPING[family]().layers_block_type[0] == "mamba":
+            names = {"linear_attention": "mamba", "full_attention": "attention"}
+            kinds = tuple(names[kind] for kind in kinds)
     sizes |= {"num_hidden_layers": len(kinds), "layer_types": list(kinds)}
     model = tiny_model(family, **{**sizes, **changes})
     if hasattr(model, "set_experts_implementation"):
@@ -103,7 +119,6 @@ def input_gradient_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of a row start from the state of a neighbour of their parent."""
     over_levels = levels.over_levels
-    from forkpoint.ops.delta_rule import operator
 
     def shifted(scan: Any, inputs: Any, table: Any, initial: Any) -> Any:
         before = [level.parents for level in table.levels]
@@ -115,7 +130,8 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
             for level, parents in zip(table.levels, before, strict=True):
                 level.parents = parents
 
-    monkeypatch.setattr(operator, "over_levels", shifted)
+    for operator in (delta_rule.operator, selective_scan.operator):
+        monkeypatch.setattr(operator, "over_levels", shifted)
 
 
 ACROSS_ROWS: tuple[Sabotage, ...] = (

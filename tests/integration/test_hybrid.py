@@ -85,10 +85,11 @@ def test_segments_longer_than_chunks(family: str) -> None:
     check(model, expected, loss, configs)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
 @pytest.mark.parametrize("kinds", [("linear_attention",), ("full_attention", "linear_attention")])
-def test_models_that_end_with_a_state(kinds: tuple[str, ...]) -> None:
+def test_models_that_end_with_a_state(family: str, kinds: tuple[str, ...]) -> None:
     """Rows that train on nothing end at the last layer's state."""
-    model, loss = tiny_hybrid("qwen3_5_text", kinds=kinds), LOSSES["grpo"]
+    model, loss = tiny_hybrid(family, kinds=kinds), LOSSES["grpo"]
     check(model, truth(model, acceptance_batch(), loss), loss, CONFIGS[3:11])
 
 
@@ -229,10 +230,13 @@ def test_adapters_on_every_projection() -> None:
 # Caught ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
 @pytest.mark.parametrize("sabotage", ACROSS_ROWS, ids=lambda s: s.__name__)
-def test_bugs_across_rows_are_caught(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bugs_across_rows_are_caught(
+    family: str, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = wrap(
-        tiny_hybrid("qwen3_5_text"),
+        tiny_hybrid(family),
         Config(sharing="tree", boundary="across_rows", max_row_tokens=12),
     )
     assert policy.verify(forked_batch(), GRPO()).passed
@@ -240,9 +244,12 @@ def test_bugs_across_rows_are_caught(sabotage: Sabotage, monkeypatch: pytest.Mon
     assert not policy.verify(forked_batch(), GRPO()).passed
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
 @pytest.mark.parametrize("sabotage", IN_ROW, ids=lambda s: s.__name__)
-def test_bugs_in_a_row_are_caught(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = wrap(tiny_hybrid("qwen3_5_text"), Config(sharing="tree", boundary="in_row"))
+def test_bugs_in_a_row_are_caught(
+    family: str, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = wrap(tiny_hybrid(family), Config(sharing="tree", boundary="in_row"))
     assert policy.verify(forked_batch(), GRPO()).passed
     sabotage(monkeypatch)
     assert not policy.verify(forked_batch(), GRPO()).passed

@@ -215,3 +215,97 @@ def test_latent_attention_counts_its_projections() -> None:
     assert (shape.head_dim, shape.value_dim, shape.kv_heads) == (192, 128, 128)
     active = shape.linear_parameters + 2 * 7168 * 129280
     assert active == pytest.approx(37.5e9, rel=0.03)
+
+
+QWEN35_4B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 248_320,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+}
+
+
+def test_layers_that_carry_a_state_see_no_pairs() -> None:
+    """Qwen3.5-4B: one layer of four attends, its query projection makes the output's gate too."""
+    shape = ModelShape.from_config(QWEN35_4B)
+    assert (shape.attention_layers, shape.recurrent_layers, len(shape.windows)) == (8, 24, 8)
+    mixed, out, state = 2 * 16 * 128 + 32 * 128, 32 * 128, 32 * 128 * 128
+    weights = 2560 * (mixed + out + 2 * 32) + out * 2560
+    assert shape.recurrent_parameters == weights + 4 * mixed + 3 * state
+    assert shape.attention_parameters == 2560 * 256 * (2 * 16 + 16 + 2 * 4)
+    # 3.57e9 weights in the blocks; with the tied embeddings 4.2e9, as the model is named.
+    products = shape.linear_parameters - 24 * 3 * state
+    assert products == pytest.approx(3.57e9, rel=0.01)
+    # K and V in the layers that attend; a state in float32 and three inputs in the others.
+    assert shape.boundary_bytes_per_token == 8 * 2 * 4 * 256 * 2
+    assert shape.state_bytes == 24 * (2 * state * 4 + 3 * mixed * (2 + 4))
+    pairs = 10 * 11 // 2
+    work = dense_work(np.array([10]), 0, shape.windows)
+    expected = 2 * 10 * shape.linear_parameters + 8 * 2 * 16 * 512 * pairs
+    assert work.forward_flops(shape) == expected
+
+
+def test_experts_without_a_dense_width() -> None:
+    """Qwen3.5-35B-A3B: its configuration has the widths of experts alone."""
+    config = {
+        **{k: v for k, v in QWEN35_4B.items() if k != "intermediate_size"},
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "num_key_value_heads": 2,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+    }
+    shape = ModelShape.from_config(config)
+    assert shape.intermediate == 9 * 512
+    with pytest.raises(ConfigError, match="lacks intermediate_size"):
+        ModelShape.from_config({**config, "moe_intermediate_size": None})
+
+
+def test_the_counts_of_mamba_2() -> None:
+    """Granite-4.0-H-Micro: 36 of 40 layers carry a state of 64 heads x 64 x 128; 3.2e9 weights."""
+    config = {
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "shared_intermediate_size": 8192,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 100_352,
+        "mamba_n_heads": 64,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "layer_types": (["mamba"] * 9 + ["attention"]) * 4,
+    }
+    shape = ModelShape.from_config(config)
+    assert (shape.recurrent_layers, shape.windows) == (36, (0,) * 4)
+    assert shape.state_elements == 64 * 64 * 128
+    assert shape.tail_elements == 3 * (64 * 64 + 2 * 128)
+    weights = shape.linear_parameters - 36 * 2 * shape.state_elements + 2048 * 100_352
+    assert weights == pytest.approx(3.19e9, rel=0.01)
+
+
+def test_the_planner_counts_states() -> None:
+    batch = RolloutBatch(Rollout([1, 2, 3, 4, i], [0] * 4 + [1], 0.0) for i in range(5, 9))
+    shape = ModelShape.from_config(QWEN35_4B)
+    config = Config(sharing="tree", boundary="across_rows")
+    plan = make_plan(batch, shape, config)
+    assert (plan.state_slots, plan.arena_slots) == (1, 3)
+    without = ModelShape(**{**vars(shape), "state_elements": 0, "tail_elements": 0})
+    less = make_plan(batch, without, config)
+    assert plan.predicted_peak_bytes and less.predicted_peak_bytes
+    assert plan.predicted_peak_bytes - less.predicted_peak_bytes == shape.state_bytes

@@ -70,6 +70,7 @@ FAMILIES = {
     "smollm3": Family("SmolLM3ForCausalLM"),
     "granite": Family("GraniteForCausalLM", divisor="logits_scaling"),
     "granitemoe": Family("GraniteMoeForCausalLM", divisor="logits_scaling"),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", divisor="logits_scaling"),
     "cohere": Family("CohereForCausalLM", scale="logit_scale"),
     "deepseek_v3": Family("DeepseekV3ForCausalLM"),
     "exaone4": Family("Exaone4ForCausalLM"),

@@ -21,6 +21,7 @@ from forkpoint.ops.attention import accumulate_dtype
 from forkpoint.ops.delta_rule import gated_delta_rule
 from forkpoint.ops.delta_rule.kernel import decay_gate
 from forkpoint.ops.recurrence import short_convolution
+from forkpoint.ops.selective_scan import selective_scan
 
 RecurrentForward = Callable[[Any, Tensor, RowContext], Tensor]
 
@@ -78,10 +79,50 @@ def _projected(module: Any, hidden_BLC: Tensor) -> tuple[Tensor, Tensor, Tensor,
     )
 
 
+def mamba2(module: Any, hidden_BLC: Tensor, context: RowContext) -> Tensor:
+    """Mamba-2 of Granite 4 hybrids: hidden states of a row in, its output out."""
+    projected_TC = module.in_proj(hidden_BLC).flatten(0, 1)
+    inner, heads, state_dim = module.intermediate_size, module.num_heads, module.ssm_state_size
+    gate_TC, mixed_TC, dt_TG = projected_TC.split([inner, module.conv_dim, heads], -1)
+    layer = module.layer_idx
+    states = context.states(module.conv_kernel_size, hidden_BLC.device)
+    mixed_TC, tails = short_convolution(
+        mixed_TC,
+        module.conv1d.weight.squeeze(1),
+        module.conv1d.bias,
+        states.windows,
+        *states.inputs((layer, "conv")),
+    )
+    grouped = module.n_groups * state_dim
+    x, b, c = F.silu(mixed_TC).split([inner, grouped, grouped], -1)
+    dtype = accumulate_dtype(hidden_BLC.dtype)
+    dt_TG = F.softplus(dt_TG + module.dt_bias.to(dt_TG.dtype)).clamp(*module.time_step_limit)
+    dt_TG, x_TGE = dt_TG.to(dtype), x.to(dtype).unflatten(-1, (heads, -1))
+    a_TG = -module.A_log.to(dtype).exp() * dt_TG
+    b_THD, c_THD = (y.to(dtype).unflatten(-1, (-1, state_dim)) for y in (b, c))
+    key = (layer, "state")
+    o_TGE, ends = selective_scan(
+        x_TGE * dt_TG[..., None],
+        a_TG,
+        b_THD,
+        c_THD,
+        table=states.table,
+        initial_SGED=states.initial(key, mixed_TC, dt_TG),
+        kernel=context.recurrence_kernel,
+    )
+    o_TGE = states.keep(o_TGE, {(layer, "conv"): tails, key: ends})
+    if layer == context.last_layer:
+        raise RowEnds((o_TGE,))
+    o_TC = (o_TGE + x_TGE * module.D[:, None]).flatten(1)
+    normed_TC = module.norm(o_TC, gate_TC).to(hidden_BLC.dtype)
+    return module.out_proj(normed_TC.view(*hidden_BLC.shape[:2], -1))
+
+
 RECURRENT_FORWARDS: dict[str, RecurrentForward] = {
     "Qwen3NextGatedDeltaNet": gated_delta_net,
     "Qwen3_5GatedDeltaNet": gated_delta_net,
     "Qwen3_5MoeGatedDeltaNet": gated_delta_net,
+    "GraniteMoeHybridMambaLayer": mamba2,
 }
 """By class, what stands in for its forward while rows run."""
 

@@ -98,7 +98,6 @@ class ModelShape:
                 "vocab": vocab,
                 "windows": tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
                 **(_latent_attention(config) if config.get("kv_lora_rank") else {}),
-                **(_gated_attention(config, head_dim) if recurrent else {}),
                 **recurrent,
                 **changes,
             }
@@ -192,7 +191,10 @@ def _active_intermediate(config: Mapping[str, Any], layers: int) -> int:
         return dense
     width = int(config.get("moe_intermediate_size") or dense)
     expert = int(routed) * width + int(config.get("n_shared_experts") or 0) * width
-    expert += int(config.get("shared_expert_intermediate_size") or 0)
+    if config.get("num_local_experts") == 0:
+        expert = 0
+    for shared in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        expert += int(config.get(shared) or 0)
     first = min(layers, int(config.get("first_k_dense_replace") or 0))
     return (first * dense + (layers - first) * expert) // layers
 
@@ -201,16 +203,6 @@ def _only_experts(config: Mapping[str, Any]) -> bool:
     """Whether no layer has an MLP of its own, so that the configuration has no width for one."""
     experts = config.get("num_experts_per_tok") and config.get("moe_intermediate_size")
     return bool(experts) and "intermediate_size" not in config
-
-
-def _gated_attention(config: Mapping[str, Any], head_dim: int) -> dict[str, int]:
-    """Attention whose output is multiplied by a gate, which its query projection makes as well."""
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    return {
-        "attention_parameters": hidden * head_dim * (3 * heads + 2 * kv_heads),
-        "attention_activations": 2 * heads * head_dim,
-    }
 
 
 def _latent_attention(config: Mapping[str, Any]) -> dict[str, int]:

@@ -11,14 +11,12 @@ chunk are masked before exp, since exp of them overflows where tokens forget muc
 gradient of 0 is NaN.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from forkpoint.ops.attention.kernel import accumulate_dtype
 from forkpoint.ops.delta_rule.kernel import DeltaKernel, by_value_head, normalized
-from forkpoint.ops.recurrence import Chunks, Sequences
+from forkpoint.ops.recurrence import Sequences
 
 CHUNK = 64
 
@@ -61,50 +59,18 @@ def scan(
     written_NGCE, read_NGCD = solved.split([value_dim, key_dim], -1)
     within_NGCC = q_NGCD @ k_NGCD.mT * decay_NGCC
     last_NG1 = g_NGC[..., -1:]
-    o_NGCE, state = _carry(
-        chunks,
-        initial_SGDE,
-        written_NGCE,
-        read_NGCD,
-        within_NGCC,
-        q_NGCD * from_start_NGC1,
-        k_NGCD * (last_NG1 - g_NGC).exp()[..., None],
-        last_NG1.exp()[..., None],
-        final,
-    )
-    return chunks.join(o_NGCE.transpose(1, 2)).to(v_TGE.dtype), state
+    from_chunk_NGCD = k_NGCD * (last_NG1 - g_NGC).exp()[..., None]
+    from_before_NGCD, through_NG11 = q_NGCD * from_start_NGC1, last_NG1.exp()[..., None]
 
+    def step(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+        u_SGCE = written_NGCE[at] - read_NGCD[at] @ state
+        output = from_before_NGCD[at] @ state + within_NGCC[at] @ u_SGCE
+        return output, state * through_NG11[at] + from_chunk_NGCD[at].mT @ u_SGCE
 
-def _carry(
-    chunks: Chunks,
-    initial_SGDE: Tensor | None,
-    written_NGCE: Tensor,
-    read_NGCD: Tensor,
-    within_NGCC: Tensor,
-    q_NGCD: Tensor,
-    k_NGCD: Tensor,
-    decay_NG11: Tensor,
-    final: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The loop over places: outputs of all chunks, and the states at the ends if asked for."""
-    heads, key_dim = k_NGCD.shape[1], k_NGCD.shape[3]
     if initial_SGDE is None:
-        state = written_NGCE.new_zeros(chunks.at[1], heads, key_dim, written_NGCE.shape[3])
-    else:
-        state = initial_SGDE.to(written_NGCE.dtype).index_select(0, chunks.order)
-    outputs, ended = [], []
-    for begin, end in pairwise(chunks.at):
-        if end - begin < len(state):
-            ended.append(state[end - begin :])
-            state = state[: end - begin]
-        here = slice(begin, end)
-        u_SGCE = written_NGCE[here] - read_NGCD[here] @ state
-        outputs.append(q_NGCD[here] @ state + within_NGCC[here] @ u_SGCE)
-        state = state * decay_NG11[here] + k_NGCD[here].mT @ u_SGCE
-    if not final:
-        return torch.cat(outputs), None
-    ends = torch.cat([state, *reversed(ended)])
-    return torch.cat(outputs), ends.index_select(0, chunks.rank)
+        initial_SGDE = v_NGCE.new_zeros(sequences.count, heads, key_dim, value_dim)
+    o_NGCE, state = chunks.carry(initial_SGDE.to(dtype), step, final)
+    return chunks.join(o_NGCE.transpose(1, 2)).to(v_TGE.dtype), state
 
 
 KERNEL = DeltaKernel(

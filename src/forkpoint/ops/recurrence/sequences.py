@@ -1,5 +1,6 @@
 """Sequences of different lengths, back to back, and how they are cut into chunks."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -42,6 +43,29 @@ class Chunks:
         """[T, ...] -> [chunks, size, ...], zeros behind the end of a sequence."""
         padded = F.pad(x_T, (*(0, 0) * (x_T.dim() - 1), 0, 1))
         return padded.index_select(0, self._token).unflatten(0, (-1, self.size))
+
+    def carry(
+        self, state_S: Tensor, step: Callable[[slice, Tensor], tuple[Tensor, Tensor]], final: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hand a state from chunk to chunk: all sequences at one place step together.
+
+        Args:
+            state_S: [S, ...] what the sequences start from.
+            step: (chunks at one place, states before them) -> (their outputs, states after them).
+            final: whether to return the states at the ends, [S, ...].
+        """
+        state = state_S.index_select(0, self.order)
+        outputs, ended = [], []
+        for begin, end in pairwise(self.at):
+            if end - begin < len(state):
+                ended.append(state[end - begin :])
+                state = state[: end - begin]
+            output, state = step(slice(begin, end), state)
+            outputs.append(output)
+        if not final:
+            return torch.cat(outputs), None
+        ends = torch.cat([state, *reversed(ended)])
+        return torch.cat(outputs), ends.index_select(0, self.rank)
 
     def join(self, x_NC: Tensor) -> Tensor:
         """The inverse of `cut`."""

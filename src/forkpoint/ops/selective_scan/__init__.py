@@ -1,0 +1,5 @@
+"""The recurrence of Mamba-2 over packed rows of segments."""
+
+from forkpoint.ops.selective_scan.operator import SCAN_KERNELS, selective_scan
+
+__all__ = ["SCAN_KERNELS", "selective_scan"]

@@ -1,0 +1,73 @@
+"""The recurrence of Mamba-2: chunks against a loop over time, with states handed over."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint import UnsupportedError
+from forkpoint.ops.recurrence import Sequences, StateTable
+from forkpoint.ops.selective_scan import chunked, reference, selective_scan
+from forkpoint.plan.recurrence import Level, StateLayout
+
+NAMES = ("x", "a", "b", "c", "initial")
+RAGGED = [1, 70, 64, 3, 130, 1, 128]
+HEADS, GROUPS, VALUE_DIM, STATE_DIM = 4, 2, 3, 5
+
+
+def make(lengths: list[int], forgets: float, states: bool = True) -> list[Tensor | None]:
+    random = torch.Generator().manual_seed(0)
+    tokens = sum(lengths)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    x, a = normal(tokens, HEADS, VALUE_DIM), -forgets * normal(tokens, HEADS).abs()
+    b, c = (normal(tokens, GROUPS, STATE_DIM) for _ in range(2))
+    return [x, a, b, c, normal(len(lengths), HEADS, VALUE_DIM, STATE_DIM) if states else None]
+
+
+def outcome(scan, inputs: list[Tensor | None], lengths: list[int]) -> dict[str, Tensor]:
+    """Output, final states and every gradient, by name."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    o, final = scan(*leaves, Sequences(np.asarray(lengths), "cpu"), True)
+    random = torch.Generator().manual_seed(1)
+    total = sum((x * torch.randn(x.shape, generator=random).double()).sum() for x in (o, final))
+    named = {n: x for n, x in zip(NAMES, leaves, strict=True) if x is not None}
+    found = dict(zip(named, torch.autograd.grad(total, list(named.values())), strict=True))
+    return {n: x.detach() for n, x in ({"o": o, "final": final} | found).items()}
+
+
+@pytest.mark.parametrize("forgets", [0.0, 0.2, 300.0], ids=["remembers", "decays", "forgets"])
+@pytest.mark.parametrize("states", [True, False], ids=["from-states", "from-zero"])
+@pytest.mark.parametrize("lengths", [RAGGED, [1], [2], [63], [65]], ids=str)
+def test_chunks_are_the_loop_over_time(lengths: list[int], forgets: float, states: bool) -> None:
+    inputs = make(lengths, forgets, states)
+    expected = outcome(reference.scan, inputs, lengths)
+    found = outcome(chunked.scan, inputs, lengths)
+    for name, value in expected.items():
+        assert torch.isfinite(value).all(), name
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def test_a_state_handed_over_is_the_whole() -> None:
+    expected = outcome(reference.scan, make([150], 0.2), [150])
+
+    def cut(x, a, b, c, initial, _, final):
+        parts = [y[:83] for y in (x, a, b, c)], [y[83:] for y in (x, a, b, c)]
+        o, state = chunked.scan(*parts[0], initial, Sequences(np.asarray([83]), "cpu"), True)
+        more, state = chunked.scan(*parts[1], state, Sequences(np.asarray([67]), "cpu"), True)
+        return torch.cat([o, more]), state
+
+    found = outcome(cut, make([150], 0.2), [150])
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def test_a_kernel_that_is_none_is_refused() -> None:
+    whole = Level(np.zeros(1, int), np.asarray([3]), np.asarray([-1]), np.zeros(0, int), False)
+    table = StateTable(StateLayout((whole,), np.zeros(0, int)))
+    x, a, b, c, _ = make([3], 0.2)
+    assert x is not None and a is not None and b is not None and c is not None
+    with pytest.raises(UnsupportedError, match=r"no selective-scan kernel 'fla'; .*'reference'"):
+        selective_scan(x, a, b, c, table=table, kernel="fla")
