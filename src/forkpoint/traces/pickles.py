@@ -8,6 +8,7 @@ fields; anything else that a pickle names is refused by its name.
 import _codecs
 import io
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -86,33 +87,25 @@ def load_torch(source: Path | BinaryIO, where: str) -> Any:
     try:
         with torch.serialization.safe_globals(allowed):
             loaded = torch.load(source, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise _refused(where, str(error)) from None
-    except (OSError, MemoryError):
+        return plain(loaded, where)
+    except RolloutError:
         raise
     except Exception as error:  # a damaged file makes torch raise errors of many kinds
-        raise RolloutError(
-            f"{where} cannot be read as a torch file: {type(error).__name__}: "
-            f"{short(str(error))}. Copy or write the file again."
-        ) from None
-    return plain(loaded, where)
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if isinstance(error, pickle.UnpicklingError) and named:
+            raise _refused(where, f"it names {named[1]}") from None
+        raise _unreadable(where, "torch file", error) from None
 
 
 def load_pickle(path: Path) -> Any:
     """What pickle.dump wrote, with arrays for tensors. Raises RolloutError, naming the file."""
-    try:
-        with path.open("rb") as file:
-            loaded = _Unpickler(file, str(path)).load()
-    except RolloutError:
-        raise
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # a damaged pickle makes its reader raise errors of many kinds
-        raise RolloutError(
-            f"{path} cannot be read as a pickle: {type(error).__name__}: {short(str(error))}. "
-            "Copy or write the file again."
-        ) from None
-    return plain(loaded, str(path))
+    with path.open("rb") as file:
+        try:
+            return plain(_Unpickler(file, str(path)).load(), str(path))
+        except RolloutError:
+            raise
+        except Exception as error:  # a damaged pickle makes its reader raise errors of many kinds
+            raise _unreadable(str(path), "pickle", error) from None
 
 
 def plain(value: Any, where: str) -> Any:
@@ -217,7 +210,7 @@ def _check_archive(source: Path | BinaryIO, where: str) -> None:
             return
         with zipfile.ZipFile(source) as archive:
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # zipfile's are of many kinds as well
         raise RolloutError(
             f"{where} is cut short or damaged: {error}. Copy or write the file again."
         ) from None
@@ -235,4 +228,11 @@ def _refused(where: str, what: str) -> RolloutError:
     return RolloutError(
         f"{where} is a pickle that could run code: {what}. Only arrays, tensors and plain "
         f"containers are loaded. Write these alone; a verl batch with {DATA_PROTO}."
+    )
+
+
+def _unreadable(where: str, what: str, error: Exception) -> RolloutError:
+    return RolloutError(
+        f"{where} cannot be read as a {what}: {type(error).__name__}: {short(str(error))}. Copy or "
+        "write the file again."
     )
