@@ -7,7 +7,7 @@ a family that is added, leaves the other parts of the cases that were kept as th
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -108,6 +108,12 @@ def draw_case(seed: int) -> Case:
     random = stream(seed, "model")
     checkpointed = chance(random, 0.3)
     config = draw_config(stream(seed, "config"), batch)
+    memory = stream(seed, "memory")
+    config = replace(
+        config,
+        residency=one_of(memory, ("auto", "keep", "keep", "offload", "recompute", "recompute")),
+        checkpointing="none" if checkpointed else one_of(memory, ("none", "selective", "full")),
+    )
     # The planner makes no rows of less than 64 tokens for the sake of a budget.
     limited = config.max_row_tokens is None and batch.logical_tokens > 100 and chance(random, 0.5)
     return Case(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from numpy.random import Generator
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 Settings = dict[str, Any]
 Value = TypeVar("Value")
@@ -201,6 +201,40 @@ def _qwen3_moe(random: Generator, settings: Settings) -> Settings:
     }
 
 
+def _delta_rule(random: Generator, settings: Settings) -> Settings:
+    """Layers that carry a state from token to token, and a convolution that reads the last few."""
+    heads = between(random, 1, 3)
+    kinds = ("linear_attention", "linear_attention", "full_attention")
+    return {
+        **_partial_rope(random, settings),
+        "layer_types": [one_of(random, kinds) for _ in range(settings["num_hidden_layers"])],
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads * between(random, 1, 2),
+        "linear_key_head_dim": between(random, 1, 8),
+        "linear_value_head_dim": between(random, 1, 8),
+        "linear_conv_kernel_dim": between(random, 2, 5),
+        "attention_bias": chance(random, 0.4),
+    }
+
+
+def _delta_rule_moe(random: Generator, settings: Settings) -> Settings:
+    return {
+        **_delta_rule(random, settings),
+        **_experts(random, "num_experts"),
+        "moe_intermediate_size": 2 * between(random, 2, 10),
+        "shared_expert_intermediate_size": 2 * between(random, 2, 10),
+    }
+
+
+def _qwen3_next(random: Generator, settings: Settings) -> Settings:
+    layers = settings["num_hidden_layers"]
+    return {
+        **_delta_rule_moe(random, settings),
+        "norm_topk_prob": chance(random, 0.5),
+        "mlp_only_layers": [i for i in range(layers) if chance(random, 0.2)],
+    }
+
+
 def _one_window(random: Generator, _: Settings) -> Settings:
     return {"sliding_window": _maybe_window(random)}
 
@@ -332,6 +366,38 @@ def _granitemoe(random: Generator, settings: Settings) -> Settings:
     return found
 
 
+def _granitemoehybrid(random: Generator, settings: Settings) -> Settings:
+    found = _granite(random, settings)
+    del found["mlp_bias"]
+    # Kinds of layers have other names in older versions; those without a choice carry a state.
+    carries = CONFIG_MAPPING["granitemoehybrid"]().layers_block_type[0]
+    kinds = (carries, carries, {"mamba": "attention"}.get(carries, "full_attention"))
+    groups = between(random, 1, 2)
+    heads = groups * between(random, 1, 2)
+    width = 24  # a multiple of whatever heads there are
+    heads_of_attention = one_of(random, (1, 2, 4, 6))
+    return {
+        **found,
+        "num_local_experts": one_of(random, (0, 3, 5)),
+        "num_experts_per_tok": between(random, 1, 3),
+        "num_attention_heads": heads_of_attention,
+        "num_key_value_heads": one_of(random, (1, heads_of_attention)),
+        "layer_types": [one_of(random, kinds) for _ in range(settings["num_hidden_layers"])],
+        "shared_intermediate_size": 2 * between(random, 2, 12),
+        "position_embedding_type": one_of(random, (None, "rope")),
+        "hidden_size": width,
+        "mamba_expand": 2,
+        "mamba_n_heads": heads,
+        "mamba_d_head": 2 * width // heads,
+        "mamba_n_groups": groups,
+        "mamba_d_state": between(random, 1, 8),
+        "mamba_d_conv": between(random, 2, 4),
+        "mamba_chunk_size": one_of(random, (4, 16)),
+        "mamba_conv_bias": chance(random, 0.7),
+        "mamba_proj_bias": chance(random, 0.5),
+    }
+
+
 def _cohere(random: Generator, _: Settings) -> Settings:
     return {
         "logit_scale": one_of(random, (0.0625, 0.5, 2.0)),
@@ -388,6 +454,9 @@ SPECIAL: dict[str, Callable[[Generator, Settings], Settings]] = {
     "qwen2": _qwen,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _delta_rule,
+    "qwen3_5_moe_text": _delta_rule_moe,
     "mistral": _one_window,
     "ministral": _window_by_layer,
     "mixtral": _mixtral,
@@ -406,6 +475,7 @@ SPECIAL: dict[str, Callable[[Generator, Settings], Settings]] = {
     "smollm3": _smollm3,
     "granite": _granite,
     "granitemoe": _granitemoe,
+    "granitemoehybrid": _granitemoehybrid,
     "cohere": _cohere,
     "deepseek_v3": _deepseek_v3,
     "exaone4": _exaone4,

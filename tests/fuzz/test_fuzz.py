@@ -144,6 +144,8 @@ def test_every_family_and_option_is_drawn() -> None:
         "sharing": {"none", "group", "tree", "auto"},
         "boundary": {"in_row", "mixed", "across_rows", "auto"},
         "waves": {"packed", "padded"},
+        "residency": {"auto", "keep", "offload", "recompute"},
+        "checkpointing": {"none", "selective", "full"},
     }.items():
         assert {getattr(case.config, name) for case in draws()} == values
     losses = {type(case.loss).__name__ for case in draws()}
