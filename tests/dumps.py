@@ -139,6 +139,10 @@ def openrlhf(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "base_action_log_probs": actions("reference_logprobs", JUNK, np.float32),
         "advantages": actions("advantage", JUNK, np.float32),
         "rewards": np.zeros(len(rollouts), np.float32),
+        "index": None,
+        "prompts": ["text"] * len(rollouts),
+        "labels": [],
+        "images": [],
         "info": {},
     }
 
@@ -290,7 +294,7 @@ def listed(table: dict[str, Any]) -> dict[str, Any]:
 
 def rows_of(table: dict[str, Any]) -> list[dict[str, Any]]:
     """The samples of a table, each with what all share."""
-    plain = listed(table)
+    plain = {name: value for name, value in listed(table).items() if value != []}
     count = max(len(v) for v in plain.values() if isinstance(v, list))
     return [{k: v[n] if isinstance(v, list) else v for k, v in plain.items()} for n in range(count)]
 
@@ -358,7 +362,8 @@ def verl_pickle(rollouts: Sequence[Rollout], way: str, temperature: float = 1.0)
         tensor_dict = kinds["TensorDict"](tensors(table), consolidated=way == "consolidated")
         torch.save(tensor_dict, file)
         batch = file.getvalue()
-    proto = stand_ins()["DataProto"]((batch, {"uid": uid}, {"temperature": temperature}))
+    settings = {"temperature": temperature, "reward_extra_keys": ["acc", "format"], "metrics": {}}
+    proto = stand_ins()["DataProto"]((batch, {"uid": uid}, settings))
     return pickle.dumps(proto)
 
 

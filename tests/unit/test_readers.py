@@ -127,6 +127,28 @@ def test_verl_takes_what_there_is(tmp_path: Path) -> None:
     assert any("advantages are the rewards" in note for note in file.notes)
 
 
+@pytest.mark.parametrize("mask", ["loss_mask", "none"])
+def test_verl_before_there_was_a_response_mask(mask: str, tmp_path: Path) -> None:
+    table = dumps.verl(truth())
+    response = table.pop("response_mask")
+    wanted = truth()
+    if mask == "loss_mask":
+        table["loss_mask"] = np.concatenate([np.zeros_like(table["prompts"]), response], axis=1)
+    else:
+        wanted = [
+            replace(r, loss_mask=np.arange(len(r)) >= prompt_of(r), old_logprobs=None)
+            for r in wanted
+        ]
+    found = load_rollouts(write_torch(tmp_path / "x.pt", tensors(table)))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.loss_mask.tolist() == other.loss_mask.tolist()
+
+
+def test_columns_that_no_field_is_read_from_may_have_any_length(tmp_path: Path) -> None:
+    table = {**tensors(dumps.trl(truth())), "timings": [0.5, 0.25], "bins": torch.ones(3, 2)}
+    same(load_rollouts(write_torch(tmp_path / "x.pt", table)), truth())
+
+
 def test_advantages_per_token_stay_so(tmp_path: Path) -> None:
     table = dumps.verl(truth())
     random = np.random.default_rng(0).normal(size=table["advantages"].shape).astype(np.float32)

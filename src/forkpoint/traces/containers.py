@@ -18,6 +18,8 @@ from forkpoint.traces.record import RecordError
 Part = tuple[str, Mapping[str, Any] | RecordError]
 """Where something stands, and what it is, or why it cannot be read."""
 
+SHARED = "meta_info"
+"""A key under which a table has what its samples share."""
 _PARQUET_MAGIC = b"PAR1"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGICS = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))

@@ -189,8 +189,9 @@ class _Unpickler(pickle.Unpickler):
 
 def _numpy() -> dict[str, Any]:
     """What a pickle of numpy arrays names, by both names that numpy has had for it."""
-    multiarray: Any = import_module("numpy._core.multiarray")
-    numeric: Any = import_module("numpy._core.numeric")
+    own = "numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core"
+    multiarray: Any = import_module(f"{own}.multiarray")
+    numeric: Any = import_module(f"{own}.numeric")
     found = {
         "numpy.ndarray": np.ndarray,
         "numpy.dtype": np.dtype,

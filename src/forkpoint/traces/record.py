@@ -4,6 +4,7 @@ Imports no torch.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -32,6 +33,13 @@ class RecordError(RolloutError):
         return made
 
 
+@dataclass(frozen=True)
+class WrongRows:
+    """Stands for a column that has not as many rows as the batch has samples."""
+
+    message: str
+
+
 class Record:
     """The values of one sample by the names that its trainer gives them.
 
@@ -51,8 +59,14 @@ class Record:
         self.rewarded = False
 
     def has(self, name: str) -> bool:
-        """Whether there is a value that is not None."""
-        return self.values.get(name) is not None
+        """Whether there is a value that is not None.
+
+        Raises RecordError where it has not as many rows as there are samples.
+        """
+        value = self.values.get(name)
+        if isinstance(value, WrongRows):
+            raise self.fail(name, value.message)
+        return value is not None
 
     def fail(self, field: str, message: str) -> RecordError:
         return RecordError(self.where, field, message)
@@ -81,9 +95,9 @@ class Record:
 
     def number(self, name: str) -> float | None:
         """A finite number, or None where there is none; an array of one is its number."""
-        value = self.values.get(name)
-        if value is None:
+        if not self.has(name):
             return None
+        value: Any = self.values[name]
         array = np.asarray(value)
         if array.size != 1 or array.dtype.kind not in "biuf" or not np.isfinite(array).all():
             raise self.fail(name, f"{name} is {short(value)}; it takes one finite number.")
@@ -91,8 +105,7 @@ class Record:
 
     def per_token(self, name: str) -> bool:
         """Whether there is more than one number."""
-        value: Any = self.values.get(name)
-        return value is not None and np.ndim(value) > 0
+        return self.has(name) and np.ndim(self.values[name]) > 0
 
     def first(self, *names: str) -> str:
         """The first of the names that there is a value for; the first of all if there is none."""
@@ -100,7 +113,7 @@ class Record:
 
     def text(self, name: str) -> str | None:
         """Text or a whole number as text, or None where there is none."""
-        value = self.values.get(name)
+        value: Any = self.values[name] if self.has(name) else None
         if isinstance(value, np.ndarray) and value.size == 1:
             value = value.reshape(()).item()
         if isinstance(value, np.generic):

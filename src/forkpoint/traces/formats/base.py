@@ -29,6 +29,7 @@ class Format:
     without: ... unless it has one of these keys.
     key: fields of which the first that is there tells, by its nesting, a batch from one sample.
     rollouts: the rollouts of one record, almost always one.
+    text: whether `key` is text, so that a list of texts is a batch.
     notes: what a reader of the rollouts has to know.
     """
 
@@ -37,6 +38,7 @@ class Format:
     without: frozenset[str] = frozenset()
     key: tuple[str, ...]
     rollouts: Callable[[Record], Iterator[Rollout]]
+    text: bool = False
     notes: tuple[str, ...] = field(default=())
 
     def matches(self, keys: frozenset[str]) -> bool:

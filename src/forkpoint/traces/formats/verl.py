@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forkpoint.rollouts import Rollout
 from forkpoint.traces.formats.base import MEDIA, NO_TEMPERATURE, Format, made
@@ -31,12 +32,10 @@ def _verl(record: Record) -> Iterator[Rollout]:
         raise record.fail(
             "input_ids", f"input_ids[{at}] is {ids[at]}, but prompts and responses have {both[at]}."
         )
-    trained = record.mask("response_mask", len(responses), "responses")
+    mask, trained = _trained(record, attended, width)
     outside = trained & ~attended[width:]
     if outside.any():
-        raise record.fail(
-            "response_mask", f"response_mask[{int(outside.argmax())}] is 1 where padding lies."
-        )
+        raise record.fail(mask, f"{mask}[{int(outside.argmax())}] is 1 where padding lies.")
     tokens, prompt = ids[attended], inside_prompt.stop - inside_prompt.start
     _check_positions(record, attended)
 
@@ -50,7 +49,7 @@ def _verl(record: Record) -> Iterator[Rollout]:
     given = record.floats(rewards, len(responses), "responses")
     yield made(
         record,
-        {"token_ids": "input_ids", "loss_mask": "response_mask", "advantage": "advantages",
+        {"token_ids": "input_ids", "loss_mask": mask, "advantage": "advantages",
          "old_logprobs": old, "reference_logprobs": "ref_log_prob",
          "weights": "rollout_is_weights", "group_id": "uid"},
         token_ids=tokens,
@@ -62,6 +61,22 @@ def _verl(record: Record) -> Iterator[Rollout]:
         weights=response("rollout_is_weights"),
         group_id=record.text("uid") or group_of(tokens[:prompt]),
     )  # fmt: skip
+
+
+def _trained(
+    record: Record, attended: NDArray[np.bool_], width: int
+) -> tuple[str, NDArray[np.bool_]]:
+    """Which tokens of the response are trained, and the field that says so.
+
+    Before there was response_mask, turns of tools were in loss_mask, over prompt and response;
+    without either all of the response is trained, which is what verl then makes of the attention
+    mask.
+    """
+    if record.has("response_mask"):
+        return "response_mask", record.mask("response_mask", len(attended) - width, "responses")
+    if record.has("loss_mask"):
+        return "loss_mask", record.mask("loss_mask", len(attended), "input_ids")[width:]
+    return "attention_mask", attended[width:]
 
 
 def _check_positions(record: Record, attended: np.ndarray) -> None:
@@ -110,7 +125,10 @@ def _verl_text(record: Record) -> Iterator[Rollout]:
 
 VERL = Format(
     name="verl",
-    signatures=(frozenset({"prompts", "responses", "response_mask"}),),
+    signatures=(
+        frozenset({"prompts", "responses", "response_mask"}),
+        frozenset({"prompts", "responses", "attention_mask"}),
+    ),
     key=("responses",),
     rollouts=_verl,
 )
@@ -119,6 +137,7 @@ VERL_TEXT = Format(
     signatures=(frozenset({"input", "output", "score"}),),
     key=("input",),
     rollouts=_verl_text,
+    text=True,
     notes=(
         "The file holds text: token ids were made again by the tokenizer given, without the "
         "special tokens that verl leaves out of the text. Savings are near; losses are not exact.",
