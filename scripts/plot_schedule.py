@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from forkpoint.config import Config
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.cost import ModelShape
-from forkpoint.plan.predict import CountedMeter
+from forkpoint.plan.planner import row_work
 from forkpoint.rollouts import Rollout, RolloutBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 6_144, 2_048, 6
@@ -50,13 +50,14 @@ Step = tuple[str, str, float, float, int]
 
 def timeline(plan: Plan) -> list[Step]:
     """(phase, row, begin, end, tokens held at the end) of every forward and backward."""
-    # Every leaf is a response, alone or, in dense rows, behind its prompt.
-    labelled = [0 if row.children else RESPONSE_TOKENS * len(row.segments) for row in plan.rows]
-    meter = CountedMeter(plan, labelled)
     begin, held, steps = 0.0, 0, []
     for phase, index in plan.schedule():
         row = plan.rows[index]
-        end = begin + (meter.forward(row) if phase == "F" else meter.backward(row))
+        # Every leaf is a response, alone or, in dense rows, behind its prompt.
+        trained = 0 if row.children else RESPONSE_TOKENS * len(row.segments)
+        forward = row_work(plan, row, trained).forward_flops(SHAPE)
+        whole = row_work(plan, row, trained).step_flops(SHAPE)
+        end = begin + (forward if phase == "F" else whole - forward)
         held += row.slots if phase == "F" else -row.slots
         name = "B" if not row.children else "A" if phase == "F" else "C"
         steps.append((name, plan.row_names[index], begin, end, held))

@@ -174,10 +174,10 @@ def test_groups_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, ...]] = []
     real = replay_loop._Side.step
 
-    def step(self: Any, batch: RolloutBatch, loss: Any, index: int) -> Any:
-        groups = sorted({str(group) for group in batch.group_ids})
+    def step(self: Any, given: Any, loss: Any, index: int) -> Any:
+        groups = sorted({str(group) for group in given.batch.group_ids})
         order.append((self.policy.config.sharing, *groups))
-        return real(self, batch, loss, index)
+        return real(self, given, loss, index)
 
     monkeypatch.setattr(replay_loop._Side, "step", step)
     seen: list[ReplayStep] = []
@@ -332,6 +332,18 @@ def test_a_part_of_the_rollouts(shell: Shell, tmp_path: Path, config: Path) -> N
         assert rollout.reference_logprobs is not None
         assert rollout.reference_logprobs.tolist()[1:] == [-float(n) for n in range(26, 33)]
         assert rollout.rollout_id == whole.rollout_id
+    longer = changed(
+        made[1],
+        token_ids=np.append(made[1].token_ids[:30], made[1].token_ids[:30]),
+        loss_mask=np.repeat([0, 1], [34, 26]),
+        advantage=1.0,
+        reference_logprobs=None,
+    )
+    shorter = changed(made[0], reference_logprobs=None)
+    mixed = write_rollouts(tmp_path / "mixed.jsonl", [shorter, longer])
+    short, long = Selection(max_prompt_tokens=5, max_response_tokens=3).load(mixed, None)
+    assert short.token_ids.tolist() == made[0].token_ids[25:33].tolist()
+    assert long.token_ids.tolist() == longer.token_ids[25:37].tolist(), "still at equal positions"
     arguments = ("replay", file, "--model", config, "--steps", 2, "--groups", 2, "--json")
     result = shell(*arguments, "--max-prompt-tokens", 5, "--max-response-tokens", 3).result
     assert result["logical_tokens"] == 6 * 8

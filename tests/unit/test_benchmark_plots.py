@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from forkpoint.config import Config
-from forkpoint.plan import make_plan
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROWS = BENCHMARKS / "results" / "attention-h200.jsonl"
 
@@ -49,16 +46,3 @@ def test_a_plot_is_written(script: dict, tmp_path: Path) -> None:
     script["draw"](script["rates"](rows, "dualkv"), "title", tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text(encoding="utf-8")
     assert "forward: TFLOP/s on visible pairs" in text and ">629<" in text.replace(" ", "")
-
-
-def test_the_schedule_s_bars_end_where_the_bound_says(tmp_path: Path) -> None:
-    script = runpy.run_path(str(BENCHMARKS.parent / "scripts" / "plot_schedule.py"))
-    batch, shape = script["group"](), script["SHAPE"]
-    tokens = script["PROMPT_TOKENS"]
-    across = Config(sharing="group", boundary="across_rows", max_row_tokens=tokens)
-    shared, dense = make_plan(batch, shape, across), make_plan(batch, shape, Config(sharing="none"))
-    ends = [script["timeline"](plan)[-1] for plan in (shared, dense)]
-    assert ends[1][3] / ends[0][3] == pytest.approx(shared.bound, rel=0.02)
-    assert [end[4] for end in ends] == [0, 0]
-    script["draw"](shared, dense, tmp_path / "plot.svg")
-    assert "counted work" in (tmp_path / "plot.svg").read_text(encoding="utf-8")

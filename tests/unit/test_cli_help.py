@@ -34,6 +34,10 @@ OPTIONS = {
         *("--output", "--checkpoint-every", "--resume"),
         *(*TRAINING, *PLANNING, *RUNTIME),
     },
+    "report": {
+        *("--output", "--plots", "--model", "--limit", "--json"),
+        *(*READING, *PLANNING, *MEMORY),
+    },
     "verify": {
         *("--model", "--loss", "--limit-groups", "--limit", "--json"),
         *(*READING, *PLANNING, *RUNTIME),

@@ -19,6 +19,7 @@ from forkpoint.cli.demo import Demo
 from forkpoint.cli.doctor import Doctor
 from forkpoint.cli.plan import Plan
 from forkpoint.cli.replay import Replay
+from forkpoint.cli.report import Report
 from forkpoint.cli.verify import Verify
 from forkpoint.errors import ForkpointError
 
@@ -35,12 +36,13 @@ COMMANDS = {
     "demo": Demo,
     "plan": Plan,
     "replay": Replay,
+    "report": Report,
     "verify": Verify,
     "bench": Bench,
     "calibrate": Calibrate,
     "doctor": Doctor,
 }
-Command = Demo | Plan | Replay | Verify | Bench | Calibrate | Doctor
+Command = Demo | Plan | Replay | Report | Verify | Bench | Calibrate | Doctor
 
 OUTPUT_CLOSED = 1
 USER_ERROR = 2

@@ -28,9 +28,15 @@ from forkpoint.cli.selection import Selection
 from forkpoint.errors import ConfigError
 from forkpoint.replay.folder import ReplayFolder
 from forkpoint.replay.rates import Rate
+from forkpoint.rollouts import RolloutBatch
+from forkpoint.traces import open_trace
+from forkpoint.traces.trace import is_trace
 
 if TYPE_CHECKING:
+    from forkpoint.losses import Loss
     from forkpoint.replay import MakeOptimizer, ReplayReport
+    from forkpoint.replay.recorded import TraceBatches
+    from forkpoint.traces import Trace
 
 OptimizerName = Literal["adamw", "sgd"]
 MOST_STEPS = 40
@@ -43,7 +49,7 @@ class Training:
     Attributes:
         loss: What is minimised: GRPO's clipped policy gradient, GSPO's with one ratio a rollout,
             DPO over pairs, or the negative log-likelihood. Where the file has no old_logprobs, grpo
-            and gspo are on-policy.
+            and gspo are on-policy. A trace says what it was recorded with.
         optimizer: What applies the gradients.
         lr: Its learning rate.
         schedule: The learning rate over the steps: constant, or after the warm-up down to 0, linear
@@ -57,7 +63,11 @@ class Training:
             compares times, losses and final parameters.
     """
 
-    loss: LossName = "grpo"
+    loss: DisallowNone[
+        Annotated[
+            LossName | None, arg(help_behavior_hint="(default: as recorded in a trace, or grpo)")
+        ]
+    ] = None
     optimizer: OptimizerName = "adamw"
     lr: Annotated[float, arg(metavar="RATE")] = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -94,13 +104,14 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Train a model for some steps on a file of rollouts, and measure it.
+    """Train a model for some steps on a file of rollouts or a trace, and measure it.
 
     With --baseline dense every step is also run by ordinary dense training (whole rollouts packed
     into rows), and the two are compared. The JSON line at the end holds what the table shows.
 
     Attributes:
-        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
+        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace, whose every
+            batch is a step.
         model: A transformers model's folder, or a config.json for random weights. Nothing is
             downloaded.
         limit: Read only the first N rollouts of the file.
@@ -127,7 +138,8 @@ class Replay:
         rate = Rate(
             schedule=training.schedule, warmup_steps=training.warmup_steps, steps=training.steps
         )
-        batch = self.selection.load(self.file, self.limit, self.reading, out)
+        trace = self._trace()
+        batch = None if trace else self.selection.load(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
             from forkpoint.bench.rows import environment
             from forkpoint.cli.environment import versions
@@ -135,16 +147,22 @@ class Replay:
             from forkpoint.replay import replay
 
             optimizer = make_optimizer(training.optimizer, training.lr)
+            batches, loss = self._batches(trace, batch)
             model = load_model(self.model, self.runtime)
         device = next(model.parameters()).device
+        if trace is not None and trace.optimizer is not None:
+            out.show(
+                f"recorded with {plain(dict(trace.optimizer))}; replayed with "
+                f"{training.optimizer}, lr {training.lr:g}"
+            )
         with (
             out_of_memory_explained(),
             out.progress("training", training.steps) as advance,
         ):
             report = replay(
                 model,
-                batch,
-                make_loss(training.loss),
+                batches,
+                loss,
                 optimizer=optimizer,
                 steps=training.steps,
                 groups_per_step=training.groups_per_step,
@@ -176,6 +194,35 @@ class Replay:
             }
         )
         return 0
+
+    def _trace(self) -> "Trace | None":
+        """The trace that the file is, if it is one; options that a trace has no use for raise."""
+        if not is_trace(self.file):
+            return None
+        unused = [name for name, value in options(self.selection).items() if value is not None]
+        given = options(self.reading)
+        unused += [name for name, value in options(Reading()).items() if given[name] != value]
+        unused += ["limit"] if self.limit is not None else []
+        unused += ["groups_per_step"] if self.training.groups_per_step != 1 else []
+        if unused:
+            raise ConfigError(
+                f"{self.file} is a trace, whose batches are replayed as they are: "
+                f"{', '.join(unused)} has no meaning here. Leave it out."
+            )
+        return open_trace(self.file)
+
+    def _batches(
+        self, trace: "Trace | None", batch: RolloutBatch | None
+    ) -> "tuple[RolloutBatch | TraceBatches, Loss]":
+        """What is trained on, and the loss: the one asked for, else the one recorded, else GRPO."""
+        name = self.training.loss
+        if trace is None:
+            assert batch is not None
+            return batch, make_loss(name or "grpo")
+        from forkpoint.replay.recorded import TraceBatches, recorded_loss
+
+        recorded = recorded_loss(trace) if name is None else None
+        return TraceBatches(trace, self.training.steps), recorded or make_loss(name or "grpo")
 
 
 def make_optimizer(name: OptimizerName, lr: float) -> "MakeOptimizer":

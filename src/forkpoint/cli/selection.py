@@ -28,8 +28,9 @@ class Selection:
 
     Attributes:
         groups: Take only the first N groups.
-        max_prompt_tokens: Keep the last N tokens of each prompt, which is what comes before the
-            first trained token.
+        max_prompt_tokens: Keep the last N tokens of prompts: of what comes before the first trained
+            token. All rollouts of a group lose as many tokens as its shortest prompt has to, so
+            that what they share still lies at equal positions.
         max_response_tokens: Keep the first N tokens of what follows the prompt.
     """
 
@@ -64,17 +65,26 @@ class Selection:
             batch = batch.select(wanted)
         if self.max_prompt_tokens is None and self.max_response_tokens is None:
             return batch
-        return RolloutBatch(self._cut(rollout) for rollout in batch)
+        cut: dict[int, Rollout] = {}
+        for members in batch.groups():
+            prompts = {int(index): _prompt_tokens(batch[int(index)]) for index in members}
+            begin = max(0, min(prompts.values()) - (self.max_prompt_tokens or len(batch.token_ids)))
+            for index, prompt in prompts.items():
+                end = len(batch[index])
+                if self.max_response_tokens is not None:
+                    end = min(end, prompt + self.max_response_tokens)
+                cut[index] = _part(batch[index], begin, end)
+        return RolloutBatch(cut[index] for index in range(len(batch)))
 
-    def _cut(self, rollout: Rollout) -> Rollout:
-        trained = np.flatnonzero(rollout.loss_mask)
-        prompt = int(trained[0]) if len(trained) else len(rollout)
-        begin = 0 if self.max_prompt_tokens is None else max(0, prompt - self.max_prompt_tokens)
-        end = len(rollout)
-        if self.max_response_tokens is not None:
-            end = min(end, prompt + self.max_response_tokens)
-        changes: dict[str, Any] = {}
-        for name in PER_TOKEN:
-            values = getattr(rollout, name)
-            changes[name] = values[begin:end] if isinstance(values, np.ndarray) else values
-        return replace(rollout, **changes)
+
+def _prompt_tokens(rollout: Rollout) -> int:
+    trained = np.flatnonzero(rollout.loss_mask)
+    return int(trained[0]) if len(trained) else len(rollout)
+
+
+def _part(rollout: Rollout, begin: int, end: int) -> Rollout:
+    changes: dict[str, Any] = {}
+    for name in PER_TOKEN:
+        values = getattr(rollout, name)
+        changes[name] = values[begin:end] if isinstance(values, np.ndarray) else values
+    return replace(rollout, **changes)

@@ -2,12 +2,16 @@
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts import RolloutBatch
+
+if TYPE_CHECKING:
+    from forkpoint.losses import Denominators
 
 DIGESTED = (
     *("token_ids", "offsets", "loss_mask", "advantages", "old_logprobs", "reference_logprobs"),
@@ -15,11 +19,20 @@ DIGESTED = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepInput:
+    """What a step trains on: arguments of `Policy.forward_backward`."""
+
+    batch: RolloutBatch
+    denominators: "Denominators | None" = None
+    scale: float = 1.0
+
+
 class Batches(Protocol):
     """Frozen batches that a replay takes in turn, again from the first after the last."""
 
-    def at(self, step: int) -> RolloutBatch:
-        """The batch of a step, counted from 0."""
+    def at(self, step: int) -> StepInput:
+        """The batch of a step, counted from 0, and what its loss is given."""
         ...
 
     def every(self) -> Iterator[RolloutBatch]:
@@ -43,10 +56,11 @@ class GroupBatches:
                 f"groups; it takes a whole number from 1 to {len(self.groups)}."
             )
 
-    def at(self, step: int) -> RolloutBatch:
+    def at(self, step: int) -> StepInput:
         first = step * self.groups_per_step
         chosen = [self.groups[(first + n) % len(self.groups)] for n in range(self.groups_per_step)]
-        return self.batch.select(int(index) for members in chosen for index in members)
+        wanted = (int(index) for members in chosen for index in members)
+        return StepInput(batch=self.batch.select(wanted))
 
     def every(self) -> Iterator[RolloutBatch]:
         yield self.batch

@@ -57,8 +57,7 @@ class Checkpoint:
                         )
         devices = {name: tensor.device.type for name, tensor in tensors.items()}
         tensors |= self._generators()
-        # A tensor may be a view of another; safetensors wants each in memory of its own.
-        tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
+        tensors = {name: _copy(tensor) for name, tensor in tensors.items()}
         facts = {
             "schema": SCHEMA,
             **facts,
@@ -161,6 +160,12 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"them {damaged[0]}. Begin anew in another folder."
         )
     return facts, tensors
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """On the CPU, in memory of its own: safetensors refuses tensors that are parts of one."""
+    here = tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
+    return here.contiguous()
 
 
 def _whole(tensors: dict[str, Tensor], facts: dict[str, Any], name: str) -> bool:

@@ -20,7 +20,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.losses.base import Loss, LossFunction, as_loss
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy, wrap
-from forkpoint.replay.batches import Batches, GroupBatches
+from forkpoint.replay.batches import Batches, GroupBatches, StepInput
 from forkpoint.replay.checkpoint import Checkpoint, model_digest
 from forkpoint.replay.difference import parameter_difference
 from forkpoint.replay.folder import ReplayFolder
@@ -53,8 +53,9 @@ def replay(
 
     Args:
         model: a supported model, which is trained; with a baseline, a copy of it is trained too.
-        batches: what step i trains on. Of one batch of rollouts, step i takes the
-            `groups_per_step` groups that follow those of step i - 1.
+        batches: what step i trains on, such as the batches of a trace (`TraceBatches`). Of one
+            batch of rollouts, step i takes the `groups_per_step` groups that follow those of step
+            i - 1.
         loss: one of `forkpoint.losses`, or a function of (outputs, batch).
         optimizer: makes an optimizer of a list of parameters; called once for each model.
         steps: how many optimizer steps.
@@ -110,7 +111,9 @@ def replay(
             "steps": steps,
             "baseline": baseline,
             "config": asdict(config),
-            "runs_on": _runs_on(shared.policy.host),
+            "runs_on": _runs_on(shared.policy.host)
+            # Plans are chosen by it, and another order of work rounds otherwise.
+            | {"calibration": shared.policy.plan(batches.at(0).batch, loss).rests_on},
         }
         sides = {"shared": shared} | ({} if dense is None else {"dense": dense})
         checkpoint = Checkpoint(
@@ -123,11 +126,11 @@ def replay(
     resumed_at = len(done) or None
 
     for index in range(len(done), steps):
-        part = batches.at(index)
-        row, plans = _step(shared, dense, part, loss, index, start)
+        given = batches.at(index)
+        row, plans = _step(shared, dense, given, loss, index, start)
         done.append(row)
         if folder is not None and checkpoint is not None:
-            folder.add_plans(row.fingerprint, part, plans)
+            folder.add_plans(row.fingerprint, given.batch, plans)
             folder.add_row(row.to_dict())
             if index + 1 == steps or (checkpoint_every and (index + 1) % checkpoint_every == 0):
                 folder.save(checkpoint, index + 1)
@@ -154,7 +157,7 @@ class _Side:
         self.rate, self.max_grad_norm = rate, max_grad_norm
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def step(self, batch: RolloutBatch, loss: Loss, index: int) -> tuple[StepRecord, Plan]:
+    def step(self, given: StepInput, loss: Loss, index: int) -> tuple[StepRecord, Plan]:
         """Train once. The gradient's norm is taken with the clock stopped."""
         device = self.policy.host.device
         cuda = device.type == "cuda"
@@ -168,7 +171,9 @@ class _Side:
             held = torch.cuda.memory_allocated(device)
         clock = _Clock(device)
         with clock:
-            stats = self.policy.forward_backward(batch, loss)
+            stats = self.policy.forward_backward(
+                given.batch, loss, denominators=given.denominators, scale=given.scale
+            )
         norm = _gradient_norm(self.parameters)
         with clock:
             if self.max_grad_norm is not None:
@@ -223,7 +228,7 @@ class _Clock:
 def _step(
     shared: _Side,
     dense: _Side | None,
-    batch: RolloutBatch,
+    given: StepInput,
     loss: Loss,
     index: int,
     start: list[Tensor],
@@ -231,17 +236,17 @@ def _step(
     """Step `index` in both ways, and the plans that it ran."""
     other = dense_plan = None
     if dense is not None and index % 2 == 0:
-        other, dense_plan = dense.step(batch, loss, index)
-    record, plan = shared.step(batch, loss, index)
+        other, dense_plan = dense.step(given, loss, index)
+    record, plan = shared.step(given, loss, index)
     if dense is not None and index % 2 == 1:
-        other, dense_plan = dense.step(batch, loss, index)
+        other, dense_plan = dense.step(given, loss, index)
     assert plan.shape is not None
     row = ReplayStep(
         step=index + 1,
         fingerprint=plan.fingerprint,
         lr=shared.lr,
-        rollouts=len(batch),
-        logical_tokens=batch.logical_tokens,
+        rollouts=len(given.batch),
+        logical_tokens=given.batch.logical_tokens,
         unique_tokens=plan.unique_tokens,
         dense_flops=plan.dense.step_flops(plan.shape),
         shared=record,

@@ -1,0 +1,97 @@
+"""`forkpoint report`: one HTML file of a replay, or of what a file of rollouts would save.
+
+Imports no torch.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import DisallowNone, Positional, arg
+
+from forkpoint.cli.model_config import read_shape
+from forkpoint.cli.options import Flag, Limit, Memory, Planning, Reading, load_batch
+from forkpoint.cli.output import Output
+from forkpoint.cli.plan import AnyModel
+from forkpoint.errors import ConfigError
+from forkpoint.plan import make_plan
+from forkpoint.report.chapters import replay_chapter, rollouts_chapter
+from forkpoint.report.figure import Chapter
+from forkpoint.report.page import render_page
+from forkpoint.report.plots import write_plots
+from forkpoint.report.runs import read_run
+from forkpoint.traces.trace import is_trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Make one HTML file of replays or rollouts: what was shared, when it ran, how far it drifted.
+
+    The file needs no network and nothing beside it. Every figure's numbers can be copied from it as
+    a table. Runs no model.
+
+    Attributes:
+        inputs: Folders that forkpoint replay --output wrote, or files of rollouts and
+            traces. A replay may still be running.
+        output: The HTML file; what was there is replaced.
+        plots: A folder for the figures as PNG and SVG.
+        model: For files of rollouts, a model's folder or its config.json; with it FLOPs and bytes
+            are counted, not only tokens.
+        limit: Read only the first N rollouts of a file.
+        json: Print only the JSON line.
+    """
+
+    inputs: Annotated[tuple[Path, ...], Positional, arg(metavar="INPUT...")]
+    output: Annotated[Path, arg(metavar="FILE.html")] = Path("report.html")
+    plots: DisallowNone[
+        Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")]
+    ] = None
+    model: AnyModel = None
+    limit: Limit = None
+    json: Flag = False
+    reading: Reading = field(default_factory=Reading)
+    planning: Planning = field(default_factory=Planning)
+    memory: Memory = field(default_factory=Memory)
+
+    def run(self) -> int:
+        out = Output(json_only=self.json)
+        if not self.inputs:
+            raise ConfigError(
+                "there is nothing to report on; give the folder of a replay, or a file of rollouts."
+            )
+        if not self.output.parent.is_dir():
+            raise ConfigError(f"The folder {self.output.parent} does not exist. Create it first.")
+        chapters = [self._chapter(path, out) for path in self.inputs]
+        page = render_page(" · ".join(chapter.title for chapter in chapters), chapters)
+        self.output.write_text(page, encoding="utf-8")
+        plots = [] if self.plots is None else write_plots(chapters, self.plots)
+        for chapter in chapters:
+            out.show(f"{chapter.title}: {chapter.subtitle}")
+            for tile in chapter.tiles:
+                out.show(f"  {tile.value} {tile.label} ({tile.remark})")
+        out.show(f"written: {self.output}, {len(page.encode()):,} bytes")
+        out.result(
+            {
+                "command": "report",
+                "output": self.output,
+                "bytes": len(page.encode()),
+                "inputs": list(self.inputs),
+                "figures": [[figure.name for figure in c.figures] for c in chapters],
+                "plots": plots,
+            }
+        )
+        return 0
+
+    def _chapter(self, path: Path, out: Output) -> Chapter:
+        if path.is_dir() and not is_trace(path):
+            return replay_chapter(read_run(path))
+        batch = load_batch(path, self.limit, self.reading, out)
+        shape = None
+        if self.model is not None:
+            shape = read_shape(self.model, self.memory)
+            batch.check_vocabulary(shape.vocab)
+        config = self.planning.config()
+        dense = replace(config, sharing="none", boundary="auto", waves="packed")
+        return rollouts_chapter(
+            path.name, batch, make_plan(batch, shape, config), make_plan(batch, shape, dense)
+        )

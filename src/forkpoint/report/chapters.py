@@ -1,0 +1,221 @@
+"""A chapter for each input: a replay's folder, or a file of rollouts. Imports no torch."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from forkpoint.plan import Plan
+from forkpoint.replay.records import ReplayReport, ReplayStep
+from forkpoint.report.curves import drift_figure, drift_trend, loss_figure, speed_figure
+from forkpoint.report.figure import Chapter, Figure, Table, Tile
+from forkpoint.report.forests import draw_forest, forest_figure
+from forkpoint.report.runs import Run
+from forkpoint.report.schedules import (
+    counted_lane,
+    labelled_of_segments,
+    measured_lane,
+    timeline_figure,
+)
+from forkpoint.rollouts import RolloutBatch
+
+MOST_BATCHES = 12
+"""Whose forests and timelines are drawn; of the others, how many they are is said."""
+MOST_GROUPS_NAMED = 3
+
+
+def replay_chapter(run: Run) -> Chapter:
+    """What a replay did."""
+    steps = run.steps
+    totals = ReplayReport(steps=steps).to_dict()
+    drawn = list(run.planned.items())[:MOST_BATCHES]
+    left_out = len(run.planned) - len(drawn)
+    forests, timelines = [], []
+    for fingerprint, planned in drawn:
+        step = typical_step(steps, fingerprint)
+        if step is None:
+            continue  # planned, and then interrupted before its first row
+        label = f"step {step.step}: {named_groups(planned.group_ids)}"
+        picture = draw_forest(planned.shared, planned.rollout_ids, planned.group_ids)
+        forests.append((label, picture))
+        lanes = [measured_lane("shared", planned.shared, step.shared)]
+        if planned.dense is not None and step.dense is not None:
+            lanes.insert(0, measured_lane("dense", planned.dense, step.dense))
+        timelines.append((label, lanes))
+    figures = [
+        forest_figure(forests, left_out),
+        timeline_figure(timelines, left_out),
+        speed_figure(steps),
+        drift_figure(steps),
+        loss_figure(steps),
+        environment_figure(run.manifest),
+    ]
+    about = run.manifest["about"]
+    done = f"{len(steps):,} steps"
+    if len(steps) < run.steps_asked:
+        done = f"{len(steps):,} of {run.steps_asked:,} steps so far"
+    return Chapter(
+        title=about.get("file", run.path.name),
+        subtitle=f"A replay of {done} on {model_name(run.manifest)}, "
+        + ("dense beside shared." if steps[0].dense is not None else "shared alone."),
+        tiles=replay_tiles(steps, totals),
+        figures=tuple(figure for figure in figures if figure is not None),
+    )
+
+
+def rollouts_chapter(name: str, batch: RolloutBatch, plan: Plan, dense: Plan) -> Chapter:
+    """What sharing would save on rollouts, taken as one batch; nothing is run."""
+    labels = [
+        counted_lane(way, made, labelled_of_segments(made, batch.loss_mask, batch.offsets))
+        for way, made in (("dense", dense), ("shared", plan))
+    ]
+    label = f"all of {name}"
+    unit = "tokens" if plan.shape is None else "FLOPs"
+    counts: list[tuple[str, float | str]] = [
+        ("rollouts", len(batch)),
+        ("groups", len(batch.groups())),
+        ("tokens as given (logical)", plan.logical_tokens),
+        ("tokens once in the whole batch (unique)", plan.unique_tokens),
+        ("tokens run (edges)", plan.computed_tokens),
+        ("trained tokens", batch.trained_tokens),
+        ("rows", len(plan.rows)),
+        ("plan", f"{plan.sharing} + {plan.boundary}: {plan.reason}"),
+        (f"bound on the speed-up ({unit})", plan.bound),
+    ]
+    if plan.predicted_peak_bytes is not None:
+        counts.append(("predicted peak (bytes, not weights)", plan.predicted_peak_bytes))
+    return Chapter(
+        title=name,
+        subtitle="What sharing would save on these rollouts, taken as one batch. Nothing was run.",
+        tiles=(
+            Tile(
+                value=f"{plan.bound:.2f}x",
+                label="bound on the speed-up",
+                remark=f"counted {unit}, dense over shared",
+            ),
+            saved_tile(plan.computed_tokens, plan.logical_tokens),
+            Tile(
+                value=f"{len(batch):,}",
+                label="rollouts",
+                remark=f"in {len(batch.groups()):,} groups",
+            ),
+        ),
+        figures=(
+            forest_figure(
+                [(label, draw_forest(plan, batch.rollout_ids, batch.group_ids))], left_out=0
+            ),
+            timeline_figure([(label, labels)], left_out=0),
+            Figure(
+                name="counts",
+                title="Counts",
+                caption="From the token ids alone"
+                + ("." if plan.shape is None else ", and the model's sizes."),
+                kind="table",
+                table=Table(columns=("what", "value"), rows=counts),
+            ),
+        ),
+    )
+
+
+def replay_tiles(steps: Sequence[ReplayStep], totals: dict[str, Any]) -> tuple[Tile, ...]:
+    tiles = []
+    if totals["speedup"] is not None:
+        tiles.append(
+            Tile(
+                value=f"{totals['speedup']:.2f}x",
+                label="the speed of dense",
+                remark=f"counted bound {totals['bound']:.2f}x",
+            )
+        )
+    else:
+        tiles.append(
+            Tile(
+                value=f"{totals['bound']:.2f}x",
+                label="bound on the speed-up",
+                remark="counted; dense was not run",
+            )
+        )
+    tiles.append(saved_tile(totals["computed_tokens"], totals["logical_tokens"]))
+    difference = steps[-1].difference
+    if difference is not None:
+        known = drift_trend(steps)
+        remark = "too few steps for a trend"
+        if known is not None:
+            remark = "no trend in the mean" if known.is_noise else "a trend in the mean"
+        tiles.append(
+            Tile(
+                value=f"{difference.rms:.1e}",
+                label="parameters apart (rms)",
+                remark=f"after moving by {difference.rms_change:.1e}; {remark}",
+            )
+        )
+    return tuple(tiles)
+
+
+def saved_tile(run: int, given: int) -> Tile:
+    return Tile(
+        value=f"{run / given:.1%}",
+        label="of the tokens run",
+        remark=f"{run:,} of {given:,} given",
+    )
+
+
+def typical_step(steps: Sequence[ReplayStep], fingerprint: str) -> ReplayStep | None:
+    """The step of median time on a batch, the warm-up of the first step left out if it can be."""
+    found = [step for step in steps if step.fingerprint == fingerprint]
+    found = [step for step in found if step.step > 1] or found
+    if not found:
+        return None
+    median = statistics.median_low([step.shared.ms for step in found])
+    return next(step for step in found if step.shared.ms == median)
+
+
+def named_groups(group_ids: Sequence[str | None]) -> str:
+    """The groups of a batch, the first few of many."""
+    names = list(dict.fromkeys("no group" if name is None else name for name in group_ids))
+    more = f" and {len(names) - MOST_GROUPS_NAMED} more" if len(names) > MOST_GROUPS_NAMED else ""
+    return ", ".join(names[:MOST_GROUPS_NAMED]) + more
+
+
+def model_name(manifest: dict[str, Any]) -> str:
+    model = manifest["fixed"]["model"]
+    config = model.get("config") or {}
+    sizes = [
+        f"{config[key]:,} {word}"
+        for key, word in (("num_hidden_layers", "layers"), ("hidden_size", "wide"))
+        if isinstance(config.get(key), int)
+    ]
+    name = config.get("model_type") or model["kind"]
+    return f"a {name} ({', '.join(sizes)})" if sizes else f"a {name}"
+
+
+def environment_figure(manifest: dict[str, Any]) -> Figure:
+    """All that decides the numbers, and where they came from."""
+    about, fixed = manifest["about"], manifest["fixed"]
+    rows: list[tuple[str, str]] = []
+    for name in ("command", "device"):
+        if about.get(name):
+            rows.append((name, str(about[name])))
+    rows += [(f"runs on: {key}", str(value)) for key, value in fixed["runs_on"].items()]
+    environment = about.get("environment") or {}
+    if environment.get("commit"):
+        rows.append(("commit", str(environment["commit"])))
+    versions = {**(about.get("versions") or {}), **environment.get("versions", {})}
+    rows += [(f"version: {key}", str(value)) for key, value in versions.items() if value]
+    rows += [("loss", str(fixed["loss"]))]
+    for part in ("optimizer", "rate", "config", "batches"):
+        rows += [(f"{part}: {key}", str(value)) for key, value in fixed[part].items()]
+    rows += [("max_grad_norm", str(fixed["max_grad_norm"]))]
+    model = fixed["model"]
+    rows += [
+        (f"model: {key}", str(value))
+        for key, value in {**(model.get("config") or {}), **model}.items()
+        if key != "config" and isinstance(value, str | int | float)
+    ]
+    return Figure(
+        name="environment",
+        title="Environment",
+        caption="What decides these numbers. A replay that is resumed with anything else is "
+        "refused.",
+        kind="table",
+        table=Table(columns=("what", "value"), rows=rows),
+    )

@@ -1,0 +1,84 @@
+"""What a report is made of: figures with their numbers. Imports no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Numbers as they are copied: raw values, with the unit in the column's name."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[Cell]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve. `color` is a name of the page's palette; None in `values` is a gap."""
+
+    name: str
+    values: Sequence[float | None]
+    color: Literal["shared", "dense", "bound", "accent"]
+    style: Literal["line", "dashed", "points", "under"] = "line"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Curves over optimizer steps."""
+
+    x: Sequence[int]
+    y_label: str
+    series: tuple[Series, ...]
+    log: bool = False
+    zero: bool = False
+    """Whether 0 belongs in the picture."""
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+    """Low and high of a shaded range."""
+    band_name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One of the pictures of a figure that shows several, one at a time."""
+
+    label: str
+    data: Any
+    """A forest or a timeline, ready for JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A picture, what it says, and its numbers."""
+
+    name: str
+    """For anchors and file names."""
+    title: str
+    caption: str
+    kind: Literal["chart", "forest", "timeline", "table"]
+    table: Table
+    charts: tuple[Chart, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    """What is left out, and how what was not measured was counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One number at the top of a chapter."""
+
+    value: str
+    label: str
+    remark: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chapter:
+    """All there is to say about one input."""
+
+    title: str
+    subtitle: str
+    tiles: tuple[Tile, ...]
+    figures: tuple[Figure, ...]

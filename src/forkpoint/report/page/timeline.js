@@ -1,0 +1,91 @@
+// The schedule: a lane for each way of running the batch, with what is held beneath it.
+
+const PHASES = [
+  ["A", "A: forward of a row that others read", "var(--phase-A)"],
+  ["BF", "B: forward", "var(--phase-B-forward)"],
+  ["BB", "B: backward", "var(--phase-B)"],
+  ["CR", "C: forward again", "var(--phase-C-forward)"],
+  ["C", "C: backward of a row that others read", "var(--phase-C)"],
+  ["S", "log-probs first, without a graph", "var(--phase-S)"],
+  ["R", "planning and optimizer", "var(--rest)"],
+  ["L", "events left out", "url(#hatch)"],
+];
+
+function phaseKey(event) {
+  if (event.phase === "C" && event.kind === "R") return "CR";
+  return event.phase === "B" ? `B${event.kind}` : event.phase;
+}
+
+function drawTimeline(parent, lanes, width) {
+  const label = 58, right = width - 8, laneHeight = 26, memoryHeight = 54, gap = 52;
+  const height = lanes.length * (laneHeight + memoryHeight + gap) + 26;
+  const longest = lanes.reduce((most, lane) => Math.max(most, lane.total), 0) || 1;
+  const X = (v) => label + (v / longest) * (right - label);
+  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "Timeline of phases with memory" }, parent);
+  const colors = Object.fromEntries(PHASES.map(([key, , color]) => [key, color]));
+  const unit = lanes[0].unit;
+  const most = lanes.reduce((m, lane) => lane.events.reduce((n, e) => Math.max(n, e.held), m), 0) || 1;
+  lanes.forEach((lane, index) => {
+    const top = 18 + index * (laneHeight + memoryHeight + gap);
+    svg("text", { x: 0, y: top + 17, style: "font-weight:600;fill:var(--ink)" }, root, lane.name);
+    let at = 0;
+    const area = [];
+    const block = (size, key, text) => {
+      const x = X(at), w = Math.max(0.4, X(at + size) - x - (X(size) - X(0) > 3 ? 0.7 : 0));
+      const rect = svg("rect", { class: "event", "data-phase": key, x, y: top, width: w, height: laneHeight, rx: w > 5 ? 2 : 0, fill: colors[key] }, root);
+      rect.addEventListener("pointermove", (event) => tip.show(event, text));
+      rect.addEventListener("pointerleave", () => tip.hide());
+      at += size;
+    };
+    const memory = lane.memory;
+    for (const event of lane.events) {
+      area.push([X(at), X(at + event.size), event.held]);
+      block(event.size, phaseKey(event),
+        `${event.name} (phase ${event.phase})\n${amount(event.size, unit)}, ${whole(event.tokens)} tokens\nheld: ${amount(event.held, memory.unit)} (${memory.source})`);
+    }
+    if (lane.events_left_out) block(lane.size_left_out, "L", `${whole(lane.events_left_out)} events not drawn\n${amount(lane.size_left_out, unit)}`);
+    if (lane.rest > 0) block(lane.rest, "R", `planning and optimizer\n${amount(lane.rest, unit)}`);
+    const beside = X(at) + 80 < right;
+    svg("text", { x: beside ? X(at) + 6 : right, y: beside ? top + 17 : top - 5, "text-anchor": beside ? "start" : "end" }, root, amount(lane.total, unit));
+    const floor = top + laneHeight + 8 + memoryHeight;
+    const Y = (v) => floor - (v / most) * (memoryHeight - 4);
+    svg("line", { class: "grid", x1: label, x2: right, y1: floor, y2: floor }, root);
+    if (area.length) {
+      let path = `M${area[0][0]} ${floor}`;
+      for (const [from, to, held] of area) path += `L${from} ${Y(held)}L${to} ${Y(held)}`;
+      path += `L${area[area.length - 1][1]} ${floor}Z`;
+      svg("path", { class: "memory", d: path, fill: index === lanes.length - 1 ? "var(--shared)" : "var(--dense)", opacity: 0.35 }, root);
+      const peak = area.reduce((m, a) => Math.max(m, a[2]), 0);
+      svg("text", { x: label - 6, y: floor - memoryHeight / 2 + 4, "text-anchor": "end" }, root, memory.source === "measured" ? "memory" : "held");
+      svg("text", { x: right, y: floor + 14, "text-anchor": "end" }, root, `at most ${amount(peak, memory.unit)} (${memory.source})`);
+    }
+  });
+  const base = height - 14;
+  for (const value of ticks(0, longest, Math.max(2, Math.floor(width / 130)))) {
+    svg("text", { x: Math.min(X(value), right - 4), y: base + 12, "text-anchor": value === 0 ? "start" : "middle" }, root, shortNumber(value));
+  }
+  svg("text", { x: 0, y: base + 12 }, root, unit);
+}
+
+function showTimeline(place, figure) {
+  const controls = make("div", { class: "controls" }, place);
+  const picture = make("div", {}, place);
+  const legend = make("div", { class: "legend" }, place);
+  let lanes = figure.choices[0].data, width = 0;
+  const draw = () => {
+    picture.replaceChildren();
+    drawTimeline(picture, lanes, width);
+    const used = new Set(lanes.flatMap((lane) => lane.events.map(phaseKey)));
+    if (lanes.some((lane) => lane.rest > 0)) used.add("R");
+    if (lanes.some((lane) => lane.events_left_out)) used.add("L");
+    legend.replaceChildren();
+    for (const [key, word, color] of PHASES) {
+      if (!used.has(key)) continue;
+      const item = make("span", {}, legend);
+      svg("rect", { width: 18, height: 10, rx: 2, fill: color }, svg("svg", { viewBox: "0 0 18 10", "aria-hidden": "true" }, item));
+      make("span", {}, item, word);
+    }
+  };
+  chooser(controls, "Batch", figure.choices, (index) => { lanes = figure.choices[index].data; draw(); });
+  whenSized(picture, (now) => { width = now; draw(); });
+}

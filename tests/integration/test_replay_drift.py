@@ -1,0 +1,113 @@
+"""A hundred optimizer steps on real rollouts: shared follows dense as far as rounding lets it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import Shell, made_up_rollouts
+
+from forkpoint import Config, RolloutBatch
+from forkpoint.losses import LogLikelihood
+from forkpoint.replay import loop as replay_loop
+from forkpoint.replay.folder import ROWS
+from forkpoint.replay.loop import replay
+from forkpoint.replay.records import ReplayStep
+from forkpoint.replay.trend import trend
+from forkpoint.testing import tiny_model
+
+STEPS = 100
+LR = 1e-3
+FLOAT32_EPS = float(np.finfo(np.float32).eps)
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 8192,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+}
+# Reduced by what precedes the first trained token and what comes late; across rows in one of them.
+FILES: dict[str, tuple[object, ...]] = {
+    "rag.jsonl": ("--max-prompt-tokens", 80, "--max-response-tokens", 32),
+    "airline.jsonl": (
+        *("--max-prompt-tokens", 80, "--max-response-tokens", 32),
+        *("--sharing", "tree", "--boundary", "across_rows", "--max-row-tokens", 192),
+    ),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_real_rollouts(
+    file: str,
+    shared_data: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    done = Shell(capsys)(
+        *("replay", shared_data(file), "--model", tmp_path / "config.json", *FILES[file]),
+        *("--loss", "likelihood", "--lr", LR, "--steps", STEPS, "--baseline", "dense"),
+        *("--output", tmp_path / "run", "--json"),
+    )
+    assert done.code == 0, done.err
+    lines = (tmp_path / "run" / ROWS).read_text().splitlines()
+    steps = [ReplayStep.from_dict(json.loads(line)) for line in lines]
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    differences = [step.difference for step in steps if step.difference is not None]
+    last = differences[-1]
+    assert last.rms_change > 10 * LR, "the model has hardly moved"
+    # Of what the model moves in a step, one rounding is not shared; they do not all add up.
+    assert 0 < last.rms <= FLOAT32_EPS * STEPS * last.rms_change
+    # Adam moves an element whose gradient is next to nothing by up to the learning rate, in a
+    # direction that rounding can turn; such elements are no further apart than one step is long.
+    assert max(difference.max for difference in differences) < LR
+    found = trend([difference.mean for difference in differences])
+    assert found.is_noise, f"the mean drifts by {found.errors:.1f} standard errors"
+    for step in steps:
+        assert step.dense is not None
+        assert step.shared.loss == pytest.approx(step.dense.loss, abs=1e-5)
+        assert step.shared.gradient_norm == pytest.approx(step.dense.gradient_norm, rel=1e-4)
+        assert step.shared.computed_tokens < 0.8 * step.dense.computed_tokens
+
+
+def means(monkeypatch: pytest.MonkeyPatch, *, biased: bool) -> list[float]:
+    """Mean differences of a replay; where biased, the shared side rounds down."""
+    real = replay_loop._Side.step
+
+    def step(self: Any, *arguments: Any) -> Any:
+        result = real(self, *arguments)
+        if biased and self.policy.config.sharing != "none":
+            with torch.no_grad():
+                for parameter in self.parameters:
+                    down = torch.full_like(parameter, -torch.inf)
+                    parameter.copy_(torch.nextafter(parameter, down))
+        return result
+
+    monkeypatch.setattr(replay_loop._Side, "step", step)
+    report = replay(
+        tiny_model("qwen3", dtype=torch.float32),
+        RolloutBatch(made_up_rollouts()),
+        LogLikelihood(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=LR),
+        steps=40,
+        config=Config(sharing="group"),
+    )
+    return [step.difference.mean for step in report.steps if step.difference is not None]
+
+
+def test_one_sided_rounding_is_a_trend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the bar is there for: a unit in the last place a step, always downwards."""
+    found = trend(means(monkeypatch, biased=True))
+    assert not found.is_noise and found.slope < 0
+
+
+def test_rounding_to_nearest_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trend(means(monkeypatch, biased=False)).is_noise

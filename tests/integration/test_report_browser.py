@@ -1,0 +1,231 @@
+"""The report opened in a browser: it works, asks for nothing, and shows what the rows say."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from browser import find_browser, messages, opened, requests
+from commands import changed, made_up_rollouts, write_rollouts
+
+from forkpoint import Config, RolloutBatch
+from forkpoint.cli import main
+from forkpoint.losses import GRPO
+from forkpoint.replay.folder import ReplayFolder
+from forkpoint.replay.loop import replay
+from forkpoint.testing import tiny_model
+
+STEPS = 24
+HOSTILE = '</script><img src="x" onerror="document.title=1">&amp;@@body@@'
+
+
+def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A replay of two batches across rows, and a file of rollouts, in one page."""
+    find_browser()
+    folder = tmp_path_factory.mktemp("report")
+    made = made_up_rollouts(groups=2)
+    made = [
+        changed(r, rollout_id=f"{HOSTILE}{n}", group_id=f"{r.group_id}{HOSTILE}")
+        for n, r in enumerate(made)
+    ]
+    replay(
+        tiny_model("qwen3", dtype=torch.float32),
+        RolloutBatch(made),
+        GRPO(),
+        optimizer=adamw,
+        steps=STEPS,
+        config=Config(sharing="group", boundary="across_rows", max_row_tokens=32),
+        folder=ReplayFolder(folder / "run"),
+        about={"file": HOSTILE, "command": HOSTILE},
+    )
+    write_rollouts(folder / "rollouts.jsonl", made)
+    page = folder / "report.html"
+    arguments = ["report", folder / "run", folder / "rollouts.jsonl", "--output", page, "--json"]
+    assert main([str(argument) for argument in arguments]) == 0
+    return page
+
+
+@pytest.fixture(scope="module")
+def driver(page: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with opened(page, tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
+
+
+def count(driver: Any, selector: str) -> int:
+    return driver.execute_script("return document.querySelectorAll(arguments[0]).length", selector)
+
+
+def hover(driver: Any, element: Any) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    ActionChains(driver).move_to_element(element).perform()
+
+
+def test_it_shows_everything_and_asks_for_nothing(driver: Any, page: Path) -> None:
+    assert count(driver, ".forest path.band") == forest_nodes(page)
+    assert count(driver, ".timeline rect.event") > 8
+    assert count(driver, ".timeline path.memory") == 4, "dense and shared, of both inputs"
+    phases = driver.execute_script(
+        "return [...document.querySelectorAll('#schedule-0 rect.event')].map(r => r.dataset.phase)"
+    )
+    assert {"A", "BF", "BB", "C", "R"} == set(phases)
+    assert count(driver, ".chart svg[role=img] path") > 6
+    assert count(driver, ".chart circle") >= STEPS
+    assert messages(driver) == []
+    assert requests(driver) == []
+
+
+def forest_nodes(page: Path) -> int:
+    """Nodes of the forests that are shown first, by the data in the page."""
+    text = page.read_text(encoding="utf-8")
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    forests = [
+        figure["choices"][0]["data"] for figure in data.values() if figure["kind"] == "forest"
+    ]
+    assert len(forests) == 2
+    return sum(len(forest["nodes"]) for forest in forests)
+
+
+def test_text_from_outside_is_text(driver: Any, page: Path) -> None:
+    assert count(driver, "img") == 0 and count(driver, "script") == 2
+    assert HOSTILE in driver.title
+    headings = driver.execute_script(
+        "return [...document.querySelectorAll('h2')].map(h => h.textContent)"
+    )
+    assert headings == [HOSTILE, "rollouts.jsonl"]
+    options = driver.execute_script(
+        "return [...document.querySelectorAll('#forest-0 option')].map(o => o.textContent)"
+    )
+    assert f"{HOSTILE}0" in options, "a rollout can be chosen by its id, as it is"
+    assert (
+        f"step 1: g0{HOSTILE}" in options
+        or f"step 13: g0{HOSTILE}" in options
+        or any(f"g0{HOSTILE}" in option for option in options)
+    )
+
+
+def test_hovering_lights_the_path(driver: Any) -> None:
+    from selenium.webdriver.common.by import By
+
+    bands = driver.find_elements(By.CSS_SELECTOR, "#forest-0 path.band")
+    leaf = next(band for band in bands if "own" in band.get_attribute("class"))
+    begin = int(leaf.get_attribute("data-begin"))
+    expected = {
+        n
+        for n, band in enumerate(bands)
+        if int(band.get_attribute("data-begin")) <= begin < int(band.get_attribute("data-end"))
+    }
+    assert len(expected) >= 2, "a path of a prefix and a response"
+    hover(driver, leaf)
+    lit = {n for n, band in enumerate(bands) if "hot" in band.get_attribute("class")}
+    assert lit == expected
+    tip = driver.find_element(By.ID, "tip")
+    assert tip.is_displayed() and "1 rollout" in tip.text and HOSTILE in tip.text
+    hover(driver, driver.find_element(By.TAG_NAME, "h1"))
+    assert count(driver, "#forest-0 path.band.hot") == 0 and not tip.is_displayed()
+
+
+def test_choosing_a_rollout_lights_its_path(driver: Any) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import Select
+
+    lists = driver.find_elements(By.CSS_SELECTOR, "#forest-0 select")
+    rollouts = Select(lists[1])
+    rollouts.select_by_index(2)
+    assert count(driver, "#forest-0 path.band.hot") >= 2
+    rollouts.select_by_index(0)
+    assert count(driver, "#forest-0 path.band.hot") == 0
+
+
+def test_another_batch_is_drawn(driver: Any) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import Select
+
+    batches = Select(driver.find_element(By.CSS_SELECTOR, "#schedule-0 select"))
+    assert len(batches.options) == 2
+    before = driver.find_element(By.CSS_SELECTOR, "#schedule-0 svg[role=img]").text
+    batches.select_by_index(1)
+    assert driver.find_element(By.CSS_SELECTOR, "#schedule-0 svg[role=img]").text != before
+
+
+def test_zooming(driver: Any) -> None:
+    from selenium.webdriver.common.by import By
+
+    def widest() -> float:
+        return driver.execute_script(
+            "return Math.max(...[...document.querySelectorAll('#forest-0 path.band')]"
+            ".map(b => b.getBBox().width))"
+        )
+
+    before = widest()
+    zoom, _, fit = driver.find_elements(By.CSS_SELECTOR, "#forest-0 .zoom button")
+    zoom.click()
+    assert widest() == pytest.approx(1.6 * before, rel=0.05)
+    fit.click()
+    assert widest() == pytest.approx(before)
+
+
+def test_the_theme_is_switched(driver: Any) -> None:
+    from selenium.webdriver.common.by import By
+
+    def paper() -> str:
+        return driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    light = paper()
+    button = driver.find_element(By.ID, "theme")
+    button.click()
+    assert light == "rgb(255, 255, 255)" and paper() == "rgb(20, 23, 28)"
+    assert button.text == "Light"
+    button.click()
+    assert paper() == light
+
+
+def test_numbers_are_copied_as_a_table(driver: Any) -> None:
+    from selenium.webdriver.common.by import By
+
+    driver.execute_script(
+        "navigator.clipboard.writeText = t => { window.copied = t; return Promise.resolve(); }"
+    )
+    section = driver.find_element(By.CSS_SELECTOR, "#drift-0").find_element(By.XPATH, "..")
+    section.find_element(By.TAG_NAME, "summary").click()
+    button = section.find_element(By.CSS_SELECTOR, "button.copy")
+    hover(driver, button)
+    button.click()
+    lines = driver.execute_script("return window.copied").split("\n")
+    assert lines[0].split("\t")[:2] == ["step", "mean difference"]
+    assert len(lines) == 1 + STEPS
+    assert all(len(line.split("\t")) == 6 for line in lines)
+    assert float(lines[-1].split("\t")[5]) > 1e-4, "the model has moved"
+    assert count(driver, "section.figure button.copy") == count(driver, "section.figure")
+
+
+def test_a_request_would_be_seen(tmp_path: Path) -> None:
+    page = tmp_path / "asking.html"
+    page.write_text("<img src='http://127.0.0.1:9/pixel.png'><script>missing()</script>")
+    with opened(page, tmp_path) as driver:
+        assert requests(driver) == ["http://127.0.0.1:9/pixel.png"]
+        assert any("missing is not defined" in message for message in messages(driver))
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_on_a_phone(page: Path, tmp_path: Path, dark: bool) -> None:
+    with opened(page, tmp_path, width=390, height=844, dark=dark) as driver:
+        wide = driver.execute_script("return document.documentElement.scrollWidth")
+        assert wide <= 390, "the page scrolls sideways"
+        paper = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert paper == ("rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)")
+        sizes = driver.execute_script(
+            "return [...document.querySelectorAll('svg[role=img] text')]"
+            ".map(t => t.getBoundingClientRect()).filter(r => r.width > 0)"
+            ".map(r => [r.height, r.left, r.right])"
+        )
+        assert min(height for height, _, _ in sizes) > 10, "text is drawn too small"
+        assert messages(driver) == [] and requests(driver) == []
