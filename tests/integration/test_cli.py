@@ -400,8 +400,9 @@ def test_errors_of_users(
 def test_no_cuda_device(shell: Shell, rollouts: Path, config: Path) -> None:
     done = shell("replay", rollouts, "--model", config, "--device", "cuda")
     assert done.code == 2 and "no CUDA device" in done.err and "--device cpu" in done.err
-    done = shell("bench", "attention")
-    assert (done.code, done.out) == (2, "") and "no CUDA device" in done.err
+    for what in ("attention", "hybrid"):
+        done = shell("bench", what)
+        assert (done.code, done.out) == (2, "") and "no CUDA device" in done.err
 
 
 def test_out_of_memory_says_what_to_do(

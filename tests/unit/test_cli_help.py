@@ -42,7 +42,10 @@ OPTIONS = {
         *("--model", "--loss", "--limit-groups", "--limit", "--json"),
         *(*READING, *PLANNING, *RUNTIME),
     },
-    "bench": {"--suite", "--kernels", "--dtypes", "--output", "--json"},
+    "bench": {
+        *("--suite", "--kernels", "--dtypes", "--output", "--json"),
+        *("--layers", "--repeats"),
+    },
     "calibrate": {
         *("--model", "--output", "--dtype", "--device", "--blocks", "--max-seconds", "--json"),
     },

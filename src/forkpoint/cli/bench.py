@@ -1,87 +1,142 @@
 """`forkpoint bench`: measurements beside the alternatives, as rows of JSON."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.table import Table
-from tyro.conf import Positional
+from tyro.conf import DisallowNone, Positional, arg
 
-from forkpoint.cli.options import Flag
+from forkpoint.cli.options import Count, Flag
 from forkpoint.cli.output import Output
 from forkpoint.errors import ConfigError
 
-Suite = Literal["dualkv", "prompt-caching", "ragged", "small"]
+if TYPE_CHECKING:
+    from forkpoint.bench.rows import ResultRow
+
+Suite = Literal["dualkv", "prompt-caching", "ragged", "small", "smoke"]
+SUITES: dict[str, tuple[Suite, ...]] = {
+    "attention": ("dualkv", "prompt-caching", "ragged", "small"),
+    "hybrid": ("prompt-caching", "smoke"),
+}
+SMOKE: Suite = "smoke"
+"""Tiny shapes, on any device: it shows that the benchmark runs, and measures nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure shared-prefix attention on this GPU beside dense and other ways to share.
+    """Measure shared-prefix attention on this GPU, or steps of a hybrid model, beside dense.
 
-    Numbers are checked before anything is timed. Every figure is written as a row of JSON with its
-    device, versions, commit and command.
+    attention: dense and other ways to share, by kernel. hybrid: whole training steps in the shapes
+    of Qwen3.5-4B, whose layers mix attention with gated linear attention. Numbers are checked, and
+    every figure is written as a row of JSON with its device, versions, commit and command.
 
     Attributes:
         what: What to measure.
-        suite: Which shapes; several may be named.
-        kernels: Attention kernels to measure; by default those that can run here.
-        dtypes: Data types to measure.
-        output: The file of JSON lines that rows are appended to.
+        suite: Which shapes; several may be named. smoke is tiny, runs on CPUs too and is only
+            for hybrid. By default all but smoke.
+        kernels: Attention kernels to measure; by default those that can run here. Only for
+            attention.
+        dtypes: Data types to measure. Only for attention; hybrid is bfloat16.
+        layers: How many layers the hybrid model has; by default all of its 32.
+        repeats: How often a step of the hybrid model is timed.
+        output: The file of JSON lines that rows are appended to; by default WHAT.jsonl.
         json: Print only the JSON line.
     """
 
-    what: Annotated[Literal["attention"], Positional] = "attention"
-    suite: tuple[Suite, ...] = ("dualkv", "prompt-caching", "ragged", "small")
+    what: Annotated[Literal["attention", "hybrid"], Positional] = "attention"
+    suite: tuple[Suite, ...] = ()
     kernels: tuple[str, ...] = ()
     dtypes: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
-    output: Path = Path("attention.jsonl")
+    layers: DisallowNone[
+        Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 32)")]
+    ] = None
+    repeats: Count = 3
+    output: DisallowNone[
+        Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: WHAT.jsonl)")]
+    ] = None
     json: Flag = False
 
     def run(self) -> int:
         import torch
 
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "bench attention measures GPU kernels, and torch sees no CUDA device here; run it "
-                "on a machine with one."
-            )
-        from forkpoint.bench import attention
-        from forkpoint.bench.rows import ResultRow, write_rows
+        from forkpoint.bench.rows import write_rows
 
+        suites = self.suite or tuple(s for s in SUITES[self.what] if s != SMOKE)
+        self._check(suites, cuda=torch.cuda.is_available())
         out = Output(json_only=self.json)
-        kernels = self.kernels or attention.available_kernels()
-        cases = [
-            case
-            for suite in self.suite
-            for case in attention.cases(suite)
-            if str(case.dtype).removeprefix("torch.") in self.dtypes
-        ]
+        output = self.output or Path(f"{self.what}.jsonl")
+        measured = self._hybrid(suites) if self.what == "hybrid" else self._attention(suites)
         rows: list[ResultRow] = []
+        cases = 0
         begin = time.perf_counter()
-        for case in cases:
-            found = list(attention.run_case(case, kernels))
-            write_rows(found, self.output)
+        for name, found in measured:
+            write_rows(found, output)
             rows += found
-            out.show(_table(case.name, found))
-            torch.cuda.empty_cache()
+            cases += 1
+            out.show(_table(name, found))
         failed = [r.case for r in rows if r.note and r.note.startswith("FAILED")]
         out.result(
             {
                 "command": "bench",
                 "what": self.what,
-                "kernels": kernels,
-                "cases": len(cases),
+                "suites": suites,
+                "cases": cases,
                 "rows": len(rows),
                 "failed": failed,
-                "output": self.output,
+                "output": output,
                 "seconds": time.perf_counter() - begin,
             }
         )
         return 1 if failed else 0
 
+    def _check(self, suites: tuple[Suite, ...], *, cuda: bool) -> None:
+        wrong = [suite for suite in suites if suite not in SUITES[self.what]]
+        if wrong:
+            raise ConfigError(
+                f"bench {self.what} has no suite {', '.join(wrong)}; it has "
+                f"{', '.join(SUITES[self.what])}."
+            )
+        if not cuda and set(suites) != {SMOKE}:
+            raise ConfigError(
+                f"bench {self.what} measures GPU kernels, and torch sees no CUDA device here; run "
+                "it on a machine with one (bench hybrid --suite smoke runs anywhere)."
+            )
+        for name, value in (("layers", self.layers), ("repeats", self.repeats)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
 
-def _table(title: str, rows: list) -> Table:
+    def _attention(self, suites: tuple[Suite, ...]) -> "Iterator[tuple[str, list[ResultRow]]]":
+        import torch
+
+        from forkpoint.bench import attention
+
+        kernels = self.kernels or attention.available_kernels()
+        for suite in suites:
+            for case in attention.cases(suite):
+                if str(case.dtype).removeprefix("torch.") in self.dtypes:
+                    yield case.name, list(attention.run_case(case, kernels))
+                    torch.cuda.empty_cache()
+
+    def _hybrid(self, suites: tuple[Suite, ...]) -> "Iterator[tuple[str, list[ResultRow]]]":
+        import torch
+
+        from forkpoint.bench import hybrid
+
+        for suite in suites:
+            model: Any
+            if suite == SMOKE:
+                model = hybrid.make_model(hybrid.TINY, self.layers, torch.float32, "cpu")
+            else:
+                model = hybrid.make_model(hybrid.QWEN35_4B, self.layers, torch.bfloat16, "cuda")
+            for case in hybrid.SUITES[suite]:
+                yield case.name, list(hybrid.run_case(case, model, repeats=self.repeats))
+            del model
+
+
+def _table(title: str, rows: "list[ResultRow]") -> Table:
     table = Table(title=title, title_justify="left", show_header=False)
     for row in rows:
         bound = f"of {row.bound:.2f}" if row.bound else ""

@@ -1,0 +1,107 @@
+"""`forkpoint bench hybrid`: it runs on tiny shapes, its rows are whole, and what fails is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Shell
+
+from forkpoint import ModelShape
+from forkpoint.bench import hybrid
+from forkpoint.bench.hybrid_time import KINDS, kind_of
+from forkpoint.plan import make_plan
+
+METRICS = {
+    *(f"{side}/{m}" for side in ("dense", "shared") for m in ("step", "nonfinite")),
+    *(f"{side}/phase_{phase}" for side in ("dense", "shared") for phase in "ABC"),
+    *("speedup", "share_of_bound", "loss_difference", "gradient_difference"),
+}
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+def test_tiny_shapes_on_any_device(shell: Shell, tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    done = shell("bench", "hybrid", "--suite", "smoke", "--repeats", "1", "--output", output)
+    assert done.code == 0, done.err
+    rows = {row["metric"]: row for row in map(json.loads, output.read_text().splitlines())}
+    assert set(rows) == METRICS
+    assert {row["case"] for row in rows.values()} == {"P70-R24-G3"}
+    for side in ("dense", "shared"):
+        assert rows[f"{side}/nonfinite"]["value"] == 0 and rows[f"{side}/step"]["value"] > 0
+    assert rows["speedup"]["baseline"] == "dense" and rows["speedup"]["bound"] > 1.5
+    assert 0 < rows["gradient_difference"]["value"] < 1e-4
+    assert rows["loss_difference"]["value"] < 1e-5
+    last = json.loads(done.out.splitlines()[-1])
+    assert (last["what"], last["cases"], last["rows"], last["failed"]) == ("hybrid", 1, 14, [])
+
+
+def test_gradients_that_are_not_finite_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hybrid.make_model(hybrid.TINY, 1, torch.float32, "cpu")
+    step = hybrid._step
+
+    def spoiled(policy, batch, plan):
+        stats = step(policy, batch, plan)
+        if plan.sharing == "group":
+            policy.host.model.model.layers[0].linear_attn.dt_bias.grad[0] = float("nan")
+        return stats
+
+    monkeypatch.setattr(hybrid, "_step", spoiled)
+    rows = {r.metric: r for r in hybrid.run_case(hybrid.SUITES["smoke"][0], model, repeats=1)}
+    assert rows["dense/nonfinite"].value == 0 and rows["dense/nonfinite"].note is None
+    assert rows["shared/nonfinite"].value == 1
+    assert "FAILED" in (rows["shared/nonfinite"].note or "")
+    assert "model.layers.0.linear_attn.dt_bias" in (rows["shared/nonfinite"].note or "")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "bound"),
+    [(16_384, 64, 8.65), (16_384, 128, 8.33), (16_384, 1024, 5.61), (8192, 4096, 2.18)],
+)
+def test_the_bounds_of_the_published_cases(prompt: int, response: int, bound: float) -> None:
+    case = next(
+        c for c in hybrid.SUITES["prompt-caching"] if (c.prompt, c.response) == (prompt, response)
+    )
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * 8
+    shape = ModelShape.from_config({**hybrid.QWEN35_4B, "layer_types": kinds})
+    found = make_plan(case.batch(1000), shape).bound
+    assert round(found, 2) == bound
+
+    def step(tokens: int, pairs: int) -> float:
+        products = 2 * tokens * shape.linear_parameters + 2 * 9 * response * 2560 * 248_320
+        return 3 * products + 3.5 * 8 * pairs * 2 * 16 * 512
+
+    def below(edges: int) -> int:
+        return edges * (edges + 1) // 2
+
+    whole, shared = prompt + response - 1, prompt - 1
+    dense = step(9 * whole, 9 * below(whole))
+    pairs = below(shared) + 9 * (below(whole) - below(shared))
+    assert found == pytest.approx(dense / step(shared + 9 * response, pairs))
+
+
+def test_a_suite_of_the_other_benchmark_is_refused(shell: Shell) -> None:
+    done = shell("bench", "hybrid", "--suite", "ragged")
+    assert done.code == 2 and "bench hybrid has no suite ragged" in done.err
+    done = shell("bench", "attention", "--suite", "smoke")
+    assert done.code == 2 and "bench attention has no suite smoke" in done.err
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "delta_rule"),
+        ("recompute_w_u_fwd_kernel", "delta_rule"),
+        ("flash_fwd_sm90", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNN", "matmul"),
+        ("conv_depthwise2d_forward_kernel", "convolution"),
+        ("vectorized_elementwise_kernel", "rest"),
+    ],
+)
+def test_kinds_of_kernels(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind and kind in (*KINDS, "rest")
