@@ -6,6 +6,7 @@ only the tensors that a loss is shown (`engine.views`); no plan, row, kernel, he
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +22,21 @@ class DenseRun:
     """An ordinary run of a batch: every rollout whole, on its own."""
 
     loss: float
-    logprobs_T: Tensor
-    entropies_T: Tensor
+    per_token: dict[str, Tensor]
+    """[T] by name: "logprobs" and "entropies" of a language model, "values" of a critic."""
     gradients: dict[str, Tensor | None]
+
+    @property
+    def logprobs_T(self) -> Tensor:
+        return self.per_token["logprobs"]
+
+    @property
+    def entropies_T(self) -> Tensor:
+        return self.per_token["entropies"]
+
+    @property
+    def values_T(self) -> Tensor:
+        return self.per_token["values"]
 
 
 def dense_run(
@@ -34,35 +47,40 @@ def dense_run(
 ) -> DenseRun:
     """Loss, log-probs, entropies and every parameter's gradient of ordinary training.
 
-    The log-probs come first without a graph; the loss's gradient by them then weighs each rollout's
-    own, so that one rollout's graph exists at a time. Leaves `.grad` as it was.
+    Of a critic (a token classifier of one label) values take the place of log-probs. They come
+    first without a graph; the loss's gradient by them then weighs each rollout's own, so that one
+    rollout's graph exists at a time. Leaves `.grad` as it was.
     """
     parameters = dict(model.named_parameters())
     before = {name: p.grad for name, p in parameters.items()}
     weight = next(iter(parameters.values()))
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    logprobs = torch.zeros(batch.logical_tokens, dtype=dtype, device=weight.device)
-    entropies = torch.zeros_like(logprobs)
+    names = ("values",) if _is_critic(model) else ("logprobs", "entropies")
+    per_token = {
+        name: torch.zeros(batch.logical_tokens, dtype=dtype, device=weight.device) for name in names
+    }
     try:
         for p in parameters.values():
             p.grad = None
         with torch.no_grad():
             for rollout in range(len(batch)):
-                tokens, logp, entropy = _dense_logprobs(model, batch, rollout, dtype)
-                logprobs[tokens], entropies[tokens] = logp, entropy
-        logprobs.requires_grad_()
-        entropies.requires_grad_(loss.needs_entropy)
+                tokens, found = _of_rollout(model, batch, rollout, dtype)
+                for name, values_T in per_token.items():
+                    values_T[tokens] = found[name]
+        wanted = [name for name in names if name != "entropies" or loss.needs_entropy]
+        for name in wanted:
+            per_token[name].requires_grad_()
         views = LossViews(batch, denominators or batch_denominators(batch), weight.device, dtype)
         view, _ = views.of_rollouts(np.ones(len(batch), bool))
-        value = loss(LossOutputs(logprobs=logprobs, entropies=entropies), view)
-        wanted = [logprobs, *([entropies] if loss.needs_entropy else [])]
+        value = loss(LossOutputs(**per_token), view)
         if value.requires_grad:
-            weights = torch.autograd.grad(value, wanted, allow_unused=True)
+            leaves = [per_token[name] for name in wanted]
+            weights = torch.autograd.grad(value, leaves, allow_unused=True)
             for rollout in range(len(batch)):
-                tokens, *found = _dense_logprobs(model, batch, rollout, dtype)
+                tokens, found = _of_rollout(model, batch, rollout, dtype)
                 total = sum(
-                    (w[tokens] * x).sum()
-                    for w, x in zip(weights, found, strict=False)
+                    (w[tokens] * found[name]).sum()
+                    for name, w in zip(wanted, weights, strict=True)
                     if w is not None
                 )
                 if isinstance(total, Tensor) and total.requires_grad:
@@ -73,22 +91,31 @@ def dense_run(
     finally:
         for name, p in parameters.items():
             p.grad = before[name]
-    return DenseRun(float(value.detach()), logprobs.detach(), entropies.detach(), gradients)
+    detached = {name: values_T.detach() for name, values_T in per_token.items()}
+    return DenseRun(float(value.detach()), detached, gradients)
 
 
-def _dense_logprobs(
+def _is_critic(model: nn.Module) -> bool:
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return type(inner).__name__.endswith("ForTokenClassification")
+
+
+def _of_rollout(
     model: nn.Module, batch: RolloutBatch, rollout: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Trained tokens of one rollout as positions in the batch, their log-probs and entropies."""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Trained tokens of one rollout as positions in the batch, and what the model gives of each."""
     device = next(model.parameters()).device
     begin, end = int(batch.offsets[rollout]), int(batch.offsets[rollout + 1])
     trained = torch.as_tensor(np.flatnonzero(batch.loss_mask[begin:end]), device=device)
     ids = torch.as_tensor(batch.token_ids[begin:end].copy(), device=device)
     if len(trained) == 0:
         empty = torch.zeros(0, dtype=dtype, device=device)
-        return trained, empty, empty
-    logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, trained - 1]
-    logits = logits.to(dtype) / float(batch.temperatures[rollout])
+        return trained, {"logprobs": empty, "entropies": empty, "values": empty}
+    logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, trained - 1].to(dtype)
+    if _is_critic(model):
+        return trained + begin, {"values": logits[:, 0]}
+    logits = logits / float(batch.temperatures[rollout])
     every = logits.log_softmax(-1)
     entropy = -(every.exp() * every).sum(-1)
-    return trained + begin, every.gather(-1, ids[trained, None])[:, 0], entropy
+    logprobs = every.gather(-1, ids[trained, None])[:, 0]
+    return trained + begin, {"logprobs": logprobs, "entropies": entropy}

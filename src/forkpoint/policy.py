@@ -1,5 +1,6 @@
 """The public object: a model together with how its batches are planned and run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from forkpoint.engine.host import Host
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.engine.views import batch_denominators
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
+from forkpoint.losses.outputs import PerToken
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.calibration import Calibration, find_calibration
 from forkpoint.rollouts import RolloutBatch
@@ -23,22 +25,22 @@ from forkpoint.verify import VerifyReport, verify
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
-    """Log-probs, and entropies where asked for, flat over the batch in its order.
+class Scores(PerToken):
+    """`logprobs`, and `entropies` where asked for, or a critic's `values`, flat over the batch.
 
-    Both are float32 (float64 for a float64 model) [T] on the model's device; entry i belongs to
-    token i, and entries outside the loss mask are 0.
+    All are float32 (float64 for a float64 model) [T] on the model's device; entry i belongs to
+    token i, and entries outside the loss mask are 0. The value of token i is that of the tokens
+    before it. Reading what the model does not give raises ConfigError.
     """
 
-    logprobs: Tensor
-    entropies: Tensor | None
+    per_token: Mapping[str, Tensor]
     plan: Plan
     events: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class StepStats:
-    """What a step did."""
+class StepStats(PerToken):
+    """What a step did, and the model's `logprobs` or `values` before it as in `Scores`."""
 
     loss: float
     logical_tokens: int
@@ -54,8 +56,8 @@ class StepStats:
     """What CUDA held allocated when each of `events` had been issued; None on the CPU."""
     peak_memory_bytes: int | None
     """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
-    logprobs: Tensor
-    """[T] under the model before the step; entries outside the loss mask are 0."""
+    per_token: Mapping[str, Tensor]
+    """[T] by name; entries outside the loss mask are 0."""
     offload: OffloadStats | None = None
     """What was copied to the host's memory and back; None where the plan offloads nothing."""
 
@@ -111,12 +113,15 @@ class Policy:
 
         Raises:
             RolloutError: the batch does not fit the model or the loss.
+            ConfigError: the loss does not fit the model: one of values for a language model, or
+                the reverse.
             UnsupportedError: the model's present state has not been shown exact.
             PlanError: no plan fits, or the plan given is another batch's.
 
         If it fails, no gradient is half added: see Config.restore_grads.
         """
         loss = as_loss(loss)
+        loss.check_head(self.host.head)
         loss.check(batch)
         self.host.check(batch, training=True)
         if not torch.isfinite(torch.tensor(float(scale))):
@@ -138,7 +143,7 @@ class Policy:
             event_ms=result.event_ms,
             event_memory_bytes=result.event_memory_bytes,
             peak_memory_bytes=(torch.cuda.max_memory_allocated(self.host.device) if cuda else None),
-            logprobs=result.logprobs_T.detach(),
+            per_token={name: x_T.detach() for name, x_T in result.per_token.items()},
             offload=result.offload,
         )
 
@@ -147,12 +152,18 @@ class Policy:
     ) -> Scores:
         """Log-probs of every trained token, without a graph: for old and reference passes.
 
-        Raises as `forward_backward`.
+        Of a critic the values, which advantages are estimated with. Raises as `forward_backward`,
+        and UnsupportedError where a critic is asked for entropies.
         """
+        if entropy and self.host.head == "values":
+            raise UnsupportedError(
+                "entropies were asked for, but the model is a critic, which gives values; ask the "
+                "policy for them, or leave entropy=True out."
+            )
         self.host.check(batch, training=False)
         plan = self._plan_for(batch, plan, None)
         result = Engine(self.host, self.config).score(plan, batch, entropy=entropy)
-        return Scores(result.logprobs_T, result.entropies_T, plan, result.events)
+        return Scores(result.per_token, plan, result.events)
 
     def verify(
         self,
@@ -202,7 +213,7 @@ def wrap(model: nn.Module, config: Config | None = None) -> Policy:
 
     Args:
         model: a supported transformers model, already initialised and on its device, or a peft
-            model around one.
+            model around one; or a critic, a token classifier of a supported family with one label.
         config: how batches are planned and run.
 
     Raises:

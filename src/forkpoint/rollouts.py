@@ -5,7 +5,7 @@ are stored are read-only copies, so that what was validated here stays true late
 """
 
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -47,6 +47,8 @@ class Rollout:
         given the tokens before it. Entry 0 is ignored and stored as 0.
     reference_logprobs: the same, under the reference policy.
     weights: a float, float64 [T], or None.
+    returns: a float, float64 [T], or None; what a critic's value at token i is trained towards.
+    old_values: float64 [T] or None; the critic's values when it made the advantages.
     temperature: the sampling temperature, finite and above 0.
     group_id, rollout_id: text or None; whole numbers are accepted and stored as text.
     extras: a dict of anything, carried through untouched, or None.
@@ -61,6 +63,8 @@ class Rollout:
     old_logprobs: NDArray[np.float64] | None
     reference_logprobs: NDArray[np.float64] | None
     weights: float | NDArray[np.float64] | None
+    returns: float | NDArray[np.float64] | None
+    old_values: NDArray[np.float64] | None
     temperature: float
     group_id: str | None
     rollout_id: str | None
@@ -78,6 +82,8 @@ class Rollout:
         group_id: str | int | None = None,
         rollout_id: str | int | None = None,
         extras: dict[str, Any] | None = None,
+        returns: ArrayLike | None = None,
+        old_values: ArrayLike | None = None,
     ) -> None:
         rollout_id = _identifier("A rollout", "rollout_id", rollout_id)
         who = "A rollout without rollout_id" if rollout_id is None else _name(rollout_id)
@@ -94,9 +100,9 @@ class Rollout:
             "advantage": _number_or_floats(who, "advantage", advantage, len(ids)),
             "old_logprobs": _logprobs(who, "old_logprobs", old_logprobs, mask),
             "reference_logprobs": _logprobs(who, "reference_logprobs", reference_logprobs, mask),
-            "weights": None
-            if weights is None
-            else _number_or_floats(who, "weights", weights, len(ids)),
+            "weights": _optional(_number_or_floats, who, "weights", weights, len(ids)),
+            "returns": _optional(_number_or_floats, who, "returns", returns, len(ids)),
+            "old_values": _optional(_floats, who, "old_values", old_values, len(ids)),
             "temperature": _temperature(who, temperature),
             "group_id": _identifier(who, "group_id", group_id),
             "rollout_id": rollout_id,
@@ -136,8 +142,8 @@ class RolloutBatch:
     offsets: int64 [N + 1], the starts of the rollouts and T.
     loss_mask: bool [T].
     advantages: float64 [T]; a rollout's single number is repeated over its tokens.
-    old_logprobs, reference_logprobs, weights: float64 [T], or None where no rollout has them. The
-        log-probs of first tokens are 0.
+    old_logprobs, reference_logprobs, weights, returns, old_values: float64 [T], or None where no
+        rollout has them. The log-probs of first tokens are 0.
     temperatures: float64 [N].
     group_index: int64 [N]; the groups are 0 .. G - 1 in order of first appearance. Rollouts without
         a group_id form one group where their prompts (the tokens before the first trained one, or
@@ -147,8 +153,8 @@ class RolloutBatch:
     extras: N dicts or None.
 
     Raises RolloutError for an empty batch, for things that are not rollouts, for a rollout_id that
-    is there twice, and where only some of the rollouts have old_logprobs, reference_logprobs or
-    weights.
+    is there twice, and where only some of the rollouts have old_logprobs, reference_logprobs,
+    weights, returns or old_values.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -159,6 +165,8 @@ class RolloutBatch:
     old_logprobs: NDArray[np.float64] | None
     reference_logprobs: NDArray[np.float64] | None
     weights: NDArray[np.float64] | None
+    returns: NDArray[np.float64] | None
+    old_values: NDArray[np.float64] | None
     temperatures: NDArray[np.float64]
     group_index: NDArray[np.int64]
     group_ids: tuple[str | None, ...]
@@ -182,6 +190,8 @@ class RolloutBatch:
             "old_logprobs": _column(named, "old_logprobs"),
             "reference_logprobs": _column(named, "reference_logprobs"),
             "weights": _column(named, "weights"),
+            "returns": _column(named, "returns"),
+            "old_values": _column(named, "old_values"),
             "temperatures": np.array([rollout.temperature for rollout in named]),
             "group_index": _group_index(named),
             "group_ids": tuple(rollout.group_id for rollout in named),
@@ -393,6 +403,10 @@ def _number_or_floats(who: str, field: str, value: Any, length: int) -> float | 
             "for a division by 0, or for text where a number belongs, where it is made."
         )
     return float(value)
+
+
+def _optional(check: Callable, who: str, field: str, value: Any, length: int) -> Any:
+    return None if value is None else check(who, field, value, length)
 
 
 def _logprobs(

@@ -87,10 +87,19 @@ def force_windows_and_sinks(
 
 
 def tiny_model(
-    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    critic: bool = False,
+    **changes: Any,
 ) -> PreTrainedModel:
-    """A random model of a family (llama, qwen3): 3 layers, 4 query and 2 key-value heads."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A random model of a family (llama, qwen3): 3 layers, 4 query and 2 key-value heads.
+
+    critic: whether it is the family's token classifier with one label and no dropout, in place of
+        its language model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
     sizes = {
         "vocab_size": 61,
@@ -103,10 +112,13 @@ def tiny_model(
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     }
+    auto = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    if critic:
+        sizes |= {"num_labels": 1, "classifier_dropout": 0.0}
     config = AutoConfig.for_model(family, **{**sizes, **changes})
     state = torch.get_rng_state()
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model = auto.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             # The usual initialisation is so small that attention is uniform and norms are all one.

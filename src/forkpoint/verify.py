@@ -77,8 +77,10 @@ class VerifyReport:
     """Shared loss less the reference's."""
     dense_loss_difference: float
     logprob_difference: float
-    """The largest difference of a log-prob from the reference's."""
+    """The largest difference of a log-prob from the reference's; of a critic, of a value."""
     dense_logprob_difference: float
+    head: str
+    """What the model gives: "logprobs", or "values" of a critic."""
     sharing: str
     boundary: str
     logical_tokens: int
@@ -108,8 +110,8 @@ class VerifyReport:
         table.caption = (
             f"{'passed' if self.passed else 'FAILED'}: {self.dtype}, {self.sharing} + "
             f"{self.boundary}, {self.computed_tokens:,} of {self.logical_tokens:,} tokens run; "
-            f"log-probs within {self.logprob_difference:.2e} (dense "
-            f"{self.dense_logprob_difference:.2e})"
+            f"{'values' if self.head == 'values' else 'log-probs'} within "
+            f"{self.logprob_difference:.2e} (dense {self.dense_logprob_difference:.2e})"
         )
         if not any(entry.norm for entry in self.worst):
             table.caption += "; the gradient is zero, which proves little"
@@ -137,7 +139,7 @@ def verify(
     shared error may be 1.1 times the dense run's own, for each parameter 1.5 times (somewhat more
     for those of few elements, by whose norm chance shows), both plus rounding. A float64 model is
     its own reference, with upcasts to float32 lifted: every gradient must agree within 1e-10 of the
-    global gradient norm, the loss and every log-prob within 1e-10.
+    global gradient norm, the loss and every log-prob (of a critic, value) within 1e-10.
 
     Raises as `Policy.forward_backward`.
     """
@@ -158,11 +160,15 @@ def verify(
     shared_error = math.hypot(*(e.shared_error for e in errors)) / norm
     dense_error = math.hypot(*(e.dense_error for e in errors)) / norm
     loss_difference = stats.loss - reference.loss
-    logprob_difference = float((stats.logprobs - reference.logprobs_T).abs().max())
+    head = policy.host.head
+    truth_T = reference.per_token[head]
+    difference = float((stats.per_token[head] - truth_T).abs().max())
     if dtype == torch.float64:
         allowed = FLOAT64_BAR
         loss_error = abs(loss_difference) / max(1.0, abs(reference.loss))
-        values_pass = max(loss_error, logprob_difference) <= FLOAT64_BAR
+        # Values of a critic have any scale.
+        scale = max(1.0, float(truth_T.abs().max())) if head == "values" else 1.0
+        values_pass = max(loss_error, difference / scale) <= FLOAT64_BAR
     else:
         allowed = OVERALL_RATIO * dense_error + OVERALL_ULPS[dtype] * torch.finfo(dtype).eps
         values_pass = True
@@ -176,8 +182,9 @@ def verify(
         worst=tuple(sorted(errors, key=lambda e: -e.excess)),
         loss_difference=loss_difference,
         dense_loss_difference=dense.loss - reference.loss,
-        logprob_difference=logprob_difference,
-        dense_logprob_difference=float((dense.logprobs_T - reference.logprobs_T).abs().max()),
+        logprob_difference=difference,
+        dense_logprob_difference=float((dense.per_token[head] - truth_T).abs().max()),
+        head=head,
         sharing=stats.plan.sharing,
         boundary=stats.plan.boundary,
         logical_tokens=stats.logical_tokens,

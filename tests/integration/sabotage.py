@@ -1,7 +1,6 @@
 """Bugs of the kinds that sharing invites, each put in where it would be made."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.engine import boundary, engine, rows, views
+from forkpoint.losses import LossOutputs
 from forkpoint.ops.attention import operator, source
 from forkpoint.ops.attention.merge import Part
 from forkpoint.ops.attention.table import FROM_ARENA, Launch
@@ -96,14 +96,14 @@ def one_owner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained token that several rollouts share is trained for the first of them alone."""
     outputs_of = engine.outputs_of
 
-    def first_only(logprobs: Tensor, entropies: Tensor | None, entries: Tensor) -> Any:
-        found = outputs_of(logprobs, entropies, entries)
+    def first_only(per_token: dict[str, Tensor], entries: Tensor) -> Any:
+        found = outputs_of(per_token, entries)
         seen, first = set(), torch.zeros(len(entries), dtype=torch.bool)
         for position, entry in enumerate(entries.tolist()):
             first[position] = entry not in seen
             seen.add(entry)
         kept = torch.where(first, found.logprobs, found.logprobs.detach())
-        return replace(found, logprobs=kept)
+        return LossOutputs(logprobs=kept, entropies=found.entropies)
 
     assert engine.outputs_of is views.outputs_of
     monkeypatch.setattr(engine, "outputs_of", first_only)

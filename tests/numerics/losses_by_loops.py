@@ -24,16 +24,24 @@ from forkpoint.losses import (
     LossBatch,
     LossOutputs,
     SimPO,
+    ValueLoss,
 )
 from forkpoint.rollouts import Rollout, RolloutBatch
 
-PER_TOKEN = ("advantages", "old_logprobs", "reference_logprobs", "weights")
+PER_TOKEN = (
+    "advantages",
+    "old_logprobs",
+    "reference_logprobs",
+    "weights",
+    "returns",
+    "old_values",
+)
 PAIRS = (DPO, SimPO)
 
 
 def make_batch(seed=0, *, pairs=False, without=()):
     """Rollouts of three groups, some without trained tokens; as pairs, three groups of two."""
-    rng = np.random.default_rng(seed)
+    rng, rng_of_values = np.random.default_rng(seed), np.random.default_rng(seed + 50)
     rollouts = []
     for n in range(6 if pairs else 8):
         length = int(rng.integers(2, 9))
@@ -48,6 +56,8 @@ def make_batch(seed=0, *, pairs=False, without=()):
             "old_logprobs": old,
             "reference_logprobs": reference,
             "weights": rng.random(length) + 0.5,
+            "returns": rng_of_values.normal(-1, 1, length),
+            "old_values": old + rng_of_values.normal(0, 0.2, length),
         }
         rollouts.append(
             Rollout(
@@ -63,7 +73,10 @@ def make_batch(seed=0, *, pairs=False, without=()):
 
 
 def make_logprobs(batch, seed=0):
-    """Log-probs near the old ones, so that some ratios are clipped and some are not."""
+    """Log-probs near the old ones, so that some ratios are clipped and some are not.
+
+    They stand for a critic's values too, which are then clipped where they leave the old values.
+    """
     rng = np.random.default_rng(seed + 100)
     old = batch.old_logprobs
     values = -rng.exponential(1.0, len(batch.token_ids)) if old is None else old
@@ -122,7 +135,9 @@ def make_view(batch, tokens=None, *, dtype=torch.float64, device="cpu", denomina
 
 
 def outputs_for(loss, logprobs_T):
-    """What the engine would show: entropies only where the loss asks for them."""
+    """What the engine would show: values to a critic's loss, entropies where they are asked for."""
+    if loss.reads == "values":
+        return LossOutputs(values=logprobs_T)
     entropies_T = entropies_of(logprobs_T) if loss.needs_entropy else None
     return LossOutputs(logprobs=logprobs_T, entropies=entropies_T)
 
@@ -305,6 +320,23 @@ def simpo_by_loops(loss, batch, logprobs_T):
     return total / len(set(batch.group_index.tolist()))
 
 
+def value_by_loops(loss, batch, values_T):
+    total = torch.zeros((), dtype=torch.float64)
+    for _, tokens in each_rollout(batch):
+        for t in tokens:
+            value, target = values_T[t], batch.returns[t]
+            error = (value - target) ** 2
+            if loss.clip < math.inf:
+                old = batch.old_values[t]
+                near = min(max(value, old - loss.clip), old + loss.clip)
+                error = max(error, (near - target) ** 2)
+            divisor = batch.loss_mask.sum()
+            if loss.normalize == "rollout":
+                divisor = len(tokens) * len(batch.rollout_ids)
+            total = total + error / 2 / divisor
+    return total
+
+
 ppo = policy_by_loops(ppo_objective)
 cispo = policy_by_loops(cispo_objective)
 sapo = policy_by_loops(sapo_objective)
@@ -345,6 +377,9 @@ CASES = [
     (DPO(beta=0.3, variant="ipo", length_normalized=True), dpo_by_loops),
     (SimPO(), simpo_by_loops),
     (SimPO(beta=0.8, gamma=0.0), simpo_by_loops),
+    (ValueLoss(), value_by_loops),
+    (ValueLoss(clip=0.1, normalize="rollout"), value_by_loops),
+    (ValueLoss(clip=math.inf), value_by_loops),
 ]
 LOSSES = [case for case, _ in CASES]
 

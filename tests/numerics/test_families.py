@@ -99,7 +99,7 @@ SPECIAL: dict[str, dict] = {
 }
 
 
-def build(family: str) -> PreTrainedModel:
+def build(family: str, *, critic: bool = False) -> PreTrainedModel:
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
     special = dict(SPECIAL.get(family, {}))
@@ -111,7 +111,7 @@ def build(family: str) -> PreTrainedModel:
     with warnings.catch_warnings():
         # Token ids of special tokens beyond the tiny vocabulary.
         warnings.simplefilter("ignore")
-        model = tiny_model(family, num_hidden_layers=4, **special)
+        model = tiny_model(family, critic=critic, num_hidden_layers=4, **special)
     if hasattr(model, "set_experts_implementation"):
         # The default's grouped matrix product has no float64.
         model.set_experts_implementation("eager")

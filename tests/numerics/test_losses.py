@@ -38,6 +38,7 @@ from forkpoint.losses import (
     Loss,
     LossOutputs,
     SimPO,
+    ValueLoss,
     as_loss,
 )
 from forkpoint.rollouts import Rollout, RolloutBatch
@@ -123,7 +124,16 @@ def test_what_lies_outside_the_mask_does_not_exist(loss):
 @pytest.mark.parametrize("loss", [case for case in LOSSES if not isinstance(case, PAIRS)], ids=str)
 def test_a_batch_without_trained_tokens_is_zero_not_nan(loss):
     rollouts = [
-        Rollout([1, 2, 3], [0, 0, 0], 1.0, [0, -1, -1], [0, -1, -2], rollout_id=name)
+        Rollout(
+            [1, 2, 3],
+            [0, 0, 0],
+            1.0,
+            [0, -1, -1],
+            [0, -1, -2],
+            rollout_id=name,
+            returns=1.0,
+            old_values=[0, 1, 2],
+        )
         for name in "ab"
     ]
     batch = RolloutBatch(rollouts)
@@ -246,6 +256,54 @@ def test_a_subclass_keeps_what_it_needs_itself():
 
     assert Own().needs == ("old_logprobs",) and Own().needs_entropy
     assert Own(kl=0.1).needs == ("old_logprobs", "reference_logprobs")
+
+
+def test_losses_of_a_critic_say_what_they_miss():
+    batch = make_batch(without=("returns", "weights"))
+    with pytest.raises(RolloutError, match=r"ValueLoss.*needs returns.*losses\.gae"):
+        ValueLoss().check(batch)
+    batch = make_batch(without=("old_values", "weights"))
+    with pytest.raises(RolloutError, match=r"needs old_values.*policy\.score\(batch\)\.values"):
+        ValueLoss().check(batch)
+    ValueLoss(clip=math.inf).check(batch)
+    with pytest.raises(RolloutError, match="ValueLoss has no use"):
+        ValueLoss().check(make_batch())
+
+
+def test_some_values_are_clipped_on_both_sides_and_some_are_not():
+    batch = make_batch()
+    moved = (make_logprobs(batch).detach().numpy() - batch.old_values)[batch.loss_mask]
+    assert (moved < -0.2).any() and (moved > 0.2).any() and (abs(moved) < 0.2).any()
+    near, free = (
+        evaluate(ValueLoss(clip=clip), batch, make_logprobs(batch))[0] for clip in (0.1, math.inf)
+    )
+    assert near > free
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_a_loss_is_one_of_its_kind_of_model(loss):
+    other = {"logprobs": "values", "values": "logprobs"}[loss.reads]
+    loss.check_head(loss.reads)
+    with pytest.raises(ConfigError, match="but the model is") as error:
+        loss.check_head(other)
+    assert f"which gives {other}" in str(error.value) and repr(loss) in str(error.value)
+
+
+def test_outputs_that_a_model_does_not_give():
+    values_T = torch.zeros(3)
+    with pytest.raises(ConfigError, match="logprobs were asked for, but the model is a critic"):
+        _ = LossOutputs(values=values_T).logprobs
+    with pytest.raises(ConfigError, match="values were asked for, but the model is a causal"):
+        _ = LossOutputs(logprobs=values_T).values
+    assert LossOutputs(values=values_T).entropies is None
+
+
+def test_a_critic_has_no_entropies():
+    class WithEntropy(ValueLoss):
+        needs_entropy = True
+
+    with pytest.raises(ConfigError, match="is a loss of a causal language model's logprobs"):
+        WithEntropy().check_head("values")
 
 
 @pytest.mark.parametrize("loss", [DPO(), SimPO()], ids=str)
@@ -373,6 +431,8 @@ def test_as_loss_refuses(loss, problem):
         (lambda: DPO(label_smoothing=-1), "label_smoothing is -1"),
         (lambda: DPO(label_smoothing=0.5), r"label_smoothing is 0\.5; it takes a number below 0"),
         (lambda: DPO(variant="ipo", label_smoothing=0.1), "the variant 'ipo' has none"),
+        (lambda: ValueLoss(clip=0), "clip is 0; it takes a number above 0"),
+        (lambda: ValueLoss(normalize="none"), "normalize is 'none'; allowed are 'token', 'rollo"),
         (lambda: SimPO(beta=0), "beta is 0"),
         (lambda: SimPO(gamma=-1), "gamma is -1; it takes a finite number of at least 0"),
         (lambda: Denominators(tokens=-1, rollouts=1, groups=1), r"denominators\.tokens is -1"),

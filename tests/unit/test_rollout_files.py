@@ -65,6 +65,8 @@ def rollouts_strategy(draw) -> list[Rollout]:
                 old_logprobs=draw(logprobs),
                 reference_logprobs=draw(logprobs),
                 weights=draw(st.none() | finite_floats | floats),
+                returns=draw(st.none() | finite_floats | floats),
+                old_values=draw(st.none() | floats),
                 temperature=draw(st.floats(1e-300, 1e300)),
                 group_id=draw(st.none() | st.text()),
                 rollout_id=rollout_id,

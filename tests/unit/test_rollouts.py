@@ -36,6 +36,8 @@ def test_stores_arrays_of_fixed_types():
         old_logprobs=[-9, 0, -1, -2.5],
         reference_logprobs=np.array([0, 0, -1, -1], np.float32),
         weights=(1, 1, 1, 2),
+        returns=[0, 0, 1, 2],
+        old_values=np.array([0, 0, 3, -1], np.float32),
         temperature=np.float32(0.5),
         group_id=7,
         rollout_id=np.int64(8),
@@ -48,6 +50,8 @@ def test_stores_arrays_of_fixed_types():
         rollout.old_logprobs,
         rollout.reference_logprobs,
         rollout.weights,
+        rollout.returns,
+        rollout.old_values,
     ):
         assert isinstance(values, np.ndarray)
         assert values.dtype == np.float64
@@ -184,6 +188,10 @@ NAMED = "Rollout 'r': "
         ({"advantage": np.zeros((4, 1))}, ["advantage has 2 dimensions (4 x 1)"]),
         ({"weights": float("inf")}, ["weights is inf"]),
         ({"weights": [0, 0, 1, float("inf")]}, ["weights[3] is inf"]),
+        ({"returns": float("nan")}, ["returns is nan", "one finite number, or one per token"]),
+        ({"returns": [0, 1]}, ["returns has 2 entries, but token_ids has 4"]),
+        ({"old_values": 0.5}, ["old_values is 0.5", "one per token"]),
+        ({"old_values": [0, 0, 1, float("inf")]}, ["old_values[3] is inf"]),
         # log-probs
         ({"old_logprobs": [0, 0, -1]}, ["old_logprobs has 3 entries, but token_ids has 4"]),
         ({"old_logprobs": [0, 0, -1, float("nan")]}, ["old_logprobs[3] is nan", "finite"]),
@@ -231,7 +239,14 @@ def test_messages_never_show_long_arrays_whole():
 def test_batch_is_flat_and_aligned():
     batch = RolloutBatch(
         [
-            make(rollout_id="a", weights=2, old_logprobs=[-9, 0, -1, -2], temperature=0.7),
+            make(
+                rollout_id="a",
+                weights=2,
+                old_logprobs=[-9, 0, -1, -2],
+                temperature=0.7,
+                returns=0.5,
+                old_values=[0, 0, 1, -2],
+            ),
             make(
                 token_ids=[9],
                 loss_mask=[0],
@@ -239,6 +254,8 @@ def test_batch_is_flat_and_aligned():
                 rollout_id="b",
                 weights=[4],
                 old_logprobs=[-9],
+                returns=[7],
+                old_values=[8],
                 extras={"reward": 1},
             ),
         ]
@@ -254,6 +271,9 @@ def test_batch_is_flat_and_aligned():
     assert batch.reference_logprobs is None
     assert batch.weights is not None
     assert batch.weights.tolist() == [2, 2, 2, 2, 4]
+    assert batch.returns is not None and batch.old_values is not None
+    assert batch.returns.tolist() == [0.5, 0.5, 0.5, 0.5, 7]
+    assert batch.old_values.tolist() == [0, 0, 1, -2, 8]
     assert batch.temperatures.tolist() == [0.7, 1.0]
     assert batch.rollout_ids == ("a", "b")
     assert batch.group_ids == (None, None)
@@ -262,7 +282,10 @@ def test_batch_is_flat_and_aligned():
     assert repr(batch) == "RolloutBatch(2 rollouts, 2 groups, 5 tokens, 2 trained)"
     for dtype, names in (
         (np.int64, ("token_ids", "offsets", "group_index")),
-        (np.float64, ("advantages", "old_logprobs", "weights", "temperatures")),
+        (
+            np.float64,
+            ("advantages", "old_logprobs", "weights", "returns", "old_values", "temperatures"),
+        ),
         (np.bool_, ("loss_mask",)),
     ):
         for name in names:
@@ -351,6 +374,11 @@ def test_check_vocabulary():
             ["Rollout 'r' has reference_logprobs and rollout '1' has not"],
         ),
         ([make(weights=1), make(rollout_id="s")], ["Rollout 'r' has weights and rollout 's' has"]),
+        ([make(returns=1), make(rollout_id="s")], ["Rollout 'r' has returns and rollout 's' has"]),
+        (
+            [make(), make(rollout_id="s", old_values=[0, 0, 1, 1])],
+            ["Rollout 's' has old_values and rollout 'r' has not"],
+        ),
     ],
 )
 def test_batch_refuses(rollouts, parts):

@@ -38,7 +38,7 @@ def recorded(path: Path, batches: int = 3) -> Path:
 
 @st.composite
 def batches(draw) -> RolloutBatch:
-    has_old, has_weights = draw(st.booleans()), draw(st.booleans())
+    has_old, has_weights, has_returns = (draw(st.booleans()) for _ in range(3))
     finite = st.floats(allow_nan=False, allow_infinity=False)
     made = []
     for n in range(draw(st.integers(1, 4))):
@@ -51,6 +51,8 @@ def batches(draw) -> RolloutBatch:
                 draw(finite | per_token),
                 old_logprobs=[-draw(st.floats(0, 1e300))] * length if has_old else None,
                 weights=draw(finite | per_token) if has_weights else None,
+                returns=draw(finite | per_token) if has_returns else None,
+                old_values=draw(per_token) if has_returns else None,
                 temperature=draw(st.floats(1e-3, 1e3)),
                 group_id=draw(st.none() | st.text()),
                 rollout_id=draw(st.none() | st.just(f"r{n}")),

@@ -185,7 +185,7 @@ class Calibrator:
                 head_chunk_tokens=1024,
                 entropy=False,
             )
-            return host.forward(context).logprobs
+            return host.forward(context).per_token["logprobs"]
 
         return inputs, run
 

@@ -17,8 +17,8 @@ Most = DisallowNone[
 ]
 
 PER_TOKEN = (
-    *("token_ids", "loss_mask", "advantage", "weights"),
-    *("old_logprobs", "reference_logprobs"),
+    *("token_ids", "loss_mask", "advantage", "weights", "returns"),
+    *("old_logprobs", "reference_logprobs", "old_values"),
 )
 
 

@@ -42,8 +42,8 @@ class StepResult:
     """What a pass over a plan gives: T is the batch's tokens, entries not trained are 0."""
 
     loss: Tensor
-    logprobs_T: Tensor
-    entropies_T: Tensor | None
+    per_token: dict[str, Tensor]
+    """[T] by name: what the host's head gives, and "entropies" where they were asked for."""
     events: tuple[str, ...]
     phase_ms: dict[str, float]
     event_ms: tuple[float, ...]
@@ -60,7 +60,7 @@ class Engine:
         self.host, self.config, self.staging = host, config, staging
 
     def score(self, plan: Plan, batch: RolloutBatch, *, entropy: bool) -> StepResult:
-        """Log-probs (and entropies) of every trained token, without a graph."""
+        """What the head gives of every trained token (and entropies), without a graph."""
         with torch.no_grad(), self.host.entered():
             return self._pass(plan, batch, self._prepare(plan, batch), entropy=entropy)
 
@@ -75,8 +75,8 @@ class Engine:
         """Add the gradients of the batch's loss, times `scale`, to `.grad`.
 
         A loss whose coupled rollouts lie in one row each is computed row by row. Otherwise the
-        log-probs come first, without a graph, then the loss's gradient by them, then the plan with
-        these as weights.
+        log-probs (a critic's values) come first, without a graph, then the loss's gradient by them,
+        then the plan with these as weights.
         """
         views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
@@ -115,11 +115,8 @@ class Engine:
             if not len(inputs.trained_tokens):
                 return None
             entries = self._entries(inputs.trained_entry)
-            return self._call(
-                loss,
-                outputs_of(outputs.logprobs, outputs.entropies, entries),
-                views.of_tokens(inputs.trained_tokens),
-            )
+            here = outputs_of(outputs.per_token, entries)
+            return self._call(loss, here, views.of_tokens(inputs.trained_tokens))
 
         return row_loss
 
@@ -141,22 +138,18 @@ class Engine:
             view, tokens = views.of_rollouts(np.isin(coupling, trained_classes[inputs.row.index]))
             entries = np.full(len(tokens), -1, np.int64)
             entries[np.searchsorted(tokens, inputs.trained_tokens)] = inputs.trained_entry
-            return self._call(
-                loss,
-                outputs_of(outputs.logprobs, outputs.entropies, self._entries(entries)),
-                view,
-            )
+            return self._call(loss, outputs_of(outputs.per_token, self._entries(entries)), view)
 
         every = np.concatenate([*trained_classes.values(), np.zeros(0, np.int64)])
         untrained = ~np.isin(coupling, every)
         constant = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         if untrained.any():
             view, tokens = views.of_rollouts(untrained)
-            zeros = constant.new_zeros(len(tokens))
+            zeros = {
+                name: constant.new_zeros(len(tokens)) for name in self._names(loss.needs_entropy)
+            }
             with torch.no_grad():
-                constant = self._call(
-                    loss, LossOutputs(logprobs=zeros, entropies=zeros.clone()), view
-                ).to(constant.dtype)
+                constant = self._call(loss, LossOutputs(**zeros), view).to(constant.dtype)
         return row_loss, constant
 
     def _replay(
@@ -172,23 +165,21 @@ class Engine:
         with torch.no_grad():
             scored = self._pass(plan, batch, prepared, entropy=loss.needs_entropy)
         view, _ = views.of_rollouts(np.ones(len(batch), bool))
-        logprobs = scored.logprobs_T.requires_grad_()
-        entropies = scored.entropies_T
-        wanted = [logprobs] if entropies is None else [logprobs, entropies.requires_grad_()]
+        leaves = {name: x_T.requires_grad_() for name, x_T in scored.per_token.items()}
         with torch.enable_grad():
-            value = self._call(loss, LossOutputs(logprobs=logprobs, entropies=entropies), view)
-            weights = torch.autograd.grad(value, wanted, allow_unused=True)
+            value = self._call(loss, LossOutputs(**leaves), view)
+            weights = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
 
         def row_loss(inputs: RowInputs, outputs: HeadOutputs) -> Tensor | None:
             if not len(inputs.trained_tokens):
                 return None
             entries = self._entries(inputs.trained_entry)
             tokens = self._entries(inputs.trained_tokens)
-            here = outputs_of(outputs.logprobs, outputs.entropies, entries)
-            total = here.logprobs.new_zeros(())
-            for weight, values in zip(weights, (here.logprobs, here.entropies), strict=False):
-                if weight is not None and values is not None:
-                    total = total + (weight[tokens] * values).sum()
+            here = outputs_of(outputs.per_token, entries)
+            total = torch.zeros((), dtype=value.dtype, device=value.device)
+            for name, weight in zip(leaves, weights, strict=True):
+                if weight is not None:
+                    total = total + (weight[tokens] * here.per_token[name]).sum()
             return total
 
         result = self._pass(
@@ -222,9 +213,12 @@ class Engine:
             )
             raise ConfigError(
                 f"the loss {loss!r} returned {found}; it must return a floating-point scalar "
-                "tensor, computed from outputs.logprobs."
+                f"tensor, computed from outputs.{self.host.head}."
             )
         return value
+
+    def _names(self, entropy: bool) -> tuple[str, ...]:
+        return (self.host.head, "entropies") if entropy else (self.host.head,)
 
     def _entries(self, values: IntArray) -> Tensor:
         return torch.as_tensor(values, device=self.host.device)
@@ -246,8 +240,10 @@ class Engine:
         training = row_loss is not None
         device, dtype = self.host.device, self.host.loss_dtype
         arena = Arena(plan.arena_slots, gradients=training, state_slots=plan.state_slots)
-        logprobs_T = torch.zeros(plan.logical_tokens, dtype=dtype, device=device)
-        entropies_T = torch.zeros_like(logprobs_T) if entropy else None
+        per_token = {
+            name: torch.zeros(plan.logical_tokens, dtype=dtype, device=device)
+            for name in self._names(entropy)
+        }
         total = torch.zeros((), dtype=dtype, device=device)
         timer = PhaseTimer(device)
         events: list[str] = []
@@ -289,7 +285,7 @@ class Engine:
                     context.end_forward()
                     value = row_loss(inputs, outputs) if row_loss and not first else None
                 if not first:
-                    self._collect(inputs, outputs, logprobs_T, entropies_T)
+                    self._collect(inputs, outputs, per_token)
                     if value is not None:
                         total += value.detach()
                     if training:
@@ -298,8 +294,7 @@ class Engine:
         timer.mark("B")
         return StepResult(
             loss=total,
-            logprobs_T=logprobs_T,
-            entropies_T=entropies_T,
+            per_token=per_token,
             events=tuple(events),
             phase_ms=timer.totals_ms(),
             event_ms=timer.each_ms(),
@@ -308,20 +303,14 @@ class Engine:
         )
 
     def _collect(
-        self,
-        inputs: RowInputs,
-        outputs: HeadOutputs,
-        logprobs_T: Tensor,
-        entropies_T: Tensor | None,
+        self, inputs: RowInputs, outputs: HeadOutputs, per_token: dict[str, Tensor]
     ) -> None:
         if not len(inputs.trained_tokens):
             return
         tokens = self._entries(inputs.trained_tokens)
         entries = self._entries(inputs.trained_entry)
-        logprobs_T[tokens] = outputs.logprobs.detach()[entries]
-        if entropies_T is not None:
-            assert outputs.entropies is not None
-            entropies_T[tokens] = outputs.entropies.detach()[entries]
+        for name, values_T in per_token.items():
+            values_T[tokens] = outputs.per_token[name].detach()[entries]
 
 
 def _roots(

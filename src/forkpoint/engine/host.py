@@ -1,6 +1,6 @@
 """What the engine asks of a model, whatever library it comes from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.rows import RowContext
+from forkpoint.losses.outputs import Head
 from forkpoint.plan.cost import ModelShape
 from forkpoint.rollouts import RolloutBatch
 
@@ -17,10 +18,10 @@ from forkpoint.rollouts import RolloutBatch
 class HeadOutputs:
     """What one row's forward gives back."""
 
-    logprobs: Tensor
-    """float32 (float64 for a float64 model) [n], for the context's head slots."""
-    entropies: Tensor | None
-    """The same, or None where they were not asked for."""
+    per_token: Mapping[str, Tensor]
+    """float32 (float64 for a float64 model) [n], for the context's head slots, by name: what the
+    host's `head` says, and "entropies" where they were asked for. Empty where there are no slots
+    and the forward ended early."""
     roots: tuple[Tensor, ...]
     """What a backward starts from, with zero gradients, where no token is trained."""
 
@@ -39,6 +40,11 @@ class Host(Protocol):
     @property
     def compiles(self) -> bool:
         """Whether what it runs is compiled: such rows take other times."""
+        ...
+
+    @property
+    def head(self) -> Head:
+        """What the model gives for a token: "logprobs", or "values" of a critic."""
         ...
 
     @property

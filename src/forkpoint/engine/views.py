@@ -1,5 +1,7 @@
 """The parts of a batch that a loss is shown, as tensors."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -45,6 +47,8 @@ class LossViews:
             old_logprobs=floats(batch.old_logprobs),
             reference_logprobs=floats(batch.reference_logprobs),
             weights=floats(batch.weights),
+            returns=floats(batch.returns),
+            old_values=floats(batch.old_values),
             rollout_tokens=self._tensor(self.trained_of[rollouts], self.dtype),
             rollout_index=self._tensor(rollouts, torch.int64),
             group_index=self._tensor(batch.group_index[rollouts], torch.int64),
@@ -77,9 +81,6 @@ def spread(values_n: Tensor, entries: Tensor) -> Tensor:
     return padded.index_select(0, entries % len(padded))
 
 
-def outputs_of(logprobs_n: Tensor, entropies_n: Tensor | None, entries: Tensor) -> LossOutputs:
+def outputs_of(per_token: Mapping[str, Tensor], entries: Tensor) -> LossOutputs:
     """A view's outputs from the row's own."""
-    return LossOutputs(
-        logprobs=spread(logprobs_n, entries),
-        entropies=None if entropies_n is None else spread(entropies_n, entries),
-    )
+    return LossOutputs(**{name: spread(x_n, entries) for name, x_n in per_token.items()})

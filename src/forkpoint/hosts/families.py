@@ -26,6 +26,11 @@ class Family:
     media: tuple[tuple[str, int], ...] = ()
     """Token ids that stand for images or video in models of the family that see them."""
 
+    @property
+    def critic_class(self) -> str:
+        """The family's token classifier; one of a single label is a critic. Not all have one."""
+        return self.model_class.replace("ForCausalLM", "ForTokenClassification")
+
     def head_options(self, config: Any) -> dict[str, float | None]:
         """`logit_scale` and `softcap` of the head."""
         scale = None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForTokenClassification
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.forest import IntArray
@@ -29,6 +30,8 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 TOKENWISE_CODE = (
     "torch.nn.modules.",
     "transformers.activations",
+    # What families' token classifiers inherit; `check_critic` looks at which class it is.
+    "transformers.modeling_layers",
     "peft.peft_model",
     "peft.utils.other",
     "peft.tuners._buffer_dict",
@@ -119,6 +122,16 @@ def check_parameters(model: nn.Module) -> None:
         raise UnsupportedError(
             f"the parameters ({devices['meta']} and all others) lie on the meta device, without "
             "values; initialise or load the model before wrapping it."
+        )
+
+
+def check_critic(critic: PreTrainedModel) -> None:
+    """A token classifier that adds to its decoder dropout and `score`, a linear layer, alone."""
+    if type(critic).forward is not GenericForTokenClassification.forward:
+        raise UnsupportedError(
+            f"{type(critic).__name__} of this transformers has a forward of its own, which has not "
+            "been shown exact; critics are shown exact where the family uses transformers' "
+            "GenericForTokenClassification."
         )
 
 

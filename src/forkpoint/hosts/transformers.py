@@ -1,8 +1,8 @@
 """Stock transformers models, entered without editing them.
 
 Two things are changed while rows run, and put back after: the name of the attention function in the
-model's configuration, and the forward of the causal language model itself, whose head then computes
-the log-probs asked for instead of logits. Everything else is the model's own code.
+model's configuration, and the forward of the causal language model (or critic) itself, whose head
+then computes what is asked for instead of logits. Everything else is the model's own code.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.boundary import boundary
-from forkpoint.engine.head import token_logprobs
 from forkpoint.engine.host import HeadOutputs
 from forkpoint.engine.rows import RowContext
 from forkpoint.errors import UnsupportedError
@@ -25,11 +24,13 @@ from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, RowEnds, taken_context
 from forkpoint.hosts.checkpointing import checkpointed_blocks
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.families import FAMILIES, Family
+from forkpoint.hosts.heads import LogprobHead, ModelHead, ValueHead
 from forkpoint.hosts.linear_attention import (
     check_recurrent_modules,
     recurrent_forwards,
     recurrent_modules,
 )
+from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.cost import ModelShape
 from forkpoint.rollouts import RolloutBatch
@@ -99,7 +100,7 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 class TransformersHost:
-    """A causal language model of transformers, perhaps inside a peft model.
+    """A causal language model or critic of transformers, perhaps inside a peft model.
 
     Raises UnsupportedError, naming what it is, for anything that has not been shown exact.
     """
@@ -109,6 +110,10 @@ class TransformersHost:
         self._model = model
         self.causal = _causal_model(model)
         self.family: Family = FAMILIES[self.causal.config.model_type]
+        critic = type(self.causal).__name__ == self.family.critic_class
+        self._head: ModelHead = (
+            ValueHead(self.causal) if critic else LogprobHead(self.causal, self.family)
+        )
         self._check_idle()
         self._check_model()
         self._blocks = CompiledBlocks(cast(nn.ModuleList, self.causal.base_model.layers))
@@ -122,7 +127,10 @@ class TransformersHost:
         self._compiles = wanted if compile_blocks is None else compile_blocks
         size = next(self.causal.parameters()).element_size()
         self._recomputes = False
-        self._shape = ModelShape.from_config(self.causal.config.to_dict(), dtype_bytes=size)
+        width = {"vocab": self._head.width()} if critic else {}
+        self._shape = ModelShape.from_config(
+            self.causal.config.to_dict(), dtype_bytes=size, **width
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -136,6 +144,10 @@ class TransformersHost:
     def compiles(self) -> bool:
         """Whether its blocks are compiled."""
         return self._compiles
+
+    @property
+    def head(self) -> Head:
+        return self._head.gives
 
     @property
     def device(self) -> torch.device:
@@ -166,9 +178,10 @@ class TransformersHost:
             refusals.check_checkpointing(self.causal)
             refusals.check_trainable(self.model)
             refusals.check_routers(self.causal)
-        head = refusals.plain_head(self.causal)
         refusals.check_media(self.causal, self.family, batch.token_ids)
-        batch.check_vocabulary(min(self._embedding.shape[0], head.out_features))
+        known = self._embedding.shape[0]
+        # A critic predicts no tokens.
+        batch.check_vocabulary(min(known, self._head.width()) if self.head == "logprobs" else known)
 
     def _check_model(self) -> None:
         refusals.check_adapters(self.model)
@@ -176,7 +189,7 @@ class TransformersHost:
         refusals.check_modules(self.model, self.family.package or self.causal.config.model_type)
         check_recurrent_modules(self.causal)
         refusals.check_parameters(self.model)
-        refusals.plain_head(self.causal)
+        self._head.check()
 
     def _check_idle(self) -> None:
         forward = vars(self.causal).get("forward")
@@ -230,11 +243,7 @@ class TransformersHost:
                     **{CONTEXT_ARGUMENT: context},
                 )
         except RowEnds as end:
-            return self._without_head(context, end.roots)
-
-    def _without_head(self, context: RowContext, roots: tuple[Tensor, ...]) -> HeadOutputs:
-        nothing = torch.empty(0, dtype=self.loss_dtype, device=self.device)
-        return HeadOutputs(nothing, nothing if context.entropy else None, roots)
+            return HeadOutputs({}, end.roots)
 
     def _causal_forward(
         self,
@@ -243,7 +252,8 @@ class TransformersHost:
         forkpoint_row: RowContext,
         **kwargs: Any,
     ) -> HeadOutputs:
-        """Stands in for the causal model's forward: its decoder, then our head on chosen slots."""
+        """Stands in for the causal model's forward: its decoder, then the head on chosen slots."""
+        kwargs.pop("return_dict", None)  # what peft's models of other tasks than language ask for
         assert not any(value is not None for value in kwargs.values()), kwargs
         top = self.causal.base_model(
             input_ids=input_ids,
@@ -255,21 +265,10 @@ class TransformersHost:
             **{CONTEXT_ARGUMENT: forkpoint_row},
         ).last_hidden_state
         if forkpoint_row.boundary_only:
-            return self._without_head(forkpoint_row, (top,))
-        inputs = forkpoint_row.inputs
-        hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, inputs.head_slots)
-        head = refusals.plain_head(self.causal)
-        logprobs, entropies = token_logprobs(
-            hidden_nC,
-            head.weight,
-            inputs.head_labels,
-            bias_V=head.bias,
-            temperature_T=inputs.head_temperatures,
-            entropy=forkpoint_row.entropy,
-            chunk_tokens=forkpoint_row.head_chunk_tokens,
-            **self.family.head_options(self.causal.config),
-        )
-        return HeadOutputs(logprobs, entropies, (top,))
+            return HeadOutputs({}, (top,))
+        slots = forkpoint_row.inputs.head_slots
+        hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, slots)
+        return HeadOutputs(self._head.forward(hidden_nC, forkpoint_row), (top,))
 
 
 def _causal_model(model: nn.Module) -> PreTrainedModel:
@@ -285,12 +284,15 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
         )
     family = FAMILIES.get(inner.config.model_type)
     stock = type(inner).__module__.startswith("transformers.models.")
-    if not stock or family is None or type(inner).__name__ != family.model_class:
+    name = type(inner).__name__
+    if family is not None and stock and name == family.critic_class:
+        refusals.check_critic(inner)
+    elif family is None or not stock or name != family.model_class:
         raise UnsupportedError(
-            f"{type(inner).__module__}.{type(inner).__name__} (model_type "
+            f"{type(inner).__module__}.{name} (model_type "
             f"{inner.config.model_type!r}) has not been shown exact; supported are "
             f"{', '.join(f.model_class for f in FAMILIES.values())} of transformers, not "
-            "subclasses of them."
+            "subclasses of them, and as critics their ForTokenClassification with one label."
         )
     return inner
 

@@ -10,6 +10,7 @@ from forkpoint.losses.importance import importance_weights
 from forkpoint.losses.likelihood import SFT, LogLikelihood
 from forkpoint.losses.policy_loss import PolicyLoss
 from forkpoint.losses.sapo import SAPO
+from forkpoint.losses.value import Estimates, ValueLoss, gae
 
 __all__ = [
     "BNPO",
@@ -24,12 +25,15 @@ __all__ = [
     "Denominators",
     "Distillation",
     "DrGRPO",
+    "Estimates",
     "LogLikelihood",
     "Loss",
     "LossBatch",
     "LossOutputs",
     "PolicyLoss",
     "SimPO",
+    "ValueLoss",
     "as_loss",
+    "gae",
     "importance_weights",
 ]

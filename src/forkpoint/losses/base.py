@@ -16,9 +16,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.losses.outputs import MODELS, REMEDIES, Head
+from forkpoint.losses.outputs import LossOutputs as LossOutputs
 from forkpoint.rollouts import RolloutBatch
 
 Decomposition = Literal["token", "rollout", "joint"]
+
+SOURCES = {
+    "old_logprobs": "policy.score(batch) computes log-probs under a model",
+    "reference_logprobs": "policy.score(batch) computes log-probs under a model",
+    "weights": "losses.importance_weights computes some",
+    "returns": "losses.gae computes them from rewards and a critic's values",
+    "old_values": "they are the critic's policy.score(batch).values before its update",
+}
+"""Fields of a RolloutBatch that a loss may need, and where they come from."""
+
+LOSSES_OF: dict[Head, str] = {
+    "logprobs": "a loss of log-probs, such as losses.PPO",
+    "values": "losses.ValueLoss",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,30 +60,19 @@ class Denominators:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LossOutputs:
-    """What the model says of a view's T tokens.
-
-    logprobs: float32 or float64 [T], with a graph; 0 outside the loss mask.
-    entropies: the same for the entropies, or None unless the loss has `needs_entropy`.
-    """
-
-    logprobs: Tensor
-    entropies: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class LossBatch:
     """A view of the batch: T tokens of n rollouts, flat, the rollouts one after another.
 
     A view of a token-additive loss may hold any of the batch's tokens, one of a rollout-additive
     loss holds whole rollouts, one of a joint loss all rollouts that are coupled. Tensors lie on the
-    device of the log-probs, and floats have their dtype.
+    device of the outputs, and floats have their dtype.
 
     offsets: int64 [n + 1]; rollout i has the view's tokens `offsets[i] : offsets[i + 1]`.
     token_rollout: int64 [T]; for each token, which of the n rollouts it belongs to.
     loss_mask: bool [T].
     advantages: [T].
-    old_logprobs, reference_logprobs, weights: [T], or None where the batch has none.
+    old_logprobs, reference_logprobs, weights, returns, old_values: [T], or None where the batch has
+        none.
     rollout_tokens: [n]; trained tokens of the whole rollout, however few of them are in this view.
     rollout_index: int64 [n]; the rollout's position in the RolloutBatch.
     group_index: int64 [n]; the rollout's group in the RolloutBatch.
@@ -83,6 +88,8 @@ class LossBatch:
     old_logprobs: Tensor | None
     reference_logprobs: Tensor | None
     weights: Tensor | None
+    returns: Tensor | None = None
+    old_values: Tensor | None = None
     rollout_tokens: Tensor
     rollout_index: Tensor
     group_index: Tensor
@@ -127,6 +134,8 @@ class Loss:
         views, "rollout" if it is so over any split into whole rollouts, "joint" if coupled rollouts
         (see `coupling`) must be seen together. A loss that claims too much trains on wrong
         gradients.
+    reads: "logprobs" for a loss of a language model, "values" for one of a critic. With the other
+        model it is refused; None, of a plain function, leaves that to what the function reads.
     needs_entropy: whether `outputs.entropies` is wanted, with gradients.
     needs: fields of the RolloutBatch without which the loss cannot be computed.
     takes_weights: False where the loss has no use for per-token weights; they are then refused.
@@ -136,6 +145,7 @@ class Loss:
     """
 
     decomposition: Decomposition
+    reads: Head | None = "logprobs"
     needs_entropy: bool = False
     needs: tuple[str, ...] = ()
     takes_weights: bool = True
@@ -150,12 +160,22 @@ class Loss:
             if getattr(batch, name) is None:
                 raise RolloutError(
                     f"{self!r} needs {name}, but the rollouts have none. Give every Rollout its "
-                    f"{name}; policy.score(batch) computes log-probs under a model."
+                    f"{name}; {SOURCES[name]}."
                 )
         if batch.weights is not None and not self.takes_weights:
             raise RolloutError(
                 f"The rollouts have weights, for which {type(self).__name__} has no use. Leave "
                 "weights out, or take a loss that multiplies its terms by them, such as GRPO."
+            )
+
+    def check_head(self, head: Head) -> None:
+        """Raises ConfigError where this loss is not one of a model that gives `head`."""
+        if self.reads not in (head, None) or (self.needs_entropy and head == "values"):
+            wanted: Head = "logprobs" if self.needs_entropy else self.reads or "logprobs"
+            raise ConfigError(
+                f"{self!r} is a loss of {MODELS[wanted]}'s {wanted}, but the model is "
+                f"{MODELS[head]}, which gives {head}. Train it with {LOSSES_OF[head]}, or "
+                f"{REMEDIES[wanted]}."
             )
 
     def coupling(self, batch: RolloutBatch) -> NDArray[np.int64]:
@@ -175,6 +195,7 @@ class FunctionLoss(Loss):
     """A function of (outputs, batch) as a loss: joint, since nothing is known of it."""
 
     decomposition = "joint"
+    reads = None
 
     function: LossFunction
 
@@ -202,7 +223,7 @@ def as_loss(loss: Loss | LossFunction) -> Loss:
         return FunctionLoss(cast(LossFunction, loss))
     check_choice("decomposition", getattr(loss, "decomposition", None), get_args(Decomposition))
     for name in loss.needs:
-        check_choice("needs", name, ("old_logprobs", "reference_logprobs", "weights"))
+        check_choice("needs", name, tuple(SOURCES))
     return loss
 
 

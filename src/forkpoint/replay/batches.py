@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DIGESTED = (
     *("token_ids", "offsets", "loss_mask", "advantages", "old_logprobs", "reference_logprobs"),
-    *("weights", "temperatures", "group_index"),
+    *("weights", "returns", "old_values", "temperatures", "group_index"),
 )
 
 

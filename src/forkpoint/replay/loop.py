@@ -94,6 +94,7 @@ def replay(
         dense = _Side(copy.deepcopy(model), dense_config, optimizer, rate, max_grad_norm)
         start = [p.detach().cpu().clone() for p in model.parameters()]
     shared = _Side(model, config, optimizer, rate, max_grad_norm)
+    loss.check_head(shared.policy.host.head)
     for part in batches.every():
         loss.check(part)
         shared.policy.host.check(part, training=True)

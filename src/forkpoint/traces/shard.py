@@ -1,11 +1,11 @@
 """A batch as one safetensors file, exactly as it was given. Imports no torch.
 
 T tokens, N rollouts. Arrays of the file: `token_ids` int32 [T], `offsets` int64 [N + 1],
-`loss_mask` bool [T], `temperatures` float64 [N], where the batch has them `old_logprobs` and
-`reference_logprobs` float64 [T], and for `advantage` and `weights` (see `_numbers`) two arrays
-each. `loss_inputs.NAME` are arrays that the loss was given besides. Its metadata holds, as one JSON
-object (several would be written in any order), the `rollout_ids`, `group_ids` and `extras`, and
-which `trace` and `batch` this is.
+`loss_mask` bool [T], `temperatures` float64 [N], where the batch has them `old_logprobs`,
+`reference_logprobs` and `old_values` float64 [T], and for `advantage`, `weights` and `returns` (see
+`_numbers`) two arrays each. `loss_inputs.NAME` are arrays that the loss was given besides. Its
+metadata holds, as one JSON object (several would be written in any order), the `rollout_ids`,
+`group_ids` and `extras`, and which `trace` and `batch` this is.
 """
 
 import itertools
@@ -36,13 +36,14 @@ def encode(
         "loss_mask": np.asarray(batch.loss_mask),
         "temperatures": np.asarray(batch.temperatures),
     }
-    for name in ("old_logprobs", "reference_logprobs"):
+    for name in ("old_logprobs", "reference_logprobs", "old_values"):
         values = getattr(batch, name)
         if values is not None:
             arrays[name] = np.asarray(values)
     arrays |= _numbers(batch, "advantage")
-    if batch.weights is not None:
-        arrays |= _numbers(batch, "weights")
+    for name in ("weights", "returns"):
+        if getattr(batch, name) is not None:
+            arrays |= _numbers(batch, name)
     # safetensors writes views of arrays wrongly.
     arrays |= {LOSS_INPUT + name: np.ascontiguousarray(a) for name, a in loss_arrays.items()}
     about = {
@@ -82,7 +83,10 @@ def _about(content: bytes) -> dict[str, Any]:
 def _rollouts(arrays: Arrays, about: Mapping[str, Any]) -> list[Rollout]:
     offsets = arrays["offsets"].tolist()
     advantages = _one_each(arrays, "advantage")
-    weights = _one_each(arrays, "weights") if "weights.number" in arrays else None
+    weights, returns = (
+        _one_each(arrays, name) if f"{name}.number" in arrays else None
+        for name in ("weights", "returns")
+    )
     made = []
     for n, (begin, end) in enumerate(itertools.pairwise(offsets)):
         made.append(
@@ -93,6 +97,8 @@ def _rollouts(arrays: Arrays, about: Mapping[str, Any]) -> list[Rollout]:
                 old_logprobs=_slice(arrays, "old_logprobs", begin, end),
                 reference_logprobs=_slice(arrays, "reference_logprobs", begin, end),
                 weights=None if weights is None else weights[n],
+                returns=None if returns is None else returns[n],
+                old_values=_slice(arrays, "old_values", begin, end),
                 temperature=float(arrays["temperatures"][n]),
                 group_id=about["group_ids"][n],
                 rollout_id=about["rollout_ids"][n],

@@ -1,0 +1,99 @@
+"""What becomes of a decoder's last hidden states: log-probs of labels, or a critic's values."""
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from forkpoint.engine.head import token_logprobs
+from forkpoint.engine.rows import RowContext
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts import refusals
+from forkpoint.hosts.families import Family
+from forkpoint.losses.outputs import Head
+
+
+class ModelHead(Protocol):
+    """The head of a model; made anew of it whenever it is used."""
+
+    gives: Head
+
+    def check(self) -> None:
+        """Raises UnsupportedError where the head is not one that has been shown exact."""
+        ...
+
+    def width(self) -> int:
+        """Outputs for one token."""
+        ...
+
+    def forward(self, hidden_nC: Tensor, context: RowContext) -> dict[str, Tensor]:
+        """What it gives for the context's head slots, whose last hidden states these are: [n]."""
+        ...
+
+
+class LogprobHead:
+    """A causal language model's, computed in chunks instead of as logits of a whole row."""
+
+    gives: Head = "logprobs"
+
+    def __init__(self, causal: PreTrainedModel, family: Family) -> None:
+        self.causal, self.family = causal, family
+
+    def check(self) -> None:
+        refusals.plain_head(self.causal)
+
+    def width(self) -> int:
+        return refusals.plain_head(self.causal).out_features
+
+    def forward(self, hidden_nC: Tensor, context: RowContext) -> dict[str, Tensor]:
+        head, inputs = refusals.plain_head(self.causal), context.inputs
+        logprobs, entropies = token_logprobs(
+            hidden_nC,
+            head.weight,
+            inputs.head_labels,
+            bias_V=head.bias,
+            temperature_T=inputs.head_temperatures,
+            entropy=context.entropy,
+            chunk_tokens=context.head_chunk_tokens,
+            **self.family.head_options(self.causal.config),
+        )
+        return {"logprobs": logprobs} | ({} if entropies is None else {"entropies": entropies})
+
+
+class ValueHead:
+    """A critic's: the model's own `score` of one label, which needs neither labels nor chunks.
+
+    The slot of an edge holds the token before the label, so that the value of a trained token is
+    that of the tokens before it: V(s) of the state in which the token is the action.
+    """
+
+    gives: Head = "values"
+
+    def __init__(self, critic: PreTrainedModel) -> None:
+        self.critic = critic
+
+    def check(self) -> None:
+        score = self.critic.score
+        for wrapped in ("original_module", "base_layer"):  # of peft's modules_to_save and LoRA
+            score = getattr(score, wrapped, score)
+        name = type(self.critic).__name__
+        if type(score) is not nn.Linear:
+            raise UnsupportedError(
+                f"score of {name} is a {type(score).__module__}.{type(score).__name__}; values of "
+                "a plain torch.nn.Linear, as transformers makes it, have been shown exact."
+            )
+        if score.out_features != 1:
+            raise UnsupportedError(
+                f"{name} has {score.out_features} labels; a critic gives one value a token. Load "
+                "it with num_labels=1."
+            )
+
+    def width(self) -> int:
+        return 1
+
+    def forward(self, hidden_nC: Tensor, context: RowContext) -> dict[str, Tensor]:
+        dropout = cast(nn.Module, self.critic.dropout)
+        score = cast(nn.Module, self.critic.score)
+        values_n = score(dropout(hidden_nC)).squeeze(-1)
+        return {"values": values_n.to(torch.promote_types(values_n.dtype, torch.float32))}

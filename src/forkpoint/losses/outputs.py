@@ -1,0 +1,72 @@
+"""What a model's head says of tokens: log-probs and entropies of a policy, or a critic's values."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from forkpoint.errors import ConfigError
+
+Head = Literal["logprobs", "values"]
+"""What a model gives for a token: a language model its log-prob, a critic the value before it."""
+
+MODELS: dict[Head, str] = {"logprobs": "a causal language model", "values": "a critic"}
+REMEDIES: dict[Head, str] = {
+    "logprobs": "wrap a causal language model for it",
+    "values": "wrap a critic for it: transformers' AutoModelForTokenClassification with "
+    "num_labels=1",
+}
+
+
+class PerToken:
+    """Reads what a head gave from `per_token`: tensors [T] by name.
+
+    The name that the model does not give raises ConfigError.
+    """
+
+    per_token: Mapping[str, Tensor]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Of each token given those before it, under a language model."""
+        return self._of("logprobs")
+
+    @property
+    def entropies(self) -> Tensor | None:
+        """Of the distributions that the log-probs are of; None unless they were asked for."""
+        return self.per_token.get("entropies")
+
+    @property
+    def values(self) -> Tensor:
+        """A critic's: entry i is the value of the tokens before token i."""
+        return self._of("values")
+
+    def _of(self, name: Head) -> Tensor:
+        if name not in self.per_token:
+            other: Head = "values" if name == "logprobs" else "logprobs"
+            raise ConfigError(
+                f"{name} were asked for, but the model is {MODELS[other]}, which gives {other}; "
+                f"use {other}, or {REMEDIES[name]}."
+            )
+        return self.per_token[name]
+
+
+class LossOutputs(PerToken):
+    """What the model says of a view's T tokens: float32 or float64 [T], 0 outside the loss mask.
+
+    logprobs: of a language model, with a graph.
+    entropies: the same for the entropies, or None unless the loss has `needs_entropy`.
+    values: of a critic, with a graph; it has neither of the others.
+
+    Reading log-probs of a critic, or values of a language model, raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        *,
+        logprobs: Tensor | None = None,
+        entropies: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> None:
+        given = {"logprobs": logprobs, "entropies": entropies, "values": values}
+        self.per_token = {name: value for name, value in given.items() if value is not None}

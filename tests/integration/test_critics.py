@@ -1,0 +1,384 @@
+"""Critics: values, and steps on them, are those of ordinary training, whatever is shared."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, TaskType, get_peft_model
+from sabotage import ACROSS_ROWS, Sabotage
+from scenarios import CHAIN, TIGHT, acceptance_batch
+from steps import ACROSS, clear_gradients, forked_batch, model_state
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+from forkpoint import Config, ConfigError, RolloutBatch, RolloutError, UnsupportedError, wrap
+from forkpoint.dense import DenseRun
+from forkpoint.losses import GRPO, Denominators, Loss, LossBatch, LossOutputs, ValueLoss, gae
+from forkpoint.losses.base import as_loss
+from forkpoint.replay import replay
+from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+
+BAR = 1e-10
+CONFIGS = (
+    *(
+        Config(sharing=s, boundary=b)
+        for s, b in product(("none", "group", "tree"), ("in_row", "across_rows", "mixed"))
+    ),
+    Config(sharing="tree", boundary="in_row", max_row_tokens=TIGHT),
+    Config(sharing="tree", boundary="mixed", max_row_tokens=TIGHT),
+    Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN),
+    Config(sharing="none", boundary="across_rows", max_row_tokens=CHAIN),
+    Config(sharing="group", boundary="across_rows", waves="padded", max_row_tokens=CHAIN),
+)
+WINDOWED: dict[str, Any] = {"sliding_window": 7}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": WINDOWED,
+    "gemma2": {**WINDOWED, "query_pre_attn_scalar": 8},
+}
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+
+def critic(family: str = "llama", **changes: Any) -> nn.Module:
+    changes = {"num_hidden_layers": 2, **MODELS.get(family, {}), **changes}
+    with warnings.catch_warnings():  # token ids of gemma's special tokens, beyond the vocabulary
+        warnings.simplefilter("ignore")
+        return tiny_model(family, critic=True, **changes).train()
+
+
+def coupled(outputs: LossOutputs, batch: LossBatch) -> Tensor:
+    """A plain function whose value and gradient depend on every trained token at once."""
+    assert batch.returns is not None
+    errors_n = batch.rollout_mean((outputs.values - batch.returns).square())
+    return errors_n.logsumexp(0) + 0.1 * outputs.values.sum() ** 2 / batch.denominators.tokens
+
+
+class OfWholeRollouts(Loss):
+    """Rollout-additive, and rollouts that train nothing add to it too."""
+
+    decomposition = "rollout"
+    reads = "values"
+    needs = ("returns",)
+
+    def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        assert batch.returns is not None
+        errors_n = batch.rollout_mean((outputs.values - batch.returns).abs())
+        return (1 + errors_n).log().exp().square().sum() / batch.denominators.rollouts
+
+
+LOSSES: dict[str, Any] = {
+    "clipped": ValueLoss(clip=0.5),
+    "rollouts": ValueLoss(clip=0.5, normalize="rollout"),
+    "whole": OfWholeRollouts(),
+    "coupled": coupled,
+}
+
+
+def values_of(model: nn.Module, batch: RolloutBatch) -> Tensor:
+    """By the stock model alone: the value at token i - 1 belongs to token i."""
+    values = torch.zeros(batch.logical_tokens, dtype=torch.float64)
+    with torch.no_grad():
+        for rollout, begin in zip(batch, batch.offsets.tolist(), strict=False):
+            if rollout.loss_mask.any():
+                logits = model(input_ids=torch.tensor(rollout.token_ids)[None]).logits[0, :, 0]
+                values[begin + 1 : begin + len(rollout)] = logits[:-1]
+    return torch.where(torch.tensor(batch.loss_mask), values, 0)
+
+
+def with_values(batch: RolloutBatch, values_T: Tensor) -> RolloutBatch:
+    """The batch with estimates from the values, and old values of each rollout around them.
+
+    Owners of one shared token get different returns and old values.
+    """
+    rng = np.random.default_rng(3)
+    estimates = gae(batch, values_T, rng.normal(size=len(batch)), gamma=0.95, lam=0.9)
+    old = values_T.double().numpy() + 0.6 * rng.normal(size=batch.logical_tokens)
+    return RolloutBatch(
+        replace(
+            rollout,
+            advantage=estimates.advantages[begin:end],
+            returns=estimates.returns[begin:end],
+            old_values=old[begin:end],
+        )
+        for rollout, begin, end in zip(batch, batch.offsets, batch.offsets[1:], strict=False)
+    )
+
+
+def step_faults(
+    model: nn.Module, batch: RolloutBatch, loss: Any, dense: DenseRun, config: Config
+) -> list[str]:
+    clear_gradients(model)
+    stats = wrap(model, config).forward_backward(batch, loss)
+    name = f"{config.sharing} + {config.boundary}, {config.waves}, {config.max_row_tokens}"
+    norms = [0.0 if g is None else float(g.norm()) for g in dense.gradients.values()]
+    norm = float(np.linalg.norm(norms))
+    assert min(norms) > 1e-6 * max(norms), "a parameter without a gradient would prove nothing"
+    errors = {"loss": abs(stats.loss - dense.loss)}
+    errors["values"] = float((stats.values - dense.values_T).abs().max())
+    for parameter, p in model.named_parameters():
+        expected = dense.gradients[parameter]
+        assert p.grad is not None and expected is not None, f"{name}: {parameter}"
+        errors[parameter] = float((p.grad - expected).norm()) / norm
+    return [f"{name}: {what} off by {e:.1e}" for what, e in errors.items() if not e <= BAR]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("family", MODELS)
+def test_steps_are_those_of_dense_training(family: str, loss: str) -> None:
+    model, faults = critic(family), []
+    with lifted_upcasts(model):
+        batch = with_values(acceptance_batch(), values_of(model, acceptance_batch()))
+        dense = dense_run(model, batch, as_loss(LOSSES[loss]))
+        for config in CONFIGS:
+            faults += step_faults(model, batch, LOSSES[loss], dense, config)
+    assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
+
+
+def test_the_scenario_clips_some_values_and_shares_trained_tokens() -> None:
+    model = critic()
+    batch = with_values(acceptance_batch(), values_of(model, acceptance_batch()))
+    assert batch.old_values is not None and batch.returns is not None
+    moved = (values_of(model, batch).numpy() - batch.old_values)[batch.loss_mask]
+    assert (moved > 0.5).any() and (moved < -0.5).any() and (abs(moved) < 0.5).any()
+    one, other = (next(r for r in batch if r.rollout_id == name) for name in ("twin-0", "twin-1"))
+    assert (one.token_ids == other.token_ids).all()
+    assert (np.asarray(one.returns) != np.asarray(other.returns)).any()
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_scores_are_the_values_before_each_token(family: str) -> None:
+    model = critic(family)
+    with lifted_upcasts(model):
+        expected = values_of(model, acceptance_batch())
+        for config in CONFIGS:
+            scores = wrap(model, config).score(acceptance_batch())
+            assert float((scores.values - expected).abs().max()) <= BAR
+            assert not scores.values.requires_grad and scores.entropies is None
+            assert scores.events == scores.plan.events(backward=False)
+    assert expected.any()
+
+
+def estimated(model: nn.Module) -> RolloutBatch:
+    return with_values(forked_batch(), wrap(model).score(forked_batch()).values.cpu())
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    next(getattr(model, n) for n in names if hasattr(model, n))({"use_reentrant": False})
+    return model
+
+
+def frozen_trunk(model: nn.Module) -> nn.Module:
+    model.requires_grad_(False)
+    model.get_submodule("score").requires_grad_(True)
+    return model
+
+
+def lora(model: nn.Module, **options: Any) -> nn.Module:
+    """With peft's own task type, which trains a copy of `score`, unless told otherwise."""
+    chosen = {"target_modules": ["q_proj", "v_proj", "down_proj"], **options}
+    config = LoraConfig(**{"task_type": TaskType.TOKEN_CLS, "r": 3, **chosen})
+    config.init_lora_weights = False
+    torch.manual_seed(2)
+    return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def lora_on_the_score(model: nn.Module) -> nn.Module:
+    return lora(model, target_modules=["q_proj", "score"], task_type=None)
+
+
+STATES: list[Callable[[nn.Module], nn.Module]] = [
+    checkpointed,
+    frozen_trunk,
+    nn.Module.eval,
+    lora,
+    lora_on_the_score,
+]
+
+
+@pytest.mark.parametrize(
+    "config", [ACROSS, Config(sharing="tree", boundary="in_row")], ids=["across", "in_row"]
+)
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_states_of_a_critic(family: str, state: Any, config: Config) -> None:
+    model = state(critic(family))
+    report = wrap(model, config).verify(estimated(model), ValueLoss(clip=0.5))
+    assert report.passed, report.table()
+    assert report.worst[0].norm and report.head == "values"
+    assert report.computed_tokens < report.logical_tokens
+
+
+def test_verify_in_float32() -> None:
+    model = critic("qwen3", dtype=torch.float32)
+    report = wrap(model, ACROSS).verify(estimated(model), ValueLoss())
+    assert report.passed and report.reference_dtype == "float64", report.table()
+    assert "values within" in report.table(width=200)
+
+
+def test_dtypes_follow_the_model() -> None:
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
+        model = critic("qwen3", dtype=dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            stats = wrap(model, ACROSS).forward_backward(estimated(model), ValueLoss())
+        assert stats.values.dtype == torch.float32
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
+
+
+@pytest.mark.parametrize("sabotage", ACROSS_ROWS)
+def test_sabotage_is_caught(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = critic()
+    batch = estimated(model)
+    sabotage(monkeypatch)
+    report = wrap(model, ACROSS).verify(batch, ValueLoss())
+    assert not report.passed and report.shared_error > 1e-3, report.table()
+
+
+def test_a_row_that_trains_nothing_ends_before_the_last_block_s_mlp() -> None:
+    model, calls = critic(), []
+    model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(
+        lambda module, args: calls.append(args[0].shape)
+    )
+    batch = estimated(model)
+    untrained = RolloutBatch(
+        replace(rollout, loss_mask=np.arange(len(rollout)) > 12) for rollout in batch
+    )
+    calls.clear()
+    policy = wrap(model, Config(sharing="group", boundary="across_rows", max_row_tokens=CHAIN))
+    stats = policy.forward_backward(untrained, ValueLoss())
+    edges = stats.plan.forest.token_edges(untrained.offsets)
+    offsets = stats.plan.forest.edge_offsets
+    trained = set(edges[untrained.loss_mask].tolist())
+    trains = [
+        any(set(range(offsets[s], offsets[s + 1])) & trained for s in row.segments)
+        for row in stats.plan.rows
+    ]
+    assert len(calls) == sum(trains) < len(trains)
+
+
+def test_several_calls_add_up_to_one() -> None:
+    model = critic()
+    batch = estimated(model)
+    counts = Denominators(tokens=40.0, rollouts=20.0, groups=3.0)
+    clear_gradients(model)
+    with lifted_upcasts(model):
+        dense = dense_run(model, batch, ValueLoss(), counts)
+        policy = wrap(model, ACROSS)
+        halves = [batch.select(range(5)), batch.select(range(5, len(batch)))]
+        total = sum(
+            policy.forward_backward(half, ValueLoss(), denominators=counts).loss for half in halves
+        )
+    assert total == pytest.approx(dense.loss, abs=BAR)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, dense.gradients[name], atol=BAR, rtol=1e-9)
+
+
+def test_replay_trains_a_critic_as_dense_training_does() -> None:
+    model = critic()
+    batch = estimated(model)
+    report = replay(
+        model,
+        batch,
+        ValueLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        steps=2,
+        groups_per_step=2,
+    )
+    values = report.to_dict()
+    assert values["max_loss_difference"] < 1e-4 * values["dense_losses"][0]
+    with pytest.raises(ConfigError, match=r"GRPO.* but the model is a critic"):
+        replay(model, batch, GRPO(), optimizer=torch.optim.SGD, steps=1)
+
+
+def test_the_head_is_counted_as_one_output() -> None:
+    assert wrap(critic()).host.shape.vocab == 1
+    assert wrap(tiny_model("llama")).host.shape.vocab == 61
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+def test_a_loss_of_the_other_kind_of_model() -> None:
+    policy, batch = wrap(critic()), forked_batch()
+    state = model_state(policy.host.model)
+    for call in (policy.forward_backward, policy.verify):
+        with pytest.raises(ConfigError, match=r"GRPO.*the model is a critic.*losses\.ValueLoss"):
+            call(batch, GRPO())
+        with pytest.raises(ConfigError, match="logprobs were asked for, but the model is a critic"):
+            call(batch, lambda outputs, batch: outputs.logprobs.sum())
+    with pytest.raises(ConfigError, match="the model is a critic"):
+        _ = policy.score(batch).logprobs
+    with pytest.raises(UnsupportedError, match="entropies were asked for, but the model is a crit"):
+        policy.score(batch, entropy=True)
+    with pytest.raises(RolloutError, match="needs returns"):
+        policy.forward_backward(batch, ValueLoss())
+    assert model_state(policy.host.model) == state
+    assert all(p.grad is None for p in policy.host.model.parameters())
+
+    language = wrap(tiny_model("llama"))
+    with pytest.raises(ConfigError, match=r"ValueLoss.*AutoModelForTokenClassification"):
+        language.forward_backward(estimated(policy.host.model), ValueLoss())
+    with pytest.raises(ConfigError, match="values were asked for"):
+        _ = language.score(batch).values
+
+
+def sequence_classifier() -> nn.Module:
+    config = tiny_model("llama").config
+    config.num_labels = 1
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def with_head(head: nn.Module) -> nn.Module:
+    model = critic()
+    model.score = head
+    return model
+
+
+def with_own_forward() -> nn.Module:
+    class LlamaForTokenClassification(type(critic())):  # type: ignore[misc]
+        pass
+
+    model = critic()
+    model.__class__ = LlamaForTokenClassification
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "problem"),
+    [
+        (lambda: critic(num_labels=2), "has 2 labels; .* num_labels=1"),
+        (lambda: with_head(nn.Linear(32, 3)), "has 3 labels"),
+        (lambda: with_head(nn.Sequential(nn.Linear(32, 1))), r"score of .* is a torch.*Sequential"),
+        (sequence_classifier, "LlamaForSequenceClassification.*ForTokenClassification with one"),
+        (with_own_forward, r"LlamaForTokenClassification \(model_type 'llama'\) has not been sho"),
+    ],
+    ids=["labels", "wide", "deep", "sequence", "subclass"],
+)
+def test_models_that_are_no_critics(build: Any, problem: str) -> None:
+    with pytest.raises(UnsupportedError, match=problem):
+        wrap(build())
+
+
+def test_a_token_classifier_with_a_forward_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = critic()
+    monkeypatch.setattr(type(model), "forward", lambda self, **kwargs: None)
+    with pytest.raises(UnsupportedError, match="has a forward of its own"):
+        wrap(model)
+
+
+def test_dropout_of_a_critic() -> None:
+    model = critic(classifier_dropout=0.1)
+    batch = estimated(model.eval())
+    wrap(model).forward_backward(batch, ValueLoss())
+    with pytest.raises(UnsupportedError, match=r"dropout has dropout 0\.1 in training mode"):
+        wrap(model.train()).forward_backward(batch, ValueLoss())
