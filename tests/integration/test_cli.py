@@ -17,10 +17,20 @@ import torch
 from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_config, write_rollouts
 
 import dumps
-from forkpoint import Config, Policy, RolloutBatch, load_rollouts, record, save_rollouts, wrap
+from forkpoint import (
+    Config,
+    Policy,
+    RolloutBatch,
+    load_rollouts,
+    losses,
+    record,
+    save_rollouts,
+    wrap,
+)
+from forkpoint.cli.losses import CLASSES, LossOptions, coupling
 from forkpoint.cli.model_config import read_shape
 from forkpoint.cli.models import load_model
-from forkpoint.cli.options import Runtime, make_loss
+from forkpoint.cli.options import Runtime
 from forkpoint.cli.output import Output
 from forkpoint.cli.verify import groups_with_gradient
 from forkpoint.testing import tiny_model
@@ -32,7 +42,7 @@ PLAN_FIELDS = {
     *("predicted_peak_bytes", "predicted_ms"),
     *("model", "batches", "modes", "distributions", "splits", "format", "skipped"),
 }
-LOSSES = ("grpo", "gspo", "dpo", "likelihood")
+LOSSES = ("grpo", "gspo", "dpo", "simpo", "likelihood")
 
 
 @pytest.fixture
@@ -152,7 +162,7 @@ def test_plan_is_the_one_that_runs(loss: Any, shell: Shell, tmp_path: Path, conf
     arguments = ("plan", file, "--model", config, "--max-row-tokens", 24, "--loss", loss)
     result = shell(*arguments).result
     policy = wrap(load_model(config, Runtime()), Config(max_row_tokens=24))
-    plan = policy.plan(RolloutBatch(everything), make_loss(loss))
+    plan = policy.plan(RolloutBatch(everything), LossOptions(loss=loss).make())
     assert result["candidates"] == [asdict(candidate) for candidate in plan.candidates]
     assert (result["sharing"], result["boundary"], result["rows"]) == (
         *(plan.sharing, plan.boundary),
@@ -162,7 +172,7 @@ def test_plan_is_the_one_that_runs(loss: Any, shell: Shell, tmp_path: Path, conf
     costs = [candidate["cost"] for candidate in result["candidates"] if candidate["cost"]]
     alone = shell(*arguments, "--loss", "likelihood").result["candidates"]
     dearer = costs != [candidate["cost"] for candidate in alone if candidate["cost"]]
-    assert dearer == (loss in ("gspo", "dpo")), "only coupled tokens cost another forward"
+    assert dearer == (loss in ("gspo", "dpo", "simpo")), "only coupled tokens cost another forward"
 
 
 def test_plan_needs_no_torch(rollouts: Path, config: Path) -> None:
@@ -202,14 +212,57 @@ def test_verify_fails(shell: Shell, rollouts: Path, config: Path) -> None:
     assert done.result["passed"] is False and "FAILED" in done.out
 
 
-@pytest.mark.parametrize("loss", ["gspo", "likelihood", "dpo"])
-def test_verify_with_other_losses(loss: str, shell: Shell, tmp_path: Path, config: Path) -> None:
+def test_every_loss_has_a_name() -> None:
+    classes = {
+        value
+        for name in losses.__all__
+        if isinstance(value := getattr(losses, name), type) and issubclass(value, losses.Loss)
+    }
+    named = {getattr(losses, kind) for kind in CLASSES.values()}
+    assert named == classes - {losses.Loss, losses.PolicyLoss, losses.ValueLoss}
+
+
+def test_options_reach_the_loss() -> None:
+    def made(**given: Any) -> losses.Loss:
+        return LossOptions(**given).make()
+
+    assert made() == losses.GRPO()
+    assert made(clip=0.1, clip_high=0.3, kl=0.2, entropy=0.1, normalize="rollout") == losses.GRPO(
+        clip=0.1, clip_high=0.3, kl=0.2, entropy=0.1, normalize="rollout"
+    )
+    assert made(loss="dapo") == losses.DAPO()
+    assert made(loss="dr_grpo", max_tokens=9, clip=0.3) == losses.DrGRPO(max_tokens=9, clip=0.3)
+    assert made(loss="gspo", clip=0.1) == losses.GSPO(clip=0.1)
+    assert made(loss="dpo", beta=0.3, variant="ipo") == losses.DPO(beta=0.3, variant="ipo")
+    assert made(loss="simpo", beta=3.0, gamma=0.2) == losses.SimPO(beta=3.0, gamma=0.2)
+    assert made(loss="sft", normalize="rollout") == losses.SFT(normalize="rollout")
+    for name, kind in CLASSES.items():
+        given = {"max_tokens": 9} if name == "dr_grpo" else {}
+        assert type(made(loss=name, **given)) is getattr(losses, kind)
+
+
+def test_couplings_are_those_of_the_losses() -> None:
+    pairs = RolloutBatch(made_up_rollouts(groups=2, rollouts_per_group=2))
+    for name in CLASSES:
+        loss = LossOptions(loss=name, max_tokens=9 if name == "dr_grpo" else None).make()
+        found = coupling(name, pairs)
+        assert (found is None) == (loss.decomposition == "token"), name
+        if found is not None:
+            assert (found == loss.coupling(pairs)).all(), name
+
+
+@pytest.mark.parametrize("loss", sorted(CLASSES))
+def test_verify_with_every_loss(loss: str, shell: Shell, tmp_path: Path, config: Path) -> None:
     pairs = [
         changed(rollout, advantage=n % 2, reference_logprobs=-np.ones(len(rollout)))
         for n, rollout in enumerate(made_up_rollouts(groups=2, rollouts_per_group=2))
     ]
     file = write_rollouts(tmp_path / "pairs.jsonl", pairs)
-    done = shell("verify", file, "--model", config, "--loss", loss, "--limit-groups", 2, "--json")
+    options = ("--max-tokens", 9) if loss == "dr_grpo" else ()
+    done = shell(
+        *("verify", file, "--model", config, "--loss", loss, *options),
+        *("--limit-groups", 2, "--json"),
+    )
     assert done.code == 0 and done.result["passed"]
     assert done.result["config"]["loss"] == loss
 
@@ -221,8 +274,10 @@ def test_verify_leaves_out_groups_without_a_gradient(
     made[:3] = [changed(rollout, advantage=0.0) for rollout in made[:3]]
     file = write_rollouts(tmp_path / "rollouts.jsonl", made)
     batch = RolloutBatch(made)
-    assert [g[0] for g in groups_with_gradient(batch, "grpo")] == [3, 6]
-    assert [g[0] for g in groups_with_gradient(batch, "likelihood")] == [0, 3, 6]
+    for loss, expected in (("grpo", [3, 6]), ("dapo", [3, 6]), ("likelihood", [0, 3, 6])):
+        assert [g[0] for g in groups_with_gradient(batch, LossOptions(loss=loss))] == expected
+    with_kl = LossOptions(loss="grpo", kl=0.1)
+    assert [g[0] for g in groups_with_gradient(batch, with_kl)] == [0, 3, 6]
     result = shell("verify", file, "--model", config).result
     expected = sum(len(rollout) for rollout in made[3:6])
     assert result["groups"] == 1 and result["logical_tokens"] == expected
@@ -361,6 +416,19 @@ ERRORS: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     ((*REPLAY, "ok.json", "--lr", -1), ("lr is -1.0", "at least 0")),
     ((*REPLAY, "ok.json", "--lr", "nan"), ("lr is nan", "finite")),
     ((*REPLAY, "ok.json", "--loss", "dpo"), ("needs reference_logprobs",)),
+    ((*REPLAY, "ok.json", "--loss", "distillation"), ("needs reference_logprobs",)),
+    ((*REPLAY, "ok.json", "--kl", 0.1), ("GRPO(kl=0.1", "needs reference_logprobs")),
+    ((*REPLAY, "ok.json", "--loss", "simpo"), ("SimPO takes exactly two rollouts a group",)),
+    ((*REPLAY, "ok.json", "--loss", "dr_grpo"), ("dr_grpo divides by a constant", "--max-tokens")),
+    (
+        (*REPLAY, "ok.json", "--beta", 0.1),
+        ("the loss grpo has no beta, which was given as 0.1", "are dpo, simpo", "--beta"),
+    ),
+    (
+        (*REPLAY, "ok.json", "--loss", "gspo", "--max-tokens", 3),
+        ("gspo has no max_tokens", "are dr_grpo", "--max-tokens"),
+    ),
+    ((*REPLAY, "ok.json", "--clip", -1), ("clip is -1.0", "at least 0")),
     (
         ("verify", "ok.jsonl", "--model", "ok.json", "--limit-groups", 0),
         ("limit_groups is 0", "at least 1"),

@@ -19,7 +19,11 @@ READING = {"--format", "--on-error", "--tokenizer"}
 BATCHING = {"--batch-rollouts", "--batch-tokens"}
 MEMORY = {"--dtype", "--gradient-checkpointing"}
 RUNTIME = {*MEMORY, "--device", "--seed"}
-TRAINING = {"--loss", "--optimizer", "--lr", "--steps", "--groups-per-step", "--baseline"}
+LOSS = {
+    *("--loss", "--clip", "--clip-high", "--kl", "--entropy", "--normalize", "--max-tokens"),
+    *("--beta", "--variant", "--gamma"),
+}
+TRAINING = {*LOSS, "--optimizer", "--lr", "--steps", "--groups-per-step", "--baseline"}
 # An option that is renamed or dropped breaks scripts: change this table knowingly.
 OPTIONS = {
     "demo": {
@@ -39,8 +43,8 @@ OPTIONS = {
         *(*READING, *PLANNING, *MEMORY),
     },
     "verify": {
-        *("--model", "--loss", "--limit-groups", "--limit", "--json"),
-        *(*READING, *PLANNING, *RUNTIME),
+        *("--model", "--limit-groups", "--limit", "--json"),
+        *(*LOSS, *READING, *PLANNING, *RUNTIME),
     },
     "bench": {
         *("--suite", "--kernels", "--dtypes", "--output", "--json"),

@@ -5,21 +5,15 @@ The texts under Attributes are the help that the command line shows.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-import numpy as np
 from tyro.conf import DisallowNone, Positional, arg
 
 from forkpoint.cli.output import Output
 from forkpoint.config import Config
-from forkpoint.forest import IntArray
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.traces import RolloutFile, open_rollouts
 
-if TYPE_CHECKING:
-    from forkpoint.losses import Loss
-
-LossName = Literal["grpo", "gspo", "dpo", "likelihood"]
 DtypeName = Literal["float32", "bfloat16", "float64"]
 
 File = Positional[Annotated[Path, arg(metavar="FILE")]]
@@ -171,26 +165,3 @@ def show_source(source: RolloutFile, out: Output) -> None:
         "format": source.format,
         "skipped": {"records": skipped.count, "fields": dict(skipped.fields)},
     }
-
-
-def make_loss(name: LossName) -> "Loss":
-    """The loss of that name with its own defaults. Imports torch."""
-    from forkpoint import losses
-
-    made: dict[str, Loss] = {
-        "grpo": losses.GRPO(),
-        "gspo": losses.GSPO(),
-        "dpo": losses.DPO(),
-        "likelihood": losses.LogLikelihood(),
-    }
-    return made[name]
-
-
-def coupling(name: LossName, batch: RolloutBatch) -> IntArray | None:
-    """Which rollouts the loss of that name needs in one graph, for the planner; needs no torch.
-
-    None where every token stands alone.
-    """
-    if name == "gspo":
-        return np.arange(len(batch))
-    return batch.group_index if name == "dpo" else None

@@ -18,17 +18,16 @@ from forkpoint.cli.estimate import (
     split_table,
     splits,
 )
+from forkpoint.cli.losses import LossName, coupling
 from forkpoint.cli.model_config import read_shape
 from forkpoint.cli.options import (
     Count,
     File,
     Flag,
     Limit,
-    LossName,
     Memory,
     Planning,
     Reading,
-    coupling,
     show_source,
 )
 from forkpoint.cli.output import Output
@@ -78,7 +77,7 @@ class Plan:
         model: A model by its name (qwen3-8b, llama3-8b, ...), its folder or its config.json; with
             it FLOPs and bytes are counted, not only tokens.
         loss: The loss it is for. Losses that couple the tokens of a rollout (gspo) or the rollouts
-            of a pair (dpo) can cost another forward.
+            of a pair (dpo, simpo) can cost another forward.
         limit: Read only the first N rollouts of the file.
         json: Print only the JSON line.
     """

@@ -11,17 +11,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from tyro.conf import DisallowNone, arg
 
+from forkpoint.cli.losses import LossOptions
 from forkpoint.cli.options import (
     Count,
     File,
     Flag,
     Limit,
-    LossName,
     ModelPath,
     Planning,
     Reading,
     Runtime,
-    make_loss,
 )
 from forkpoint.cli.output import Output, options, plain
 from forkpoint.cli.selection import Selection
@@ -47,9 +46,6 @@ class Training:
     """How the model is trained, and what that is compared with.
 
     Attributes:
-        loss: What is minimised: GRPO's clipped policy gradient, GSPO's with one ratio a rollout,
-            DPO over pairs, or the negative log-likelihood. Where the file has no old_logprobs, grpo
-            and gspo are on-policy. A trace says what it was recorded with.
         optimizer: What applies the gradients.
         lr: Its learning rate.
         schedule: The learning rate over the steps: constant, or after the warm-up down to 0, linear
@@ -63,11 +59,6 @@ class Training:
             compares times, losses and final parameters.
     """
 
-    loss: DisallowNone[
-        Annotated[
-            LossName | None, arg(help_behavior_hint="(default: as recorded in a trace, or grpo)")
-        ]
-    ] = None
     optimizer: OptimizerName = "adamw"
     lr: Annotated[float, arg(metavar="RATE")] = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -124,6 +115,7 @@ class Replay:
     json: Flag = False
     reading: Reading = field(default_factory=Reading)
     selection: Selection = field(default_factory=Selection)
+    objective: LossOptions = field(default_factory=LossOptions)
     training: Training = field(default_factory=Training)
     recording: Recording = field(default_factory=Recording)
     planning: Planning = field(default_factory=Planning)
@@ -215,14 +207,22 @@ class Replay:
         self, trace: "Trace | None", batch: RolloutBatch | None
     ) -> "tuple[RolloutBatch | TraceBatches, Loss]":
         """What is trained on, and the loss: the one asked for, else the one recorded, else GRPO."""
-        name = self.training.loss
+        objective = self.objective
         if trace is None:
             assert batch is not None
-            return batch, make_loss(name or "grpo")
+            # Before a large model is loaded for a file that the loss cannot use.
+            loss = objective.make()
+            loss.check(batch)
+            return batch, loss
         from forkpoint.replay.recorded import TraceBatches, recorded_loss
 
-        recorded = recorded_loss(trace) if name is None else None
-        return TraceBatches(trace, self.training.steps), recorded or make_loss(name or "grpo")
+        if objective.loss is None and (given := objective.given()):
+            raise ConfigError(
+                f"{', '.join(given)} belongs to a loss, and none is named; a trace is replayed "
+                "with the loss it was recorded with. Name one with --loss, or leave it out."
+            )
+        recorded = recorded_loss(trace) if objective.loss is None else None
+        return TraceBatches(trace, self.training.steps), recorded or objective.make()
 
 
 def make_optimizer(name: OptimizerName, lr: float) -> "MakeOptimizer":

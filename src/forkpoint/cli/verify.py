@@ -4,18 +4,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from forkpoint.cli.losses import LossOptions
 from forkpoint.cli.options import (
     Count,
     File,
     Flag,
     Limit,
-    LossName,
     ModelPath,
     Planning,
     Reading,
     Runtime,
     load_batch,
-    make_loss,
 )
 from forkpoint.cli.output import Output, options
 from forkpoint.errors import ConfigError
@@ -35,19 +34,18 @@ class Verify:
         file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
         model: A transformers model's folder, or a config.json for random weights. Nothing is
             downloaded.
-        loss: The loss whose gradients are compared.
         limit_groups: Use the first N groups that give a gradient, as one batch. Groups whose
-            advantages are all 0 give none to grpo and gspo.
+            advantages are all 0 give none to losses of advantages.
         limit: Read only the first N rollouts of the file.
         json: Print only the JSON line.
     """
 
     file: File
     model: ModelPath
-    loss: LossName = "grpo"
     limit_groups: Count = 1
     limit: Limit = None
     json: Flag = False
+    objective: LossOptions = field(default_factory=LossOptions)
     reading: Reading = field(default_factory=Reading)
     planning: Planning = field(default_factory=Planning)
     runtime: Runtime = field(default_factory=Runtime)
@@ -59,12 +57,13 @@ class Verify:
                 f"limit_groups is {self.limit_groups}; it takes a whole number of at least 1."
             )
         everything = load_batch(self.file, self.limit, self.reading, out)
-        members = groups_with_gradient(everything, self.loss)[: self.limit_groups]
+        objective = self.objective
+        members = groups_with_gradient(everything, objective)[: self.limit_groups]
         if not members:
             raise ConfigError(
-                f"no group of {self.file} gives {self.loss} a gradient, so there is nothing to "
-                "compare: no token is trained, or every advantage is 0. Give other rollouts, or "
-                "--loss likelihood."
+                f"no group of {self.file} gives {objective.name} a gradient, so there is "
+                "nothing to compare: no token is trained, or every advantage is 0. Give other "
+                "rollouts, or --loss likelihood."
             )
         batch = everything.select(int(index) for group in members for index in group)
         with out.waiting("making the model"):
@@ -72,9 +71,12 @@ class Verify:
             from forkpoint.cli.models import load_model, out_of_memory_explained
             from forkpoint.policy import wrap
 
+            # Before a large model is loaded for a file that the loss cannot use.
+            loss = objective.make()
+            loss.check(batch)
             policy = wrap(load_model(self.model, self.runtime), self.planning.config())
         with out_of_memory_explained(), out.waiting("comparing gradients"):
-            report = policy.verify(batch, make_loss(self.loss))
+            report = policy.verify(batch, loss)
         out.show(report.table(width=out.width))
         out.result(
             {
@@ -89,10 +91,7 @@ class Verify:
         return 0 if report.passed else 1
 
 
-def groups_with_gradient(batch: RolloutBatch, loss: LossName) -> list[IntArray]:
+def groups_with_gradient(batch: RolloutBatch, objective: LossOptions) -> list[IntArray]:
     """The groups that train some token: without any, shared and dense agree by both being 0."""
-    trained = batch.loss_mask
-    if loss in ("grpo", "gspo"):
-        trained = trained & (batch.advantages != 0)
-    owners = np.repeat(np.arange(len(batch)), batch.lengths)[trained]
+    owners = np.repeat(np.arange(len(batch)), batch.lengths)[objective.trains(batch)]
     return [members for members in batch.groups() if np.isin(members, owners).any()]

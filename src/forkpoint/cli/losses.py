@@ -1,0 +1,159 @@
+"""The losses that the command line knows by name, and their main options. Imports no torch."""
+
+import inspect
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import numpy as np
+from tyro.conf import DisallowNone, arg
+
+from forkpoint.errors import ConfigError
+from forkpoint.forest import IntArray
+from forkpoint.rollouts import RolloutBatch
+
+if TYPE_CHECKING:
+    from forkpoint.losses import Loss
+
+LossName = Literal[
+    "grpo",
+    "ppo",
+    "dapo",
+    "bnpo",
+    "dr_grpo",
+    "cispo",
+    "sapo",
+    "gspo",
+    "likelihood",
+    "sft",
+    "distillation",
+    "dpo",
+    "simpo",
+]
+CLASSES: dict[LossName, str] = {
+    "grpo": "GRPO",
+    "ppo": "PPO",
+    "dapo": "DAPO",
+    "bnpo": "BNPO",
+    "dr_grpo": "DrGRPO",
+    "cispo": "CISPO",
+    "sapo": "SAPO",
+    "gspo": "GSPO",
+    "likelihood": "LogLikelihood",
+    "sft": "SFT",
+    "distillation": "Distillation",
+    "dpo": "DPO",
+    "simpo": "SimPO",
+}
+# Without an advantage they train nothing, KL and entropy aside.
+OF_ADVANTAGES = ("grpo", "ppo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "gspo")
+
+Own = arg(metavar="NUMBER", help_behavior_hint="(default: the loss's own)")
+Number = DisallowNone[Annotated[float | None, Own]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What is minimised. An option that the loss does not have is refused.
+
+    Attributes:
+        loss: grpo is the clipped policy gradient; ppo, dapo, bnpo and dr_grpo are the same with
+            means or clips of their own; cispo, sapo and gspo use the ratio of new to old
+            probabilities in other ways. All of these need advantages, and are on-policy where the
+            file has no old_logprobs. likelihood (or sft) is supervised fine-tuning. distillation
+            goes towards reference_logprobs, a teacher's. dpo and simpo need groups that are pairs,
+            dpo reference_logprobs as well.
+        clip: How far the ratio may fall below 1 before a token's gradient ends; above 1 too, unless
+            there is a clip_high. Losses with a ratio.
+        clip_high: How far it may rise above 1.
+        kl: Coefficient of the KL divergence from the reference policy. Losses of advantages; needs
+            reference_logprobs.
+        entropy: Coefficient of a bonus for entropy. Losses of advantages.
+        normalize: Mean over all trained tokens, or over rollouts of each one's mean.
+        max_tokens: The constant that dr_grpo divides by, the most tokens of a response; it has no
+            default.
+        beta: How strongly dpo holds the policy to the reference; the scale of simpo's rewards.
+        variant: Which dpo.
+        gamma: The margin by which simpo wants the chosen response to win.
+    """
+
+    loss: DisallowNone[
+        Annotated[
+            LossName | None,
+            arg(
+                metavar=f"{{{','.join(get_args(LossName))}}}",
+                help_behavior_hint="(default: grpo, or what a trace was recorded with)",
+            ),
+        ]
+    ] = None
+    clip: Number = None
+    clip_high: Number = None
+    kl: Number = None
+    entropy: Number = None
+    normalize: DisallowNone[
+        Annotated[
+            Literal["token", "rollout"] | None,
+            arg(metavar="{token,rollout}", help_behavior_hint="(default: the loss's own)"),
+        ]
+    ] = None
+    max_tokens: DisallowNone[
+        Annotated[int | None, arg(metavar="N", help_behavior_hint="(dr_grpo needs it)")]
+    ] = None
+    beta: Number = None
+    variant: DisallowNone[
+        Annotated[
+            Literal["sigmoid", "robust", "hinge", "ipo"] | None,
+            arg(metavar="{sigmoid,robust,hinge,ipo}", help_behavior_hint="(default: sigmoid)"),
+        ]
+    ] = None
+    gamma: Number = None
+
+    @property
+    def name(self) -> LossName:
+        return self.loss or "grpo"
+
+    def given(self) -> dict[str, Any]:
+        """The options besides the name that are not left to the loss."""
+        return {k: v for k, v in asdict(self).items() if k != "loss" and v is not None}
+
+    def make(self) -> "Loss":
+        """The loss with these options and its own defaults. Imports torch.
+
+        Raises ConfigError for an option that the loss does not have, or whose value it refuses.
+        """
+        from forkpoint import losses
+
+        given = self.given()
+        takes = {
+            name: set(inspect.signature(getattr(losses, kind)).parameters)
+            for name, kind in CLASSES.items()
+        }
+        for option in given:
+            if option not in takes[self.name]:
+                having = ", ".join(name for name, options in takes.items() if option in options)
+                raise ConfigError(
+                    f"the loss {self.name} has no {option}, which was given as {given[option]}; "
+                    f"losses that have it are {having}. Leave --{option.replace('_', '-')} out, or "
+                    "take one of them."
+                )
+        if self.name == "dr_grpo" and self.max_tokens is None:
+            raise ConfigError(
+                "the loss dr_grpo divides by a constant in place of the tokens, and none is given; "
+                "add --max-tokens N, the most tokens that a response may have."
+            )
+        return getattr(losses, CLASSES[self.name])(**given)
+
+    def trains(self, batch: RolloutBatch) -> np.ndarray:
+        """The tokens that can have a gradient: bool [T]."""
+        if self.name in OF_ADVANTAGES and not self.kl and not self.entropy:
+            return batch.loss_mask & (batch.advantages != 0)
+        return batch.loss_mask
+
+
+def coupling(name: LossName, batch: RolloutBatch) -> IntArray | None:
+    """Which rollouts the loss of that name needs in one graph, for the planner; needs no torch.
+
+    None where every token stands alone.
+    """
+    if name == "gspo":
+        return np.arange(len(batch))
+    return batch.group_index if name in ("dpo", "simpo") else None
