@@ -69,7 +69,8 @@ class DPO(PairLoss):
 
     variant: the term.
         "sigmoid"  -log_sigmoid(beta * m), with label smoothing e
-                   -(1 - e) * log_sigmoid(beta * m) - e * log_sigmoid(-beta * m)  (cDPO)
+                   -(1 - e) * log_sigmoid(beta * m) - e * log_sigmoid(-beta * m)
+                   (E. Mitchell, A note on DPO with noisy preferences, 2023, eq. 3: cDPO)
         "robust"   (-(1 - e) * log_sigmoid(beta * m) + e * log_sigmoid(-beta * m)) / (1 - 2 * e)
                    (arXiv 2403.00409)
         "hinge"    max(0, 1 - beta * m)  (arXiv 2309.06657, after SLiC, arXiv 2305.10425)
@@ -136,14 +137,15 @@ class SimPO(PairLoss):
     refused.
 
     beta: the scale of the rewards; above 0.
-    gamma: the margin by which the chosen reward should win, at least 0. The paper tunes
-        gamma / beta.
+    gamma: the margin by which the chosen reward should win, at least 0. The paper tunes it
+        together with beta; the default is that of TRL, and of the authors' code, where it is
+        0.25 * beta.
 
     Raises ConfigError for arguments that are not allowed.
     """
 
     beta: float = 2.0
-    gamma: float = 1.0
+    gamma: float = 0.5
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, positive=True)

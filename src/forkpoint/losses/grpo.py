@@ -32,8 +32,8 @@ class GRPO(PolicyLoss):
         clip_high None is clip (PPO, arXiv 1707.06347, eq. 7), larger is DAPO's clip-higher,
         `math.inf` is no clipping.
     dual_clip: None, or above 1: where A is negative the objective is at least dual_clip * A, so
-        that its gradient ends at that ratio too (dual-clip PPO, arXiv 1912.09729; verl's
-        clip_ratio_c, TRL's delta).
+        that its gradient ends at that ratio too (dual-clip PPO, arXiv 1912.09729, eq. 5;
+        verl's clip_ratio_c, TRL's delta).
 
     Raises ConfigError for arguments that are not allowed.
     """
@@ -76,7 +76,7 @@ class PPO(GRPO):
 
 @dataclass(frozen=True, kw_only=True)
 class DAPO(GRPO):
-    """DAPO's loss (arXiv 2503.14476): the token mean and clip-higher, token-additive.
+    """DAPO's loss (arXiv 2503.14476, eq. 8): the token mean and clip-higher, token-additive.
 
     It is GRPO(clip=0.2, clip_high=0.28): the sum over all trained tokens of the batch over
     `denominators.tokens`. DAPO's dynamic sampling and its penalty for overlong responses are

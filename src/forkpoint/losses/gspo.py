@@ -17,7 +17,7 @@ from forkpoint.losses.policy_loss import (
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(PolicyLoss):
-    """Group sequence policy optimization (arXiv 2507.18071), rollout-additive.
+    """Group sequence policy optimization (arXiv 2507.18071, eq. 5 and 7), rollout-additive.
 
     With the means over the rollout's trained tokens
 
@@ -29,10 +29,10 @@ class GSPO(PolicyLoss):
     weight multiplies its objective, and so the rollout's by the mean of its weights.
 
     clip, clip_high: as in GRPO, but of a ratio per rollout and hence far smaller; the defaults are
-        the paper's. clip_high None is clip.
-    level: "sequence" is the above. "token" is GSPO-token: each token has its own advantage, and the
-        ratio `s.detach() * exp(logprob - logprob.detach())`, the rollout's as a value with the
-        token's own gradient. Both are the same where a rollout's advantages are.
+        the paper's (section 5.1). clip_high None is clip.
+    level: "sequence" is the above. "token" is GSPO-token (eq. 13 and 14): each token has its own
+        advantage, and the ratio `s.detach() * exp(logprob - logprob.detach())`, the rollout's as a
+        value with the token's own gradient. Both are the same where a rollout's advantages are.
 
     Raises ConfigError for arguments that are not allowed.
     """

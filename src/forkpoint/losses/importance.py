@@ -30,9 +30,10 @@ def importance_weights(
 
     sampler_logprobs: [T] over the batch's tokens in their order; entries outside the loss mask are
         ignored.
-    mode: "truncate" moves ratios into [floor, cap] (truncated importance sampling, TIS); "mask"
+    mode: "truncate" moves ratios into [floor, cap] (truncated importance sampling, TIS: F. Yao et
+        al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025); "mask"
         gives those outside of it the weight 0 (masked importance sampling, MIS; with a floor,
-        IcePop).
+        IcePop, arXiv 2510.18855).
     level: "token" weighs each token by its own ratio, "sequence" all tokens of a rollout by the
         rollout's.
     cap, floor: bounds of the ratios; cap above 0 (`math.inf` is none), floor from 0 to cap.

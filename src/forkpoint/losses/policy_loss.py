@@ -29,9 +29,9 @@ class PolicyLoss(Loss):
     kl_estimator: how it is estimated from the sampled token (J. Schulman, Approximating KL
         Divergence, 2020). With x = reference - logprob, k1 is -x, k2 is x**2 / 2 and k3 is
         exp(x) - x - 1. k1 and k3 are unbiased as values. As a term of a loss it is the gradient
-        that counts: on-policy, that of k2 is the reverse KL's, that of k3 the forward KL's (equal
-        near the reference), and that of k1 is 0 on average. k1 belongs into the reward: subtract
-        `kl * (old_logprobs - reference_logprobs)` from the advantages instead.
+        that counts (arXiv 2506.09477): on-policy, that of k2 is the reverse KL's, that of k3 the
+        forward KL's (equal near the reference), and that of k1 is 0 on average. k1 belongs into the
+        reward: subtract `kl * (old_logprobs - reference_logprobs)` from the advantages instead.
     entropy: coefficient of the entropy bonus; above 0 the loss has `needs_entropy`.
     normalize: "token" is the sum of the terms over `denominators.tokens`, the trained tokens of the
         whole batch; "rollout" is the mean over `denominators.rollouts` of each rollout's mean over

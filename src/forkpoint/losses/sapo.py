@@ -12,7 +12,7 @@ from forkpoint.losses.policy_loss import PolicyLoss, log_ratios, ratios
 
 @dataclass(frozen=True, kw_only=True)
 class SAPO(PolicyLoss):
-    """Soft adaptive policy optimization (arXiv 2511.20347), token-additive.
+    """Soft adaptive policy optimization (arXiv 2511.20347, eq. 5), token-additive.
 
     With `r = exp(logprob - old_logprob)` and advantage A, a trained token's objective is
 
