@@ -64,7 +64,10 @@ def outcome(scan, inputs: list[Tensor | None], sequences: Sequences, seed: int =
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     o, final = scan(*leaves, sequences, True)
     random = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (o, final)]
+    weights = [
+        torch.randn(x.shape, generator=random, dtype=torch.float64).to(x.device)
+        for x in (o, final)
+    ]
     total = sum((x.double() * w).sum() for x, w in zip((o, final), weights, strict=True))
     named = {n: x for n, x in zip(NAMES, leaves, strict=True) if x is not None}
     found = dict(zip(named, torch.autograd.grad(total, list(named.values())), strict=True))
@@ -236,35 +239,69 @@ def test_fla_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=40))
-def test_neutral_tokens_leave_few_shapes(lengths: list[int]) -> None:
-    """Tokens, sequences and chunks of a bucketed call follow from two rounded numbers."""
-    sequences = Sequences(np.asarray(lengths), "cpu")
-    assert fla.neutral_lengths(sequences, bucketed=False) == ((1,) if lengths == [1] else ())
-    more = fla.neutral_lengths(sequences, bucketed=True)
-    every = sequences.followed_by(more)
-    assert min(more) > 0 and sequences.followed_by(more) is every
-    assert every.lengths[: len(lengths)].tolist() == lengths
-    most = 1 << (len(lengths) - 1).bit_length()
-    assert every.count == 2 * most + most // 32 + 1
-    assert every.tokens % fla.CHUNK == 0
-    assert int((-(-every.lengths // fla.CHUNK)).sum()) == every.tokens // fla.CHUNK + most
-    least = sum(lengths) + fla.CHUNK * every.count
-    assert least <= every.tokens <= max(least + fla.CHUNK, least * 9 / 8 + 1)
+def test_kernels_meet_few_shapes(lengths: list[int]) -> None:
+    """Sequences of whole chunks, and numbers of tokens and of sequences that are rounded up."""
+    given_lengths = np.asarray(lengths)
+    plain = fla.kernel_lengths(given_lengths, tilelang=False)
+    assert plain == ((1, 1) if lengths == [1] else ())
+    found = np.asarray(fla.kernel_lengths(given_lengths, tilelang=True))
+    own, more = found[: len(lengths)], found[len(lengths) :]
+    assert (found % fla.CHUNK == 0).all() and (found > 0).all() and len(more)
+    assert (own >= given_lengths).all() and (own < given_lengths + fla.CHUNK).all()
+    assert len(found) == 1 << len(lengths).bit_length()
+    least = int(own.sum()) + fla.CHUNK * len(more)
+    assert least <= found.sum() <= max(least + fla.CHUNK, least * 17 / 16 + 1)
+    assert found.sum() % max(fla.CHUNK, 1 << (int(least).bit_length() - 5)) == 0
 
 
-def test_neutral_tokens_change_nothing() -> None:
-    """What follows a call has g and beta of zero: outputs and states before it are the same."""
-    case = Inputs([5, 70, 1])
-    more = fla.neutral_lengths(case.sequences(), bucketed=True)
+@pytest.mark.parametrize("tilelang", [False, True])
+@pytest.mark.parametrize("lengths", [[1], [5, 70, 1], [64, 128], [63, 1, 64, 65]])
+def test_neutral_tokens_change_nothing(lengths: list[int], tilelang: bool, monkeypatch) -> None:
+    """The whole path to the kernel and back, with the chunked form in the place of the kernel."""
 
-    def padded(q, k, v, g, beta, initial, sequences, final):
-        pad = torch.nn.functional.pad
-        inputs = [pad(x, (*(0, 0) * (x.dim() - 1), 0, sum(more))) for x in (q, k, v, g, beta)]
-        states = pad(initial, (0, 0, 0, 0, 0, 0, 0, len(more)))
-        o, state = chunked.scan(*inputs, states, sequences.followed_by(more), final)
-        return o[: sequences.tokens], state[: sequences.count]
+    def kernel(q, k, v, g, beta, **options):
+        assert options["use_qk_l2norm_in_kernel"] and q.shape[0] == 1
+        spans = np.diff(options["cu_seqlens_cpu"].numpy())
+        assert spans.sum() == q.shape[1] > 1 and (not tilelang or (spans % 64 == 0).all())
+        assert options["initial_state"].shape[0] == len(spans)
+        given = (x[0] for x in (q, k, v, g, beta))
+        sequences = Sequences(spans, "cpu")
+        final = options["output_final_state"]
+        o, state = chunked.scan(*given, options["initial_state"], sequences, final)
+        return o[None], state
 
-    expected = outcome(chunked.scan, case.make(), case.sequences())
-    found = outcome(padded, case.make(), case.sequences())
+    monkeypatch.setattr(fla, "_chunk_gated_delta_rule", lambda: kernel)
+    monkeypatch.setattr(fla, "_runs_tilelang", lambda device: tilelang)
+    case = Inputs(lengths)
+    expected = outcome(reference.scan, case.make(), case.sequences())
+    found = outcome(fla.scan, case.make(), case.sequences())
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def test_a_chunk_read_past_the_end_of_its_sequence_overflows() -> None:
+    """Why sequences are filled up to whole chunks for kernels that read these as a whole.
+
+    Gates as Qwen3.5 initialises them: tokens of heads with a rate of 16 keep exp(-20) of a state.
+    What the backward of a chunk multiplies its keys' gradient with is exp(sum at the last token -
+    sum at the token). Where the last token is not the chunk's last, the sums behind it are those of
+    the next sequence, and lie below.
+    """
+    rate, bias = torch.tensor(16.0), torch.tensor(1.0)
+    g = -rate * torch.nn.functional.softplus(bias + torch.zeros(65 + 64))
+
+    def factors(lengths: list[int]) -> list[torch.Tensor]:
+        spans, found = Sequences(np.asarray(lengths), "cpu").spans(), []
+        sums = torch.cat([c.cumsum(0) for b, e in spans for c in laid_out[b:e].split(fla.CHUNK)])
+        for begin, end in spans:
+            for first in range(begin, end, fla.CHUNK):
+                last = min(first + fla.CHUNK, end) - 1
+                found.append((sums[last] - sums[first : first + fla.CHUNK]).exp())
+        return found
+
+    laid_out = g
+    ragged = factors([65, 64])
+    assert torch.isinf(ragged[1]).any() and torch.isnan(ragged[1] * torch.zeros(())).any()
+    lengths = fla.kernel_lengths(np.asarray([65, 64]), tilelang=True)
+    laid_out = Sequences(np.asarray([65, 64]), "cpu").stretched(lengths).lay_out(g)
+    assert all(float(f.max()) <= 1.0 for f in factors(list(lengths)))

@@ -8,10 +8,15 @@ there and in its issues:
 - On Hopper its Triton backward gives wrong gradients for Triton 3.4 to 3.7.0 (its issues 640 and
   984), so that it asks for tilelang there. On Blackwell gradients of some shapes are NaN (its
   issue 913).
-- tilelang may compile for the lengths that it meets, for about a minute each. So there, sequences
-  of neutral tokens (g and beta zero) follow, that bring a call to one of few shapes.
-- One token in all would go to kernels without a backward in some versions: such a call is padded.
-  Neutral tokens are sequences of their own and in no state, so that this is exact for parents too.
+- tilelang's kernel of some versions (its pull request 827) reads and writes the last chunk of a
+  sequence as a whole. Where a sequence ends within a chunk, the tokens behind it are those of the
+  next one: their decay enters exp with the wrong sign, infinite where tokens forget much, so that
+  gradients are NaN; and gradients of the next sequence's first tokens are overwritten. So there,
+  every sequence is filled up with neutral tokens (all zero: they neither decay a state nor write to
+  it) to whole chunks, which is exact for parents too.
+- It compiles for the lengths that it meets, for about a minute each. So there, further sequences of
+  neutral tokens bring a call to one of few shapes.
+- One token in all would go to kernels without a backward in some versions: another follows it.
 """
 
 import os
@@ -20,6 +25,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -54,12 +60,14 @@ def scan(
 ) -> tuple[Tensor, Tensor | None]:
     heads = v_TGE.shape[1]
     inputs = [by_value_head(q_THD, heads), by_value_head(k_THD, heads), v_TGE, g_TG, beta_TG]
-    more = neutral_lengths(sequences, bucketed=_runs_tilelang(v_TGE.device))
-    padded = sequences.followed_by(more)
-    if more:
-        inputs = [F.pad(x, (*(0, 0) * (x.dim() - 1), 0, sum(more))) for x in inputs]
+    lengths = kernel_lengths(sequences.lengths, tilelang=_runs_tilelang(v_TGE.device))
+    layout = sequences.stretched(lengths) if len(lengths) else None
+    if layout is not None:
+        inputs = [layout.lay_out(x) for x in inputs]
+        more = len(lengths) - sequences.count
         if initial_SGDE is not None:
-            initial_SGDE = F.pad(initial_SGDE, (0, 0, 0, 0, 0, 0, 0, len(more)))
+            initial_SGDE = F.pad(initial_SGDE, (0, 0, 0, 0, 0, 0, 0, more))
+    given = sequences if layout is None else layout.sequences
     q, k, v, g, beta = (x[None] for x in inputs)
     o, state = _chunk_gated_delta_rule()(
         q,
@@ -70,38 +78,31 @@ def scan(
         initial_state=initial_SGDE,
         output_final_state=final,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=padded.cu,
-        cu_seqlens_cpu=padded.cu_cpu,
+        cu_seqlens=given.cu,
+        cu_seqlens_cpu=given.cu_cpu,
     )
-    return o[0, : sequences.tokens], state[: sequences.count] if final else None
+    o_TGE = o[0] if layout is None else layout.take_back(o[0])
+    return o_TGE, state[: sequences.count] if final else None
 
 
-def neutral_lengths(sequences: Sequences, *, bucketed: bool) -> tuple[int, ...]:
-    """Lengths of the sequences of neutral tokens that follow.
+def kernel_lengths(lengths: np.ndarray, *, tilelang: bool) -> tuple[int, ...]:
+    """Lengths that a call is stretched to by neutral tokens; () if it is taken as it is.
 
-    Bucketed, the numbers of tokens, of sequences and of chunks depend on the first two alone, each
-    rounded up to one of few values: the chunks that sequences waste are made up for.
+    For tilelang each sequence ends with a chunk, and further sequences round the numbers of tokens
+    and of sequences up to one of few values, which the number of chunks then follows from.
     """
-    tokens, count = sequences.tokens, sequences.count
-    if not bucketed:
-        return (1,) if tokens == 1 else ()
-    most = 1 << (count - 1).bit_length()
-    # A sequence wastes less than a chunk. With what these waste, each call wastes `most` chunks.
-    left = CHUNK * most - int((-sequences.lengths % CHUNK).sum())
-    every = 2 * most + most // 32 + 1
-    total = _rounded_up(tokens + CHUNK * every)
-    lengths: list[int] = []
-    for others in reversed(range(every - count)):
-        waste = min(CHUNK - 1, left)
-        left -= waste
-        lengths.append(CHUNK - waste if others else total - tokens - sum(lengths))
-    assert left == 0 and lengths[-1] > 0, (tokens, count, lengths)
-    return tuple(lengths)
+    if not tilelang:
+        return (1, 1) if lengths.tolist() == [1] else ()
+    whole = -(-lengths // CHUNK) * CHUNK
+    more = (1 << len(lengths).bit_length()) - len(lengths)
+    total = _rounded_up(int(whole.sum()) + CHUNK * more)
+    last = total - int(whole.sum()) - CHUNK * (more - 1)
+    return (*whole.tolist(), *([CHUNK] * (more - 1)), last)
 
 
 def _rounded_up(tokens: int) -> int:
-    """To a multiple of an eighth of the power of two below it, and of chunks."""
-    step = max(CHUNK, 1 << (tokens.bit_length() - 4))
+    """To a multiple of a sixteenth of the power of two below it, and of chunks."""
+    step = max(CHUNK, 1 << (tokens.bit_length() - 5))
     return -(-tokens // step) * step
 
 

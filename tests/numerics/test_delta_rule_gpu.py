@@ -1,0 +1,90 @@
+"""The gated delta rule on a CUDA device: fla against float64, and models of real proportions."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_delta_rule import Inputs, outcome
+from torch import Tensor
+
+from forkpoint import Config, wrap
+from forkpoint.bench.hybrid import QWEN35_4B, HybridCase, make_model
+from forkpoint.losses import GRPO
+from forkpoint.ops.delta_rule import DELTA_KERNELS, chunked, fla
+from forkpoint.ops.recurrence import Sequences
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+BAR = 2e-2
+"""Relative, of every output and gradient against float64, in 16 bits."""
+LENGTHS = [[1], [2], [64], [65], [4097], [65, 1000, 129, 1, 63, 640], [1] * 40]
+
+
+@pytest.fixture
+def with_fla() -> None:
+    refusal = fla.KERNEL.refusal(torch.device("cuda"), torch.bfloat16, 128, 128, False)
+    if refusal is not None:
+        pytest.skip(f"fla: {refusal}")
+
+
+def on_gpu(case: Inputs) -> tuple[list[Tensor | None], Sequences]:
+    inputs = [None if x is None else x.cuda() for x in case.make()]
+    return inputs, Sequences(np.asarray(case.lengths), "cuda")
+
+
+@pytest.mark.usefixtures("with_fla")
+@pytest.mark.parametrize("forgets", [0.05, 20.0], ids=["remembers", "forgets"])
+@pytest.mark.parametrize("states", [True, False], ids=["from-states", "from-zero"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda n: f"{len(n)}x{max(n)}")
+def test_fla_is_the_chunked_form(lengths: list[int], states: bool, forgets: float) -> None:
+    case = Inputs(lengths, forgets, torch.bfloat16, states, dims=(128, 128))
+    inputs, sequences = on_gpu(case)
+    exact = [None if x is None else x.double() for x in inputs]
+    expected = outcome(chunked.scan, exact, sequences)
+    found = outcome(fla.scan, inputs, sequences)
+    for name, value in expected.items():
+        assert torch.isfinite(found[name]).all(), name
+        error = float((found[name] - value).norm() / value.norm())
+        # What tokens forget at once leaves next to nothing of a start: measured by what there is.
+        least = 1e-6 if forgets > 1 and name in ("initial", "g") else 0.0
+        assert error <= BAR or float(value.norm()) < least * value.numel() ** 0.5, f"{name} {error}"
+
+
+@pytest.mark.usefixtures("with_fla")
+def test_changing_lengths_do_not_compile_again() -> None:
+    random = np.random.default_rng(0)
+
+    def step(lengths: list[int]) -> float:
+        inputs, sequences = on_gpu(Inputs(lengths, dtype=torch.bfloat16, dims=(128, 128)))
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        outcome(fla.scan, inputs, sequences)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    step([900] * 9)
+    step([905] * 9)
+    seconds = [step(random.integers(890, 910, 9).tolist()) for _ in range(20)]
+    assert sum(seconds) < 20, "a minute each is what compiling for every length takes"
+
+
+@pytest.mark.parametrize("kernel", [k.name for k in DELTA_KERNELS if k.name != "reference"])
+@pytest.mark.parametrize("boundary", ["in_row", "across_rows"])
+def test_a_model_of_real_proportions(kernel: str, boundary: Any) -> None:
+    """Four layers of Qwen3.5-4B in bfloat16: no further from float32 than dense training is."""
+    record = next(k for k in DELTA_KERNELS if k.name == kernel)
+    refusal = record.refusal(torch.device("cuda"), torch.bfloat16, 128, 128, False)
+    if refusal is not None:
+        pytest.skip(f"{kernel}: {refusal}")
+    model = make_model({**QWEN35_4B, "vocab_size": 8192}, 4, torch.bfloat16, "cuda")
+    batch = HybridCase(prompt=1500, response=200, size=4).batch(8192)
+    tokens = 1700 if boundary == "across_rows" else 2400
+    config = Config(
+        sharing="group", boundary=boundary, max_row_tokens=tokens, recurrence_kernel=kernel
+    )
+    report = wrap(model, config).verify(batch, GRPO())
+    assert report.passed, report.table()
