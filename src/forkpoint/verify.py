@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from forkpoint.dense import DenseRun, dense_run
-from forkpoint.hosts.upcasts import lifted_upcasts
+from forkpoint.hosts.upcasts import lifted_upcasts, plain_recurrences
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.rollouts import RolloutBatch
 
@@ -148,6 +148,7 @@ def verify(
     with torch.enable_grad(), ExitStack() as stack:
         if dtype == torch.float64:
             stack.enter_context(lifted_upcasts(model))
+            stack.enter_context(plain_recurrences(model))
         shared, stats = _shared(policy, batch, loss, denominators)
         dense = reference = dense_run(model, batch, loss, denominators)
     reference_dtype = torch.float64
@@ -237,6 +238,7 @@ def _reference(
     twin = copy.deepcopy(policy.host.model).to(dtype)
     with torch.enable_grad(), ExitStack() as stack:
         stack.enter_context(torch.autocast(policy.host.device.type, enabled=False))
+        stack.enter_context(plain_recurrences(twin))
         if dtype == torch.float64:
             stack.enter_context(lifted_upcasts(twin))
         return dense_run(twin, batch, loss, denominators)

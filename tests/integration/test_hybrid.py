@@ -1,5 +1,7 @@
 """Models that mix attention with layers that carry a state: exact, verified, refused by name."""
 
+import functools
+import importlib
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -98,6 +100,16 @@ def test_kernels_by_name(kernel: str) -> None:
     model, loss = tiny_hybrid("qwen3_5_text"), LOSSES["grpo"]
     config = Config(sharing="tree", boundary="mixed", max_row_tokens=24, recurrence_kernel=kernel)
     check(model, truth(model, acceptance_batch(), loss), loss, [config])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+def test_rows_that_are_offloaded_or_computed_again(family: str) -> None:
+    model, loss = tiny_hybrid(family), LOSSES["grpo"]
+    configs = [
+        Config(sharing="tree", boundary=b, max_row_tokens=CHAIN, residency=r)  # type: ignore[arg-type]
+        for b, r in product(("across_rows", "mixed"), ("offload", "recompute"))
+    ]
+    check(model, truth(model, acceptance_batch(), loss), loss, configs)
 
 
 def test_scores_are_those_of_a_dense_forward() -> None:
@@ -203,6 +215,33 @@ def test_rounding_is_that_of_dense_training(dtype: torch.dtype, boundary: str) -
     report = wrap(wide_hybrid(dtype), config).verify(long_prompts(), losses.GRPO())
     assert report.passed, report.table()
     assert report.dense_error > 0
+
+
+def test_kernels_of_packages_are_not_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those take 16 bits alone: what is more precise is computed by the stock torch forms."""
+    modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    model, calls = wide_hybrid(torch.bfloat16), []
+    plain = modeling.torch_chunk_gated_delta_rule
+    plain = getattr(plain, "__wrapped__", plain)
+
+    @functools.wraps(plain)
+    def package(query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        assert query.dtype == torch.bfloat16, "this kernel takes 16 bits"
+        calls.append(query.shape)
+        return plain(query, *rest, **options)
+
+    held = [m for m in model.modules() if "chunk_gated_delta_rule" in vars(m)]
+    if held:  # older versions of transformers
+        for module in held:
+            module.chunk_gated_delta_rule = package
+    else:
+        monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", package)
+    report = wrap(model, Config(sharing="group")).verify(long_prompts(), losses.GRPO())
+    assert report.passed and calls
+    if held:
+        assert all(m.chunk_gated_delta_rule is package for m in held)
+    else:
+        assert modeling.torch_chunk_gated_delta_rule is package
 
 
 def test_autocast() -> None:

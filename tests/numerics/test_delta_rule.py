@@ -65,8 +65,7 @@ def outcome(scan, inputs: list[Tensor | None], sequences: Sequences, seed: int =
     o, final = scan(*leaves, sequences, True)
     random = torch.Generator().manual_seed(seed)
     weights = [
-        torch.randn(x.shape, generator=random, dtype=torch.float64).to(x.device)
-        for x in (o, final)
+        torch.randn(x.shape, generator=random, dtype=torch.float64).to(x.device) for x in (o, final)
     ]
     total = sum((x.double() * w).sum() for x, w in zip((o, final), weights, strict=True))
     named = {n: x for n, x in zip(NAMES, leaves, strict=True) if x is not None}

@@ -32,6 +32,8 @@ TOKENWISE_CODE = (
     "transformers.activations",
     # What families' token classifiers inherit; `check_critic` looks at which class it is.
     "transformers.modeling_layers",
+    # The gated norm of Qwen3-Next and Qwen3.5 in older versions, where the package is installed.
+    "fla.modules.fused_norm_gate",
     "peft.peft_model",
     "peft.utils.other",
     "peft.tuners._buffer_dict",

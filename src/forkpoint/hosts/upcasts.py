@@ -1,4 +1,4 @@
-"""Float64 models of transformers computed in float64 throughout."""
+"""Stock models of transformers in higher precision, as references are computed."""
 
 import sys
 from collections.abc import Iterator
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from forkpoint.hosts.linear_attention import recurrent_modules
 
 
 class _WithoutUpcasts(ModuleType):
@@ -38,4 +40,35 @@ def lifted_upcasts(model: nn.Module) -> Iterator[None]:
             stack.callback(delattr, torch.Tensor, "float")
             # Of integers too, such as positions: what they are multiplied with is float64 as well.
             torch.Tensor.float = torch.Tensor.double
+        yield
+
+
+# In newer versions each is a wrapper of its torch form, in whose place a package's kernel may run.
+WRAPPED = (
+    "torch_chunk_gated_delta_rule",
+    "causal_conv1d_fn",
+    "mamba2_chunk_scan",
+    "mamba2_split_conv1d_scan_combined",
+)
+# In older ones modules hold the package's functions, and None is the torch form.
+HELD = {"chunk_gated_delta_rule": "torch_chunk_gated_delta_rule", "causal_conv1d_fn": None}
+
+
+@contextmanager
+def plain_recurrences(model: nn.Module) -> Iterator[None]:
+    """Let stock recurrent layers run their torch forms: kernels of packages take 16 bits alone."""
+    with ExitStack() as stack:
+        modules = list(recurrent_modules(model).values())
+        for code in {type(m).__module__: sys.modules[type(m).__module__] for m in modules}.values():
+            for name in WRAPPED:
+                plain = getattr(vars(code).get(name), "__wrapped__", None)
+                if plain is not None:
+                    stack.callback(setattr, code, name, vars(code)[name])
+                    setattr(code, name, plain)
+        for module in modules:
+            for name, plain in HELD.items():
+                if name in vars(module):
+                    stack.callback(setattr, module, name, vars(module)[name])
+                    code = vars(sys.modules[type(module).__module__])
+                    setattr(module, name, code[plain] if plain else None)
         yield
