@@ -292,7 +292,8 @@ def test_doctor(shell: Shell) -> None:
     assert done.code == 0
     result = done.result
     assert set(result) == {
-        *("command", "passed", "versions", "devices", "kernels", "families", "self_test")
+        *("command", "passed", "versions", "devices", "kernels", "families", "self_test"),
+        "delta_rule_kernels",
     }
     assert result["passed"] and result["self_test"]["passed"]
     assert result["self_test"]["computed_tokens"] < result["self_test"]["logical_tokens"]
@@ -311,6 +312,9 @@ def test_doctor(shell: Shell) -> None:
             able = [kernel for kernel in listed if kernel["refusal"] is None]
             assert [kernel["auto"] for kernel in able] == [True] + [False] * (len(able) - 1)
             assert not any(kernel["auto"] for kernel in listed if kernel["refusal"])
+    delta = {(k["device"], k["kernel"]): k for k in result["delta_rule_kernels"]}
+    assert delta["cpu", "chunked"]["auto"] and not delta["cpu", "reference"]["refusal"]
+    assert "runs on cuda" in delta["cpu", "fla"]["refusal"]
     for word in ("self-test: passed", "LlamaForCausalLM", torch.__version__, "cpu_flash"):
         assert word in done.out
 

@@ -1,5 +1,6 @@
 """`forkpoint doctor`: what this installation has, and whether it computes right."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ HEAD_DIM = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Show versions, devices and attention kernels, and check a tiny model's gradients here.
+    """Show versions, devices and kernels, and check a tiny model's gradients here.
 
     The exit code is 1 if the check fails.
 
@@ -36,16 +37,20 @@ class Doctor:
 
             families = {name: family.model_class for name, family in FAMILIES.items()}
             kernels = list_kernels([entry["device"] for entry in devices()])
+            delta_kernels = list_delta_kernels([entry["device"] for entry in devices()])
             report = self_test()
         out.show(
             _table("versions", versions().items()),
             _table("devices", [(d["device"], _about(d)) for d in devices()]),
-            _table(
-                f"attention kernels, head dim {HEAD_DIM}",
-                [
-                    (f"{k['device']} {k['dtype']}", k["kernel"], k["refusal"] or _role(k))
-                    for k in kernels
-                ],
+            *(
+                _table(
+                    f"{of} kernels, head dim {HEAD_DIM}",
+                    [
+                        (f"{k['device']} {k['dtype']}", k["kernel"], k["refusal"] or _role(k))
+                        for k in listed
+                    ],
+                )
+                for of, listed in (("attention", kernels), ("delta-rule", delta_kernels))
             ),
             _table("model families", families.items()),
             f"self-test: {'passed' if report.passed else 'FAILED'}; a tiny model's gradients, "
@@ -61,6 +66,7 @@ class Doctor:
                 "versions": versions(),
                 "devices": devices(),
                 "kernels": kernels,
+                "delta_rule_kernels": delta_kernels,
                 "families": families,
                 "self_test": report.to_dict(),
             }
@@ -69,24 +75,33 @@ class Doctor:
 
 
 def list_kernels(devices: list[str]) -> list[dict[str, Any]]:
-    """Every kernel on every device and dtype: whether auto takes it, and why it cannot serve."""
-    import torch
-
+    """Every attention kernel on every device and dtype."""
     from forkpoint.ops.attention import KERNELS
+
+    asked = {"softcap": 0.0, "window": 0, "deterministic": False}
+    return _listed(KERNELS, devices, asked)
+
+
+def list_delta_kernels(devices: list[str]) -> list[dict[str, Any]]:
+    """The same of the gated delta rule's."""
+    from forkpoint.ops.delta_rule import DELTA_KERNELS
+
+    return _listed(DELTA_KERNELS, devices, {"deterministic": False})
+
+
+def _listed(
+    kernels: Sequence[Any], devices: list[str], asked: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Whether auto takes each of these, and why it cannot serve."""
+    import torch
 
     found: list[dict[str, Any]] = []
     for device in devices:
         for name in DTYPES:
             taken = False
-            for kernel in KERNELS:
+            for kernel in kernels:
                 refusal = kernel.refusal(
-                    torch.device(device),
-                    getattr(torch, name),
-                    HEAD_DIM,
-                    HEAD_DIM,
-                    softcap=0.0,
-                    window=0,
-                    deterministic=False,
+                    torch.device(device), getattr(torch, name), HEAD_DIM, HEAD_DIM, **asked
                 )
                 found.append(
                     {
