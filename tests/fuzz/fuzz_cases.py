@@ -89,11 +89,13 @@ def stream(seed: int, part: str) -> Generator:
     return np.random.default_rng(int.from_bytes(digest[:8], "little"))
 
 
-def draw_case(seed: int) -> Case:
-    """The case of a seed, the same on every machine."""
+def draw_case(seed: int, family: str | None = None) -> Case:
+    """The case of a seed, the same on every machine; of the family that the seed draws, or the one
+    given, which stays when families are added.
+    """
     # The family whose number is largest, so that one more family takes only its share of seeds.
     known = [name for name in SPECIAL if name in CONFIG_MAPPING]
-    family = max(known, key=lambda name: float(stream(seed, f"family {name}").random()))
+    family = family or max(known, key=lambda name: float(stream(seed, f"family {name}").random()))
     random = stream(seed, "loss")
     loss, old, reference = draw_loss(random)
     pairs = isinstance(loss, (DPO, SimPO))

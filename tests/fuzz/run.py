@@ -21,8 +21,8 @@ from fuzz_check import Tally, check
 EVERY_SECONDS = 30
 
 
-def replay(seed: int) -> int:
-    case = draw_case(seed)
+def replay(seed: int, family: str | None) -> int:
+    case = draw_case(seed, family)
     print(case)
     outcome = check(case)
     print(outcome)
@@ -65,11 +65,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first; the others follow it")
     parser.add_argument("--json", type=Path, help="where counts and failures are written")
     parser.add_argument("--replay", type=int, metavar="SEED", help="show and check one case")
+    parser.add_argument("--family", help="of the case replayed; by default what the seed draws")
     arguments = parser.parse_args()
     warnings.simplefilter("error")  # as under pytest
     transformers.logging.set_verbosity_error()
     if arguments.replay is not None:
-        return replay(arguments.replay)
+        return replay(arguments.replay, arguments.family)
     return fuzz(arguments.seconds, arguments.seed, arguments.json)
 
 
