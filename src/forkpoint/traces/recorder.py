@@ -271,6 +271,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _flush_folder(path: Path) -> None:
+    """Flush the names in a folder, where folders can be opened."""
+    if os.name != "posix":
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
