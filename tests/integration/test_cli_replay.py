@@ -170,6 +170,24 @@ def test_events_have_their_times() -> None:
     assert report.steps[0].shared.phase_ms["A"] > 0
 
 
+@pytest.mark.gpu
+def test_memory_is_measured_on_cuda() -> None:
+    report = replay(
+        tiny_model("qwen3", dtype=torch.bfloat16, hidden_size=64, head_dim=64).to("cuda"),
+        RolloutBatch(made_up_rollouts()),
+        GRPO(),
+        optimizer=sgd,
+        steps=2,
+        config=Config(sharing="tree", boundary="across_rows", max_row_tokens=24),
+    )
+    for record in (report.steps[1].shared, report.steps[1].dense):
+        assert record is not None and record.event_memory_bytes is not None
+        assert len(record.event_memory_bytes) == len(record.events)
+        assert record.peak_memory_bytes is not None
+        assert 0 < max(record.event_memory_bytes) <= record.peak_memory_bytes
+        assert sum(record.event_ms) <= record.ms
+
+
 def test_groups_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, ...]] = []
     real = replay_loop._Side.step

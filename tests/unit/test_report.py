@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,15 @@ def test_without_a_model_tokens_are_shown() -> None:
     assert made["unit"] == made["memory"]["unit"] == "tokens"
     figure = timeline_figure([("all", [made])], left_out=0)
     assert any("not times" in note for note in figure.notes)
+
+
+def test_much_work_is_counted_in_a_larger_unit() -> None:
+    batch = made_up()
+    large = replace(SHAPE, vocab=61, hidden=8192, intermediate=32768, layers=80, windows=())
+    plan = make_plan(batch, large)
+    made = lane(plan, batch)
+    assert made["unit"] == "TFLOP"
+    assert made["total"] == pytest.approx(plan.shared.step_flops(large) / 1e12)
 
 
 def test_long_schedules_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ def measured_lane(name: str, plan: Plan, record: StepRecord) -> Lane:
 
 def counted_lane(name: str, plan: Plan, labelled_of_segment: IntArray) -> Lane:
     """A plan that was not run: sizes are counted FLOPs, or tokens without a model shape."""
+    unit, flops = flops_unit(plan)
     events = _events(plan, plan.events())
     for event in events:
         row = plan.rows[event["index"]]
@@ -56,14 +57,14 @@ def counted_lane(name: str, plan: Plan, labelled_of_segment: IntArray) -> Lane:
             work = _row_work(plan, row, labelled)
             forward = work.forward_flops(plan.shape)
             share = work.step_flops(plan.shape) - forward if event["kind"] == "B" else forward
-        event["size"] = share / 1e9 if plan.shape is not None else float(row.slots)
+        event["size"] = share / flops if plan.shape is not None else float(row.slots)
     for event, value in zip(events, _held(plan, events), strict=True):
         event["held"] = value
     bytes_known = plan.shape is not None
     return _lane(
         name,
         events,
-        unit="GFLOP" if bytes_known else "tokens",
+        unit=unit,
         measured=False,
         rest=0.0,
         memory={
@@ -73,6 +74,13 @@ def counted_lane(name: str, plan: Plan, labelled_of_segment: IntArray) -> Lane:
             "peak_source": "predicted",
         },
     )
+
+
+def flops_unit(plan: Plan) -> tuple[str, float]:
+    """A unit that dense training on the plan's batch is not too many of, and its FLOPs."""
+    if plan.shape is None:
+        return "tokens", 1.0
+    return ("TFLOP", 1e12) if plan.dense.step_flops(plan.shape) >= 1e13 else ("GFLOP", 1e9)
 
 
 def timeline_figure(timelines: Sequence[tuple[str, list[Lane]]], left_out: int) -> Figure:
