@@ -32,8 +32,8 @@ from forkpoint.synthetic import normalised
 from forkpoint.verify import VerifyReport
 
 ENTROPY_BONUS = 0.03
-"""GRPO's entropy coefficient. Without it the policy soon says one word over and over, and responses
-that are the same would be shared whole."""
+"""GRPO's entropy coefficient. It slows the policy's way to one word over and over, where responses
+become the same and are shared whole."""
 DENSE_ROLLOUTS_PER_ROW = (1, 4, None)
 """Row lengths that dense is tried with; None is the planner's own."""
 TRIALS = 2
