@@ -26,6 +26,9 @@ class Config:
     """Child rows without children of their own: packed back to back, or batch x longest."""
     max_row_tokens: int | None = None
     """The most tokens that go through the model in one forward; None lets the planner choose."""
+    max_wave_tokens: int | None = None
+    """With boundary across_rows, the most tokens in a row of segments that nothing lies below; one
+    that is longer has a row of its own. None is max_row_tokens."""
     memory_budget_bytes: int | None = None
     """The most bytes that activations and boundary state may take together; None is no limit."""
     residency: Literal["auto", "keep", "offload", "recompute"] = "auto"
@@ -77,6 +80,7 @@ class Config:
                 )
         for name in (
             "max_row_tokens",
+            "max_wave_tokens",
             "memory_budget_bytes",
             "host_memory_bytes",
             "head_chunk_tokens",

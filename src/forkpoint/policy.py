@@ -1,6 +1,6 @@
 """The public object: a model together with how its batches are planned and run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,13 +62,24 @@ class StepStats(PerToken):
     """What was copied to the host's memory and back; None where the plan offloads nothing."""
 
 
+class _Kept:
+    """What the policies of one model share, whatever their options."""
+
+    def __init__(self) -> None:
+        self.staging: Staging | None = None
+        """Host memory for rows that are offloaded: made when first needed, kept for later steps."""
+        self.found: tuple[Calibration | None] | None = None
+        """The calibration of this device and model, once it was looked for."""
+
+
 class Policy:
     """A model whose steps compute every shared token once. Made by `forkpoint.wrap`."""
 
     def __init__(self, host: Host, config: Config) -> None:
         self.host, self.config = host, config
-        self._staging: Staging | None = None
-        self._found: tuple[Calibration | None] | None = None
+        self.observer: Callable[[str], None] | None = None
+        """Called with each event of a step before it runs: for measurements."""
+        self._kept = _Kept()
 
     def plan(self, batch: RolloutBatch, loss: Loss | LossFunction | None = None) -> Plan:
         """What would run for a batch.
@@ -128,6 +139,7 @@ class Policy:
             raise ConfigError(f"scale is {scale!r}; it takes a finite number.")
         plan = self._plan_for(batch, plan, loss)
         engine = Engine(self.host, self.config, self._staging_of(plan))
+        engine.observer = self.observer
         result = engine.forward_backward(
             plan, batch, loss, denominators or batch_denominators(batch), float(scale)
         )
@@ -180,26 +192,28 @@ class Policy:
 
     def with_config(self, **changes: object) -> "Policy":
         """The same model with other options."""
-        return Policy(self.host, replace(self.config, **changes))  # type: ignore[arg-type]
+        policy = Policy(self.host, replace(self.config, **changes))  # type: ignore[arg-type]
+        policy._kept = self._kept
+        return policy
 
     def _calibration(self) -> Calibration | None:
         """The one that the configuration names or, without, the one of this device and model."""
         given = self.config.calibration
         if given is not None:
             return Calibration.load(Path(given))
-        if self._found is None:
+        if self._kept.found is None:
             device = device_name(self.host.device)
             shape, compiled = self.host.shape, self.host.compiles
-            self._found = (find_calibration(device, shape, compiled=compiled),)
-        return self._found[0]
+            self._kept.found = (find_calibration(device, shape, compiled=compiled),)
+        return self._kept.found[0]
 
     def _staging_of(self, plan: Plan) -> Staging | None:
-        """Host memory for rows that are offloaded: made when first needed, kept for later steps."""
-        offloads = any(row.residency == "offload" for row in plan.rows)
-        if offloads and self._staging is None:
-            limit = self.config.host_memory_bytes
-            self._staging = staging_for(self.host.device, limit_bytes=limit)
-        return self._staging
+        if not any(row.residency == "offload" for row in plan.rows):
+            return None
+        if self._kept.staging is None:
+            self._kept.staging = staging_for(self.host.device)
+        self._kept.staging.limit_bytes = self.config.host_memory_bytes
+        return self._kept.staging
 
     def _plan_for(self, batch: RolloutBatch, plan: Plan | None, loss: Loss | None) -> Plan:
         if plan is None:

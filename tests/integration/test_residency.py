@@ -144,10 +144,10 @@ class Watched(PlainTransfers):
 
 def watched_step(transfers: Watched, limit: int | None = None):
     """A step that offloads, in float64, and what its staging was."""
-    staging = Staging(transfers, limit_bytes=limit)
+    staging = Staging(transfers)
     model = tiny_model("llama").train()
-    policy = wrap(model, replace(ACROSS, residency="offload"))
-    policy._staging = staging
+    policy = wrap(model, replace(ACROSS, residency="offload", host_memory_bytes=limit))
+    policy._kept.staging = staging
     with lifted_upcasts(model):
         stats = policy.forward_backward(forked_batch(), losses.GRPO())
         expected = dense_run(model, forked_batch(), losses.GRPO()).gradients
@@ -203,8 +203,8 @@ def test_host_memory_is_kept_from_step_to_step() -> None:
     held = []
     for _ in range(3):
         policy.forward_backward(forked_batch(), losses.GRPO())
-        assert policy._staging is not None
-        held.append(policy._staging.held_bytes)
+        assert policy._kept.staging is not None
+        held.append(policy._kept.staging.held_bytes)
     assert held[0] > 0 and len(set(held)) == 1
 
 
@@ -222,7 +222,7 @@ def test_scores_keep_nothing() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             scores = policy.score(batch)
         assert scores.events == scores.plan.events(backward=False)
-        assert policy._staging is None
+        assert policy._kept.staging is None
     assert not saved
 
 
@@ -285,8 +285,8 @@ def test_a_failed_step_leaves_nothing(
     monkeypatch.undo()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert all(parameter.grad is None for parameter in model.parameters())
-    if policy._staging is not None:
-        assert policy._staging.mark() == (0, 0)
+    if policy._kept.staging is not None:
+        assert policy._kept.staging.mark() == (0, 0)
     with lifted_upcasts(model):
         expected = dense_run(model, batch, loss).gradients
         policy.forward_backward(batch, loss)
@@ -301,11 +301,11 @@ def test_no_memory_on_the_host() -> None:
         def host_buffer(self, nbytes: int) -> torch.Tensor:
             raise MemoryError(f"no {nbytes} bytes")
 
-    policy._staging = Staging(Full(torch.device("cpu")))
+    policy._kept.staging = Staging(Full(torch.device("cpu")))
     with pytest.raises(MemoryError, match="bytes"):
         policy.forward_backward(batch, losses.GRPO())
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    policy._staging = None
+    policy._kept.staging = None
     assert step_error(model, batch, losses.GRPO(), policy=policy) < 1e-10
 
 

@@ -300,3 +300,18 @@ def test_the_row_that_holds_all_trained_tokens_of_a_rollout() -> None:
     plan = make_plan(one, config=Config(sharing="group", boundary="across_rows"))
     assert not splits(plan, one, np.arange(3))
     assert splits(plan, one, np.zeros(3, np.int64))
+
+
+def test_waves_may_be_shorter_than_other_rows() -> None:
+    batch = batch_of(group(prompt=101, response=30, count=5))
+    config = Config(sharing="group", boundary="across_rows", max_row_tokens=100)
+    assert [row.slots for row in make_plan(batch, config=config).rows] == [100, 90, 60]
+    by_one = dataclasses.replace(config, max_wave_tokens=1)
+    assert [row.slots for row in make_plan(batch, config=by_one).rows] == [100] + [30] * 5
+    by_two = dataclasses.replace(config, max_wave_tokens=60, waves="padded")
+    assert [row.slots for row in make_plan(batch, config=by_two).rows] == [100, 60, 60, 30]
+    auto = make_plan(batch, config=Config(sharing="group", max_wave_tokens=60))
+    assert auto.boundary == "across_rows"
+    reasons = {c.boundary: c.refused for c in auto.candidates if c.refused}
+    assert set(reasons) == {"in_row", "mixed"}
+    assert "max_wave_tokens is 60" in reasons["mixed"]

@@ -14,6 +14,8 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, subcommand
 
 from forkpoint import __version__
 from forkpoint.cli.bench import Bench
+from forkpoint.cli.bench_steps import BENCHES, Steps
+from forkpoint.cli.bench_steps import Plot as PlotBench
 from forkpoint.cli.calibrate import Calibrate
 from forkpoint.cli.demo import Demo
 from forkpoint.cli.doctor import Doctor
@@ -42,7 +44,7 @@ COMMANDS = {
     "calibrate": Calibrate,
     "doctor": Doctor,
 }
-Command = Demo | Plan | Replay | Report | Verify | Bench | Calibrate | Doctor
+Command = Demo | Plan | Replay | Report | Verify | Bench | Calibrate | Doctor | Steps | PlotBench
 
 OUTPUT_CLOSED = 1
 USER_ERROR = 2
@@ -92,6 +94,9 @@ def _parse(arguments: list[str]) -> Command | int:
 def _read(arguments: list[str]) -> Command:
     config = (FlagCreatePairsOff, OmitArgPrefixes)
     name = arguments[0] if arguments else ""
+    if name == "bench" and arguments[1:2] and arguments[1] in BENCHES:
+        kind, prog = BENCHES[arguments[1]], f"forkpoint bench {arguments[1]}"
+        return tyro.cli(kind, prog=prog, args=arguments[2:], config=config)
     if name in COMMANDS:
         return tyro.cli(COMMANDS[name], prog=f"forkpoint {name}", args=arguments[1:], config=config)
     # No command: tyro shows the list, with the first sentence of each, or says what is wrong.

@@ -30,8 +30,12 @@ class Bench:
     """Measure shared-prefix attention on this GPU, or steps of a hybrid model, beside dense.
 
     attention: dense and other ways to share, by kernel. hybrid: whole training steps in the shapes
-    of Qwen3.5-4B, whose layers mix attention with gated linear attention. Numbers are checked, and
-    every figure is written as a row of JSON with its device, versions, commit and command.
+    of Qwen3.5-4B, whose layers mix attention with gated linear attention. Whole steps of other
+    models are measured by step-grid, policy-update, memory, capacity and tree, and figures drawn by
+    plot, each with options of its own: forkpoint bench step-grid --help.
+
+    Numbers are checked, and every figure is written as a row of JSON with its device, versions,
+    commit and command.
 
     Attributes:
         what: What to measure.

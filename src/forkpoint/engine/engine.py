@@ -58,6 +58,8 @@ class Engine:
     def __init__(self, host: Host, config: Config, staging: Staging | None = None) -> None:
         """`staging` is where plans that offload rows put them."""
         self.host, self.config, self.staging = host, config, staging
+        self.observer: Callable[[str], None] | None = None
+        """Called with each event before it runs: for measurements of what lies between."""
 
     def score(self, plan: Plan, batch: RolloutBatch, *, entropy: bool) -> StepResult:
         """What the head gives of every trained token (and entropies), without a graph."""
@@ -255,6 +257,8 @@ class Engine:
                 leaf = not inputs.row.children
                 timer.mark("B" if leaf else "A" if phase == "F" else "C")
                 events.append(f"{phase} {plan.row_names[index]}")
+                if self.observer is not None:
+                    self.observer(events[-1])
                 if phase == "B":
                     assert guard is not None and residency is not None
                     tensors, gradients = roots.pop(index)

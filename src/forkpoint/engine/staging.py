@@ -109,6 +109,9 @@ class StreamTransfers:
         self._out.wait_stream(self._in)
 
     def out(self, source: Tensor, host: Tensor) -> torch.Event:
+        if self.headroom_bytes() < 0:
+            # The computation is further ahead of its copies than memory allows.
+            self._out.synchronize()
         self._out.wait_event(torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self._out):
             host.copy_(source, non_blocking=True)

@@ -100,13 +100,17 @@ def rows_of_whole_paths(
     return forest, _finish(forest, drafts)
 
 
-def rows_across(forest: Forest, max_row_tokens: int, *, padded: bool) -> tuple[Forest, list[Row]]:
+def rows_across(
+    forest: Forest, max_row_tokens: int, *, padded: bool, max_wave_tokens: int | None = None
+) -> tuple[Forest, list[Row]]:
     """Rows in which every fork lies between a row and its children (boundary across_rows).
 
     Every row takes as many of the segments waiting below the rows open around it as fit, in order;
     what lies below the row's own segments waits for its child rows. With `padded`, segments with
-    nothing below them go into rows of their own, batch x longest.
+    nothing below them go into rows of their own, batch x longest. With `max_wave_tokens` they do as
+    well, and these hold at most so many tokens, or one segment.
     """
+    wave_tokens = max_wave_tokens or max_row_tokens
     forest = forest.chained(max_row_tokens)
     below, length = forest.children(), forest.length.tolist()
     drafts: list[_Draft] = []
@@ -115,7 +119,11 @@ def rows_across(forest: Forest, max_row_tokens: int, *, padded: bool) -> tuple[F
         waiting, parent = todo.pop()
         if padded:
             leaves = [s for s in waiting if not below[s]]
-            drafts.extend(_padded(leaves, length, parent, max_row_tokens))
+            drafts.extend(_padded(leaves, length, parent, wave_tokens))
+            waiting = [s for s in waiting if below[s]]
+        elif max_wave_tokens is not None:
+            leaves = [s for s in waiting if not below[s]]
+            drafts.extend(_Draft(parent, row) for row in _in_order(leaves, length, wave_tokens))
             waiting = [s for s in waiting if below[s]]
         for segments in _in_order(waiting, length, max_row_tokens):
             deeper = [child for segment in segments for child in below[segment]]

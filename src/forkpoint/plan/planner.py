@@ -178,6 +178,12 @@ class _Builder:
 
     def build(self, sharing: str, boundary: str) -> Plan:
         """One combination within the limits of the configuration, with its price."""
+        if self.config.max_wave_tokens is not None and boundary != "across_rows":
+            raise PlanError(
+                f"max_wave_tokens is {self.config.max_wave_tokens}, which is about rows below "
+                f"others, and boundary is {boundary!r}; use boundary='across_rows', or limit all "
+                "rows by max_row_tokens."
+            )
         given = self.config.max_row_tokens
         tokens = given or max(DEFAULT_ROW_TOKENS, self.longest)
         budget = self.config.memory_budget_bytes
@@ -265,7 +271,9 @@ class _Builder:
             if boundary == "mixed" and not padded:
                 forest, rows = rows_mixed(forest, tokens)
             else:
-                forest, rows = rows_across(forest, tokens, padded=padded)
+                forest, rows = rows_across(
+                    forest, tokens, padded=padded, max_wave_tokens=self.config.max_wave_tokens
+                )
         rows, arena_slots, state_slots = place_boundaries(forest, rows)
         rows = [
             replace(

@@ -1,0 +1,249 @@
+"""How many tokens train at all under one cap on device memory, dense and shared.
+
+Every point is a real forward and backward of one group. Before that, at a sixteenth of the size,
+the gradients of each way are compared with those of plain dense steps.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from forkpoint.bench.rows import ResultRow
+from forkpoint.bench.shapes import SCALE_TINY, make_group
+from forkpoint.bench.steps import DENSE, GROUP, Deadline, Stepper
+from forkpoint.errors import PlanError
+
+STEP_TOKENS = 512
+# Shares of the prompt in all tokens that are tried, in this order; published: 0.64.
+PROMPT_SHARES = (0.55, 0.6, 0.5)
+CHUNK_TOKENS = 8192
+LONG_RESPONSE = 1024
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train a group of two rollouts of so many tokens."""
+
+    name: str
+    options: dict[str, object] = field(default_factory=dict)
+    shares: tuple[float, ...] = PROMPT_SHARES
+
+
+LIKE_FOR_LIKE = (
+    Way("dense", dict(DENSE), shares=(0.5,)),
+    Way("offload", {**GROUP, "residency": "offload"}),
+)
+AT_THEIR_BEST = (
+    Way("dense, checkpointing full", {**DENSE, "checkpointing": "full"}, shares=(0.5,)),
+    Way(
+        "dense, chains, recompute, checkpointing full",
+        {
+            "sharing": "none",
+            "boundary": "across_rows",
+            "max_row_tokens": CHUNK_TOKENS,
+            "residency": "recompute",
+            "checkpointing": "full",
+        },
+        shares=(0.5,),
+    ),
+    Way(
+        "shared, chains, recompute, checkpointing full",
+        {
+            **GROUP,
+            "max_row_tokens": CHUNK_TOKENS,
+            "residency": "recompute",
+            "checkpointing": "full",
+        },
+    ),
+    Way(
+        "shared, chains, offload, checkpointing full",
+        {
+            **GROUP,
+            "max_row_tokens": CHUNK_TOKENS,
+            "residency": "offload",
+            "checkpointing": "full",
+        },
+    ),
+)
+
+
+def largest(fits: Callable[[int], bool], *, first: int, most: int, step: int) -> int:
+    """The largest multiple of `step` up to `most` that fits, if all smaller ones do; 0 for none.
+
+    Doubles from `first` until something does not fit, then halves what lies between.
+    """
+    low, high = 0, max(step, first // step * step)
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    high = min(high, most // step * step + step)
+    while high - low > step:
+        middle = (low + high) // (2 * step) * step
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def capacity(
+    stepper: Stepper,
+    deadline: Deadline,
+    *,
+    cap_bytes: int,
+    host_bytes: int,
+    most_tokens: int,
+    long_prompt: int,
+    tiny: bool = False,
+) -> Iterator[ResultRow]:
+    """The largest total lengths of each way, and one prompt of `long_prompt` tokens by chains."""
+    scale = SCALE_TINY if tiny else 1
+    step = max(16, STEP_TOKENS // scale)
+    found: dict[str, int] = {}
+    with capped(stepper, cap_bytes):
+        for ways, kind in ((LIKE_FOR_LIKE, "like for like"), (AT_THEIR_BEST, "at their best")):
+            for way in ways:
+                case = f"{stepper.mode} {kind}: {way.name}"
+                if deadline.over(case):
+                    continue
+                run = _Attempt(stepper, way, host_bytes, deadline, scale)
+                yield _row(case, "gradient over dense", run.gradient_error(), "1", run.checked)
+                tokens = largest(run, first=16 * step, most=most_tokens // scale, step=step)
+                found[f"{kind}: {way.name}"] = tokens
+                yield _row(case, "largest total", tokens, "tokens", run.note)
+                if tokens:
+                    yield _row(case, "step at the largest", run.ms[tokens], "ms", run.note)
+        plain, offload = (found.get(f"like for like: {way.name}", 0) for way in LIKE_FOR_LIKE)
+        if plain and offload:
+            name = f"{stepper.mode} like for like: offload"
+            yield _row(name, "largest total over dense", offload / plain, "x", None)
+    case = f"{stepper.mode} longest prompt"
+    if long_prompt and not deadline.over(case):
+        yield from _long_prompt(stepper, case, long_prompt // scale, host_bytes, scale)
+
+
+class _Attempt:
+    """Tries one way at one size; remembers times."""
+
+    def __init__(
+        self, stepper: Stepper, way: Way, host_bytes: int, deadline: Deadline, scale: int
+    ) -> None:
+        self.stepper, self.way, self.deadline, self.scale = stepper, way, deadline, scale
+        self.host_bytes = host_bytes
+        self.ms: dict[int, float] = {}
+        self.note = ""
+        self.checked = ""
+
+    def __call__(self, tokens: int) -> bool:
+        if self.deadline.over(f"{self.way.name} at {tokens} tokens"):
+            self.note = f"{self.note}; time was up before {tokens} tokens were tried"
+            return False
+        for share in self.way.shares:
+            prompt = max(2, int(tokens * share) // 16 * 16)
+            if self._fits(tokens, prompt, tokens - prompt):
+                return True
+        return False
+
+    def _policy(self, prompt: int, response: int):
+        options = {"max_row_tokens": max(prompt, response), **self.way.options}
+        if options.get("boundary") == "across_rows":
+            # One response at a time.
+            options["max_wave_tokens"] = 1
+        if self.way.options.get("boundary") == "in_row":
+            options["max_row_tokens"] = prompt + response
+        elif "max_row_tokens" in self.way.options:
+            options["max_row_tokens"] = max(16, CHUNK_TOKENS // self.scale)
+        return self.stepper.configured(**options, host_memory_bytes=self.host_bytes)
+
+    def _fits(self, tokens: int, prompt: int, response: int) -> bool:
+        batch = make_group(prompt, [response] * 2, vocab=self.stepper.vocab)
+        try:
+            timed = self.stepper.step(self._policy(prompt, response), batch)
+        except (torch.OutOfMemoryError, PlanError):
+            torch.cuda.empty_cache()
+            return False
+        self.ms[tokens] = timed.typical_ms
+        self.note = f"prompt {prompt}, two responses of {response}"
+        return True
+
+    def gradient_error(self) -> float:
+        """How far this way's gradients are from plain dense ones, at a size where both fit."""
+        prompt, response = max(32, 1024 // self.scale), max(16, 512 // self.scale)
+        batch = make_group(prompt, [response] * 2, vocab=self.stepper.vocab)
+        plain = self.stepper.configured(**DENSE, max_row_tokens=prompt + response)
+        self.stepper.step(plain, batch)
+        expected = _gradients(self.stepper.model)
+        options = dict(self.way.options)
+        if options.get("boundary") != "in_row":
+            options["max_row_tokens"] = max(16, response // 2)
+        else:
+            options["max_row_tokens"] = prompt + response
+        self.stepper.step(self.stepper.configured(**options), batch)
+        self.checked = f"prompt {prompt}, two responses of {response}, norms over all parameters"
+        return _distance(self.stepper.model, expected)
+
+
+def _long_prompt(
+    stepper: Stepper, case: str, prompt: int, host_bytes: int, scale: int
+) -> Iterator[ResultRow]:
+    batch = make_group(prompt, [max(2, LONG_RESPONSE // scale)] * 2, vocab=stepper.vocab)
+    for residency in ("recompute", "offload"):
+        policy = stepper.configured(
+            **GROUP,
+            residency=residency,
+            checkpointing="full",
+            max_row_tokens=max(16, CHUNK_TOKENS // scale),
+            host_memory_bytes=host_bytes,
+        )
+        note = f"chains of {policy.config.max_row_tokens} tokens, {residency}, checkpointing full"
+        try:
+            timed = stepper.step(policy, batch)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            yield _row(case, "out of memory", prompt, "tokens", f"{note}: {str(error)[:80]}")
+            continue
+        yield _row(case, "prompt that trained", prompt, "tokens", note)
+        yield _row(case, "its step", timed.typical_ms, "ms", note)
+        if timed.peak_bytes is not None:
+            yield _row(case, "its peak", timed.peak_bytes, "bytes", note)
+        return
+
+
+@contextmanager
+def capped(stepper: Stepper, cap_bytes: int) -> Iterator[None]:
+    """At most so much device memory for this process, while the block runs. On a CPU, nothing."""
+    if not stepper.cuda:
+        yield
+        return
+    _, total = torch.cuda.mem_get_info(stepper.device)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), stepper.device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, stepper.device)
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """On the host: the device's memory is what is measured."""
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.to("cpu", copy=True) for name, grad in found.items()}
+
+
+def _distance(model: torch.nn.Module, expected: dict[str, Tensor]) -> float:
+    square = total = 0.0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        wanted = expected[name].double()
+        square += float((parameter.grad.cpu().double() - wanted).square().sum())
+        total += float(wanted.square().sum())
+    return math.sqrt(square / total)
+
+
+def _row(case: str, metric: str, value: float, unit: str, note: str | None) -> ResultRow:
+    return ResultRow(
+        bench="capacity", case=case, metric=metric, unit=unit, value=float(value), note=note
+    )

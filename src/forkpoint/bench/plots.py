@@ -1,0 +1,130 @@
+"""Figures drawn from rows of measurements, and from nothing else."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from forkpoint.errors import ConfigError
+
+Row = dict[str, Any]
+COLOURS = ("#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#666666")
+
+
+def read_rows(files: Iterable[Path]) -> list[Row]:
+    """Rows of files that benches wrote.
+
+    Raises:
+        ConfigError: a line is not a row.
+    """
+    rows: list[Row] = []
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                rows.append({key: row[key] for key in ("bench", "case", "metric", "value")} | row)
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(
+                    f"{file}, line {number} is not a row of a bench; give files that forkpoint "
+                    "bench wrote."
+                ) from None
+    return rows
+
+
+def draw_all(rows: list[Row], folder: Path) -> list[Path]:
+    """One SVG for each figure that the rows have data for.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    drawn = []
+    for name, draw in (
+        ("step-grid", _step_grid),
+        ("memory", _memory),
+        ("capacity", _capacity),
+        ("predicted", _predicted),
+    ):
+        figure = draw(rows)
+        if figure is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            drawn.append(folder / f"{name}.svg")
+            FigureCanvasAgg(figure)
+            figure.savefig(drawn[-1])
+    if not drawn:
+        raise ConfigError("these rows hold nothing to draw: no step-grid, memory or capacity.")
+    return drawn
+
+
+def _step_grid(rows: list[Row]) -> Figure | None:
+    """Speed-up over N for each split, the counted bound as a dashed line."""
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for row in rows:
+        if row["bench"] == "step-grid" and row["metric"] == "speed-up":
+            mode, split, count = row["case"].split(" ")
+            point = (int(count.removeprefix("N=")), row["value"], row["bound"])
+            found.setdefault(f"{mode} {split}", []).append(point)
+    if not found:
+        return None
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for index, (name, points) in enumerate(sorted(found.items())):
+        counts, values, bounds = zip(*sorted(points), strict=True)
+        colour = COLOURS[index % len(COLOURS)]
+        axes.plot(counts, values, marker="o", color=colour, label=name)
+        axes.plot(counts, bounds, linestyle="--", color=colour, linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("rollouts of a prompt")
+    axes.set_ylabel("step, times dense (dashed: counted bound)")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _memory(rows: list[Row]) -> Figure | None:
+    """Peaks of phase B above weights and gradients, over dense, with the bar of each split."""
+    metric = "peak of phase B drained over dense"
+    found = [r for r in rows if r["bench"] == "memory" and r["metric"] == metric]
+    if not found:
+        return None
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    names = [row["case"] for row in found]
+    axes.barh(names, [row["value"] for row in found], color=COLOURS[0])
+    bounds = [row["bound"] for row in found]
+    axes.plot(bounds, names, "k|", markersize=14, label="share of suffix and boundary")
+    axes.invert_yaxis()
+    axes.set_xlabel("peak of phase B over dense, weights and gradients not counted")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _capacity(rows: list[Row]) -> Figure | None:
+    found = [r for r in rows if r["bench"] == "capacity" and r["metric"] == "largest total"]
+    if not found:
+        return None
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.barh([r["case"] for r in found], [r["value"] for r in found], color=COLOURS[2])
+    axes.invert_yaxis()
+    axes.set_xlabel("largest total length that trained, tokens")
+    return figure
+
+
+def _predicted(rows: list[Row]) -> Figure | None:
+    """Time and peak memory of every cell, predicted over measured."""
+    times = [r for r in rows if r["metric"] == "predicted / measured time"]
+    peaks = [r for r in rows if r["metric"] == "predicted / measured peak"]
+    if not times and not peaks:
+        return None
+    figure = Figure(figsize=(7, 0.22 * max(len(times), len(peaks)) + 1.5), layout="constrained")
+    axes = figure.add_subplot()
+    for points, marker, label in ((times, "o", "time"), (peaks, "s", "peak memory")):
+        names = [f"{r['bench']} {r['case']}" for r in points]
+        axes.plot([r["value"] for r in points], names, marker, label=label)
+    axes.axvline(1.0, color="k", linewidth=0.8)
+    axes.set_xlabel("predicted over measured")
+    axes.tick_params(axis="y", labelsize=6)
+    axes.legend(fontsize=8)
+    return figure

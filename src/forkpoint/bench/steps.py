@@ -1,0 +1,252 @@
+"""Training steps, timed: one model, shared and dense."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from forkpoint.bench.rows import ResultRow
+from forkpoint.config import Config
+from forkpoint.losses import GRPO
+from forkpoint.plan import Plan
+from forkpoint.policy import Policy, StepStats, wrap
+from forkpoint.rollouts import RolloutBatch
+
+# What the planner is not given of the device: allocations of kernels, the compiler's workspaces,
+# what the allocator cannot use for being in pieces.
+RESERVED_BYTES = 8 << 30
+DENSE = {"sharing": "none", "boundary": "in_row"}
+GROUP = {"sharing": "group", "boundary": "across_rows"}
+
+
+class Deadline:
+    """Seconds that a bench may take; what does not fit any more is left out, and said so."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self.left_out: list[str] = []
+
+    def over(self, what: str) -> bool:
+        """Whether the time is up; then `what` is noted as left out."""
+        if time.monotonic() < self._end:
+            return False
+        self.left_out.append(what)
+        return True
+
+
+@dataclass
+class Timed:
+    """Repeats of one step."""
+
+    plan: Plan
+    ms: list[float] = field(default_factory=list)
+    phase_ms: dict[str, list[float]] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    """The most that the device held during any of them."""
+    stats: StepStats | None = None
+
+    @property
+    def typical_ms(self) -> float:
+        return median(self.ms)
+
+    def quantile(self, share: float) -> float:
+        ordered = sorted(self.ms)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+class Stepper:
+    """Runs steps of one model; everything that is compiled or pinned is kept between them."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        compile_blocks: bool | None = None,
+        **options: object,
+    ) -> None:
+        base = Config(compile_blocks=compile_blocks, **options)  # type: ignore[arg-type]
+        self.model: nn.Module = model
+        self.policy = wrap(model, base)
+        self.device = self.policy.host.device
+        self.cuda = self.device.type == "cuda"
+        self._policies: dict[Config, Policy] = {}
+
+    @property
+    def mode(self) -> str:
+        return "compiled" if self.policy.host.compiles else "eager"
+
+    @property
+    def vocab(self) -> int:
+        return self.policy.host.shape.vocab
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Weights and their gradients."""
+        return 2 * sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What activations may take on this device; None on a CPU, where nobody says."""
+        if not self.cuda:
+            return None
+        _, total = torch.cuda.mem_get_info(self.device)
+        return total - self.fixed_bytes - RESERVED_BYTES
+
+    def configured(self, **changes: object) -> Policy:
+        config = replace(self.policy.config, **changes)  # type: ignore[arg-type]
+        if config not in self._policies:
+            self._policies[config] = self.policy.with_config(**changes)
+        return self._policies[config]
+
+    def step(self, policy: Policy, batch: RolloutBatch, plan: Plan | None = None) -> Timed:
+        """One step, the device idle at both ends; gradients are zeroed beforehand, not freed."""
+        return self.repeat(policy, batch, repeats=1, into=Timed(plan or policy.plan(batch)))
+
+    def repeat(self, policy: Policy, batch: RolloutBatch, *, repeats: int, into: Timed) -> Timed:
+        """Steps added to those already timed."""
+        for _ in range(repeats):
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            with self._timed(into):
+                stats = policy.forward_backward(batch, GRPO(), plan=into.plan)
+            into.stats = stats
+            for phase, ms in stats.phase_ms.items():
+                into.phase_ms.setdefault(phase, []).append(ms)
+        return into
+
+    def score(self, policy: Policy, batch: RolloutBatch, *, repeats: int) -> Timed:
+        """Log-probs alone, as old and reference passes need them."""
+        found = Timed(policy.plan(batch))
+        for _ in range(repeats):
+            with self._timed(found):
+                policy.score(batch, plan=found.plan)
+        return found
+
+    @contextmanager
+    def _timed(self, into: Timed) -> Iterator[None]:
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        yield
+        if self.cuda:
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+            into.peak_bytes = max(into.peak_bytes or 0, peak)
+        into.ms.append((time.perf_counter() - begin) * 1e3)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The baseline of a cell: some of its rollouts, run densely at their best, scaled to all."""
+
+    timed: Timed
+    scale: float
+    note: str
+
+    @property
+    def ms(self) -> float:
+        return self.timed.typical_ms * self.scale
+
+
+def best_dense(
+    stepper: Stepper, batch: RolloutBatch, *, repeats: int, sample: int = 4
+) -> tuple[Dense, Policy, RolloutBatch]:
+    """Dense with the row size that is fastest of those that fit: one rollout a row, or two.
+
+    The dense cost is linear in the rollouts: a sample is measured and scaled by counted FLOPs.
+    """
+    some = batch.select(list(range(min(sample, len(batch)))))
+    whole = stepper.configured(**DENSE).plan(batch)
+    found: list[tuple[Timed, Policy]] = []
+    longest = int(batch.lengths.max())
+    for rows in (1, 2):
+        policy = stepper.configured(**DENSE, max_row_tokens=rows * longest)
+        try:
+            timed = stepper.step(policy, some)
+            timed = stepper.repeat(policy, some, repeats=repeats, into=Timed(timed.plan))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            continue
+        found.append((timed, policy))
+    timed, policy = min(found, key=lambda f: f[0].typical_ms)
+    assert whole.shape is not None
+    scale = whole.dense.step_flops(whole.shape) / timed.plan.dense.step_flops(whole.shape)
+    rows = policy.config.max_row_tokens or 0
+    note = f"{len(some)} rollouts, scaled by {scale:.4g}; rows of at most {rows} tokens"
+    return Dense(timed, scale, note), policy, some
+
+
+def repeats_for(first_ms: float, *, budget_ms: float = 12_000.0, most: int = 5) -> int:
+    """How often to measure what takes so long."""
+    return max(1, min(most, int(budget_ms / max(first_ms, 1.0))))
+
+
+def cell_rows(
+    bench: str, case: str, shared: Timed, dense: Dense | None, *, shared_name: str = "shared"
+) -> Iterator[ResultRow]:
+    """All figures of one cell."""
+    plan = shared.plan
+    assert plan.shape is not None
+
+    def row(metric: str, value: float, unit: str, **more: object) -> ResultRow:
+        return ResultRow(
+            bench=bench,
+            case=case,
+            metric=metric,
+            unit=unit,
+            value=value,
+            **more,  # type: ignore
+        )
+
+    how = f"{plan.sharing} + {plan.boundary}, rows of at most {plan.max_row_tokens} tokens"
+    kinds = sorted({r.residency for r in plan.rows if r.children})
+    how += f", parents: {', '.join(kinds)}" if kinds else ""
+    yield row(
+        f"{shared_name} step",
+        shared.typical_ms,
+        "ms",
+        p20=shared.quantile(0.2),
+        p80=shared.quantile(0.8),
+        note=how,
+    )
+    for phase, ms in sorted(shared.phase_ms.items()):
+        yield row(f"{shared_name} phase {phase}", median(ms), "ms")
+    flops = plan.shared.step_flops(plan.shape)
+    yield row(f"{shared_name} rate", flops / shared.typical_ms / 1e9, "TFLOP/s")
+    if shared.peak_bytes is not None:
+        yield row(f"{shared_name} peak", shared.peak_bytes, "bytes")
+    if dense is not None:
+        rate = dense.timed.plan.dense.step_flops(plan.shape) / dense.timed.typical_ms / 1e9
+        yield row(
+            "dense step",
+            dense.ms,
+            "ms",
+            p20=dense.timed.quantile(0.2) * dense.scale,
+            p80=dense.timed.quantile(0.8) * dense.scale,
+            note=dense.note,
+        )
+        yield row("dense rate", rate, "TFLOP/s")
+        ratio = dense.ms / shared.typical_ms
+        yield row("speed-up", ratio, "x", baseline="dense", bound=plan.bound, note=how)
+        yield row("share of bound", ratio / plan.bound, "1", baseline="dense", bound=plan.bound)
+    yield from prediction_rows(bench, case, shared, row)
+
+
+def prediction_rows(
+    bench: str, case: str, timed: Timed, row: Callable[..., ResultRow]
+) -> Iterator[ResultRow]:
+    """What the planner predicted, beside what was measured. Nothing without a calibration."""
+    plan = timed.plan
+    if plan.predicted_ms is None:
+        return
+    yield row("predicted step", plan.predicted_ms, "ms", note=plan.rests_on)
+    yield row(
+        "predicted / measured time", plan.predicted_ms / timed.typical_ms, "1", note=plan.rests_on
+    )

@@ -1,0 +1,152 @@
+"""The benches of whole steps on a CPU, with a tiny model: they run, and rows say what they are."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forkpoint import save_rollouts
+from forkpoint.bench.capacity import largest
+from forkpoint.bench.plots import draw_all, read_rows
+from forkpoint.cli import main
+from forkpoint.errors import ConfigError
+from forkpoint.synthetic import synthetic_rollouts
+
+TINY = ("--tiny", "--blocks", "eager", "--layers", "1", "--json")
+
+
+def bench(
+    what: str, folder: Path, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[list[dict], dict]:
+    """Rows of a bench and its JSON line."""
+    output = folder / "rows.jsonl"
+    assert main(["bench", what, *options, *TINY, "--output", str(output)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert result["rows"] == len(rows)
+    for row in rows:
+        assert row["value"] == row["value"] and row["bench"] == what
+        assert row["commit"] and row["command"] and row["versions"]["torch"]
+    return rows, result
+
+
+def values(rows: list[dict], metric: str) -> dict[str, float]:
+    return {row["case"]: row["value"] for row in rows if row["metric"] == metric}
+
+
+def test_step_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, result = bench("step-grid", tmp_path, capsys, "--counts", "4")
+    assert not result["left_out"]
+    speed_ups = [row for row in rows if row["metric"] == "speed-up"]
+    # Four splits by one count, and the four cells where sharing gains least.
+    assert len(speed_ups) == 8 and all(row["bound"] >= 1 for row in speed_ups)
+    shared, dense = values(rows, "shared step"), values(rows, "dense step")
+    for row in speed_ups:
+        assert row["value"] == pytest.approx(dense[row["case"]] / shared[row["case"]])
+        share = values(rows, "share of bound")[row["case"]]
+        assert share == pytest.approx(row["value"] / row["bound"])
+    phases = [values(rows, f"shared phase {phase}") for phase in "ABC"]
+    for case, ms in shared.items():
+        assert 0 < sum(each[case] for each in phases) <= ms * 1.5
+    assert any("4 rollouts, scaled by 1;" in (row["note"] or "") for row in rows)
+
+
+def test_time_that_is_up_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "rows.jsonl"
+    command = ["bench", "step-grid", *TINY, "--output", str(output), "--max-seconds", "0"]
+    assert main(command) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["rows"] == 0 and len(result["left_out"]) == 20
+
+
+@pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-4b"])
+def test_policy_update(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, _ = bench("policy-update", tmp_path, capsys, "--shape", shape)
+    assert len(values(rows, "speed-up")) == 2
+    plain, shared = values(rows, "dense log-probs"), values(rows, "shared log-probs")
+    for row in (row for row in rows if row["metric"] == "log-probs speed-up"):
+        assert row["value"] == pytest.approx(plain[row["case"]] / shared[row["case"]])
+        assert row["bound"] > 1 and row["baseline"] == "dense"
+
+
+def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, _ = bench("memory", tmp_path, capsys, "--count", "3")
+    over = values(rows, "time over keep")
+    assert len(over) == 12 and {case.split(" ")[-1] for case in over} == {
+        *("keep", "offload", "recompute")
+    }
+    assert all(value == 1 for case, value in over.items() if case.endswith("keep"))
+    # Longer prompts leave more to offload.
+    out = list(values(rows, "offload out_bytes").values())
+    assert len(out) == 4 and out == sorted(out) and out[0] > 0
+    assert set(values(rows, "offload left_bytes").values()) == {0}
+
+
+def test_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--most-tokens", "4096", "--long-prompt", "16384")
+    rows, _ = bench("capacity", tmp_path, capsys, *options)
+    # There is no cap on a CPU: everything trains up to where it is told to stop.
+    assert set(values(rows, "largest total").values()) == {4096 // 64}
+    errors = values(rows, "gradient over dense")
+    assert len(errors) == 6 and max(errors.values()) < 1e-4
+    assert max(errors.values()) > 0, "gradients were compared with themselves"
+    assert list(values(rows, "prompt that trained").values()) == [256]
+
+
+def test_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rollouts = synthetic_rollouts(
+        groups=2, rollouts_per_group=4, prompt_tokens=64, response_tokens=16
+    )
+    save_rollouts(tmp_path / "rollouts.jsonl", rollouts)
+    rows, _ = bench("tree", tmp_path, capsys, str(tmp_path / "rollouts.jsonl"))
+    (ratio,) = (row for row in rows if row["metric"] == "speed-up")
+    assert ratio["bound"] > 1.5 and "2 of 2 groups" in ratio["note"]
+
+
+def test_without_a_gpu_only_the_tiny_shapes_run(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    assert main(["bench", "memory"]) == 2
+    assert "--tiny" in capsys.readouterr().err
+
+
+def test_figures_are_drawn_from_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench("step-grid", tmp_path, capsys, "--counts", "4")
+    cells = [
+        {"bench": "memory", "case": "a", "metric": "peak of phase B drained over dense"},
+        {"bench": "capacity", "case": "b", "metric": "largest total"},
+        {"bench": "step-grid", "case": "c", "metric": "predicted / measured time"},
+    ]
+    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({**c, "value": 0.5, "bound": 0.4}) + "\n" for c in cells)
+    folder = tmp_path / "figures"
+    command = ["bench", "plot", str(tmp_path / "rows.jsonl"), "--output", str(folder), "--json"]
+    assert main(command) == 0
+    drawn = json.loads(capsys.readouterr().out)["figures"]
+    names = ["step-grid", "memory", "capacity", "predicted"]
+    assert drawn == [str(folder / f"{name}.svg") for name in names]
+    assert all("<svg" in Path(path).read_text(encoding="utf-8")[:500] for path in drawn)
+
+
+def test_what_is_no_row_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"bench": "memory"}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 1 is not a row"):
+        read_rows([path])
+    with pytest.raises(ConfigError, match="nothing to draw"):
+        draw_all([], tmp_path)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 15, 16, 17, 100, 1023, 1024, 5000])
+def test_the_largest_that_fits(limit: int) -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    found = largest(fits, first=64, most=1024, step=16)
+    assert found == min(limit, 1024) // 16 * 16
+    assert all(size % 16 == 0 for size in tried) and len(tried) < 12
