@@ -23,7 +23,7 @@ from forkpoint import RolloutBatch, UnsupportedError, wrap
 from forkpoint.engine.views import LossViews, batch_denominators
 from forkpoint.errors import PlanError
 from forkpoint.losses import LossOutputs
-from forkpoint.testing import DenseRun, lifted_upcasts
+from forkpoint.testing import lifted_upcasts
 
 BAR = 1e-10
 """Of the norm of the whole gradient, for each parameter's; for log-probs and losses absolute, and
@@ -32,6 +32,18 @@ CANCELLED = 1e-2
 """Where the gradients of tokens cancel (a pair of twins), or that of a token the model is sure of,
 what is left is rounding. A gradient is taken to be no smaller than this much of what it came from:
 of the loss's gradient by log-probs and entropies, and of what those of single tokens add up to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """What ordinary training makes of a batch; log-probs and entropies are flat over it."""
+
+    loss: float
+    logprobs_T: Tensor
+    entropies_T: Tensor
+    gradients: dict[str, Tensor | None]
+    origin: float
+    """The size of what the gradient came from: see CANCELLED."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +84,7 @@ def check(case: Case) -> Outcome:
     except Refused as error:
         return Outcome(refused=str(error))
     with lifted_upcasts(model):
-        batch, dense, origin = _dense(model, case)
+        batch, dense = _dense(model, case)
         if case.checkpointed:
             # transformers is renaming it, and the old name warns where there is the new one.
             names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -104,7 +116,7 @@ def check(case: Case) -> Outcome:
     ]
     assert scores.entropies is not None
     faults += _off("entropies", _distance(scores.entropies, dense.entropies_T))
-    unit = max(norm, CANCELLED * origin) * case.scale
+    unit = max(norm, CANCELLED * dense.origin) * case.scale
     errors: dict[str, float] = {}
     zero = torch.zeros(1, dtype=torch.float64)
     for name, parameter in model.named_parameters():
@@ -116,7 +128,7 @@ def check(case: Case) -> Outcome:
         faults=tuple(faults),
         gradient_error=max(errors.values()) / (unit or 1.0),
         logprob_error=_distance(stats.logprobs, dense.logprobs_T),
-        cancelled=norm <= CANCELLED * origin,
+        cancelled=norm <= CANCELLED * dense.origin,
         saved_tokens=plan.logical_tokens - len(batch) - plan.computed_tokens,
         depth=max(depths, default=0),
     )
@@ -155,9 +167,8 @@ def _gradients_before(model: PreTrainedModel, case: Case, norm: float) -> dict[s
     return before
 
 
-def _dense(model: PreTrainedModel, case: Case) -> tuple[RolloutBatch, DenseRun, float]:
-    """The batch with its log-probs, ordinary training on it, and the size of what the gradient came
-    from (see CANCELLED). Leaves no gradients behind."""
+def _dense(model: PreTrainedModel, case: Case) -> tuple[RolloutBatch, Dense]:
+    """The batch with its log-probs, and ordinary training on it; leaves no gradients behind."""
     batch = case.batch
     logprobs, entropies = _dense_outputs(model, batch)
     own_T = logprobs.detach().numpy()
@@ -177,7 +188,6 @@ def _dense(model: PreTrainedModel, case: Case) -> tuple[RolloutBatch, DenseRun, 
     assert all(g is None or bool(g.isfinite().all()) for g in gradients.values())
     for parameter in model.parameters():
         parameter.grad = None
-    run = DenseRun(float(value.detach()), logprobs.detach(), entropies.detach(), gradients)
     weights = [torch.zeros_like(x) if x.grad is None else x.grad for x in outputs]
     origin = _norm(weights)
     if outputs:
@@ -188,7 +198,13 @@ def _dense(model: PreTrainedModel, case: Case) -> tuple[RolloutBatch, DenseRun, 
         origin = max(
             origin, _norm(torch.autograd.grad(outputs, trained, factors, allow_unused=True))
         )
-    return batch, run, origin
+    return batch, Dense(
+        loss=float(value.detach()),
+        logprobs_T=logprobs.detach(),
+        entropies_T=entropies.detach(),
+        gradients=gradients,
+        origin=origin,
+    )
 
 
 def _dense_outputs(model: PreTrainedModel, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
