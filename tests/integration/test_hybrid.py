@@ -109,6 +109,10 @@ def test_rows_that_are_offloaded_or_computed_again(family: str) -> None:
         Config(sharing="tree", boundary=b, max_row_tokens=CHAIN, residency=r)  # type: ignore[arg-type]
         for b, r in product(("across_rows", "mixed"), ("offload", "recompute"))
     ]
+    configs += [
+        Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN, checkpointing=c)  # type: ignore[arg-type]
+        for c in ("selective", "full")
+    ]
     check(model, truth(model, acceptance_batch(), loss), loss, configs)
 
 

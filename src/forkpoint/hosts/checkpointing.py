@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from forkpoint.errors import UnsupportedError
 
 # What families call the part of a block that works on each token by itself.
-MLP_NAMES = ("mlp", "block_sparse_moe")
+MLP_NAMES = ("mlp", "block_sparse_moe", "shared_mlp")
 
 
 @contextmanager
