@@ -34,6 +34,8 @@ CONFIGS = (
     Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN),
     Config(sharing="none", boundary="across_rows", max_row_tokens=CHAIN),
     Config(sharing="group", boundary="across_rows", waves="padded", max_row_tokens=CHAIN),
+    Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN, residency="recompute"),
+    Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN, residency="offload"),
 )
 WINDOWED: dict[str, Any] = {"sliding_window": 7}
 MODELS: dict[str, dict[str, Any]] = {

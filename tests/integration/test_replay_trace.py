@@ -12,7 +12,7 @@ from commands import Shell, made_up_rollouts, write_config
 
 import forkpoint
 from forkpoint import ConfigError, RolloutBatch, TraceError, wrap
-from forkpoint.losses import DAPO, GRPO, Denominators, LogLikelihood
+from forkpoint.losses import DAPO, GRPO, Denominators, LogLikelihood, ValueLoss
 from forkpoint.replay.batches import StepInput
 from forkpoint.replay.folder import ROWS, ReplayFolder
 from forkpoint.replay.loop import replay
@@ -83,9 +83,14 @@ def test_the_command_takes_the_recorded_loss(shell: Shell, tmp_path: Path) -> No
     assert manifest["fixed"]["loss"] == repr(LogLikelihood())
     other = shell(*arguments, "--loss", "grpo").result
     assert abs(other["shared_losses"][0] - done.result["shared_losses"][0]) > 0.1
+    unclear = shell(*arguments, "--clip", 0.1)
+    assert unclear.code == 2 and "clip was given without a loss" in unclear.err
+    assert "LogLikelihood" in unclear.err and "--loss" in unclear.err
 
 
-@pytest.mark.parametrize("loss", [GRPO(clip=0.3, kl=0.1), DAPO(), LogLikelihood()], ids=repr)
+@pytest.mark.parametrize(
+    "loss", [GRPO(clip=0.3, kl=0.1), DAPO(), LogLikelihood(), ValueLoss()], ids=repr
+)
 def test_losses_come_back(loss: Any, tmp_path: Path) -> None:
     assert recorded_loss(record(tmp_path / "trace", loss=loss)) == loss
 
