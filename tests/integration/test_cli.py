@@ -653,6 +653,7 @@ def test_plan_takes_the_batches_of_a_trace(shell: Shell, tmp_path: Path) -> None
     result = shell("plan", tmp_path / "trace").result
     assert (result["batches"], result["groups"], result["format"]) == (2, 4, "trace")
     assert shell("plan", tmp_path / "trace", "--batch-rollouts", 12).result["batches"] == 1
+    assert shell("plan", tmp_path / "trace", "--format", "verl").code == 2
 
 
 def _with_logprobs(rollouts: list) -> list:

@@ -328,8 +328,12 @@ def test_a_trace_is_read_as_one_list(tmp_path: Path) -> None:
     same(found[9:], truth(seed=1))
     assert len(RolloutBatch(found).groups()) == 6
     assert load_rollouts(tmp_path / "t", limit=4) == found[:4]
-    with pytest.raises(ConfigError, match="is a trace"):
+    with pytest.raises(ConfigError, match=r"format is 'verl', and .* is of the kind 'trace'"):
         load_rollouts(tmp_path / "t", format="verl")
+    path = write_json(tmp_path / "x.jsonl", rows_of(dumps.own(truth())))
+    with pytest.raises(ConfigError, match=r"format is 'trace', and .* is of the kind 'JSON lines'"):
+        load_rollouts(path, format="trace")
+    assert load_rollouts(tmp_path / "t", format="trace") == found
 
 
 def test_skipping_counts_what_it_skips(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -71,6 +71,11 @@ class RolloutFile:
     ) -> None:
         self.path = path
         self.container = "trace" if is_trace(path) else container_of(path)
+        if format is not None and (format == "trace") != (self.container == "trace"):
+            raise ConfigError(
+                f"format is {short(format)}, and {path} is of the kind {self.container!r}; a trace "
+                "has the format 'trace', and nothing else has it."
+            )
         self.format = "trace" if self.container == "trace" else format
         self.skipped = Skipped()
         self.notes: tuple[str, ...] = ()
@@ -136,8 +141,6 @@ class RolloutFile:
                     yield made
 
     def _trace(self) -> Iterator[Rollout]:
-        if self._asked not in (None, "trace"):
-            raise ConfigError(f"{self.path} is a trace; format {short(self._asked)} is for files.")
         self.format = "trace"
         for step in open_trace(self.path):
             for rollout in step.batch:
