@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 import torch
+from hybrids import tiny_hybrid
 from scenarios import CHAIN, LOSSES, TIGHT
 from steps import ACROSS, clear_gradients, forked_batch, relative_distance, step_error
 from steps import gradients as gradients_of
@@ -76,6 +77,16 @@ def test_experts(residency: str) -> None:
     for checkpointing in POLICIES:
         changed = replace(config, checkpointing=checkpointing)
         assert step_error(model, forked_batch(), losses.GRPO(), changed) < 1e-10
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES[1:])
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid"])
+def test_layers_that_carry_a_state(family: str, residency: str) -> None:
+    """Their states are boundary state as well: captured once, and not moved with activations."""
+    model = tiny_hybrid(family)
+    for checkpointing in POLICIES:
+        config = replace(ACROSS, residency=residency, checkpointing=checkpointing)
+        assert step_error(model, forked_batch(), losses.GRPO(), config) < 1e-10
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES[1:])
