@@ -8,7 +8,7 @@ ready := $(venv)/.installed
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format test-gpu test-versions bench-forest clean
+.PHONY: help demo test check format errors-page test-gpu test-wheel test-versions bench-forest clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,14 +23,22 @@ check: $(ready)  ## lint, formatting, types, and every example of the documentat
 	@$(bin)/ruff check .
 	@$(bin)/ruff format --check .
 	@$(bin)/pyright
+	@found=$$(PATH="$(CURDIR)/$(bin):$$PATH" pyright --verifytypes forkpoint --ignoreexternal) || \
+	  { echo "$$found" | grep -A 2 'error:\|completeness'; exit 1; }
 	@$(pytest) -q tests/unit/test_docs.py tests/unit/test_house.py
 
 format: $(ready)  ## rewrite files as `make check` wants them
 	@$(bin)/ruff check --fix .
 	@$(bin)/ruff format .
 
+errors-page: $(ready)  ## write docs/errors.md from the table of bad inputs
+	@$(bin)/python scripts/errors_page.py
+
 test-gpu: $(ready)  ## the tests that need one CUDA device
 	@$(bin)/python -m pytest -m gpu
+
+test-wheel:  ## build sdist and wheel, and use the wheel in an empty environment
+	@$(PYTHON) scripts/test_wheel.py
 
 test-versions: $(ready)  ## the transformers tests under every supported version
 	@bash scripts/test_versions.sh

@@ -1,5 +1,6 @@
 """The public object: a model together with how its batches are planned and run."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +14,14 @@ from forkpoint.engine.engine import Engine
 from forkpoint.engine.host import Host
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging, staging_for
-from forkpoint.engine.views import batch_denominators
-from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.engine.views import batch_denominators, check_range
+from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.outputs import PerToken
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.calibration import Calibration, find_calibration
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.verify import VerifyReport, verify
 
 
@@ -76,10 +77,11 @@ class Policy:
     """A model whose steps compute every shared token once. Made by `forkpoint.wrap`."""
 
     def __init__(self, host: Host, config: Config) -> None:
-        self.host, self.config = host, config
+        self.host: Host = host
+        self.config: Config = config
         self.observer: Callable[[str], None] | None = None
         """Called with each event of a step before it runs: for measurements."""
-        self._kept = _Kept()
+        self._kept: _Kept = _Kept()
 
     def plan(self, batch: RolloutBatch, loss: Loss | LossFunction | None = None) -> Plan:
         """What would run for a batch.
@@ -92,6 +94,7 @@ class Policy:
         Raises:
             PlanError: nothing fits the limits of the configuration.
         """
+        _check_batch(batch)
         loss = None if loss is None else as_loss(loss)
         coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
         return make_plan(
@@ -124,24 +127,31 @@ class Policy:
 
         Raises:
             RolloutError: the batch does not fit the model or the loss.
-            ConfigError: the loss does not fit the model: one of values for a language model, or
-                the reverse.
+            ConfigError: the loss, the denominators or the scale is none, or the loss does not fit
+                the model: one of values for a language model, or the reverse.
             UnsupportedError: the model's present state has not been shown exact.
             PlanError: no plan fits, or the plan given is another batch's.
 
         If it fails, no gradient is half added: see Config.restore_grads.
         """
+        _check_batch(batch)
         loss = as_loss(loss)
         loss.check_head(self.host.head)
         loss.check(batch)
+        check_range(batch, self.host.loss_dtype)
         self.host.check(batch, training=True)
-        if not torch.isfinite(torch.tensor(float(scale))):
-            raise ConfigError(f"scale is {scale!r}; it takes a finite number.")
+        if denominators is not None and not isinstance(denominators, Denominators):
+            raise ConfigError(
+                f"denominators is {short(denominators)} of type {type(denominators).__name__}; it "
+                "takes forkpoint.losses.Denominators(tokens=..., rollouts=..., groups=...), or "
+                "None for the batch's own counts."
+            )
+        factor = _finite(scale)
         plan = self._plan_for(batch, plan, loss)
         engine = Engine(self.host, self.config, self._staging_of(plan))
         engine.observer = self.observer
         result = engine.forward_backward(
-            plan, batch, loss, denominators or batch_denominators(batch), float(scale)
+            plan, batch, loss, denominators or batch_denominators(batch), factor
         )
         cuda = self.host.device.type == "cuda"
         return StepStats(
@@ -167,6 +177,8 @@ class Policy:
         Of a critic the values, which advantages are estimated with. Raises as `forward_backward`,
         and UnsupportedError where a critic is asked for entropies.
         """
+        _check_batch(batch)
+        check_range(batch, self.host.loss_dtype)
         if entropy and self.host.head == "values":
             raise UnsupportedError(
                 "entropies were asked for, but the model is a critic, which gives values; ask the "
@@ -188,10 +200,21 @@ class Policy:
 
         The model's gradients are as before when this returns. See `forkpoint.verify.verify`.
         """
+        _check_batch(batch)
         return verify(self, batch, as_loss(loss), denominators)
 
     def with_config(self, **changes: object) -> "Policy":
-        """The same model with other options."""
+        """The same model with other options.
+
+        Raises ConfigError for a change of compile_blocks, which `wrap` decides.
+        """
+        asked = changes.get("compile_blocks", self.config.compile_blocks)
+        if asked is not self.config.compile_blocks:
+            raise ConfigError(
+                f"the model was wrapped with compile_blocks={self.config.compile_blocks!r}, and "
+                f"with_config asks for {asked!r}; wrap it again, with "
+                f"Config(compile_blocks={asked!r})."
+            )
         policy = Policy(self.host, replace(self.config, **changes))  # type: ignore[arg-type]
         policy._kept = self._kept
         return policy
@@ -218,6 +241,11 @@ class Policy:
     def _plan_for(self, batch: RolloutBatch, plan: Plan | None, loss: Loss | None) -> Plan:
         if plan is None:
             return self.plan(batch, loss)
+        if not isinstance(plan, Plan):
+            raise PlanError(
+                f"the plan is {short(plan)} of type {type(plan).__name__}; give one that "
+                "policy.plan(batch) made, or None."
+            )
         plan.check_batch(batch)
         return plan
 
@@ -232,9 +260,34 @@ def wrap(model: nn.Module, config: Config | None = None) -> Policy:
 
     Raises:
         UnsupportedError: the model has not been shown exact; the message names what is in the way.
+        ConfigError: the configuration is no Config, or has sizes that no model can have.
 
     Nothing of the model is changed but while a step runs, so there is nothing to undo: drop the
     policy and the model is as it was.
     """
-    config = config or Config()
+    config = Config() if config is None else config
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config is {short(config)} of type {type(config).__name__}; it takes a "
+            "forkpoint.Config, such as Config(sharing='tree'), or None."
+        )
     return Policy(TransformersHost(model, compile_blocks=config.compile_blocks), config)
+
+
+def _check_batch(batch: object) -> None:
+    if not isinstance(batch, RolloutBatch):
+        raise RolloutError(
+            f"the batch is {short(batch)} of type {type(batch).__name__}; it takes a RolloutBatch. "
+            "Make one of a list of rollouts with forkpoint.RolloutBatch(rollouts)."
+        )
+
+
+def _finite(scale: object) -> float:
+    """The scale as a number: it may be one of Python, numpy or a tensor of one element."""
+    try:
+        number = float(scale)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"scale is {short(scale)}; it takes a finite number.")
+    return number

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import secrets
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -36,8 +37,9 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
     The suffix chooses the format: .jsonl plain, .gz gzip, .zst zstd. What was at `path` is replaced
     once everything is written; after an error it is as before.
 
-    Raises RolloutError for another suffix, a missing folder, no rollouts, things that are none, a
-    rollout_id that is there twice, and extras that JSON cannot give back as they are.
+    Raises RolloutError for another suffix, a missing folder, a path that is a directory, no
+    rollouts, things that are none, a rollout_id that is there twice, and extras that JSON cannot
+    give back as they are.
     """
     path = Path(path)
     if path.suffix not in _SUFFIXES:
@@ -46,8 +48,9 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
         )
     if not path.parent.is_dir():
         raise RolloutError(f"The folder {path.parent} does not exist. Create it before saving.")
-    rollouts = list(rollouts)
-    check_rollouts(rollouts, "a file")
+    if path.is_dir():
+        raise RolloutError(f"{path} is a directory. Give the path of a file to write.")
+    rollouts = check_rollouts(rollouts, "a file")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -117,15 +120,32 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
             f"{where}: byte {error.start + 1} is 0x{line[error.start]:02x}, which is not UTF-8. "
             "Save the file as UTF-8, plain or compressed with gzip or zstd."
         ) from None
+    if text.startswith("\ufeff"):
+        raise RolloutError(
+            f"{where} begins with a byte order mark. Save the file as UTF-8 without one."
+        )
     try:
         record = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
+        rest = text[error.pos : error.pos + 40].strip()
         raise RolloutError(
             f"{where}, column {error.colno}: not JSON ({error.msg}), at "
-            f"{short(text[error.pos : error.pos + 40])}. Each line holds one whole JSON object."
+            f"{short(rest) if rest else 'the end of the line'}. Each line holds one whole JSON "
+            "object."
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise RolloutError(f"{where}: {error}. Write each rollout as one flat object.") from None
+    except _KeyTwice as error:
+        raise RolloutError(f"{where}: {error}. Leave one of the two out.") from None
+    except RecursionError:
+        raise RolloutError(
+            f"{where}: lists or objects are nested too deeply. Write each rollout as one flat "
+            "object."
+        ) from None
+    except ValueError:
+        # Of Python's own limit, and with advice on how to raise it.
+        raise RolloutError(
+            f"{where}: a number has more than {sys.get_int_max_str_digits()} digits. Numbers of a "
+            "rollout have a few; look at what wrote the line."
+        ) from None
     if not isinstance(record, dict):
         raise RolloutError(
             f"{where} is {short(record)}; each line holds one JSON object with the keys "
@@ -148,12 +168,16 @@ def rollout_of(record: dict[str, Any]) -> Rollout:
     return Rollout(**_gather_extras(record))
 
 
+class _KeyTwice(ValueError):
+    """An object has a key twice."""
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {short(twice)} is there twice in one object")
+        raise _KeyTwice(f"the key {short(twice)} is there twice in one object")
     return record
 
 

@@ -174,8 +174,7 @@ class RolloutBatch:
     extras: tuple[dict[str, Any] | None, ...]
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
-        given = list(rollouts)
-        check_rollouts(given, "a batch")
+        given = check_rollouts(rollouts, "a batch")
         rollout_ids = _fill_ids([rollout.rollout_id for rollout in given])
         named = tuple(
             rollout if rollout.rollout_id is not None else replace(rollout, rollout_id=name)
@@ -260,11 +259,17 @@ class RolloutBatch:
             )
 
 
-def check_rollouts(rollouts: Sequence[Rollout], what: str) -> None:
-    """Refuses, for `what` (such as "a batch"), no rollouts, things that are none, and equal ids.
+def check_rollouts(given: Iterable[Rollout], what: str) -> list[Rollout]:
+    """The rollouts; refuses, for `what` (such as "a batch"), none, other things, and equal ids.
 
     Raises RolloutError, naming the value and its position.
     """
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, dict)):
+        raise RolloutError(
+            f"The rollouts are {short(given)} of type {type(given).__name__}; {what} takes a list "
+            "of Rollout objects. Put a single one into a list; load_rollouts(path) reads a file."
+        )
+    rollouts = list(given)
     if not rollouts:
         raise RolloutError(f"There are no rollouts; {what} takes at least one.")
     seen: dict[str, int] = {}
@@ -282,6 +287,7 @@ def check_rollouts(rollouts: Sequence[Rollout], what: str) -> None:
                     f"and {position}; each rollout of {what} needs its own. Rename one, or leave "
                     "rollout_id out."
                 )
+    return rollouts
 
 
 def _name(rollout_id: str) -> str:

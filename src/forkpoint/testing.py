@@ -4,6 +4,8 @@ With `dense_run` (ordinary training) and `lifted_upcasts` (float64 throughout) t
 family, a kernel or a loss is exact; see docs/adding-a-model.md.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +16,26 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from forkpoint.dense import DenseRun as DenseRun
 from forkpoint.dense import dense_run as dense_run
 from forkpoint.hosts.upcasts import lifted_upcasts as lifted_upcasts
+from forkpoint.ops.attention import Kernel, registry
 
 PLAIN_ATTENTION = "forkpoint_plain"
+
+
+@contextmanager
+def registered_kernel(kernel: Kernel) -> Iterator[None]:
+    """Within it `Config(attention_kernel=kernel.name)` finds the kernel, and "auto" asks it first.
+
+    For kernels that are being written; see docs/adding-a-kernel.md.
+    """
+    before = registry.KERNELS
+    assert kernel.name not in {k.name for k in before}, f"there is a kernel {kernel.name!r} already"
+    try:
+        registry.KERNELS = (kernel, *before)
+        registry.forget_choices()
+        yield
+    finally:
+        registry.KERNELS = before
+        registry.forget_choices()
 
 
 def plain_attention(

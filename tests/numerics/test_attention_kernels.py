@@ -149,24 +149,6 @@ def test_refuses_a_dtype_that_no_kernel_takes() -> None:
         f"Attention kernel 'reference' cannot serve: it takes {takes}, not torch.int8. "
         "Able to serve here: none. Name one of these, or leave the choice to 'auto'."
     )
-    with pytest.raises(UnsupportedError) as raised:
-        select(dtype=torch.int8)
-    assert str(raised.value) == (
-        "No attention kernel can serve torch.int8 on cpu with head dims 32 and 32. "
-        "fa4: it runs on cuda, not on cpu; cudnn: it runs on cuda, not on cpu; "
-        "fa2: it runs on cuda, not on cpu; "
-        f"cpu_flash: it takes {takes}, not torch.int8; reference: it takes {takes}, not torch.int8."
-    )
-
-
-def test_refuses_an_unknown_name() -> None:
-    with pytest.raises(UnsupportedError) as raised:
-        select("flashy")
-    assert str(raised.value) == (
-        "There is no attention kernel 'flashy'; there are 'auto', 'fa4', 'cudnn', 'fa2', "
-        "'cpu_flash', 'reference'. "
-        "Able to serve here: 'cpu_flash', 'reference'."
-    )
 
 
 SIXTEEN = "it takes torch.bfloat16, torch.float16, not torch.float32"

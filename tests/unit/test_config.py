@@ -73,16 +73,3 @@ def test_a_config_cannot_be_changed_and_its_changes_are_checked() -> None:
 def test_refusals_are_value_errors_of_forkpoint() -> None:
     assert issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, ForkpointError)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attention_kernel": 5}, "attention_kernel is 5"),
-        ({"restore_grads": "no"}, "restore_grads is 'no'; allowed are True, False"),
-        ({"compile_blocks": 1}, "compile_blocks is 1; allowed are True, False, None"),
-    ],
-)
-def test_refuses_what_is_not_of_the_kind(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Config(**options)

@@ -152,19 +152,6 @@ def test_explain_cuts_long_tables_short_and_says_so() -> None:
     assert "and 21 segments more" in text
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nonsense", "not JSON"),
-        ('{"version": 2}', "lacks or has besides: .*forest"),
-        ("[]", "version 'list'"),
-    ],
-)
-def test_refuses_what_is_no_plan(text: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        Plan.from_json(text)
-
-
 def test_a_budget_that_whole_paths_cannot_meet_is_named() -> None:
     batch = RolloutBatch([Rollout([1] * 1000, [0] * 999 + [1], 1.0)])
     shape = ModelShape(

@@ -132,35 +132,13 @@ def test_unknown_keys_go_into_extras(tmp_path):
     assert "weights" not in record
 
 
-BAD_JSON = GOOD[:30]
 LINE_2 = [
-    # JSON
-    (BAD_JSON, ["column 22", "not JSON", "one whole JSON object"]),
     ("hello", ["column 1", "Expecting value", "'hello'"]),
-    ("[1, 2]", ["is [1, 2]", "one JSON object", "token_ids, loss_mask, advantage"]),
     ("3", ["is 3", "one JSON object"]),
-    ('{"token_ids":[1],"token_ids":[2]}', ["the key 'token_ids' is there twice"]),
-    ('{"token_ids":[' + "9" * 5000 + "]}", ["4300 digits"]),
-    ("[" * 200_000, ["recursion"]),
-    # fields
+    ("[" * 200_000, ["nested too deeply"]),
     ("{}", ["has no token_ids, loss_mask, advantage", "its keys are []", "rename"]),
-    (GOOD.replace("loss_mask", "mask"), ["has no loss_mask", "'mask'", "rename"]),
-    (GOOD.replace("0.5", "null"), ["Rollout 'a': advantage is None"]),
-    (GOOD.replace("0.5", "NaN"), ["advantage is nan", "finite"]),
-    (GOOD.replace("0.5", "[0, 1, Infinity]"), ["advantage[2] is inf", "finite"]),
     (GOOD.replace("0.5", "-1e999"), ["advantage is -inf", "finite"]),
     (GOOD.replace("[1,2", "[1,NaN"), ["token_ids[1] is nan", "whole numbers"]),
-    (GOOD.replace("[1,2", "[1,true"), ["token_ids[1] is True", "whole numbers"]),
-    (GOOD.replace("[1,2", "[1,2.0"), ["token_ids[1] is 2.0", "whole numbers"]),
-    (GOOD.replace("[1,2", "[1,-7"), ["token_ids[1] is -7", "whole numbers"]),
-    (GOOD.replace("[0,1,1]", "[0,1]"), ["loss_mask has 2 entries, but token_ids has 3"]),
-    (GOOD.replace("[0,1,1]", "[1,1,1]"), ["loss_mask[0] is 1"]),
-    (GOOD[:-1] + ',"temperature":0}', ["temperature is 0", "above 0"]),
-    (GOOD.replace('"a"', "[1]"), ["rollout_id is [1]"]),
-    # extras
-    (GOOD[:-1] + ',"extras":[1],"reward":1}', ["extras is [1]", "dict or None"]),
-    (GOOD[:-1] + ',"extras":{"reward":2},"reward":1}', ["'reward' is a key of the line and of"]),
-    (GOOD[:-1] + ',"reward":NaN}', ["extras['reward'] is nan", "null"]),
     (GOOD[:-1] + ',"extras":{"s":{"x":[1,1e999]}}}', ["extras['s'] is {'x': [1, inf]}"]),
 ]
 
@@ -181,19 +159,6 @@ def test_lines_are_counted_from_1_with_blank_ones(tmp_path):
         load_rollouts(path)
 
 
-def test_refuses_other_encodings(tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_bytes(GOOD.encode() + b'\n{"a": "\xe9"}')
-    with pytest.raises(RolloutError, match=refusal("line 2: byte 8 is 0xe9", "not UTF-8", "Save")):
-        load_rollouts(path)
-
-
-def test_refuses_a_rollout_id_that_is_there_twice(tmp_path):
-    path = write(tmp_path, GOOD, "", GOOD)
-    with pytest.raises(RolloutError, match=refusal("'a' is on line 1 and again on line 3")):
-        load_rollouts(path)
-
-
 @pytest.mark.parametrize(
     "content",
     [b"", b"\n  \r\n", gzip.compress(b""), zstandard.compress(b"")],
@@ -204,13 +169,6 @@ def test_refuses_an_empty_file(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(RolloutError, match=refusal(f"{path} holds no rollouts", "blank lines")):
         load_rollouts(path)
-
-
-def test_refuses_a_path_that_is_no_file(tmp_path):
-    with pytest.raises(RolloutError, match=refusal(f"{tmp_path / 'no'} does not exist", "Give")):
-        load_rollouts(tmp_path / "no")
-    with pytest.raises(RolloutError, match=refusal(f"{tmp_path} is a directory", "Give")):
-        load_rollouts(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -263,12 +221,6 @@ def test_save_refuses_extras_that_json_cannot_give_back(tmp_path, extras, parts)
 
 def test_save_refuses(tmp_path):
     rollout = Rollout([1], [0], 1.0, rollout_id="b")
-    with pytest.raises(RolloutError, match=refusal("ends in '.txt'", ".jsonl, .gz, .zst")):
-        save_rollouts(tmp_path / "r.txt", [rollout])
-    with pytest.raises(RolloutError, match=refusal(f"folder {tmp_path / 'no'} does not exist")):
-        save_rollouts(tmp_path / "no" / "r.jsonl", [rollout])
-    with pytest.raises(RolloutError, match="There are no rollouts; a file takes at least one"):
-        save_rollouts(tmp_path / "r.jsonl", [])
     with pytest.raises(RolloutError, match="'b' is given twice, at positions 0 and 1"):
         save_rollouts(tmp_path / "r.jsonl", [rollout, rollout])
     with pytest.raises(RolloutError, match="Item 0 is 5 of type int; a file takes Rollout"):

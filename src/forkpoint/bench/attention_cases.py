@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ class Case:
     small: bool = False
 
     @classmethod
-    def flat(cls, kind: str, prefix: int, lengths: tuple[int, ...], **options) -> "Case":
+    def flat(cls, kind: str, prefix: int, lengths: tuple[int, ...], **options: Any) -> "Case":
         case = cls("", (prefix,), (lengths,), **options)
         ragged = len(set(lengths)) > 1
         size = f"U{min(lengths)}-{max(lengths)}" if ragged else f"{lengths[0]}"
@@ -120,19 +121,25 @@ class Inputs:
     def __init__(self, case: Case) -> None:
         self.case = case
         forest = case.forest()
-        self.row = case.row(forest)
+        self.row: Row = case.row(forest)
         table = full_table(forest, self.row, {})
-        self.table = AttentionTable.from_numpy(table.launches, table.cu, device="cuda")
+        self.table: AttentionTable = AttentionTable.from_numpy(
+            table.launches, table.cu, device="cuda"
+        )
         generator = torch.Generator("cuda").manual_seed(0)
 
         def normal(heads: int) -> Tensor:
             shape = (self.row.slots, heads, case.head_dim)
             return torch.randn(shape, generator=generator, device="cuda", dtype=case.dtype)
 
-        self.q, self.do = normal(case.heads), normal(case.heads)
-        self.k, self.v = normal(case.kv_heads), normal(case.kv_heads)
-        self.scale = case.head_dim**-0.5
-        self.slot_of = dict(zip(self.row.segments, self.row.slot_begin, strict=True))
+        self.q: Tensor = normal(case.heads)
+        self.do: Tensor = normal(case.heads)
+        self.k: Tensor = normal(case.kv_heads)
+        self.v: Tensor = normal(case.kv_heads)
+        self.scale: float = case.head_dim**-0.5
+        self.slot_of: dict[int, int] = dict(
+            zip(self.row.segments, self.row.slot_begin, strict=True)
+        )
 
     def forward(self, kernel: str) -> tuple[Tensor, Tensor]:
         return torch.ops.forkpoint.shared_attention(
@@ -152,7 +159,9 @@ class Inputs:
     def launches(self) -> list[Launch]:
         return read_launches(self.table.launches, self.table.cu_cpu, self.table.cu_device)
 
-    def stock_calls(self, kernel: str, o: Tensor, lse: Tensor) -> tuple[Callable, Callable]:
+    def stock_calls(
+        self, kernel: str, o: Tensor, lse: Tensor
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
         """The kernels' own calls that the operator is made of, forward and backward."""
         options = {"scale": self.scale, "softcap": 0.0, "window": 0}
         calls = []

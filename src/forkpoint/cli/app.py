@@ -23,7 +23,7 @@ from forkpoint.cli.plan import Plan
 from forkpoint.cli.replay import Replay
 from forkpoint.cli.report import Report
 from forkpoint.cli.verify import Verify
-from forkpoint.errors import ForkpointError
+from forkpoint.errors import ConfigError, ForkpointError
 
 DESCRIPTION = """Train language models on rollouts that share tokens, computing every shared token \
 once.
@@ -34,7 +34,7 @@ responses to one prompt form a group and share its tokens. Begin with `forkpoint
 
 Exit codes: 0 done, 1 a check failed, 2 an error in what was given, 130 interrupted."""
 
-COMMANDS = {
+COMMANDS: dict[str, Any] = {
     "demo": Demo,
     "plan": Plan,
     "replay": Replay,
@@ -99,6 +99,11 @@ def _read(arguments: list[str]) -> Command:
         return tyro.cli(kind, prog=prog, args=arguments[2:], config=config)
     if name in COMMANDS:
         return tyro.cli(COMMANDS[name], prog=f"forkpoint {name}", args=arguments[1:], config=config)
+    if name and not name.startswith("-"):
+        raise ConfigError(
+            f"there is no command {name!r}; there are {', '.join(COMMANDS)}. "
+            "forkpoint --help says what each does."
+        )
     # No command: tyro shows the list, with the first sentence of each, or says what is wrong.
     listed = [
         Annotated[kind, subcommand(name, description=(kind.__doc__ or "").split("\n\n")[0])]

@@ -103,14 +103,29 @@ class Bench:
                 f"bench {self.what} has no suite {', '.join(wrong)}; it has "
                 f"{', '.join(SUITES[self.what])}."
             )
+        for name, value in (("layers", self.layers), ("repeats", self.repeats)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
+        from forkpoint.ops.attention import KERNELS
+
+        known = [kernel.name for kernel in KERNELS]
+        for name in self.kernels:
+            if name not in known:
+                raise ConfigError(f"kernels has {name!r}; allowed are {', '.join(known)}.")
+        if not self.dtypes:
+            raise ConfigError(
+                "dtypes names none, so there is nothing to measure; name at least one."
+            )
+        if self.output and (not self.output.parent.is_dir() or self.output.is_dir()):
+            raise ConfigError(
+                f"output is {self.output}, which is a folder or lies in none; give the path of a "
+                "file to append to, in a folder that exists."
+            )
         if not cuda and set(suites) != {SMOKE}:
             raise ConfigError(
                 f"bench {self.what} measures GPU kernels, and torch sees no CUDA device here; run "
                 "it on a machine with one (bench hybrid --suite smoke runs anywhere)."
             )
-        for name, value in (("layers", self.layers), ("repeats", self.repeats)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
 
     def _attention(self, suites: tuple[Suite, ...]) -> "Iterator[tuple[str, list[ResultRow]]]":
         import torch

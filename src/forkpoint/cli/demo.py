@@ -16,7 +16,7 @@ from forkpoint.errors import ConfigError
 if TYPE_CHECKING:
     from forkpoint.demo.loop import Rollouts, Step
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": len(WORDS),
     "hidden_size": 64,
@@ -62,7 +62,7 @@ class Demo:
     prompt_tokens: Count = 1024
     response_tokens: Count = 24
     lr: Annotated[float, arg(metavar="RATE")] = 3e-3
-    seed: Annotated[int, arg(metavar="N")] = 0
+    seed: Count = 0
     output: Annotated[Path, arg(metavar="DIR")] = Path("demo-output")
     json: Flag = False
 

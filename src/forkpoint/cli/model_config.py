@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from forkpoint.cli.options import Memory
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.hosts.families import FAMILIES
 from forkpoint.plan import MODELS, ModelShape
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -22,7 +23,7 @@ def config_path(model: Path) -> Path:
             "config.json and weights, or a config.json alone for random weights; nothing is "
             "downloaded."
         )
-    if model.is_file():
+    if not model.is_dir():
         return model
     if not (model / "config.json").is_file():
         raise ConfigError(
@@ -54,7 +55,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_shape(model: Path, options: Memory) -> ModelShape:
     """The sizes that FLOPs and bytes are counted from: of a configuration, or of a model by name.
 
-    Raises ConfigError where the configuration does not say them, and for what is neither.
+    Raises ConfigError where the configuration does not say them, and for what is neither; and
+    UnsupportedError for a family that forkpoint does not know, whose cost it cannot count.
     """
     sizes = {
         "dtype_bytes": DTYPE_BYTES[options.dtype],
@@ -70,6 +72,7 @@ def read_shape(model: Path, options: Memory) -> ModelShape:
         return ModelShape.from_config(MODELS[name], **sizes)
     path = config_path(model)
     config = read_config(path)
+    check_family(path, config)
     # What a left out key means is known to the model's code alone, which would need torch.
     needed = ["num_key_value_heads", "head_dim"] if config["model_type"] != "llama" else []
     needed += ["layer_types"] if config.get("use_sliding_window") else []
@@ -79,4 +82,17 @@ def read_shape(model: Path, options: Memory) -> ModelShape:
             f"{path} has no {', '.join(missing)}, whose default depends on the model. Add it, or "
             "give the config.json that save_pretrained writes."
         )
-    return ModelShape.from_config(config, **sizes)
+    try:
+        return ModelShape.from_config(config, **sizes)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def check_family(path: Path, config: dict[str, Any]) -> None:
+    """Raises UnsupportedError for a model of a family that forkpoint does not know."""
+    kind = config["model_type"]
+    if kind not in FAMILIES:
+        raise UnsupportedError(
+            f"{path}: model_type {kind!r} has not been shown exact; supported are "
+            f"{', '.join(FAMILIES)}."
+        )

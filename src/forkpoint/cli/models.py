@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 from transformers.utils import logging
 
-from forkpoint.cli.model_config import config_path, read_config
-from forkpoint.cli.options import Runtime
+from forkpoint.cli.model_config import check_family, config_path, read_config
+from forkpoint.cli.options import Runtime, check_seed
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
-from forkpoint.hosts.families import FAMILIES
 from forkpoint.plan import ModelShape
 
 
@@ -25,24 +24,27 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
     """
     device = _device(options.device)
     path = config_path(model)
-    kind = read_config(path)["model_type"]
-    if kind not in FAMILIES:
+    config = read_config(path)
+    check_family(path, config)
+    if config.get("quantization_config") is not None:
         raise UnsupportedError(
-            f"{path}: model_type {kind!r} has not been shown exact; supported are "
-            f"{', '.join(FAMILIES)}."
+            f"{path} has a quantization_config; quantized parameters have not been shown exact. "
+            "Give an unquantized checkpoint, or take it out for random weights."
         )
+    check_seed(options.seed)
     dtype = getattr(torch, options.dtype)
     logging.disable_progress_bar()
     # Transformers checks what it reads by errors of many kinds, each of them about the user's file.
     try:
-        if model.is_dir():
-            made = _load(model, dtype)
-        else:
-            made = random_model(read_config(path), dtype, options.seed)
+        made = _load(model, dtype) if model.is_dir() else random_model(config, dtype, options.seed)
     except ForkpointError:
         raise
     except Exception as error:
-        raise ConfigError(f"transformers cannot make a model of {model}: {error}") from error
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
+        raise ConfigError(
+            f"transformers cannot make a model of {model} ({reason}). "
+            f"Correct {path.name}, or give a model that this transformers ({__version__}) knows."
+        ) from error
     if options.gradient_checkpointing:
         # Newer transformers warn of the old name; both take the same first argument.
         enable = getattr(made, "activation_checkpointing_enable", None)
@@ -95,11 +97,7 @@ def shallow_models(
     where = _device(device)
     path = config_path(model)
     config = read_config(path)
-    if config["model_type"] not in FAMILIES:
-        raise UnsupportedError(
-            f"{path}: model_type {config['model_type']!r} has not been shown exact; supported are "
-            f"{', '.join(FAMILIES)}."
-        )
+    check_family(path, config)
     kind: torch.dtype = getattr(torch, dtype)
     try:
         whole = AutoConfig.for_model(**config).to_dict()

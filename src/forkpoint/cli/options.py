@@ -8,24 +8,42 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import DisallowNone, Positional, arg
+from tyro.constructors import PrimitiveConstructorSpec
 
 from forkpoint.cli.output import Output
 from forkpoint.config import Config
+from forkpoint.errors import ConfigError
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.traces import RolloutFile, open_rollouts
 
+MOST_SEED = 2**63 - 1
 DtypeName = Literal["float32", "bfloat16", "float64"]
+
+
+def _whole_number(words: list[str]) -> int:
+    try:
+        return int(words[0])
+    except ValueError:
+        raise ValueError(f"{words[0]!r} is no whole number.") from None
+
+
+# Tyro's own way to read a number that may be left out says which types it tried.
+WholeNumber: PrimitiveConstructorSpec[int] = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="N",
+    instance_from_str=_whole_number,
+    is_instance=lambda value: value is None or isinstance(value, int),
+    str_from_instance=lambda value: [str(value)],
+)
 
 File = Positional[Annotated[Path, arg(metavar="FILE")]]
 ModelPath = Annotated[Path, arg(metavar="DIR|CONFIG.json")]
 Flag = Annotated[bool, arg(help_behavior_hint="")]
-Count = Annotated[int, arg(metavar="N")]
-Limit = DisallowNone[Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")]]
-Unlimited = DisallowNone[
-    Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: no limit)")]
-]
-Chosen = DisallowNone[
-    Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: chosen by the planner)")]
+Count = Annotated[int, WholeNumber]
+Limit = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: all)")]
+Unlimited = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: no limit)")]
+Chosen = Annotated[
+    int | None, WholeNumber, arg(help_behavior_hint="(default: chosen by the planner)")
 ]
 Measured = DisallowNone[
     Annotated[
@@ -105,7 +123,13 @@ class Runtime(Memory):
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: Annotated[int, arg(metavar="N")] = 0
+    seed: Count = 0
+
+
+def check_seed(seed: int) -> None:
+    """Raises ConfigError for a seed that not every generator takes."""
+    if not 0 <= seed <= MOST_SEED:
+        raise ConfigError(f"seed is {seed}; it takes a whole number from 0 to {MOST_SEED}.")
 
 
 # fmt: off

@@ -29,7 +29,7 @@ class Output:
         self.json_only = json_only
         self.facts: dict[str, Any] = {}
         """What goes into the JSON line besides, at its end."""
-        self.width = NARROW if not sys.stdout.isatty() else Console().width
+        self.width: int = NARROW if not sys.stdout.isatty() else Console().width
         self._console = Console(width=self.width, highlight=False, markup=False)
         self._errors = Console(stderr=True, highlight=False, markup=False)
 

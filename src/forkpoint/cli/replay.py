@@ -21,6 +21,7 @@ from forkpoint.cli.options import (
     Planning,
     Reading,
     Runtime,
+    WholeNumber,
 )
 from forkpoint.cli.output import Output, options, plain
 from forkpoint.cli.selection import Selection
@@ -87,8 +88,8 @@ class Recording:
     output: DisallowNone[
         Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: keep nothing)")]
     ] = None
-    checkpoint_every: DisallowNone[
-        Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: at the end alone)")]
+    checkpoint_every: Annotated[
+        int | None, WholeNumber, arg(help_behavior_hint="(default: at the end alone)")
     ] = None
     resume: Flag = False
 

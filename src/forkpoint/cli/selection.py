@@ -5,16 +5,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from tyro.conf import DisallowNone, arg
+from tyro.conf import arg
 
-from forkpoint.cli.options import Reading, load_batch
+from forkpoint.cli.options import Reading, WholeNumber, load_batch
 from forkpoint.cli.output import Output
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts import Rollout, RolloutBatch
 
-Most = DisallowNone[
-    Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all of them)")]
-]
+Most = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: all of them)")]
 
 PER_TOKEN = (
     *("token_ids", "loss_mask", "advantage", "weights", "returns"),

@@ -57,7 +57,9 @@ class Engine:
 
     def __init__(self, host: Host, config: Config, staging: Staging | None = None) -> None:
         """`staging` is where plans that offload rows put them."""
-        self.host, self.config, self.staging = host, config, staging
+        self.host: Host = host
+        self.config: Config = config
+        self.staging: Staging | None = staging
         self.observer: Callable[[str], None] | None = None
         """Called with each event before it runs: for measurements of what lies between."""
 
@@ -207,6 +209,8 @@ class Engine:
 
     def _call(self, loss: Loss, outputs: LossOutputs, view: LossBatch) -> Tensor:
         value = loss(outputs, view)
+        given = [x for x in (outputs.logprobs, outputs.entropies) if x is not None]
+        graph = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
             found = (
                 f"{value.dtype} of shape {tuple(value.shape)}"
@@ -216,6 +220,12 @@ class Engine:
             raise ConfigError(
                 f"the loss {loss!r} returned {found}; it must return a floating-point scalar "
                 f"tensor, computed from outputs.{self.host.head}."
+            )
+        if graph and not value.requires_grad:
+            raise ConfigError(
+                f"the loss {loss!r} returned a scalar without a graph, so that nothing would be "
+                "trained; it must be computed from outputs.logprobs, without detach(), item() or "
+                "torch.no_grad()."
             )
         return value
 

@@ -22,7 +22,7 @@ class GradientGuard:
 
     def __init__(self, parameters: list[nn.Parameter], *, restore: bool) -> None:
         self.parameters = parameters
-        self.before = [p.grad for p in parameters]
+        self.before: list[Tensor | None] = [p.grad for p in parameters]
         self.copies: list[Tensor | None] | None = None
         if restore:
             self.copies = [None if g is None else g.detach().clone() for g in self.before]

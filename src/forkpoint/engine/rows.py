@@ -69,7 +69,9 @@ class RowContext:
         """The layer whose boundary state is the last thing needed of this row; set by the host."""
         row = inputs.row
         self.arena = arena
-        self.capture = Capture(arena, _capture_runs(plan, row)) if row.keeps_boundary else None
+        self.capture: Capture | None = None
+        if row.keeps_boundary:
+            self.capture = Capture(arena, _capture_runs(plan, row))
         if phase == "R":
             self.end_forward()
         self._plan = plan

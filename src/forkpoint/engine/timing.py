@@ -13,8 +13,8 @@ class PhaseTimer:
     """Times what lies between marks; on CUDA by events that are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.device = device
+        self.cuda: bool = device.type == "cuda"
+        self.device: torch.device = device
         self.marks: list[tuple[str, float | torch.cuda.Event]] = []
         self.held_bytes: list[int] = []
 

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from forkpoint.errors import RolloutError
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, LossBatch, LossOutputs
 from forkpoint.rollouts import RolloutBatch
@@ -21,10 +23,12 @@ class LossViews:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.batch, self.denominators = batch, denominators
-        self.device, self.dtype = device, dtype
-        self.rollout_of = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))
-        self.trained_of = np.bincount(
+        self.batch: RolloutBatch = batch
+        self.denominators: Denominators = denominators
+        self.device: torch.device = device
+        self.dtype: torch.dtype = dtype
+        self.rollout_of: IntArray = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))
+        self.trained_of: NDArray[np.float64] = np.bincount(
             self.rollout_of[batch.loss_mask], minlength=len(batch)
         ).astype(np.float64)
 
@@ -73,6 +77,41 @@ def batch_denominators(batch: RolloutBatch) -> Denominators:
         rollouts=float(len(batch)),
         groups=float(len(np.unique(batch.group_index))),
     )
+
+
+def check_range(batch: RolloutBatch, dtype: torch.dtype) -> None:
+    """Raises RolloutError for numbers that become infinite, or temperatures 0, in a loss's dtype.
+
+    Rollouts keep float64, and the losses of models that are not float64 are computed in float32.
+    """
+    most = torch.finfo(dtype).max
+    kind = str(dtype).removeprefix("torch.")
+    fields = {
+        "advantage": batch.advantages,
+        "old_logprobs": batch.old_logprobs,
+        "reference_logprobs": batch.reference_logprobs,
+        "weights": batch.weights,
+    }
+    for name, values in fields.items():
+        beyond = np.zeros(0, bool) if values is None else batch.loss_mask & (abs(values) > most)
+        if values is not None and beyond.any():
+            token = int(beyond.argmax())
+            rollout = int(np.searchsorted(batch.offsets, token, side="right")) - 1
+            raise RolloutError(
+                f"Rollout {batch.rollout_ids[rollout]!r}: {name} is {values[token]} at its token "
+                f"{token - batch.offsets[rollout]}; this model's losses are computed in {kind}, "
+                f"which holds numbers up to {most:.3g}. Look for a division by nearly 0 where it "
+                "is made."
+            )
+    least = 1 / most
+    cold = batch.temperatures < least
+    if cold.any():
+        rollout = int(cold.argmax())
+        raise RolloutError(
+            f"Rollout {batch.rollout_ids[rollout]!r}: temperature is "
+            f"{batch.temperatures[rollout]}; this model's log-probs are computed in {kind}, where "
+            f"it takes at least {least:.3g}. For greedy decoding give 1."
+        )
 
 
 def spread(values_n: Tensor, entries: Tensor) -> Tensor:

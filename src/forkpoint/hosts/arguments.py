@@ -36,14 +36,14 @@ def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> RowCo
     context = kwargs.pop(CONTEXT_ARGUMENT, None)
     if context is None:
         raise UnsupportedError(
-            f"{what} was called outside of forkpoint: it needs to know what "
-            "rows a row reads. Use policy.forward_backward or policy.score, and leave the model's "
+            f"{type(module).__name__} had {what} called outside of forkpoint, which needs to know "
+            "what a row reads. Use policy.forward_backward or policy.score, and leave the model's "
             "attn_implementation as it was."
         )
     strange = sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS_ARGUMENTS)
     if strange:
         raise UnsupportedError(
-            f"{type(module).__name__} passes {', '.join(strange)} to {what}; "
-            "forkpoint does not know what they change and so cannot be exact."
+            f"{type(module).__name__} passes {', '.join(strange)} to {what}, and what that changes "
+            "is not known, so that forkpoint cannot be exact. Leave it out."
         )
     return context

@@ -8,6 +8,7 @@ tensors. What is unknown is refused.
 """
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,13 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 # Where the code of modules may come from besides the family's own, each computing token by token.
 TOKENWISE_CODE = (
-    "torch.nn.modules.",
+    "torch.nn.modules.activation",
+    "torch.nn.modules.container",
+    "torch.nn.modules.dropout",
+    "torch.nn.modules.linear",
+    "torch.nn.modules.module",
+    "torch.nn.modules.normalization",
+    "torch.nn.modules.sparse",
     "transformers.activations",
     # What families' token classifiers inherit; `check_critic` looks at which class it is.
     "transformers.modeling_layers",
@@ -42,17 +49,38 @@ TOKENWISE_CODE = (
     "peft.tuners.tuners_utils",
 )
 
+# Of these modules, what does or may compute over other dimensions than a token's own.
+OVER_TOKENS = (
+    nn.CrossMapLRN2d,
+    nn.EmbeddingBag,
+    nn.GLU,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    nn.LogSoftmax,
+    nn.MultiheadAttention,
+    nn.Softmax,
+    nn.Softmax2d,
+    nn.Softmin,
+)
+
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_modules(model: nn.Module, family: str) -> None:
-    """Every module is the family's own, a plain one of torch, or a LoRA adapter around one."""
+def check_modules(
+    model: nn.Module, family: str, replaced: Collection[nn.Module] = frozenset()
+) -> None:
+    """Every module is the family's own, a plain one of torch, or a LoRA adapter around one.
+
+    replaced: modules whose forwards do not run, since the host computes what they stand for.
+    """
     allowed = (f"transformers.models.{family}.", *TOKENWISE_CODE)
     for name, module in model.named_modules():
+        if module in replaced:
+            continue
         where = name or "the model"
         kind = type(module)
         for part, code in ((kind, kind.__module__), (kind.forward, kind.forward.__module__)):
-            if not code.startswith(allowed):
+            if not code.startswith(allowed) or isinstance(module, OVER_TOKENS):
                 raise UnsupportedError(
                     f"{where} runs {code}.{part.__qualname__}, which has not been shown exact; use "
                     f"the modules of transformers.models.{family} as they are (wrap the model "
@@ -96,7 +124,7 @@ def check_adapters(model: nn.Module) -> None:
         if str(getattr(kind, "value", kind)) != "LORA":
             raise UnsupportedError(
                 f"the peft adapter {name!r} is {getattr(kind, 'value', kind)}; only LORA has been "
-                "shown exact."
+                "shown exact. Use LoRA, or DoRA."
             )
 
 
@@ -190,7 +218,7 @@ def _check_rope_parameters(
         raise UnsupportedError(
             f"rope_type is {kind!r}, and it is not known whether its frequencies depend on the "
             "length of a rollout; known are "
-            f"{', '.join((*LENGTH_FREE_ROPE, *LENGTH_DEPENDENT_ROPE))}."
+            f"{', '.join((*LENGTH_FREE_ROPE, *LENGTH_DEPENDENT_ROPE))}. Take one of these."
         )
     limit = causal.config.max_position_embeddings
     if kind == "longrope":
@@ -251,8 +279,8 @@ def check_checkpointing(causal: PreTrainedModel) -> None:
         function = getattr(module, "_gradient_checkpointing_func", None)
         if not isinstance(function, functools.partial):
             raise UnsupportedError(
-                f"{name} is checkpointed by {function!r}, which has not been shown exact. Enable "
-                "checkpointing by the model's own method, with use_reentrant=False."
+                f"{name} is checkpointed by {_name_of(function)}, which has not been shown "
+                "exact. Enable checkpointing by the model's own method, with use_reentrant=False."
             )
         # Without the argument torch checkpoints reentrantly.
         reentrant = function.keywords.get("use_reentrant", True)
@@ -263,6 +291,12 @@ def check_checkpointing(causal: PreTrainedModel) -> None:
                 'gradient_checkpointing_kwargs={"use_reentrant": False} (in newer transformers '
                 "activation_checkpointing_kwargs)."
             )
+
+
+def _name_of(function: Any) -> str:
+    """Its module and name, without the address that its repr has."""
+    name = getattr(function, "__qualname__", None)
+    return repr(function) if name is None else f"{function.__module__}.{name}"
 
 
 def check_dropout(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from forkpoint.hosts.linear_attention import (
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.cost import ModelShape
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts import RolloutBatch, short
 
 ATTENTION_NAME = "forkpoint"
 
@@ -62,7 +62,8 @@ def forkpoint_attention(
         found = "a mask" if attention_mask is not None else f"dropout {dropout}"
         raise UnsupportedError(
             f"{type(module).__name__} asks for {found} in attention; forkpoint knows causal "
-            "attention without either. Set attention_dropout to 0 and give no attention_mask."
+            "attention without masks of one's own and without dropout. Set attention_dropout to 0 "
+            "and give no attention_mask."
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
@@ -108,7 +109,7 @@ class TransformersHost:
     def __init__(self, model: nn.Module, *, compile_blocks: bool | None = None) -> None:
         """`compile_blocks` None compiles on CUDA."""
         self._model = model
-        self.causal = _causal_model(model)
+        self.causal: PreTrainedModel = _causal_model(model)
         self.family: Family = FAMILIES[self.causal.config.model_type]
         critic = type(self.causal).__name__ == self.family.critic_class
         self._head: ModelHead = (
@@ -186,8 +187,12 @@ class TransformersHost:
     def _check_model(self) -> None:
         refusals.check_adapters(self.model)
         refusals.check_adapters(self.causal)
-        refusals.check_modules(self.model, self.family.package or self.causal.config.model_type)
         check_recurrent_modules(self.causal)
+        refusals.check_modules(
+            self.model,
+            self.family.package or self.causal.config.model_type,
+            replaced={m.get_submodule("conv1d") for m in recurrent_modules(self.causal).values()},
+        )
         refusals.check_parameters(self.model)
         self._head.check()
 
@@ -273,6 +278,11 @@ class TransformersHost:
 
 def _causal_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model within, or a refusal that names what was found."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"{short(model)} of type {type(model).__name__} is no model; wrap takes one in memory, "
+            "as AutoModelForCausalLM.from_pretrained makes it, and downloads nothing."
+        )
     inner: Any = model
     if type(model).__module__.split(".")[0] == "peft":
         refusals.check_adapters(model)

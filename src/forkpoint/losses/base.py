@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, cast, get_args
+from typing import ClassVar, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -144,7 +144,7 @@ class Loss:
     is checked in `check`, on numpy arrays, before anything runs.
     """
 
-    decomposition: Decomposition
+    decomposition: ClassVar[Decomposition]
     reads: Head | None = "logprobs"
     needs_entropy: bool = False
     needs: tuple[str, ...] = ()
@@ -194,10 +194,14 @@ LossFunction = Callable[[LossOutputs, LossBatch], Tensor]
 class FunctionLoss(Loss):
     """A function of (outputs, batch) as a loss: joint, since nothing is known of it."""
 
-    decomposition = "joint"
+    decomposition: ClassVar[Decomposition] = "joint"
     reads = None
 
     function: LossFunction
+
+    def __repr__(self) -> str:
+        """The function's name, without the address that its own repr has."""
+        return getattr(self.function, "__qualname__", repr(self.function))
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
         return self.function(outputs, batch)

@@ -1,12 +1,12 @@
 """Distillation from a teacher's log-probs of the sampled tokens."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from forkpoint.losses.base import Loss, LossBatch, LossOutputs, check_choice
+from forkpoint.losses.base import Decomposition, Loss, LossBatch, LossOutputs, check_choice
 from forkpoint.losses.policy_loss import check_clips, clipped_surrogate, log_ratios, ratios
 
 
@@ -40,8 +40,8 @@ class Distillation(Loss):
     Raises ConfigError for arguments that are not allowed.
     """
 
-    decomposition = "token"
-    needs = ("reference_logprobs",)
+    decomposition: ClassVar[Decomposition] = "token"
+    needs: tuple[str, ...] = field(init=False, repr=False, default=("reference_logprobs",))
 
     direction: Literal["reverse", "forward"] = "reverse"
     clip: float = math.inf

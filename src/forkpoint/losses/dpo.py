@@ -1,7 +1,7 @@
 """Preference pairs, whose two rollouts share their prompt: DPO, its variants, and SimPO."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.losses.base import (
+    Decomposition,
     Loss,
     LossBatch,
     LossOutputs,
@@ -28,7 +29,7 @@ class PairLoss(Loss):
     tokens are refused.
     """
 
-    decomposition = "joint"
+    decomposition: ClassVar[Decomposition] = "joint"
     takes_weights = False
 
     def check(self, batch: RolloutBatch) -> None:
@@ -84,7 +85,7 @@ class DPO(PairLoss):
     Raises ConfigError for arguments that are not allowed.
     """
 
-    needs = ("reference_logprobs",)
+    needs: tuple[str, ...] = field(init=False, repr=False, default=("reference_logprobs",))
 
     beta: float = 0.1
     variant: Literal["sigmoid", "robust", "hinge", "ipo"] = "sigmoid"

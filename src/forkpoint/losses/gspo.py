@@ -1,11 +1,11 @@
 """GSPO: the clipped surrogate with one importance ratio per rollout."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from forkpoint.losses.base import LossBatch, check_choice
+from forkpoint.losses.base import Decomposition, LossBatch, check_choice
 from forkpoint.losses.policy_loss import (
     PolicyLoss,
     check_clips,
@@ -37,7 +37,7 @@ class GSPO(PolicyLoss):
     Raises ConfigError for arguments that are not allowed.
     """
 
-    decomposition = "rollout"
+    decomposition: ClassVar[Decomposition] = "rollout"
 
     clip: float = 3e-4
     clip_high: float | None = 4e-4

@@ -1,11 +1,11 @@
 """Weighted log-likelihood: supervised fine-tuning on rollouts that share tokens."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from forkpoint.losses.base import Loss, LossBatch, LossOutputs, check_choice
+from forkpoint.losses.base import Decomposition, Loss, LossBatch, LossOutputs, check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class LogLikelihood(Loss):
     Raises ConfigError for a normalize that is not allowed.
     """
 
-    decomposition = "token"
+    decomposition: ClassVar[Decomposition] = "token"
 
     normalize: Literal["token", "rollout", "none"] = "token"
 

@@ -1,12 +1,19 @@
 """What the losses of the policy-gradient family share: ratios, weights, KL, entropy, the mean."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from forkpoint.losses.base import Loss, LossBatch, LossOutputs, check_choice, check_number
+from forkpoint.losses.base import (
+    Decomposition,
+    Loss,
+    LossBatch,
+    LossOutputs,
+    check_choice,
+    check_number,
+)
 
 LARGEST_LOG_RATIO = 20.0
 """What a log-ratio counts as at most, a ratio of 5e8: beyond it, exp would soon be infinite in
@@ -44,7 +51,7 @@ class PolicyLoss(Loss):
     Raises ConfigError for arguments that are not allowed.
     """
 
-    decomposition = "token"
+    decomposition: ClassVar[Decomposition] = "token"
 
     kl: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

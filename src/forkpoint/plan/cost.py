@@ -19,6 +19,8 @@ from forkpoint.plan.hybrid import recurrent_kinds, recurrent_shape
 LINEAR_BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
 
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -54,6 +56,14 @@ class ModelShape:
     """Whether blocks keep only their inputs between forward and backward."""
 
     def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "vocab"):
+            _size(f"the model's {name}", getattr(self, name))
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"the model has {self.heads} query heads and {self.kv_heads} key-value heads; each "
+                "key-value head serves equally many query heads, so the first number is a multiple "
+                "of the second. Correct num_attention_heads or num_key_value_heads."
+            )
         if not self.windows:
             object.__setattr__(self, "windows", (0,) * self.attention_layers)
         if len(self.windows) != self.attention_layers:
@@ -67,7 +77,8 @@ class ModelShape:
         """Read the shape from a transformers configuration as a mapping (a config.json).
 
         Raises:
-            ConfigError: a size that the counts need is missing.
+            ConfigError: a size that the counts need is missing or no size, or a kind of layer is
+                not known.
         """
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
         width = "moe_intermediate_size" if _only_experts(config) else "intermediate_size"
@@ -75,13 +86,30 @@ class ModelShape:
         if missing:
             raise ConfigError(
                 f"the model configuration lacks {', '.join(missing)}; forkpoint counts FLOPs of "
-                "decoders described by these keys."
+                "decoders described by these keys. Give the config.json that save_pretrained wrote."
             )
-        layers, hidden, heads, vocab = (int(config[n]) for n in names)
-        head_dim = int(config.get("head_dim") or hidden // heads)
-        window = int(config.get("sliding_window") or 0)
+        layers, hidden, heads, vocab = (_size(n, config[n]) for n in names)
+        # A window of 0 is none; the others may be left out, not 0.
+        optional = ("head_dim", "num_key_value_heads")
+        given = {n: _size(n, config[n]) for n in optional if config.get(n) is not None}
+        head_dim = given.get("head_dim") or hidden // heads
+        window = (
+            _size("sliding_window", config["sliding_window"]) if config.get("sliding_window") else 0
+        )
         # Without kinds of layers, a window is that of all of them.
         kinds = config.get("layer_types") or ["sliding_attention"] * layers
+        if len(kinds) != layers:
+            raise ConfigError(
+                f"layer_types has {len(kinds)} entries and num_hidden_layers is {layers}; there is "
+                "one for each layer. Give the config.json that save_pretrained wrote."
+            )
+        known = (*ATTENTION_KINDS, *recurrent_kinds(config))
+        for kind in kinds:
+            if kind not in known:
+                raise ConfigError(
+                    f"layer_types has {kind!r}; of this model forkpoint counts layers of "
+                    f"{', '.join(known)}. Take a model of these alone."
+                )
         recurrent = recurrent_shape(config, kinds)
         kinds = [kind for kind in kinds if kind not in recurrent_kinds(config)]
         if config.get("use_sliding_window") is False:
@@ -91,7 +119,7 @@ class ModelShape:
                 "layers": layers,
                 "hidden": hidden,
                 "heads": heads,
-                "kv_heads": int(config.get("num_key_value_heads") or heads),
+                "kv_heads": given.get("num_key_value_heads", heads),
                 "head_dim": head_dim,
                 "value_dim": head_dim,
                 "intermediate": _active_intermediate(config, layers),
@@ -181,12 +209,25 @@ class ModelShape:
         return 0.0
 
 
+def _size(name: str, value: object) -> int:
+    """`value`, if it is a whole number of at least 1; raises ConfigError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"{name} is {value!r}; it takes a whole number of at least 1. Give the config.json "
+            "that save_pretrained wrote."
+        )
+    return value
+
+
 def _active_intermediate(config: Mapping[str, Any], layers: int) -> int:
     """The MLP's width that one token goes through, as the mean over layers.
 
     In mixtures of experts these are the experts that a token is routed to, and the shared ones.
     """
-    dense, routed = int(config.get("intermediate_size") or 0), config.get("num_experts_per_tok")
+    dense = 0
+    if not _only_experts(config):
+        dense = _size("intermediate_size", config["intermediate_size"])
+    routed = config.get("num_experts_per_tok")
     if not routed:
         return dense
     width = int(config.get("moe_intermediate_size") or dense)

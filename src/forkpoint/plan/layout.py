@@ -97,8 +97,9 @@ class Reach:
 
     def __init__(self, forest: Forest, row: Row, arena_of: dict[int, int]) -> None:
         """`arena_of` maps every segment whose state other rows read to its first arena slot."""
-        self.forest, self.row = forest, row
-        self.slot_of = dict(zip(row.segments, row.slot_begin, strict=True))
+        self.forest: Forest = forest
+        self.row: Row = row
+        self.slot_of: dict[int, int] = dict(zip(row.segments, row.slot_begin, strict=True))
         self.arena_of = arena_of
         self._above: dict[int, tuple[tuple[int, int, int], ...]] = {-1: ()}
 

@@ -210,8 +210,10 @@ class Plan:
         """
         try:
             values = json.loads(text)
-        except ValueError as error:
-            raise PlanError(f"this is not JSON ({error}), so it is no plan.") from error
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"this is not JSON ({error}), so it is no plan. Give what Plan.to_json returned."
+            ) from error
         if not isinstance(values, Mapping) or values.get("version") != JSON_VERSION:
             found = values.get("version") if isinstance(values, Mapping) else type(values).__name__
             raise PlanError(
@@ -222,20 +224,36 @@ class Plan:
         if values.keys() != expected:
             wrong = ", ".join(sorted(values.keys() ^ expected))
             raise PlanError(f"this plan lacks or has besides: {wrong}. Make the plan again.")
-        values = dict(values)
-        del values["version"]
-        values["forest"] = Forest(
-            **{name: np.asarray(v, np.int64) for name, v in values["forest"].items()}
-        )
-        values["rows"] = tuple(_row_from_json(row) for row in values["rows"])
-        values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
-        for name in ("dense", "shared"):
-            pairs = {int(window): n for window, n in values[name]["pairs"].items()}
-            values[name] = Work(**{**values[name], "pairs": pairs})
-        if values["shape"] is not None:
-            shape = values["shape"]
-            values["shape"] = ModelShape(**{**shape, "windows": tuple(shape["windows"])})
-        return cls(**values)
+        try:
+            plan = cls(**_from_json_values(values))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"this plan is damaged ({type(error).__name__}: {error}). Make the plan again."
+            ) from error
+        placed = sorted(segment for row in plan.rows for segment in row.segments)
+        if placed != list(range(len(plan.forest))):
+            raise PlanError(
+                f"this plan is damaged: its rows hold {len(placed)} segments and its forest has "
+                f"{len(plan.forest)}, each of which lies in one row. Make the plan again."
+            )
+        return plan
+
+
+def _from_json_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a plan from what JSON holds of them."""
+    values = {name: value for name, value in given.items() if name != "version"}
+    values["forest"] = Forest(
+        **{name: np.asarray(v, np.int64) for name, v in values["forest"].items()}
+    )
+    values["rows"] = tuple(_row_from_json(row) for row in values["rows"])
+    values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
+    for name in ("dense", "shared"):
+        pairs = {int(window): n for window, n in values[name]["pairs"].items()}
+        values[name] = Work(**{**values[name], "pairs": pairs})
+    if values["shape"] is not None:
+        shape = values["shape"]
+        values["shape"] = ModelShape(**{**shape, "windows": tuple(shape["windows"])})
+    return values
 
 
 def _row_from_json(row: Mapping[str, Any]) -> Row:

@@ -58,6 +58,8 @@ class ReplayFolder:
 
         Raises ConfigError for a folder in use, and for a replay that differs, naming in what.
         """
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file; a replay is a folder. Give another path.")
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".*.tmp"):
             left.unlink()

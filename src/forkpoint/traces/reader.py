@@ -163,7 +163,8 @@ def open_rollouts(
     """The rollouts of a file, to be read one at a time; arguments and errors of `load_rollouts`."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigError(
-            f"limit is {short(limit)}; it takes a whole number of at least 1, or None."
+            f"limit is {short(limit)}; it takes a whole number of at least 1. Leave it out to read "
+            "all rollouts."
         )
     if on_error not in ("raise", "skip"):
         raise ConfigError(f"on_error is {short(on_error)}; allowed are 'raise', 'skip'.")
@@ -235,7 +236,11 @@ def _rows(
         elif isinstance(value, list) and not value:
             shared[name] = None  # a field that was never filled
         else:  # an error if the format has a use for it
-            shared[name] = WrongRows(f"{name} has {len(value)} rows, but {key} has {count}.")
+            shared[name] = WrongRows(
+                f"{name} has {len(value)} rows, but {key} has {count}. Where {key} holds lists, "
+                "each is a rollout, and every other list has as many entries; one rollout has one "
+                "list of ids."
+            )
     for row in range(count):
         values = {**shared, **{name: column[row] for name, column in columns.items()}}
         yield Record(f"{where}, row {row}", values, tokenizer)

@@ -108,3 +108,9 @@ def select_kernel(
         f"Attention kernel {name!r} cannot serve: {refusals[name]}. "
         f"Able to serve here: {can_serve}. Name one of these, or leave the choice to 'auto'."
     )
+
+
+def forget_choices() -> None:
+    """What was chosen is kept; call this where KERNELS has changed."""
+    _able.cache_clear()
+    select_kernel.cache_clear()

@@ -72,7 +72,7 @@ class Source:
         self._row_gather = row_gather
         self._arena_gather = arena_gather
         self._arena_grad = arena_grad_AKD
-        self.grad = RowSum(row_TKD)
+        self.grad: RowSum = RowSum(row_TKD)
 
     def read(self, launch: Launch) -> Tensor:
         """What the launch reads: a view, or, if it gathers, a copy."""

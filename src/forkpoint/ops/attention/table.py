@@ -153,10 +153,10 @@ class ArenaSlice:
         assert not (k.requires_grad or v.requires_grad), (
             "an arena is constant: detach it, and let its gradients go to grad_k and grad_v"
         )
-        self.k = _alone(k)
-        self.v = _alone(v)
-        self.grad_k = None if grad_k is None else _alone(grad_k)
-        self.grad_v = None if grad_v is None else _alone(grad_v)
+        self.k: Tensor = _alone(k)
+        self.v: Tensor = _alone(v)
+        self.grad_k: Tensor | None = None if grad_k is None else _alone(grad_k)
+        self.grad_v: Tensor | None = None if grad_v is None else _alone(grad_v)
 
 
 def _alone(x: Tensor) -> Tensor:

@@ -9,10 +9,13 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollout_files import rollout_of
 from forkpoint.rollouts import Rollout
 from forkpoint.traces.formats.base import Format
-from forkpoint.traces.record import Record, RecordError
+from forkpoint.traces.record import Record, RecordError, WrongRows
 
 
 def _own(record: Record) -> Iterator[Rollout]:
+    for key, value in record.values.items():
+        if isinstance(value, WrongRows):
+            raise RecordError(record.where, key, value.message)
     try:
         yield rollout_of({key: _plain(value) for key, value in record.values.items()})
     except RolloutError as error:

@@ -1,0 +1,33 @@
+"""Kinds of bad input and of set-ups that are not supported, each with the message that it gets.
+
+One table for the tests (test_bad_inputs.py) and for the page of errors (docs/errors.md).
+"""
+
+from bad_inputs.arguments import ARGUMENTS
+from bad_inputs.files import FILES
+from bad_inputs.kind import Kind
+from bad_inputs.losses import LOSSES
+from bad_inputs.model_files import MODEL_FILES
+from bad_inputs.models import MODELS
+from bad_inputs.options import OPTIONS
+from bad_inputs.plans import KERNELS, PLANS
+from bad_inputs.rollouts import ROLLOUTS
+from bad_inputs.states import STATES
+from bad_inputs.traces import TRACES
+
+TOPICS: dict[str, tuple[Kind, ...]] = {
+    "Files of rollouts": FILES,
+    "Rollouts and batches": ROLLOUTS,
+    "Options": OPTIONS,
+    "Arguments of the command line": ARGUMENTS,
+    "Models on the command line": MODEL_FILES,
+    "Models": MODELS,
+    "States of a model": STATES,
+    "Losses": LOSSES,
+    "Plans": PLANS,
+    "Attention kernels": KERNELS,
+    "Traces and folders of replays": TRACES,
+}
+KINDS: dict[str, Kind] = {kind.name: kind for kinds in TOPICS.values() for kind in kinds}
+
+__all__ = ["KINDS", "TOPICS", "Kind"]

@@ -1,0 +1,239 @@
+"""Files of rollouts that cannot be read, or written."""
+
+import gzip
+from pathlib import Path
+
+import zstandard
+
+from bad_inputs.kind import GOOD, Kind, file_kind, with_field
+from forkpoint import Rollout, load_rollouts, save_rollouts
+from forkpoint.errors import ConfigError, RolloutError
+
+ROLLOUT = Rollout([1, 2], [0, 1], 1.0, rollout_id="b")
+TWO = f"{GOOD}\n{GOOD}\n".encode()
+
+FILES = (
+    Kind(
+        name="A file that does not exist",
+        error=RolloutError,
+        message="none.jsonl does not exist. Give the path of a file of rollouts.",
+        means="Nothing is at this path, seen from the present folder.",
+        remedy="Look for a spelling mistake, or give an absolute path.",
+        call=lambda: load_rollouts("none.jsonl"),
+        argv=("plan", "none.jsonl"),
+    ),
+    Kind(
+        name="A folder in place of a file",
+        error=RolloutError,
+        message="folder is a directory. Give the path of one file of rollouts in it, or the folder "
+        "of a recorded trace.",
+        means="Rollouts are read from one file at a time.",
+        remedy="Name a file; rollouts of several files can be joined by concatenating the files.",
+        call=lambda: load_rollouts("folder"),
+        argv=("plan", "folder"),
+        prepare=lambda _: Path("folder").mkdir(),
+    ),
+    file_kind(
+        "An empty file",
+        "\n  \r\n",
+        message="bad.jsonl holds no rollouts: it is empty or has only blank lines. Look at what "
+        "wrote it.",
+        means="There is nothing to train on. Usually what wrote the file failed, or its filter "
+        "took everything out.",
+        remedy="Write the file again.",
+    ),
+    file_kind(
+        "A line that is not JSON",
+        f"{GOOD}\n{GOOD[:30]}",
+        message="bad.jsonl, line 2, column 22: not JSON (Unterminated string starting at), at "
+        "'\"loss_mas'. Each line holds one whole JSON object.",
+        means="The line ends in the middle, or was never JSON.",
+        remedy="Write the file again; an interrupted writer leaves such a last line.",
+    ),
+    file_kind(
+        "An object over several lines",
+        '{\n  "token_ids": [1, 2],\n',
+        message="bad.jsonl, line 1, column 2: not JSON (Expecting property name enclosed in double "
+        "quotes), at the end of the line. Each line holds one whole JSON object.",
+        means="The format is JSON lines. Indented JSON has its objects on several lines.",
+        remedy="Write each rollout with json.dumps without indent, or with save_rollouts.",
+    ),
+    file_kind(
+        "A list of rollouts on one line",
+        f"[{GOOD}]",
+        message="bad.jsonl, line 1 is [{'advantage': 0.5, 'loss_mask': [0, 1, 1], 'rollout_id': "
+        "'a', 'token_ids': [1, 2, 3]}]; each line holds one JSON object with the keys "
+        "token_ids, loss_mask, advantage.",
+        means="The file is one JSON array, not JSON lines.",
+        remedy="Write its entries one a line, without the brackets around them.",
+    ),
+    file_kind(
+        "A key twice in one object",
+        GOOD.replace('"advantage"', '"loss_mask"'),
+        message="bad.jsonl, line 1: the key 'loss_mask' is there twice in one object. Leave one of "
+        "the two out.",
+        means="JSON readers keep the last one silently, and which was meant cannot be known.",
+        remedy="Leave one of the two out where the line is written.",
+    ),
+    file_kind(
+        "Keys that a rollout needs and the line has not",
+        GOOD.replace("loss_mask", "mask").replace("advantage", "reward"),
+        message="bad.jsonl, line 1: has no loss_mask, advantage; its keys are ['token_ids', "
+        "'mask', 'reward', 'rollout_id']. A rollout needs token_ids, loss_mask, advantage; "
+        "rename the keys or add them.",
+        means="The names are those of forkpoint.Rollout. Others are kept in extras, where nothing "
+        "looks for a mask.",
+        remedy="Rename the keys; docs/rollouts.md has all names.",
+    ),
+    file_kind(
+        "Text that is not UTF-8",
+        GOOD.encode() + b'\n{"a": "\xe9"}',
+        message="bad.jsonl, line 2: byte 8 is 0xe9, which is not UTF-8. Save the file as UTF-8, "
+        "plain or compressed with gzip or zstd.",
+        means="The file is of another encoding, or of another format than JSON lines, gzip and "
+        "zstd.",
+        remedy='Write it with encoding="utf-8".',
+    ),
+    file_kind(
+        "A byte order mark",
+        "\ufeff" + GOOD,
+        message="bad.jsonl, line 1 begins with a byte order mark. Save the file as UTF-8 without "
+        "one.",
+        means="Some editors put an invisible character before the first line, which is no JSON.",
+        remedy='Save without it, or read with encoding="utf-8-sig" and write again.',
+    ),
+    file_kind(
+        "A gzip file that is cut short",
+        gzip.compress(TWO, mtime=0)[:-6],
+        message="bad.jsonl.gz is cut short or damaged: Compressed file ended before the "
+        "end-of-stream marker was reached. Copy or write the file again.",
+        means="The end of the archive is missing, so rollouts may be missing as well.",
+        remedy="Copy it again; close the writer before the file is read.",
+        file="bad.jsonl.gz",
+    ),
+    file_kind(
+        "A zstd file that is cut short",
+        zstandard.compress(TWO)[:-6],
+        message="bad.jsonl.zst is cut short or damaged: the last zstd frame has no end. Copy or "
+        "write the file again.",
+        means="The end of the archive is missing, so rollouts may be missing as well.",
+        remedy="Copy it again; close the writer before the file is read.",
+        file="bad.jsonl.zst",
+    ),
+    file_kind(
+        "A damaged archive",
+        gzip.compress(TWO, mtime=0) + b"rubbish",
+        message="bad.jsonl.gz is cut short or damaged: Not a gzipped file (b'ru'). Copy or write "
+        "the file again.",
+        means="Bytes were changed or added since it was compressed.",
+        remedy="Copy it again from where it was written.",
+        file="bad.jsonl.gz",
+    ),
+    file_kind(
+        "A rollout_id twice in a file",
+        f"{GOOD}\n\n{GOOD}\n",
+        message="bad.jsonl: rollout_id 'a' is on line 1 and again on line 3; each rollout needs "
+        "its own. Rename one, or leave rollout_id out.",
+        means="Results are named by rollout_id and could not be told apart.",
+        remedy="Number the samples of a prompt, or leave rollout_id out: a batch fills in "
+        "positions.",
+    ),
+    file_kind(
+        "extras that are no object",
+        with_field("extras", "[1]"),
+        message="bad.jsonl, line 1: Rollout 'a': extras is [1]; it takes a dict or None. Put the "
+        "value into a dict under a key of its own.",
+        means="extras carries named values through untouched.",
+        remedy='Write {"extras": {"reward": 1}}, say, or the key itself on the line.',
+    ),
+    file_kind(
+        "A key both on the line and in extras",
+        with_field("extras", '{"reward":2},"reward":1'),
+        message="bad.jsonl, line 1: 'reward' is a key of the line and of its extras. Unknown keys "
+        "of a line are put into extras; rename or remove one of the two.",
+        means="Both would be the same entry of extras.",
+        remedy="Keep one of the two.",
+    ),
+    file_kind(
+        "NaN in extras",
+        with_field("reward", "NaN"),
+        message="bad.jsonl, line 1: extras['reward'] is nan, but JSON has no NaN and no infinity. "
+        "Write null or text instead.",
+        means="Python writes NaN into JSON, which other readers refuse.",
+        remedy="Write null where there is no number.",
+    ),
+    file_kind(
+        "A number of thousands of digits",
+        with_field("token_ids", f"[{'9' * 5000}]"),
+        message="bad.jsonl, line 1: a number has more than 4300 digits. Numbers of a rollout have "
+        "a few; look at what wrote the line.",
+        means="Python refuses to read such numbers, and no token id has so many digits.",
+        remedy="Look at what wrote the line: digits of several ids may have run together.",
+    ),
+    Kind(
+        name="A limit of no rollouts",
+        error=ConfigError,
+        message="limit is 0; it takes a whole number of at least 1. Leave it out to read all "
+        "rollouts.",
+        means="A limit is how many rollouts are read at most.",
+        remedy="Give 1 or more.",
+        call=lambda: load_rollouts("ok.jsonl", limit=0),
+        argv=("plan", "ok.jsonl", "--limit", "0"),
+    ),
+    Kind(
+        name="Another suffix when saving",
+        error=RolloutError,
+        message="rollouts.txt ends in '.txt'; allowed are .jsonl, .gz, .zst. Rename the file.",
+        means="The suffix chooses the format that is written.",
+        remedy="End the name in .jsonl, .jsonl.gz or .jsonl.zst.",
+        call=lambda: save_rollouts("rollouts.txt", [ROLLOUT]),
+    ),
+    Kind(
+        name="A folder that does not exist when saving",
+        error=RolloutError,
+        message="The folder none does not exist. Create it before saving.",
+        means="Folders are not made silently, for the name may be a mistake.",
+        remedy="Path(...).mkdir(parents=True) makes it.",
+        call=lambda: save_rollouts("none/rollouts.jsonl", [ROLLOUT]),
+    ),
+    Kind(
+        name="A folder in place of a file when saving",
+        error=RolloutError,
+        message="folder.jsonl is a directory. Give the path of a file to write.",
+        means="A folder has this name already.",
+        remedy="Choose another name, or a file in that folder.",
+        call=lambda: save_rollouts("folder.jsonl", [ROLLOUT]),
+        prepare=lambda _: Path("folder.jsonl").mkdir(),
+    ),
+    Kind(
+        name="No rollouts to save",
+        error=RolloutError,
+        message="There are no rollouts; a file takes at least one.",
+        means="Such a file could not be read again.",
+        remedy="Look for a filter that took everything out.",
+        call=lambda: save_rollouts("rollouts.jsonl", []),
+    ),
+    Kind(
+        name="extras that JSON cannot hold",
+        error=RolloutError,
+        message="Rollout 'b' (position 0): extras {'x': nan} cannot be written as JSON: Out of "
+        "range float values are not JSON compliant. Keep only text, finite numbers, "
+        "booleans, None, lists and dicts with text keys in extras.",
+        means="The file would not give back what was saved.",
+        remedy="Replace what has no place in JSON by text or null.",
+        call=lambda: save_rollouts(
+            "rollouts.jsonl", [Rollout([1], [0], 1.0, rollout_id="b", extras={"x": float("nan")})]
+        ),
+    ),
+    Kind(
+        name="extras that JSON would change",
+        error=RolloutError,
+        message="Rollout 'b' (position 0): extras {'x': (1, 2)} would come back from JSON changed. "
+        "Keep only lists (no tuples) and dicts with text keys in extras.",
+        means="Tuples come back as lists, and keys that are numbers as text.",
+        remedy="Store lists, and text as keys.",
+        call=lambda: save_rollouts(
+            "rollouts.jsonl", [Rollout([1], [0], 1.0, rollout_id="b", extras={"x": (1, 2)})]
+        ),
+    ),
+)

@@ -1,0 +1,84 @@
+"""What one kind of bad input is: how it is met, and what it is answered with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from commands import write_config, write_rollouts
+
+from forkpoint import load_rollouts
+from forkpoint.errors import ForkpointError, RolloutError
+from forkpoint.hosts.families import FAMILIES
+
+FAMILY_NAMES = ", ".join(FAMILIES)
+FAMILY_CLASSES = ", ".join(family.model_class for family in FAMILIES.values())
+
+Prepare = Callable[[pytest.MonkeyPatch], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of bad input, met by the library, by the command line, or by both.
+
+    It is met in an empty folder that is the present one, with rollouts in ok.jsonl and the
+    configuration of a tiny model in ok.json.
+    """
+
+    name: str
+    """What is wrong, in a few words: the heading on the page of errors."""
+    error: type[ForkpointError] | None
+    """None where the arguments cannot be read, so that only the command line meets it."""
+    message: str
+    """The whole message, with the values of this case."""
+    means: str
+    """Why it is refused."""
+    remedy: str
+    call: Callable[[], object] | None = None
+    """What raises it in the library."""
+    argv: tuple[str, ...] = ()
+    """The command that meets it."""
+    prepare: Prepare | None = None
+    """Writes the files that it names, or makes the machine another one."""
+    named_in_message: bool = False
+    """Whether the message repeats the arguments, so that it is another one with --json."""
+
+
+def stock_files() -> None:
+    """What every kind may name."""
+    write_rollouts(Path("ok.jsonl"))
+    write_config(Path("ok.json"))
+
+
+GOOD = '{"token_ids":[1,2,3],"loss_mask":[0,1,1],"advantage":0.5,"rollout_id":"a"}'
+
+
+def with_field(name: str, value: str) -> str:
+    """The good rollout as a line of JSON, with another value of a field."""
+    old = {"token_ids": "[1,2,3]", "loss_mask": "[0,1,1]", "advantage": "0.5", "rollout_id": '"a"'}
+    if name in old:
+        return GOOD.replace(f'"{name}":{old[name]}', f'"{name}":{value}')
+    return f'{GOOD[:-1]},"{name}":{value}}}'
+
+
+def file_kind(
+    name: str,
+    content: str | bytes,
+    *,
+    message: str,
+    means: str,
+    remedy: str,
+    file: str = "bad.jsonl",
+) -> Kind:
+    """A file of rollouts that neither `load_rollouts` nor `forkpoint plan` takes."""
+    data = content.encode() if isinstance(content, str) else content
+    return Kind(
+        name=name,
+        error=RolloutError,
+        message=message,
+        means=means,
+        remedy=remedy,
+        prepare=lambda _: Path(file).write_bytes(data),
+        call=lambda: load_rollouts(file),
+        argv=("plan", file),
+    )

@@ -1,0 +1,455 @@
+"""Models that are not wrapped: each is a tiny Llama with one thing changed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    TaskType,
+    get_peft_model,
+)
+from steps import model_state
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DeviceMesh, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+)
+
+from bad_inputs.kind import FAMILY_CLASSES, Kind
+from forkpoint import wrap
+from forkpoint.errors import UnsupportedError
+from forkpoint.testing import tiny_model
+
+Change = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKind(Kind):
+    """A model, made by `change` of a tiny Llama, that cannot be wrapped."""
+
+    change: Change
+    in_place: bool = False
+    """Whether the model itself is changed, so that a policy made before must notice."""
+
+
+def model_kind(
+    name: str, change: Change, *, message: str, means: str, remedy: str, in_place: bool = False
+) -> ModelKind:
+    def call() -> None:
+        changed = change(tiny_model("llama"))
+        state = model_state(changed) if isinstance(changed, nn.Module) else None
+        try:
+            wrap(changed)
+        finally:
+            assert state is None or model_state(changed) == state, "a refusal changed the model"
+
+    return ModelKind(
+        name=name,
+        error=UnsupportedError,
+        message=message,
+        means=means,
+        remedy=remedy,
+        call=call,
+        change=change,
+        in_place=in_place,
+    )
+
+
+def lora(model: nn.Module, **options: Any) -> nn.Module:
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=2, **options)
+    return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def other_family(_: nn.Module) -> nn.Module:
+    config = AutoConfig.for_model("gpt2", vocab_size=61, n_embd=32, n_layer=1, n_head=4)
+    return AutoModelForCausalLM.from_config(config)
+
+
+class MyLlama(LlamaForCausalLM):
+    """Of the same code today; what a subclass adds is not looked for."""
+
+
+def namesake(model: Any) -> nn.Module:
+    kind = type("LlamaForCausalLM", (LlamaForCausalLM,), {"__module__": "mine"})
+    return kind(model.config)
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.get_submodule("model.layers.1").compile(backend="eager")
+    return model
+
+
+def compiled_decoder(model: Any) -> nn.Module:
+    model.model = torch.compile(model.model, backend="eager")
+    return model
+
+
+class MyMLP(nn.Module):
+    """Not the family's: it could do anything, such as normalise over tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+def replaced(path: str, module: nn.Module) -> Change:
+    def change(model: nn.Module) -> nn.Module:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, module)
+        return model
+
+    return change
+
+
+def instance_forward(model: nn.Module) -> nn.Module:
+    mlp = model.get_submodule("model.layers.1.mlp")
+    mlp.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    return model
+
+
+def mixed_precision(model: nn.Module) -> nn.Module:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    return accelerator.prepare_model(model.float(), evaluation_mode=True)
+
+
+class Params4bit(nn.Parameter):
+    """As quantization libraries do: a parameter whose values mean something else."""
+
+
+def weight(parameter: nn.Parameter) -> Change:
+    def change(model: nn.Module) -> nn.Module:
+        model.get_submodule("model.layers.1.mlp.up_proj").weight = parameter
+        return model
+
+    return change
+
+
+def adapter(config: Any) -> Change:
+    return lambda model: get_peft_model(model, config)
+
+
+def injected_adapter(model: Any) -> nn.Module:
+    model.add_adapter(IA3Config(target_modules=["v_proj"], feedforward_modules=[]))
+    return model
+
+
+def partly_on_meta(model: nn.Module) -> nn.Module:
+    model.get_submodule("lm_head").to("meta")
+    return model
+
+
+def in_process_group(change: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[[], None]:
+    """Wraps what `change` makes of a model in a group of one process."""
+
+    def call() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            wrap(change(tiny_model("llama"), DeviceMesh("cpu", [0])))
+        finally:
+            dist.destroy_process_group()
+
+    return call
+
+
+def one_sharded_weight(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    linear = model.get_submodule("model.layers.1.mlp.up_proj")
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh))  # type: ignore
+    return model
+
+
+CAUSAL: Any = {"task_type": TaskType.CAUSAL_LM}
+
+MODELS: tuple[Kind, ...] = (
+    model_kind(
+        "No model at all",
+        lambda _: "Qwen/Qwen3-8B",
+        message="'Qwen/Qwen3-8B' of type str is no model; wrap takes one in memory, as "
+        "AutoModelForCausalLM.from_pretrained makes it, and downloads nothing.",
+        means="wrap takes a model in memory, and downloads nothing.",
+        remedy='AutoModelForCausalLM.from_pretrained("...") makes one.',
+    ),
+    model_kind(
+        "A module that is no transformers model",
+        lambda _: nn.Linear(2, 2),
+        message="torch.nn.modules.linear.Linear is not a transformers model; wrap the model "
+        "itself, before torch.compile, DistributedDataParallel or the like.",
+        means="Only models of transformers have been shown exact.",
+        remedy="docs/adding-a-model.md says how another library is entered.",
+    ),
+    model_kind(
+        "DataParallel",
+        lambda m: nn.DataParallel(m),
+        message="torch.nn.parallel.data_parallel.DataParallel is not a transformers model; wrap "
+        "the model itself, before torch.compile, DistributedDataParallel or the like.",
+        means="It splits the rows of a batch over devices, and forkpoint runs one packed row.",
+        remedy="Wrap the model inside it.",
+    ),
+    Kind(
+        name="DistributedDataParallel",
+        error=UnsupportedError,
+        message="torch.nn.parallel.distributed.DistributedDataParallel is not a transformers "
+        "model; wrap the model itself, before torch.compile, DistributedDataParallel or "
+        "the like.",
+        means="It averages gradients in its first backward, and a step has several.",
+        remedy="Wrap the model inside it, and average .grad after the step.",
+        call=in_process_group(lambda model, _: DistributedDataParallel(model)),
+    ),
+    Kind(
+        name="Sharded parameters",
+        error=UnsupportedError,
+        message="parameter model.layers.1.mlp.up_proj.weight is a DTensor; sharded and quantized "
+        "parameters have not been shown exact. Wrap a model of plain tensors.",
+        means="A sharded tensor must be gathered where it is used; this has not been shown exact.",
+        remedy="Wrap the model on one device, before it is sharded.",
+        call=in_process_group(one_sharded_weight),
+    ),
+    Kind(
+        name="FSDP",
+        error=UnsupportedError,
+        message="torch.distributed.fsdp._fully_shard._fsdp_init.FSDPLlamaForCausalLM (model_type "
+        f"'llama') has not been shown exact; supported are {FAMILY_CLASSES} of "
+        "transformers, not subclasses of them, and as critics their ForTokenClassification "
+        "with one label.",
+        means="fully_shard makes a class of its own of the model, and shards its parameters.",
+        remedy="Wrap the model on one device, before it is sharded.",
+        call=in_process_group(lambda model, mesh: fully_shard(model, mesh=mesh)),
+    ),
+    model_kind(
+        "A compiled model",
+        lambda m: torch.compile(m, backend="eager"),
+        message="torch._dynamo.eval_frame.OptimizedModule is not a transformers model; wrap the "
+        "model itself, before torch.compile, DistributedDataParallel or the like.",
+        means="The compiled code would not see how rows read one another.",
+        remedy="Wrap first; Config(compile_blocks=True) compiles the decoder blocks.",
+    ),
+    model_kind(
+        "A module that was compiled in place",
+        compiled_in_place,
+        message="model.layers.1 was compiled in place by Module.compile(), which has not been "
+        "shown exact here. Wrap the model without compiling it.",
+        means="The compiled code would not see how rows read one another.",
+        remedy="Leave compile() out; Config(compile_blocks=True) compiles the decoder blocks.",
+        in_place=True,
+    ),
+    model_kind(
+        "A compiled decoder",
+        compiled_decoder,
+        message="model runs torch._dynamo.eval_frame.OptimizedModule, which has not been shown "
+        "exact; use the modules of transformers.models.llama as they are (wrap the model "
+        "before compiling, quantizing or patching it).",
+        means="The compiled code would not see how rows read one another.",
+        remedy="Leave it out; Config(compile_blocks=True) compiles the decoder blocks.",
+        in_place=True,
+    ),
+    model_kind(
+        "Another family",
+        other_family,
+        message="transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel (model_type 'gpt2') has "
+        f"not been shown exact; supported are {FAMILY_CLASSES} of transformers, not "
+        "subclasses of them, and as critics their ForTokenClassification with one label.",
+        means="Its gradients have not been compared with dense training.",
+        remedy="docs/families.md lists those that have; docs/adding-a-model.md says how one joins.",
+    ),
+    model_kind(
+        "A subclass of a family's model",
+        lambda m: MyLlama(m.config),
+        message="bad_inputs.models.MyLlama (model_type 'llama') has not been shown exact; "
+        f"supported are {FAMILY_CLASSES} of transformers, not subclasses of them, and "
+        "as critics their ForTokenClassification with one label.",
+        means="A subclass may do anything, and what it does has not been looked at.",
+        remedy="Load its weights into the family's own class.",
+    ),
+    model_kind(
+        "A model with a family's name and other code",
+        namesake,
+        message="mine.LlamaForCausalLM (model_type 'llama') has not been shown exact; supported "
+        f"are {FAMILY_CLASSES} of transformers, not subclasses of them, and as "
+        "critics their ForTokenClassification with one label.",
+        means="Code that came with a checkpoint (trust_remote_code) is not the library's.",
+        remedy="Load it without trust_remote_code.",
+    ),
+    model_kind(
+        "A decoder without its head",
+        lambda m: m.model,
+        message="transformers.models.llama.modeling_llama.LlamaModel (model_type 'llama') has not "
+        f"been shown exact; supported are {FAMILY_CLASSES} of transformers, not "
+        "subclasses of them, and as critics their ForTokenClassification with one label.",
+        means="Log-probs need the head.",
+        remedy="Wrap the model for causal language modelling.",
+    ),
+    model_kind(
+        "A classifier",
+        lambda m: AutoModelForSequenceClassification.from_config(m.config),
+        message="transformers.models.llama.modeling_llama.LlamaForSequenceClassification "
+        "(model_type 'llama') has not been shown exact; supported are "
+        f"{FAMILY_CLASSES} of transformers, not subclasses of them, and as critics "
+        "their ForTokenClassification with one label.",
+        means="It has no log-probs of tokens.",
+        remedy="Wrap the model for causal language modelling.",
+    ),
+    model_kind(
+        "A module of other code",
+        replaced("model.layers.1.mlp", MyMLP()),
+        message="model.layers.1.mlp runs bad_inputs.models.MyMLP, which has not been shown exact; "
+        "use the modules of transformers.models.llama as they are (wrap the model before "
+        "compiling, quantizing or patching it).",
+        means="It may let tokens see one another, as this one does.",
+        remedy="Put the family's own module back.",
+        in_place=True,
+    ),
+    model_kind(
+        "A module that normalises over tokens",
+        replaced("model.layers.1.mlp.act_fn", nn.BatchNorm1d(4)),
+        message="model.layers.1.mlp.act_fn runs torch.nn.modules.batchnorm.BatchNorm1d, which has "
+        "not been shown exact; use the modules of transformers.models.llama as they are "
+        "(wrap the model before compiling, quantizing or patching it).",
+        means="Its result for a shared token would depend on which tokens lie in the row.",
+        remedy="Use norms that look at one token, such as LayerNorm.",
+        in_place=True,
+    ),
+    model_kind(
+        "A softmax as an activation",
+        replaced("model.layers.1.mlp.act_fn", nn.Softmax(dim=1)),
+        message="model.layers.1.mlp.act_fn runs torch.nn.modules.activation.Softmax, which has not "
+        "been shown exact; use the modules of transformers.models.llama as they are (wrap the "
+        "model before compiling, quantizing or patching it).",
+        means="Along that dimension it is a softmax over the tokens of the row.",
+        remedy="Put the family's own activation back.",
+        in_place=True,
+    ),
+    model_kind(
+        "A module with a state that runs over tokens",
+        replaced("model.layers.1.mlp", nn.LSTM(32, 32)),
+        message="model.layers.1.mlp runs torch.nn.modules.rnn.LSTM, which has not been shown "
+        "exact; use the modules of transformers.models.llama as they are (wrap the model "
+        "before compiling, quantizing or patching it).",
+        means="Its state would run on from one rollout of a row to the next.",
+        remedy="Put the family's own module back.",
+        in_place=True,
+    ),
+    model_kind(
+        "A forward set on an instance",
+        instance_forward,
+        message="model.layers.1.mlp has a forward of its own, set on the instance (as accelerate's "
+        "mixed precision and offloading do), which forkpoint cannot look into. Undo it "
+        "(accelerate: unwrap_model with keep_fp32_wrapper=False), and put torch.autocast "
+        "around the step instead.",
+        means="A function set on a module cannot be told from one that mixes tokens.",
+        remedy="Remove the attribute: del module.forward.",
+        in_place=True,
+    ),
+    model_kind(
+        "A model prepared for mixed precision by accelerate",
+        mixed_precision,
+        message="the model has a forward of its own, set on the instance (as accelerate's mixed "
+        "precision and offloading do), which forkpoint cannot look into. Undo it "
+        "(accelerate: unwrap_model with keep_fp32_wrapper=False), and put torch.autocast "
+        "around the step instead.",
+        means="accelerate replaces forward on the instance.",
+        remedy="torch.autocast around the step does the same and is exact.",
+        in_place=True,
+    ),
+    model_kind(
+        "Quantized parameters",
+        weight(Params4bit(torch.zeros(48, 32), requires_grad=False)),
+        message="parameter model.layers.1.mlp.up_proj.weight is a Params4bit; sharded and "
+        "quantized parameters have not been shown exact. Wrap a model of plain tensors.",
+        means="Their values mean something else, and the kernels that run over them have not "
+        "been shown exact.",
+        remedy="Load the model in bfloat16 or float32.",
+        in_place=True,
+    ),
+    model_kind(
+        "Parameters of whole numbers",
+        weight(nn.Parameter(torch.zeros(48, 32, dtype=torch.int8), requires_grad=False)),
+        message="parameter model.layers.1.mlp.up_proj.weight has dtype torch.int8; quantized "
+        "parameters have not been shown exact. Allowed are torch.float64, torch.float32, "
+        "torch.bfloat16, torch.float16.",
+        means="They are quantized weights.",
+        remedy="Load the model in bfloat16 or float32.",
+        in_place=True,
+    ),
+    model_kind(
+        "Prompt tuning",
+        adapter(PromptTuningConfig(**CAUSAL, num_virtual_tokens=2)),
+        message="the peft adapter 'default' is PROMPT_TUNING; only LORA has been shown exact. Use "
+        "LoRA, or DoRA.",
+        means="It puts tokens before every row that no rollout has.",
+        remedy="Use LoRA, or DoRA.",
+    ),
+    model_kind(
+        "Prefix tuning",
+        adapter(PrefixTuningConfig(**CAUSAL, num_virtual_tokens=2)),
+        message="the peft adapter 'default' is PREFIX_TUNING; only LORA has been shown exact. Use "
+        "LoRA, or DoRA.",
+        means="It puts keys and values before every row that no rollout has.",
+        remedy="Use LoRA, or DoRA.",
+    ),
+    model_kind(
+        "Another kind of adapter",
+        injected_adapter,
+        message="the peft adapter 'default' is IA3; only LORA has been shown exact. Use LoRA, or "
+        "DoRA.",
+        means="It has not been compared with dense training.",
+        remedy="Use LoRA, or DoRA.",
+        in_place=True,
+    ),
+    model_kind(
+        "A LoRA variant that looks at tokens",
+        lambda m: lora(m, alora_invocation_tokens=[1, 2], target_modules=["q_proj"]),
+        message="adapter 'default' of base_model.model.model.layers.0.self_attn.q_proj is the LoRA "
+        "variant ALoraLinearVariant; plain LoRA and DoRA have been shown exact, so use one "
+        "of these.",
+        means="Whether it acts on a token depends on tokens of the row before it.",
+        remedy="Leave alora_invocation_tokens out.",
+        in_place=True,
+    ),
+    model_kind(
+        "An adapter on the head",
+        lambda m: lora(m, target_modules=["lm_head"]),
+        message="the output head is a peft.tuners.lora.layer.Linear; forkpoint computes log-probs "
+        "from a plain torch.nn.Linear. Leave lm_head out of adapters and quantization.",
+        means="Log-probs are computed in chunks from the head's weight itself.",
+        remedy='Take "lm_head" out of target_modules.',
+        in_place=True,
+    ),
+    model_kind(
+        "A head of its own for the adapter",
+        lambda m: lora(m, modules_to_save=["lm_head"], target_modules=["q_proj"]),
+        message="the output head is a peft.utils.other.ModulesToSaveWrapper; forkpoint computes "
+        "log-probs from a plain torch.nn.Linear. Leave lm_head out of adapters and "
+        "quantization.",
+        means="peft puts a module around the head that chooses between two.",
+        remedy='Take "lm_head" out of modules_to_save.',
+        in_place=True,
+    ),
+    model_kind(
+        "A model without values",
+        lambda m: m.to("meta"),
+        message="the parameters (model.embed_tokens.weight and all others) lie on the meta device, "
+        "without values; initialise or load the model before wrapping it.",
+        means="It was made under init_empty_weights, or offloaded.",
+        remedy="Load the weights first.",
+        in_place=True,
+    ),
+    model_kind(
+        "A model on several devices",
+        partly_on_meta,
+        message="the model's parameters lie on 2 devices (model.embed_tokens.weight on cpu, "
+        "lm_head.weight on meta); put them all on one.",
+        means='device_map="auto" spreads layers; rows would have to follow.',
+        remedy='Load with device_map={"": 0}, or call model.to(device).',
+        in_place=True,
+    ),
+)

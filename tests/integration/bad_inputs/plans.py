@@ -1,0 +1,209 @@
+"""Batches that no plan fits, plans of something else, and kernels that cannot serve."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from steps import forked_batch
+
+from bad_inputs.kind import Kind
+from bad_inputs.rollouts import policy
+from forkpoint import Config, Plan, RolloutBatch, losses, wrap
+from forkpoint.errors import ForkpointError, PlanError, UnsupportedError
+from forkpoint.ops.attention import select_kernel
+from forkpoint.plan import make_plan
+from forkpoint.plan.plan import JSON_VERSION
+from forkpoint.testing import tiny_model
+
+BATCH = forked_batch()
+OTHER = RolloutBatch(BATCH[n] for n in range(3))
+
+
+def plan_kind(
+    name: str,
+    call: Callable[[], object] | None = None,
+    argv: tuple[str, ...] = (),
+    *,
+    message: str,
+    means: str,
+    remedy: str,
+    error: type[ForkpointError] = PlanError,
+) -> Kind:
+    return Kind(
+        name=name, error=error, message=message, means=means, remedy=remedy, call=call, argv=argv
+    )
+
+
+def written(**changes: Any) -> str:
+    """A plan as JSON, with other values of some fields."""
+    return json.dumps(json.loads(make_plan(BATCH).to_json()) | changes)
+
+
+def scored_with(family: str = "llama", **options: Any) -> Callable[[], object]:
+    return lambda: wrap(tiny_model(family), Config(**options)).score(BATCH)
+
+
+def asked(name: str = "auto", **changes: Any) -> Callable[[], object]:
+    given: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "head_dim": 32,
+        "value_dim": 32,
+        "softcap": 0.0,
+        "window": 0,
+        "deterministic": False,
+    }
+    return lambda: select_kernel(name, **(given | changes))
+
+
+PLANS = (
+    plan_kind(
+        "Rows too short for any plan",
+        argv=(
+            *("plan", "ok.jsonl", "--sharing", "group", "--boundary", "in_row"),
+            *("--max-row-tokens", "8"),
+        ),
+        message="no plan fits this batch:\n"
+        "  group + in_row: rollout 4 has 41 tokens to run and a row holds at most 8: a "
+        "rollout within one row cannot be cut. Raise max_row_tokens to 41, or use "
+        "boundary='across_rows', which cuts it into a chain of rows.",
+        means="A rollout that lies in one row needs a row as long as itself.",
+        remedy="Raise max_row_tokens, or leave the boundary to the planner.",
+    ),
+    plan_kind(
+        "A budget that nothing fits",
+        lambda: make_plan(
+            BATCH,
+            policy().host.shape,
+            Config(sharing="tree", boundary="mixed", memory_budget_bytes=100),
+        ),
+        message="no plan fits this batch:\n"
+        "  tree + mixed: rows of 64 tokens are predicted to need 668160 bytes and "
+        "memory_budget_bytes is 100; raise the budget, or checkpoint activations.",
+        means="Rows were shortened to the shortest that the planner takes, and are still "
+        "predicted to need more.",
+        remedy="Raise the budget, or checkpoint activations; a smaller batch helps where boundary "
+        "state is what takes the memory.",
+    ),
+    plan_kind(
+        "A budget without a model",
+        argv=(
+            *("plan", "ok.jsonl", "--sharing", "group", "--boundary", "mixed"),
+            *("--memory-budget-bytes", "9"),
+        ),
+        message="no plan fits this batch:\n"
+        "  group + mixed: memory_budget_bytes is 9, but without a model shape bytes cannot "
+        "be predicted; name the model, or limit max_row_tokens instead.",
+        means="Bytes depend on the model.",
+        remedy="Give --model, or limit the tokens of a row.",
+    ),
+    plan_kind(
+        "A plan of another batch",
+        lambda: policy().score(BATCH, plan=policy().plan(OTHER)),
+        message="this plan was made for a batch with fingerprint cad55e9bf914d5e1, and this batch "
+        "has 4d3d4605bf8f23af: their tokens, masks, groups or temperatures differ. Make a "
+        "plan for this batch.",
+        means="A plan says which token lies where; on another batch it would train on other "
+        "tokens.",
+        remedy="Leave plan out, and it is made.",
+    ),
+    plan_kind(
+        "Something else in place of a plan",
+        lambda: policy().forward_backward(BATCH, losses.GRPO(), plan="tree"),  # type: ignore
+        message="the plan is 'tree' of type str; give one that policy.plan(batch) made, or None.",
+        means="What is shared is an option of Config, not of a call.",
+        remedy='policy.with_config(sharing="tree").',
+    ),
+    plan_kind(
+        "A plan that is not JSON",
+        lambda: Plan.from_json("tree"),
+        message="this is not JSON (Expecting value: line 1 column 1 (char 0)), so it is no plan. "
+        "Give what Plan.to_json returned.",
+        means="The text was not written by Plan.to_json.",
+        remedy="Make the plan again; it takes little time.",
+    ),
+    plan_kind(
+        "A plan of another version",
+        lambda: Plan.from_json(written(version=0)),
+        message="this JSON has version 0 and this forkpoint reads plans of version "
+        f"{JSON_VERSION}; make the plan again.",
+        means="Another version of forkpoint wrote it.",
+        remedy="Make the plan again; it takes little time.",
+    ),
+    plan_kind(
+        "A plan with other keys",
+        lambda: Plan.from_json(written(rowz=[])),
+        message="this plan lacks or has besides: rowz. Make the plan again.",
+        means="The text was changed after it was written.",
+        remedy="Make the plan again; it takes little time.",
+    ),
+    plan_kind(
+        "A plan that is damaged",
+        lambda: Plan.from_json(written(forest=3)),
+        message="this plan is damaged (AttributeError: 'int' object has no attribute 'items'). "
+        "Make the plan again.",
+        means="The text was changed after it was written.",
+        remedy="Make the plan again; it takes little time.",
+    ),
+    plan_kind(
+        "A plan that leaves segments out",
+        lambda: Plan.from_json(written(rows=[])),
+        message="this plan is damaged: its rows hold 0 segments and its forest has 12, each of "
+        "which lies in one row. Make the plan again.",
+        means="Tokens would not be trained, silently.",
+        remedy="Make the plan again; it takes little time.",
+    ),
+)
+
+KERNELS = (
+    plan_kind(
+        "A kernel that there is none of",
+        scored_with(attention_kernel="flashy"),
+        message="There is no attention kernel 'flashy'; there are 'auto', 'fa4', 'cudnn', 'fa2', "
+        "'cpu_flash', 'reference'. Able to serve here: 'cpu_flash', 'reference'.",
+        means="attention_kernel takes a kernel's name.",
+        remedy="Leave it out, and the fastest that can serve is taken.",
+        error=UnsupportedError,
+    ),
+    plan_kind(
+        "A kernel of another device",
+        scored_with(attention_kernel="fa4"),
+        message="Attention kernel 'fa4' cannot serve: it runs on cuda, not on cpu. Able to serve "
+        "here: 'cpu_flash', 'reference'. Name one of these, or leave the choice to 'auto'.",
+        means="A kernel asked for by name is not replaced by another.",
+        remedy="Leave it out, and the fastest that can serve is taken.",
+        error=UnsupportedError,
+    ),
+    plan_kind(
+        "A kernel without what the model needs",
+        scored_with("gemma2", attention_kernel="cpu_flash"),
+        message="Attention kernel 'cpu_flash' cannot serve: it has no softcap (asked for 50.0). "
+        "Able to serve here: 'reference'. Name one of these, or leave the choice to 'auto'.",
+        means="The model's attention has a softcap, and leaving it out would be another model.",
+        remedy="Leave attention_kernel out, and the fastest that can serve is taken.",
+        error=UnsupportedError,
+    ),
+    plan_kind(
+        "A kernel with equal head dims alone",
+        asked("cpu_flash", value_dim=16),
+        message="Attention kernel 'cpu_flash' cannot serve: it needs equal head dims of keys and "
+        "values, not 32 and 16. Able to serve here: 'reference'. Name one of these, or "
+        "leave the choice to 'auto'.",
+        means="Keys and values of this model have heads of different sizes.",
+        remedy="Leave attention_kernel out, and the fastest that can serve is taken.",
+        error=UnsupportedError,
+    ),
+    plan_kind(
+        "A dtype that no kernel takes",
+        asked(dtype=torch.int8),
+        message="No attention kernel can serve torch.int8 on cpu with head dims 32 and 32. fa4: it "
+        "runs on cuda, not on cpu; cudnn: it runs on cuda, not on cpu; fa2: it runs on "
+        "cuda, not on cpu; cpu_flash: it takes torch.float64, torch.float32, "
+        "torch.bfloat16, torch.float16, not torch.int8; reference: it takes torch.float64, "
+        "torch.float32, torch.bfloat16, torch.float16, not torch.int8.",
+        means="Every kernel is asked, and each says why it cannot serve.",
+        remedy="Run the model in bfloat16 or float32.",
+        error=UnsupportedError,
+    ),
+)

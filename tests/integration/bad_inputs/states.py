@@ -1,0 +1,382 @@
+"""States of a wrapped model, and surroundings, in which a step is refused before anything runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from steps import ACROSS, forked_batch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bad_inputs.kind import Kind
+from bad_inputs.models import lora
+from forkpoint import Policy, losses, wrap
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.transformers import ATTENTION_NAME
+from forkpoint.losses import LossBatch, LossOutputs
+from forkpoint.testing import tiny_model
+
+BATCH = forked_batch()
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0] * 4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateKind(Kind):
+    """A state that `change` puts a tiny Llama into."""
+
+    change: Callable[[Any], Any]
+    training_only: bool = False
+    """Whether scores are still possible."""
+
+
+def step(policy: Policy) -> None:
+    policy.forward_backward(BATCH, losses.GRPO())
+
+
+def state_kind(
+    name: str,
+    change: Callable[[Any], Any],
+    *,
+    message: str,
+    means: str,
+    remedy: str,
+    training_only: bool = False,
+) -> StateKind:
+    def call() -> None:
+        model = tiny_model("llama")
+        change(model)
+        step(wrap(model, ACROSS))
+
+    return StateKind(
+        name=name,
+        error=UnsupportedError,
+        message=message,
+        means=means,
+        remedy=remedy,
+        call=call,
+        change=change,
+        training_only=training_only,
+    )
+
+
+def call_kind(
+    name: str, call: Callable[[], object], *, message: str, means: str, remedy: str
+) -> Kind:
+    return Kind(
+        name=name, error=UnsupportedError, message=message, means=means, remedy=remedy, call=call
+    )
+
+
+def checkpointing(model: nn.Module, **options: Any) -> None:
+    """By whatever name the installed transformers has for it."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    next(getattr(model, name) for name in names if hasattr(model, name))(options or None)
+
+
+def unknown_checkpointing(model: nn.Module) -> None:
+    checkpointing(model.train(), use_reentrant=False)
+    model.get_submodule("model.layers.1")._gradient_checkpointing_func = checkpoint  # type: ignore
+
+
+def attention_dropout(model: nn.Module) -> None:
+    model.train().get_submodule("model.layers.2.self_attn").attention_dropout = 0.1  # type: ignore
+
+
+def dropout_module(model: nn.Module) -> None:
+    mlp = model.train().get_submodule("model.layers.0.mlp")
+    mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.25))
+
+
+def dropout_within_an_evaluated_model(model: nn.Module) -> None:
+    dropout_module(model.eval())
+    model.training = False
+
+
+def bidirectional_masks(model: Any) -> None:
+    model.config.is_causal = False
+
+
+def bidirectional_configuration(model: Any) -> None:
+    model.config.use_bidirectional_attention = True
+
+
+def bidirectional_layer(model: Any) -> None:
+    model.get_submodule("model.layers.1.self_attn").is_causal = False
+
+
+def unknown_rope(model: Any) -> None:
+    model.config.rope_parameters["rope_type"] = "spiral"
+
+
+def optimizer_in_backward(model: nn.Module) -> None:
+    weight: Any = model.get_submodule("model.norm").weight
+    weight.register_post_accumulate_grad_hook(lambda _: None)
+
+
+def router_losses(model: Any) -> None:
+    model.config.output_router_logits = True
+
+
+def router_noise(model: nn.Module) -> None:
+    model.train().get_submodule("model.layers.1.mlp").jitter_noise = 0.1  # type: ignore
+
+
+def argument_of_attention(name: str, value: Any) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        def add(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return args, {**kwargs, name: value}
+
+        attention = model.get_submodule("model.layers.1.self_attn")
+        attention.register_forward_pre_hook(add, with_kwargs=True)
+
+    return change
+
+
+def inference_mode() -> None:
+    policy = wrap(tiny_model("llama"), ACROSS)
+    with torch.inference_mode():
+        step(policy)
+
+
+def outside() -> None:
+    model: Any = tiny_model("llama")
+    model.set_attn_implementation(ATTENTION_NAME)
+    model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def step_within_a_step() -> None:
+    policy = wrap(tiny_model("llama"), ACROSS)
+
+    def greedy(outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        policy.score(BATCH)
+        return outputs.logprobs.sum()
+
+    policy.forward_backward(BATCH, greedy)
+
+
+def too_long(rope: dict[str, Any], limit: int) -> Callable[[], None]:
+    def call() -> None:
+        parameters = {"rope_theta": 1e4, **rope}
+        model = tiny_model("llama", max_position_embeddings=limit, rope_parameters=parameters)
+        step(wrap(model, ACROSS))
+
+    return call
+
+
+STATES: tuple[Kind, ...] = (
+    state_kind(
+        "Reentrant checkpointing",
+        lambda m: checkpointing(m.train(), use_reentrant=True),
+        message="model is checkpointed with use_reentrant=True: such a forward keeps no graph, and "
+        "gradients of shared tokens would be lost. Enable checkpointing with "
+        'gradient_checkpointing_kwargs={"use_reentrant": False} (in newer transformers '
+        "activation_checkpointing_kwargs).",
+        means="Its forward runs without a graph, and what rows read of one another would get no "
+        "gradient, silently.",
+        remedy="Non-reentrant checkpointing saves as much memory and is exact.",
+        training_only=True,
+    ),
+    state_kind(
+        "Checkpointing that is reentrant by default",
+        lambda m: checkpointing(m.train(), preserve_rng_state=True),
+        message="model is checkpointed with use_reentrant=True: such a forward keeps no graph, and "
+        "gradients of shared tokens would be lost. Enable checkpointing with "
+        'gradient_checkpointing_kwargs={"use_reentrant": False} (in newer transformers '
+        "activation_checkpointing_kwargs).",
+        means="torch checkpoints reentrantly where use_reentrant is not given.",
+        remedy="Add use_reentrant=False to the options.",
+        training_only=True,
+    ),
+    state_kind(
+        "Checkpointing by other code",
+        unknown_checkpointing,
+        message="model.layers.1 is checkpointed by torch.utils.checkpoint.checkpoint, which has "
+        "not been shown exact. Enable checkpointing by the model's own method, with "
+        "use_reentrant=False.",
+        means="What is recomputed, and when, is not known.",
+        remedy="model.gradient_checkpointing_enable is the model's own method.",
+        training_only=True,
+    ),
+    state_kind(
+        "Attention dropout",
+        attention_dropout,
+        message="model.layers.2.self_attn has dropout 0.1 in training mode: dense training would "
+        "draw a new mask for every copy of a shared token. Set it to 0, or call "
+        "model.eval().",
+        means="Dense training draws a mask for every copy of a shared token, sharing one.",
+        remedy="Train without dropout, or in eval mode.",
+    ),
+    state_kind(
+        "Dropout in a module",
+        dropout_module,
+        message="model.layers.0.mlp.act_fn.1 has dropout 0.25 in training mode: dense training "
+        "would draw a new mask for every copy of a shared token. Set it to 0, or call "
+        "model.eval().",
+        means="Dense training draws a mask for every copy of a shared token, sharing one.",
+        remedy="Train without dropout, or in eval mode.",
+    ),
+    state_kind(
+        "Dropout within a model in eval mode",
+        dropout_within_an_evaluated_model,
+        message="model.layers.0.mlp.act_fn.1 has dropout 0.25 in training mode: dense training "
+        "would draw a new mask for every copy of a shared token. Set it to 0, or call "
+        "model.eval().",
+        means="model.training is False, and a module below is still in training mode.",
+        remedy="model.eval() reaches all modules.",
+    ),
+    state_kind(
+        "Dropout of an adapter",
+        lambda m: lora(m.train(), lora_dropout=0.05, target_modules=["q_proj"]).train(),
+        message="model.layers.0.self_attn.q_proj.lora_dropout.default has dropout 0.05 in training "
+        "mode: dense training would draw a new mask for every copy of a shared token. Set "
+        "it to 0, or call model.eval().",
+        means="Dense training draws a mask for every copy of a shared token, sharing one.",
+        remedy="LoraConfig(lora_dropout=0).",
+    ),
+    state_kind(
+        "Masks that are not causal",
+        bidirectional_masks,
+        message="the configuration has is_causal=False, so that tokens see those after them: a "
+        "shared token would depend on what follows it in each rollout. Set it to True if "
+        "the model is meant to be causal.",
+        means="A token that sees those after it differs between rollouts that share it.",
+        remedy="Only causal models share tokens; train this one with dense training.",
+    ),
+    state_kind(
+        "Attention in both directions",
+        bidirectional_configuration,
+        message="the configuration has use_bidirectional_attention=True, so that tokens see those "
+        "after them: a shared token would depend on what follows it in each rollout. Set "
+        "it to False if the model is meant to be causal.",
+        means="A token that sees those after it differs between rollouts that share it.",
+        remedy="Only causal models share tokens; train this one with dense training.",
+    ),
+    state_kind(
+        "A layer that attends in both directions",
+        bidirectional_layer,
+        message="model.layers.1.self_attn has is_causal=False, so that tokens may see those after "
+        "them; only causal attention can share tokens. Set it to True, or build the model "
+        "from a configuration without use_bidirectional_attention.",
+        means="A token that sees those after it differs between rollouts that share it.",
+        remedy="Only causal models share tokens; train this one with dense training.",
+    ),
+    state_kind(
+        "A rope_type that is not known",
+        unknown_rope,
+        message="rope_type is 'spiral', and it is not known whether its frequencies depend on the "
+        "length of a rollout; known are default, linear, llama3, proportional, yarn, "
+        "dynamic, longrope. Take one of these.",
+        means="If its frequencies depend on lengths, rollouts differ on shared tokens.",
+        remedy="Take one of those named.",
+    ),
+    call_kind(
+        "Rollouts beyond the length of dynamic rope",
+        too_long({"rope_type": "dynamic", "factor": 2.0}, 8),
+        message="rope_type is 'dynamic' and the longest rollout has 21 tokens: beyond 8 tokens its "
+        "frequencies depend on the total length, so rollouts would differ on tokens they "
+        "share. Use rollouts of at most 8 tokens or another rope_type (default, linear, "
+        "llama3, proportional, yarn).",
+        means="Beyond that length frequencies are those of the whole sequence.",
+        remedy="Shorten rollouts, or raise max_position_embeddings as the model was trained.",
+    ),
+    call_kind(
+        "Rollouts beyond the length of longrope",
+        too_long(LONGROPE, 32),
+        message="rope_type is 'longrope' and the longest rollout has 21 tokens: beyond 8 tokens "
+        "its frequencies depend on the total length, so rollouts would differ on tokens "
+        "they share. Use rollouts of at most 8 tokens or another rope_type (default, "
+        "linear, llama3, proportional, yarn).",
+        means="Beyond that length its long factors replace the short ones, for all positions.",
+        remedy="Shorten rollouts, or train them apart from short ones, with dense training.",
+    ),
+    state_kind(
+        "A model that is frozen",
+        lambda m: m.requires_grad_(False),
+        message="no parameter of the model requires a gradient; unfreeze some, or use policy.score "
+        "for log-probs alone.",
+        means="A step would change nothing.",
+        remedy="requires_grad_(True) on what is to be trained; adapters set it themselves.",
+        training_only=True,
+    ),
+    state_kind(
+        "An optimizer that steps in the backward",
+        optimizer_in_backward,
+        message="parameter model.norm.weight has a hook that runs whenever a gradient has been "
+        "added (register_post_accumulate_grad_hook); a step has several backwards, so it "
+        "would see parts of the gradient. Remove it, and do its work after the step.",
+        means="A step of forkpoint has several backwards, and parameters would change between "
+        "them.",
+        remedy="Step the optimizer after forward_backward.",
+        training_only=True,
+    ),
+    state_kind(
+        "Router losses of a mixture of experts",
+        router_losses,
+        message="the configuration has output_router_logits=True: its load-balancing loss counts "
+        "every copy of a shared token, which forkpoint does not add yet. Set it to False.",
+        means="These losses count every copy of a token, which sharing runs once.",
+        remedy="Set output_router_logits=False, which leaves that loss out.",
+        training_only=True,
+    ),
+    state_kind(
+        "Router noise of a mixture of experts",
+        router_noise,
+        message="model.layers.1.mlp has router jitter 0.1 in training mode: dense training would "
+        "draw new noise for every copy of a shared token. Set it to 0, or call "
+        "model.eval().",
+        means="Dense training draws noise for every copy of a shared token, sharing once.",
+        remedy="Set router_jitter_noise=0 in the configuration.",
+        training_only=True,
+    ),
+    state_kind(
+        "A mask for attention",
+        argument_of_attention("attention_mask", torch.zeros(1)),
+        message="LlamaAttention asks for a mask in attention; forkpoint knows causal attention "
+        "without masks of one's own and without dropout. Set attention_dropout to 0 and "
+        "give no attention_mask.",
+        means="A row is no batch of rollouts, and which of its tokens see which is known from the "
+        "forest alone.",
+        remedy="Remove what passes it, such as a hook.",
+    ),
+    state_kind(
+        "An argument of attention that is not known",
+        argument_of_attention("attn_bias", torch.zeros(1)),
+        message="LlamaAttention passes attn_bias to its attention function, and what that changes "
+        "is not known, so that forkpoint cannot be exact. Leave it out.",
+        means="It may be a mask or a bias.",
+        remedy="Remove what passes it, such as a hook.",
+    ),
+    call_kind(
+        "A step in inference mode",
+        inference_mode,
+        message="forward_backward was called under torch.inference_mode, where nothing has "
+        "gradients; leave it, or use policy.score for log-probs alone.",
+        means="Tensors made there can never have gradients.",
+        remedy="Call forward_backward outside of it; torch.no_grad is no hindrance.",
+    ),
+    call_kind(
+        "forkpoint's attention outside of forkpoint",
+        outside,
+        message="LlamaAttention had its attention function called outside of forkpoint, which "
+        "needs to know what a row reads. Use policy.forward_backward or policy.score, and "
+        "leave the model's attn_implementation as it was.",
+        means="That attention function runs rows, and ordinary calls have none.",
+        remedy='model.set_attn_implementation("sdpa"), say.',
+    ),
+    call_kind(
+        "A step within a step",
+        step_within_a_step,
+        message="the model is inside a step of forkpoint already (this call comes from a loss, a "
+        "hook or another thread); let that step end first. Log-probs that a loss needs are "
+        "computed before it, by policy.score.",
+        means="A model that is in the middle of a row cannot begin another.",
+        remedy="Compute scores before the step, and give them as old_logprobs or extras.",
+    ),
+)

@@ -1,0 +1,186 @@
+"""Traces, and folders that replays are kept in."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from steps import forked_batch
+
+from bad_inputs.kind import Kind
+from forkpoint.cli import main
+from forkpoint.errors import ConfigError, TraceError
+from forkpoint.traces import open_trace, record
+
+REPLAY = ("replay", "ok.jsonl", "--model", "ok.json", "--steps", "1")
+BATCH = forked_batch()
+
+
+def trace_kind(
+    name: str,
+    call: Callable[[], object],
+    *,
+    message: str,
+    means: str,
+    remedy: str,
+    prepare: Callable[[], object] | None = None,
+) -> Kind:
+    return Kind(
+        name=name,
+        error=TraceError,
+        message=message,
+        means=means,
+        remedy=remedy,
+        call=call,
+        prepare=(lambda _: prepare()) if prepare else None,
+    )
+
+
+def folder_kind(
+    name: str,
+    *argv: str,
+    message: str,
+    means: str,
+    remedy: str,
+    prepare: Callable[[pytest.MonkeyPatch], object] | None = None,
+) -> Kind:
+    return Kind(
+        name=name,
+        error=ConfigError,
+        message=message,
+        means=means,
+        remedy=remedy,
+        argv=(*REPLAY, *argv),
+        prepare=prepare,
+    )
+
+
+def recorded() -> None:
+    """A trace of two batches in the folder trace."""
+    with record("trace") as recorder:
+        recorder.add(BATCH)
+        recorder.add(BATCH)
+
+
+def without_a_line() -> None:
+    recorded()
+    path = Path("trace/manifest.jsonl")
+    first, _, last = path.read_text().splitlines(keepends=True)
+    path.write_text(first + last)
+
+
+def closed() -> None:
+    with record("trace") as recorder:
+        recorder.add(BATCH)
+    recorder.add(BATCH)
+
+
+def replayed(_: pytest.MonkeyPatch) -> None:
+    """A finished replay in the folder out, made quietly."""
+    with open(os.devnull, "w") as nothing, pytest.MonkeyPatch.context() as patch:  # noqa: PTH123
+        patch.setattr("sys.stdout", nothing)
+        assert main([*REPLAY, "--output", "out"]) == 0
+
+
+TRACES = (
+    trace_kind(
+        "A folder that holds no trace",
+        lambda: open_trace("folder"),
+        prepare=lambda: Path("folder").mkdir(),
+        message="folder is no trace: there is no manifest.jsonl in it. Give the folder that was "
+        "given to forkpoint.record.",
+        means="The folder is another one, or recording has not begun.",
+        remedy="Give the folder that was recorded into.",
+    ),
+    trace_kind(
+        "A file in place of a folder to record into",
+        lambda: record("ok.jsonl"),
+        message="ok.jsonl is a file; a trace is a folder. Give another path.",
+        means="A trace has a file for every batch, and one that lists them.",
+        remedy="Give a name that is not taken.",
+    ),
+    trace_kind(
+        "A folder to record into that is in use",
+        lambda: record("trace"),
+        prepare=recorded,
+        message="trace is not empty: it holds 'batch-000000.safetensors'. Give an empty or new "
+        "folder, or resume=True to go on with a trace.",
+        means="Batches of two runs would be mixed.",
+        remedy="resume=True goes on with the same run; otherwise give a new folder.",
+    ),
+    trace_kind(
+        "A batch for a recorder that is closed",
+        closed,
+        message="the recorder of trace is closed. Add batches inside the with block, or go on with "
+        "record(path, resume=True).",
+        means="The trace was finished when its with block ended.",
+        remedy="Add the batch inside the block.",
+    ),
+    trace_kind(
+        "A manifest that lacks a line",
+        lambda: open_trace("trace"),
+        prepare=without_a_line,
+        message="trace/manifest.jsonl, line 2 does not follow the line before it: lines are "
+        "missing, out of order, or of another trace. Take a copy of the trace as it was "
+        "recorded.",
+        means="Every line has a checksum, and carries that of the line before it.",
+        remedy="Copy the trace again; nothing in it is to be edited.",
+    ),
+    folder_kind(
+        "A folder that holds a replay already",
+        *("--output", "out"),
+        prepare=replayed,
+        message="out holds a replay already. Add --resume to go on with it, or give another "
+        "folder.",
+        means="Its rows would be mixed with those of this replay.",
+        remedy="--resume goes on with it; otherwise give a new folder.",
+    ),
+    folder_kind(
+        "A folder that holds something else",
+        *("--output", "out"),
+        prepare=lambda _: (Path("out").mkdir(), Path("out/notes.txt").write_text("mine")),
+        message="out holds no replay, but 1 other files, among them notes.txt. Give an empty or a "
+        "new folder.",
+        means="Files of yours might be overwritten.",
+        remedy="Give a new folder.",
+    ),
+    folder_kind(
+        "A file in place of a folder for a replay",
+        *("--output", "ok.jsonl"),
+        message="ok.jsonl is a file; a replay is a folder. Give another path.",
+        means="A replay keeps several files.",
+        remedy="Give a name that is not taken.",
+    ),
+    folder_kind(
+        "A replay that goes on with other options",
+        *("--output", "out", "--resume", "--lr", "1"),
+        prepare=replayed,
+        message="the replay in out was begun with other input:\n"
+        "  optimizer.lr was 1e-05 and is now 1.0\n"
+        "Resume with what it was begun with, or begin anew in another folder.",
+        means="Half of its steps would be of another training.",
+        remedy="Take the options that it was begun with, which its manifest.json has.",
+    ),
+    folder_kind(
+        "Checkpoints without a folder",
+        *("--checkpoint-every", "1"),
+        message="checkpoint_every needs a folder to keep things in; add --output DIR.",
+        means="There is nowhere to keep them.",
+        remedy="--output names a folder.",
+    ),
+    folder_kind(
+        "A schedule shorter than its warm-up",
+        *("--schedule", "linear", "--warmup-steps", "5"),
+        message="steps is 1 and warmup_steps 5; the schedule 'linear' needs more steps than the "
+        "warm-up takes.",
+        means="The learning rate would never come down.",
+        remedy="Give more steps, or a shorter warm-up.",
+    ),
+    folder_kind(
+        "A gradient norm of 0",
+        *("--max-grad-norm", "0"),
+        message="max_grad_norm is 0.0; it takes a finite number above 0.",
+        means="Gradients are scaled down to it, and nothing would be trained.",
+        remedy="Leave it out to clip nothing.",
+    ),
+)

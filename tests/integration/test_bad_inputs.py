@@ -1,0 +1,86 @@
+"""Every kind of bad input, by its whole message: in the library, and on the command line.
+
+The table is in bad_inputs/, and docs/errors.md is made of it.
+"""
+
+from pathlib import Path
+
+import pytest
+from bad_inputs import KINDS, TOPICS, Kind
+from bad_inputs.kind import stock_files
+from bad_inputs.page import NOTES, page
+from commands import Shell
+
+from forkpoint import errors
+from forkpoint.engine.guard import REDO, RESTORED
+
+ROOT = Path(__file__).parents[2]
+
+# Of peft with newer transformers, and of torch where a reentrant checkpoint has nothing to do.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.utils.checkpoint.*should be:UserWarning"),
+]
+IN_LIBRARY = [name for name, kind in KINDS.items() if kind.call]
+ON_COMMAND_LINE = [name for name, kind in KINDS.items() if kind.argv or not kind.call]
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
+    """The kind of that name, with its files in the present folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    found = KINDS[request.param]
+    stock_files()
+    if found.prepare:
+        found.prepare(monkeypatch)
+    return found
+
+
+@pytest.mark.parametrize("kind", IN_LIBRARY, indirect=True)
+def test_the_library_refuses(kind: Kind) -> None:
+    assert kind.call is not None
+    with pytest.raises(errors.ForkpointError) as caught:
+        kind.call()
+    # What a reader raises besides is of a public class.
+    kinds = [e for e in type(caught.value).__mro__ if e.__module__ == errors.__name__]
+    assert kinds[0] is kind.error
+    assert str(caught.value) == kind.message
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["tables", "json"])
+@pytest.mark.parametrize("kind", ON_COMMAND_LINE, indirect=True)
+def test_the_command_line_refuses(
+    kind: Kind, form: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A defect would be raised here: `main` catches errors of users alone."""
+    done = Shell(capsys)(*kind.argv, *form)
+    assert (done.code, done.out) == (2, "")
+    if form and kind.named_in_message:
+        assert done.err.startswith("error: ")
+    else:
+        assert done.err == f"error: {kind.message}\n"
+
+
+def test_how_many_kinds_there_are() -> None:
+    assert len(KINDS) == sum(map(len, TOPICS.values())), "two kinds have one name"
+    assert len(KINDS) >= 60
+    assert len({kind.message for kind in KINDS.values()}) >= 60
+    assert sum(bool(kind.call) for kind in KINDS.values()) >= 60
+    assert len(ON_COMMAND_LINE) >= 60
+
+
+def test_every_class_of_errors_is_met() -> None:
+    classes = {e for e in vars(errors).values() if isinstance(e, type)} - {errors.ForkpointError}
+    assert {kind.error for kind in KINDS.values()} == {*classes, None}
+
+
+def test_the_page_of_errors_is_up_to_date() -> None:
+    """If this fails, run `make errors-page`."""
+    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == page()
+
+
+def test_the_page_has_the_notes_of_failed_steps() -> None:
+    for note, text in zip(NOTES, (RESTORED, REDO), strict=True):
+        assert note in text
