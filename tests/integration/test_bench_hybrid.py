@@ -26,7 +26,9 @@ def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
 
 def test_tiny_shapes_on_any_device(shell: Shell, tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    done = shell("bench", "hybrid", "--suite", "smoke", "--repeats", "1", "--output", output)
+    done = shell(
+        "bench", "hybrid", "--suite", "smoke", "--only", "R24", "--repeats", "1", "--output", output
+    )
     assert done.code == 0, done.err
     rows = {row["metric"]: row for row in map(json.loads, output.read_text().splitlines())}
     assert set(rows) == METRICS
@@ -87,6 +89,8 @@ def test_the_bounds_of_the_published_cases(prompt: int, response: int, bound: fl
 def test_a_suite_of_the_other_benchmark_is_refused(shell: Shell) -> None:
     done = shell("bench", "hybrid", "--suite", "ragged")
     assert done.code == 2 and "bench hybrid has no suite ragged" in done.err
+    done = shell("bench", "hybrid", "--suite", "smoke", "--only", "R640")
+    assert done.code == 2 and "no case of smoke has R640 in its name" in done.err
     done = shell("bench", "attention", "--suite", "smoke")
     assert done.code == 2 and "bench attention has no suite smoke" in done.err
 

@@ -61,8 +61,13 @@ def check(model: PreTrainedModel, expected: Truth, loss: Any, configs: Any) -> N
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "dpo", "coupled"])
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    ("loss", "checkpointed"),
+    [
+        *((loss, False) for loss in ("grpo", "gspo", "dpo", "coupled")),
+        *((loss, True) for loss in ("grpo", "coupled")),
+    ],
+)
 def test_steps_are_those_of_dense_training(loss: str, checkpointed: bool) -> None:
     """Forks four deep, responses of one token, prefixes shorter than the convolution."""
     batch = paired_batch() if loss == "dpo" else acceptance_batch()

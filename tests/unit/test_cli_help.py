@@ -48,7 +48,7 @@ OPTIONS = {
     },
     "bench": {
         *("--suite", "--kernels", "--dtypes", "--output", "--json"),
-        *("--layers", "--repeats"),
+        *("--only", "--layers", "--repeats"),
     },
     "calibrate": {
         *("--model", "--output", "--dtype", "--device", "--blocks", "--max-seconds", "--json"),

@@ -44,6 +44,7 @@ class Bench:
         kernels: Attention kernels to measure; by default those that can run here. Only for
             attention.
         dtypes: Data types to measure. Only for attention; hybrid is bfloat16.
+        only: Parts of the names of cases to measure, such as R64; by default every case.
         layers: How many layers the hybrid model has; by default all of its 32.
         repeats: How often a step of the hybrid model is timed.
         output: The file of JSON lines that rows are appended to; by default WHAT.jsonl.
@@ -54,6 +55,7 @@ class Bench:
     suite: tuple[Suite, ...] = ()
     kernels: tuple[str, ...] = ()
     dtypes: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
+    only: tuple[str, ...] = ()
     layers: DisallowNone[
         Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 32)")]
     ] = None
@@ -81,6 +83,11 @@ class Bench:
             rows += found
             cases += 1
             out.show(_table(name, found))
+        if not cases:
+            raise ConfigError(
+                f"no case of {', '.join(suites)} has {' or '.join(self.only) or 'such dtypes'} in "
+                "its name; leave --only out to see their names."
+            )
         failed = [r.case for r in rows if r.note and r.note.startswith("FAILED")]
         out.result(
             {
@@ -127,6 +134,9 @@ class Bench:
                 "it on a machine with one (bench hybrid --suite smoke runs anywhere)."
             )
 
+    def _wants(self, case: str) -> bool:
+        return not self.only or any(part in case for part in self.only)
+
     def _attention(self, suites: tuple[Suite, ...]) -> "Iterator[tuple[str, list[ResultRow]]]":
         import torch
 
@@ -135,7 +145,8 @@ class Bench:
         kernels = self.kernels or attention.available_kernels()
         for suite in suites:
             for case in attention.cases(suite):
-                if str(case.dtype).removeprefix("torch.") in self.dtypes:
+                named = str(case.dtype).removeprefix("torch.") in self.dtypes
+                if named and self._wants(case.name):
                     yield case.name, list(attention.run_case(case, kernels))
                     torch.cuda.empty_cache()
 
@@ -150,7 +161,7 @@ class Bench:
                 model = hybrid.make_model(hybrid.TINY, self.layers, torch.float32, "cpu")
             else:
                 model = hybrid.make_model(hybrid.QWEN35_4B, self.layers, torch.bfloat16, "cuda")
-            for case in hybrid.SUITES[suite]:
+            for case in filter(lambda c: self._wants(c.name), hybrid.SUITES[suite]):
                 yield case.name, list(hybrid.run_case(case, model, repeats=self.repeats))
             del model
 
