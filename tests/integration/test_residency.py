@@ -19,8 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from yardstick import Variant, label, step_faults, truth
 
 from forkpoint import Config, losses, wrap
+from forkpoint.engine import residency as residency_module
 from forkpoint.engine.engine import Engine
-from forkpoint.engine.residency import Residency
+from forkpoint.engine.residency import Residency, is_copy_of_leaf
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.errors import UnsupportedError
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
@@ -109,6 +110,30 @@ def test_under_autocast(residency: str) -> None:
             policy.forward_backward(forked_batch(), losses.GRPO())
         found.append(gradients_of(model))
     assert relative_distance(found[1], found[0]) < 1e-6
+
+
+def test_a_weight_s_copy_is_told_from_activations() -> None:
+    weight = nn.Parameter(torch.randn(4, 3))
+    copied = weight.to(torch.bfloat16)
+    assert is_copy_of_leaf(copied) and is_copy_of_leaf(copied.t())
+    product = torch.randn(2, 3) @ weight.t()
+    for other in (weight, product, product.to(torch.bfloat16).t(), torch.ones(2), weight * 2):
+        assert not is_copy_of_leaf(other)
+
+
+def test_autocast_s_copies_of_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast keeps them on the device: moving them would free nothing."""
+    model, moved = tiny_model("qwen3", dtype=torch.float32), []
+    policy = wrap(model, replace(ACROSS, residency="offload"))
+    for told in (True, False):
+        if not told:
+            monkeypatch.setattr(residency_module, "is_copy_of_leaf", lambda _: False)
+        with torch.autocast("cpu", torch.bfloat16):
+            stats = policy.forward_backward(forked_batch(), losses.GRPO())
+        assert stats.offload is not None
+        moved.append(stats.offload.out_bytes)
+    blocks = model.model.layers.parameters()
+    assert moved[1] - moved[0] >= sum(p.numel() * 2 for p in blocks if p.dim() > 1)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns

@@ -20,6 +20,9 @@ from forkpoint.engine.rows import RowInputs
 from forkpoint.engine.staging import Staging
 from forkpoint.plan.plan import Plan
 
+# What autograd calls the ways in which autocast's linear layers see a weight.
+COPIES = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
+
 
 class Residency:
     """What one pass with backwards does with the activations of its rows."""
@@ -81,8 +84,12 @@ class Residency:
             yield
 
     def _stays(self, tensor: Tensor) -> bool:
-        """Whether others hold it on the device anyway: parameters, inputs, boundary state."""
-        return storage_id(tensor) in self._held or self._arena.holds(tensor)
+        """Whether others hold it on the device anyway.
+
+        These are parameters, their copies that autocast keeps, inputs, and boundary state.
+        """
+        held = storage_id(tensor) in self._held or self._arena.holds(tensor)
+        return held or is_copy_of_leaf(tensor)
 
     def before_backward(self, step: int) -> None:
         """Fetch ahead: for this row, and for the next where its backward follows at once."""
@@ -94,6 +101,16 @@ class Residency:
         offloaded = self._open.pop(row, None)
         if offloaded is not None:
             offloaded.close()
+
+
+def is_copy_of_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf's copy in another dtype, perhaps transposed: a weight's, then."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in COPIES:
+        node = node.next_functions[0][0]
+        if node is not None and node.name().endswith("AccumulateGrad"):
+            return True
+    return False
 
 
 def _drop(_: Tensor) -> None:
