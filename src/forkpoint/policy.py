@@ -223,7 +223,9 @@ class Policy:
         """The one that the configuration names or, without, the one of this device and model."""
         given = self.config.calibration
         if given is not None:
-            return Calibration.load(Path(given))
+            found = Calibration.load(Path(given))
+            found.check_device(device_name(self.host.device), compiled=self.host.compiles)
+            return found
         if self._kept.found is None:
             device = device_name(self.host.device)
             shape, compiled = self.host.shape, self.host.compiles

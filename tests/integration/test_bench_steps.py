@@ -51,6 +51,19 @@ def test_step_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any("4 rollouts, scaled by 1;" in (row["note"] or "") for row in rows)
 
 
+def test_predictions_stand_beside_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, _ = bench("step-grid", tmp_path, capsys, "--counts", "4", "--calibrate")
+    assert (tmp_path / "rows.calibration.json").is_file()
+    shared, predicted = values(rows, "shared step"), values(rows, "predicted step")
+    ratios = [row for row in rows if row["metric"] == "predicted / measured time"]
+    assert len(ratios) == len(shared) == len(predicted) == 8
+    for row in ratios:
+        assert row["value"] == pytest.approx(predicted[row["case"]] / shared[row["case"]])
+        assert "measured on" in row["note"]
+
+
 def test_time_that_is_up_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "rows.jsonl"
     command = ["bench", "step-grid", *TINY, "--output", str(output), "--max-seconds", "0"]

@@ -2,13 +2,14 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from steps import forked_batch
 
-from forkpoint import Config, losses, wrap
+from forkpoint import Config, ConfigError, losses, wrap
 from forkpoint.cli import main
 from forkpoint.cli.models import random_model
 from forkpoint.plan.calibration import FOLDER_VARIABLE, Calibration
@@ -80,6 +81,12 @@ def test_policies_find_it_and_predict(folder: Path, monkeypatch: pytest.MonkeyPa
     (path,) = (folder / "found").iterdir()
     named = wrap(model, Config(calibration=path)).plan(batch)
     assert named.predicted_ms == plan.predicted_ms
+
+    elsewhere = path.with_name("elsewhere.json")
+    replace(Calibration.load(path), device="a faster one").save(elsewhere)
+    with pytest.raises(ConfigError, match=r"measured on a faster one.*and here is"):
+        wrap(model, Config(calibration=elsewhere)).plan(batch)
+    elsewhere.unlink()
 
 
 def test_the_plan_command_takes_it(

@@ -13,6 +13,8 @@ from forkpoint.cli.output import Output
 from forkpoint.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from forkpoint.bench.rows import ResultRow
     from forkpoint.bench.steps import Deadline, Stepper
 
@@ -30,6 +32,8 @@ class Steps:
         output: The file of JSON lines that rows are appended to, as they come.
         blocks: Whether decoder blocks are compiled, dense and shared alike.
         layers: Give the model fewer layers than its shape has.
+        calibrate: Measure the device for this shape first, and let plans be priced by that; the
+            figures are written beside the output.
         max_seconds: Begin nothing new after so many seconds; what is left out is named.
         tiny: A tiny model and lengths divided by 64, to try the command out, on a CPU as well.
         json: Print only the JSON line.
@@ -38,6 +42,7 @@ class Steps:
     output: Path = Path("steps.jsonl")
     blocks: Literal["compiled", "eager"] = "compiled"
     layers: Layers = None
+    calibrate: Flag = False
     max_seconds: Annotated[float, arg(metavar="S")] = 540.0
     tiny: Flag = False
     json: Flag = False
@@ -98,8 +103,20 @@ class Steps:
         device = torch.device("cuda" if cuda else "cpu")
         dtype = torch.bfloat16 if cuda else torch.float32
         name = "tiny" if self.tiny else shape
+        compiled = self.blocks == "compiled"
+        measured = None
+        if self.calibrate:
+            from forkpoint.bench.calibrate import Calibrator
+            from forkpoint.hosts.transformers import TransformersHost
+
+            def make(layers: int) -> "PreTrainedModel":
+                return make_model(name, device, dtype=dtype, layers=layers)
+
+            shape_of = TransformersHost(make(1)).shape
+            measured = self.output.with_suffix(".calibration.json")
+            Calibrator(make, compile_blocks=compiled).run(shape_of).save(measured)
         model = make_model(name, device, dtype=dtype, layers=self.layers)
-        return Stepper(model, compile_blocks=self.blocks == "compiled")
+        return Stepper(model, compile_blocks=compiled, calibration=measured)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,6 +106,19 @@ class Calibration:
                 "calibrate for this model."
             )
 
+    def check_device(self, device: str, *, compiled: bool) -> None:
+        """Refuse another device than this was measured on, or blocks compiled otherwise.
+
+        Raises:
+            ConfigError: with both values.
+        """
+        if (device, compiled) != (self.device, self.compiled):
+            here = f"{device}, blocks {'compiled' if compiled else 'not compiled'}"
+            raise ConfigError(
+                f"this calibration was {self.describe()}, and here is {here}: its times say "
+                "nothing of that. Run forkpoint calibrate here, or give no calibration."
+            )
+
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
