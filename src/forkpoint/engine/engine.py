@@ -209,7 +209,7 @@ class Engine:
 
     def _call(self, loss: Loss, outputs: LossOutputs, view: LossBatch) -> Tensor:
         value = loss(outputs, view)
-        given = [x for x in (outputs.logprobs, outputs.entropies) if x is not None]
+        given = outputs.per_token.values()
         graph = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
             found = (

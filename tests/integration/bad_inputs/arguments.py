@@ -97,16 +97,6 @@ ARGUMENTS = (
         remedy="Take one of those named.",
     ),
     argument_kind(
-        "A loss that there is none of",
-        *("verify", "ok.jsonl", "--model", "ok.json", "--loss", "rloo"),
-        message="invalid choice 'rloo' for argument '--loss'. Expected one of ('cispo', 'None',\n"
-        "'dr_grpo', 'sft', 'distillation', 'ppo', 'dpo', 'gspo', 'simpo', 'sapo',\n"
-        "'bnpo', 'dapo', 'grpo', 'likelihood').\n"
-        "For full helptext, run forkpoint verify --help",
-        means="It is none of the losses that the command line has.",
-        remedy="Take one of those named, or write the loss in Python; docs/losses.md says how.",
-    ),
-    argument_kind(
         "A dtype that there is none of",
         *("verify", "ok.jsonl", "--model", "ok.json", "--dtype", "int8"),
         message="invalid choice 'int8' for argument '--dtype'. Expected one of ('float32',\n"
