@@ -293,6 +293,7 @@ def test_the_counts_of_mamba_2() -> None:
     }
     shape = ModelShape.from_config(config)
     assert (shape.recurrent_layers, shape.windows) == (36, (0,) * 4)
+    assert ModelShape.from_config({**config, "intermediate_size": 1}).intermediate == 8192
     assert shape.state_elements == 64 * 64 * 128
     assert shape.tail_elements == 3 * (64 * 64 + 2 * 128)
     weights = shape.linear_parameters - 36 * 2 * shape.state_elements + 2048 * 100_352

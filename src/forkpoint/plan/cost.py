@@ -104,6 +104,8 @@ class ModelShape:
                 "one for each layer. Give the config.json that save_pretrained wrote."
             )
         known = (*ATTENTION_KINDS, *recurrent_kinds(config))
+        if "mamba" in known:
+            known = (*known, "attention")  # as older versions of transformers name these
         for kind in kinds:
             if kind not in known:
                 raise ConfigError(
@@ -229,7 +231,7 @@ def _active_intermediate(config: Mapping[str, Any], layers: int) -> int:
         dense = _size("intermediate_size", config["intermediate_size"])
     routed = config.get("num_experts_per_tok")
     if not routed:
-        return dense
+        return int(config.get("shared_intermediate_size") or dense)
     width = int(config.get("moe_intermediate_size") or dense)
     expert = int(routed) * width + int(config.get("n_shared_experts") or 0) * width
     if config.get("num_local_experts") == 0:
