@@ -19,7 +19,8 @@ from forkpoint.plan.hybrid import recurrent_kinds, recurrent_shape
 LINEAR_BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
 
-ATTENTION_KINDS = ("full_attention", "sliding_attention")
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "attention")
+"""Values of a configuration's layer_types; hybrids of Granite write the last for the first."""
 
 
 @dataclass(frozen=True, kw_only=True)

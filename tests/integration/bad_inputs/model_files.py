@@ -188,7 +188,8 @@ MODEL_FILES = (
         "A kind of layer that is not known",
         layer_types=["full_attention", "linear_attention"],
         message="bad.json: layer_types has 'linear_attention'; of this model forkpoint counts "
-        "layers of full_attention, sliding_attention. Take a model of these alone.",
+        "layers of full_attention, sliding_attention, attention. Take a model of these "
+        "alone.",
         means="What such a layer costs is not counted, nor has it been shown exact.",
         remedy="Take a model whose layers are all attention.",
     ),
