@@ -33,8 +33,11 @@ from forkpoint.plan.calibration import Calibration, Curve
 from forkpoint.rollouts import Rollout, RolloutBatch
 
 LAYERS = (1, 3)
-ROW_TOKENS = {"cuda": (128, 512, 2048, 8192, 16384), "cpu": (16, 64, 256)}
-KEY_TOKENS = {"cuda": (256, 2048, 8192), "cpu": (32, 256)}
+ROW_TOKENS: dict[str, tuple[int, ...]] = {
+    "cuda": (128, 512, 2048, 8192, 16384),
+    "cpu": (16, 64, 256),
+}
+KEY_TOKENS: dict[str, tuple[int, ...]] = {"cuda": (256, 2048, 8192), "cpu": (32, 256)}
 COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}
 REPEATS = {"cuda": 5, "cpu": 7}
 TINY_KEYS = 16
@@ -56,7 +59,9 @@ class Calibrator:
         row_tokens: tuple[int, ...] | None = None,
         max_seconds: float = 110.0,
     ) -> None:
-        self.make_model, self.compile_blocks, self.kernel = make_model, compile_blocks, kernel
+        self.make_model: MakeModel = make_model
+        self.compile_blocks: bool | None = compile_blocks
+        self.kernel: str = kernel
         self._row_tokens = row_tokens
         self._begin = time.perf_counter()
         self._end = self._begin + max_seconds
@@ -72,9 +77,10 @@ class Calibrator:
         few, more = LAYERS
         hosts = {n: self._host(n) for n in LAYERS}
         host = hosts[few]
-        self.device, self.kind = host.device, host.device.type
-        self.repeats = REPEATS[self.kind]
-        self.vocab = min(shape.vocab, 1 << 15)
+        self.device: torch.device = host.device
+        self.kind: str = host.device.type
+        self.repeats: int = REPEATS[self.kind]
+        self.vocab: int = min(shape.vocab, 1 << 15)
         one = host.shape
         # Memory first: it warms up and compiles all that is timed below.
         sizes = self._row_tokens or ROW_TOKENS[self.kind]

@@ -71,9 +71,9 @@ class Stepper:
     ) -> None:
         base = Config(compile_blocks=compile_blocks, **options)  # type: ignore[arg-type]
         self.model: nn.Module = model
-        self.policy = wrap(model, base)
-        self.device = self.policy.host.device
-        self.cuda = self.device.type == "cuda"
+        self.policy: Policy = wrap(model, base)
+        self.device: torch.device = self.policy.host.device
+        self.cuda: bool = self.device.type == "cuda"
         self._policies: dict[Config, Policy] = {}
 
     @property

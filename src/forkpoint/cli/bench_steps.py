@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.table import Table
 from tyro.conf import DisallowNone, Positional, arg
@@ -258,7 +258,7 @@ class Plot:
         return 0
 
 
-BENCHES = {
+BENCHES: dict[str, Any] = {
     "step-grid": StepGrid,
     "policy-update": PolicyUpdate,
     "memory": MemoryBench,

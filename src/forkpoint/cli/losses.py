@@ -47,7 +47,7 @@ CLASSES: dict[LossName, str] = {
 # Without an advantage they train nothing, KL and entropy aside.
 OF_ADVANTAGES = ("grpo", "ppo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "gspo")
 
-Own = arg(metavar="NUMBER", help_behavior_hint="(default: the loss's own)")
+Own: Any = arg(metavar="NUMBER", help_behavior_hint="(default: the loss's own)")
 Number = DisallowNone[Annotated[float | None, Own]]
 
 

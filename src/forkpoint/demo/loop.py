@@ -98,9 +98,11 @@ class Loop:
     def __init__(
         self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, task: Task, seed: int
     ) -> None:
-        self.model, self.optimizer, self.task = model, optimizer, task
-        self.loss = GRPO(entropy=ENTROPY_BONUS)
-        self.shared = wrap(model)
+        self.model: PreTrainedModel = model
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.task: Task = task
+        self.loss: GRPO = GRPO(entropy=ENTROPY_BONUS)
+        self.shared: Policy = wrap(model)
         self.dense = wrap(model, Config(sharing="none"))
         self._random = np.random.default_rng(seed)
         self._generator = torch.Generator().manual_seed(seed)
@@ -139,7 +141,7 @@ class Loop:
         tried = [wrap(self.model, Config(sharing="none", max_row_tokens=n)) for n in limits]
         self._gradient(tried[0], group)
         times = [[self._gradient(policy, group)[1] for policy in tried] for _ in range(TRIALS)]
-        self.dense = tried[int(np.min(times, axis=0).argmin())]
+        self.dense: Policy = tried[int(np.min(times, axis=0).argmin())]
 
     def exact_report(self, rollouts: Rollouts) -> VerifyReport:
         """The first group's gradients, shared and dense, on a float64 copy of the model."""

@@ -32,7 +32,8 @@ class Arena:
 
     def __init__(self, slots: int, *, gradients: bool, state_slots: int = 0) -> None:
         """`slots` for tokens, `state_slots` for the ends of segments."""
-        self.slots, self.state_slots = slots, state_slots
+        self.slots: int = slots
+        self.state_slots: int = state_slots
         self.gradients = gradients
         self._state: dict[Key, Tensor] = {}
         self._gradient: dict[Key, Tensor] = {}

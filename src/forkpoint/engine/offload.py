@@ -70,7 +70,10 @@ class OffloadedRow:
         layers: int,
         stats: OffloadStats,
     ) -> None:
-        self.staging, self.stays, self.layers, self.stats = staging, stays, layers, stats
+        self.staging: Staging = staging
+        self.stays: Callable[[Tensor], bool] = stays
+        self.layers: int = layers
+        self.stats: OffloadStats = stats
         self._mark = staging.mark()
         # By storage. A weak reference keeps the address of a dead storage from being used again.
         self._of: dict[int, tuple[StorageWeakRef, weakref.ref[_Stored]]] = {}

@@ -18,6 +18,7 @@ from forkpoint.engine.host import Host
 from forkpoint.engine.offload import OffloadedRow, OffloadStats, storage_id
 from forkpoint.engine.rows import RowInputs
 from forkpoint.engine.staging import Staging
+from forkpoint.plan.layout import Row
 from forkpoint.plan.plan import Plan
 
 # What autograd calls the ways in which autocast's linear layers see a weight.
@@ -36,8 +37,8 @@ class Residency:
         staging: Staging | None,
     ) -> None:
         """`staging` may be None where the plan offloads no row."""
-        self.rows = plan.rows
-        self.layers = host.shape.layers
+        self.rows: tuple[Row, ...] = plan.rows
+        self.layers: int = host.shape.layers
         self._steps = plan.schedule()
         self._arena = arena
         self._staging = staging

@@ -62,7 +62,8 @@ class RowContext:
         more is wanted of this forward than its boundary state."""
         self.inputs = inputs
         self.boundary_only = boundary_only
-        self.kernel, self.recurrence_kernel = kernel, recurrence_kernel
+        self.kernel: str = kernel
+        self.recurrence_kernel: str = recurrence_kernel
         self.head_chunk_tokens = head_chunk_tokens
         self.entropy = entropy
         self.last_layer: int | None = None

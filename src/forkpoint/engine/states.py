@@ -30,8 +30,10 @@ class RowStates:
         table: StateTable,
         windows: ConvolutionTable,
     ) -> None:
-        self.arena, self.capture = arena, capture
-        self.table, self.windows = table, windows
+        self.arena: Arena = arena
+        self.capture: Capture | None = capture
+        self.table: StateTable = table
+        self.windows: ConvolutionTable = windows
 
     def initial(self, key: Key, *made_with: Tensor) -> Tensor | None:
         """[S, ...] what the segments of the first level start from; None where all are zero.

@@ -38,7 +38,8 @@ class LogprobHead:
     gives: Head = "logprobs"
 
     def __init__(self, causal: PreTrainedModel, family: Family) -> None:
-        self.causal, self.family = causal, family
+        self.causal: PreTrainedModel = causal
+        self.family: Family = family
 
     def check(self) -> None:
         refusals.plain_head(self.causal)

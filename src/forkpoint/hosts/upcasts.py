@@ -51,7 +51,10 @@ WRAPPED = (
     "mamba2_split_conv1d_scan_combined",
 )
 # In older ones modules hold the package's functions, and None is the torch form.
-HELD = {"chunk_gated_delta_rule": "torch_chunk_gated_delta_rule", "causal_conv1d_fn": None}
+HELD: dict[str, str | None] = {
+    "chunk_gated_delta_rule": "torch_chunk_gated_delta_rule",
+    "causal_conv1d_fn": None,
+}
 
 
 @contextmanager

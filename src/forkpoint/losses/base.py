@@ -145,7 +145,7 @@ class Loss:
     """
 
     decomposition: ClassVar[Decomposition]
-    reads: Head | None = "logprobs"
+    reads: ClassVar[Head | None] = "logprobs"
     needs_entropy: bool = False
     needs: tuple[str, ...] = ()
     takes_weights: bool = True
@@ -195,7 +195,7 @@ class FunctionLoss(Loss):
     """A function of (outputs, batch) as a loss: joint, since nothing is known of it."""
 
     decomposition: ClassVar[Decomposition] = "joint"
-    reads = None
+    reads: ClassVar[Head | None] = None
 
     function: LossFunction
 

@@ -69,4 +69,6 @@ class LossOutputs(PerToken):
         values: Tensor | None = None,
     ) -> None:
         given = {"logprobs": logprobs, "entropies": entropies, "values": values}
-        self.per_token = {name: value for name, value in given.items() if value is not None}
+        self.per_token: Mapping[str, Tensor] = {
+            name: value for name, value in given.items() if value is not None
+        }

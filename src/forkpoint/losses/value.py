@@ -1,8 +1,8 @@
 """The critic's side of PPO: its clipped regression, and the advantages that its values give."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.losses.base import (
+    Decomposition,
     Loss,
     LossBatch,
     LossOutputs,
     check_choice,
     check_number,
 )
+from forkpoint.losses.outputs import Head
 from forkpoint.rollouts import RolloutBatch
 
 
@@ -45,9 +47,9 @@ class ValueLoss(Loss):
     Raises ConfigError for arguments that are not allowed.
     """
 
-    decomposition = "token"
-    reads = "values"
-    needs = ("returns", "old_values")
+    decomposition: ClassVar[Decomposition] = "token"
+    reads: ClassVar[Head | None] = "values"
+    needs: tuple[str, ...] = field(init=False, repr=False, default=("returns", "old_values"))
     takes_weights = False
 
     clip: float = 0.2

@@ -187,7 +187,9 @@ class MeasuredMeter:
         self, calibration: Calibration, plan: Plan, labelled_of_row: Sequence[int]
     ) -> None:
         assert plan.shape is not None
-        self.calibration, self.plan, self.shape = calibration, plan, plan.shape
+        self.calibration: Calibration = calibration
+        self.plan: Plan = plan
+        self.shape: ModelShape = plan.shape
         self.labelled_of_row = labelled_of_row
         attention = self.shape.linear_parameters / self.shape.layers
         attention -= 3 * self.shape.hidden * self.shape.intermediate

@@ -87,14 +87,20 @@ class Estimate:
 
     def __init__(self, shape: ModelShape | None = None) -> None:
         self.shape = shape
-        self.batches = self.rollouts = self.groups = 0
-        self.logical_tokens = self.unique_tokens = self.group_tokens = self.trained_tokens = 0
+        self.batches: int = 0
+        self.rollouts: int = 0
+        self.groups: int = 0
+        self.logical_tokens: int = 0
+        self.unique_tokens: int = 0
+        self.group_tokens: int = 0
+        self.trained_tokens: int = 0
         windows = {0, *(shape.windows if shape else ())}
         nothing = Work(tokens=0, pairs=dict.fromkeys(windows, 0), labelled=0)
         self.work: dict[str, Work] = dict.fromkeys(MODES, nothing)
-        self.prefix_ratio = Distribution(scale=_RATIO_STEPS)
-        self.group_depth, self.tree_depth = Distribution(), Distribution()
-        self.group_size = Distribution()
+        self.prefix_ratio: Distribution = Distribution(scale=_RATIO_STEPS)
+        self.group_depth: Distribution = Distribution()
+        self.tree_depth: Distribution = Distribution()
+        self.group_size: Distribution = Distribution()
         self.split_tokens: dict[Split, dict[str, int]] = {
             split: {"group": 0, "tree": 0} for split in SPLITS
         }

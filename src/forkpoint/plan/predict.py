@@ -52,7 +52,9 @@ class CountedMeter:
 
     def __init__(self, plan: Plan, labelled_of_row: Sequence[int]) -> None:
         assert plan.shape is not None
-        self.plan, self.shape, self.labelled_of_row = plan, plan.shape, labelled_of_row
+        self.plan: Plan = plan
+        self.shape: ModelShape = plan.shape
+        self.labelled_of_row: Sequence[int] = labelled_of_row
 
     def forward(self, row: Row, *, boundary_only: bool = False) -> float:
         linear, head, attention = self._parts(row)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts import RolloutBatch
@@ -48,8 +49,9 @@ class GroupBatches:
     """The groups of one batch of rollouts, so many a step, cycling."""
 
     def __init__(self, batch: RolloutBatch, groups_per_step: int = 1) -> None:
-        self.batch, self.groups_per_step = batch, groups_per_step
-        self.groups = batch.groups()
+        self.batch: RolloutBatch = batch
+        self.groups_per_step: int = groups_per_step
+        self.groups: list[NDArray[np.int64]] = batch.groups()
         if not 1 <= groups_per_step <= len(self.groups):
             raise ConfigError(
                 f"groups_per_step is {groups_per_step}, and the rollouts have {len(self.groups)} "

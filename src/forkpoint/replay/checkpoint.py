@@ -30,7 +30,7 @@ class Checkpoint:
 
     def __init__(self, sides: Mapping[str, Side]) -> None:
         self.sides = sides
-        self.cuda = torch.cuda.is_available()
+        self.cuda: bool = torch.cuda.is_available()
 
     def write(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Write everything to `path`, which is synced to disk, with `facts` beside it.

@@ -46,7 +46,8 @@ class ReplayFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
-        self.path, self.resume = Path(path), resume
+        self.path: Path = Path(path)
+        self.resume: bool = resume
         self._known: set[str] = set()
 
     def open(self, fixed: Mapping[str, Any], about: Mapping[str, Any]) -> bool:

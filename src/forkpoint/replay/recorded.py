@@ -29,7 +29,8 @@ class TraceBatches:
         """
         if not len(trace):
             raise ConfigError(f"{trace.path} has no whole batch yet. Wait for the recorder.")
-        self.trace, self.count = trace, min(steps, len(trace))
+        self.trace: Trace = trace
+        self.count: int = min(steps, len(trace))
 
     def at(self, step: int) -> StepInput:
         recorded = self.trace[step % self.count]

@@ -39,7 +39,9 @@ def encode(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def read_lines(path: Path, begin: int, previous: str, number: int) -> tuple[list[dict], int]:
+def read_lines(
+    path: Path, begin: int, previous: str, number: int
+) -> tuple[list[dict[str, Any]], int]:
     """The whole lines of a manifest from byte `begin`, and the byte after the last of them.
 
     A last line without its line feed is being written, or was when its writer ended; it is left.

@@ -70,7 +70,7 @@ class RolloutFile:
         tokenizer: Callable[[str], list[int]] | None,
     ) -> None:
         self.path = path
-        self.container = "trace" if is_trace(path) else container_of(path)
+        self.container: str = "trace" if is_trace(path) else container_of(path)
         if format is not None and (format == "trace") != (self.container == "trace"):
             raise ConfigError(
                 f"format is {short(format)}, and {path} is of the kind {self.container!r}; a trace "
@@ -85,7 +85,9 @@ class RolloutFile:
 
     def __iter__(self) -> Iterator[Rollout]:
         """The rollouts. Where a file has no advantages, a rollout's is its reward here."""
-        self.format, self.skipped, self.notes = self._asked, Skipped(), ()
+        self.format = self._asked
+        self.skipped: Skipped = Skipped()
+        self.notes = ()
         self._rewarded = set()
         count = 0
         for item in self._trace() if self.container == "trace" else self._items():

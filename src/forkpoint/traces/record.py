@@ -55,7 +55,9 @@ class Record:
         values: Mapping[str, Any],
         tokenizer: Callable[[str], list[int]] | None = None,
     ) -> None:
-        self.where, self.values, self.tokenizer = where, values, tokenizer
+        self.where: str = where
+        self.values: Mapping[str, Any] = values
+        self.tokenizer: Callable[[str], list[int]] | None = tokenizer
         self.rewarded = False
 
     def has(self, name: str) -> bool:

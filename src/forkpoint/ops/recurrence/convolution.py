@@ -23,10 +23,14 @@ class _Source:
 
     def __init__(self, to: np.ndarray, from_: np.ndarray, device: torch.device | str) -> None:
         rows, inverse = np.unique(from_, return_inverse=True)
-        self.to, self.from_, self.rows, self.inverse = (
-            to_device(torch.from_numpy(np.ascontiguousarray(x)), device)
-            for x in (to, from_, rows, inverse)
-        )
+
+        def tensor(x: np.ndarray) -> Tensor:
+            return to_device(torch.from_numpy(np.ascontiguousarray(x)), device)
+
+        self.to: Tensor = tensor(to)
+        self.from_: Tensor = tensor(from_)
+        self.rows: Tensor = tensor(rows)
+        self.inverse: Tensor = tensor(inverse)
 
     def sums(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """What has been read of each of `rows`, added up in `dtype`."""
@@ -39,19 +43,23 @@ class GatherTable:
 
     def __init__(self, index: np.ndarray, device: torch.device | str) -> None:
         flat = index.ravel()
-        self.shape = index.shape
+        self.shape: tuple[int, ...] = index.shape
         (row,), (arena,) = np.nonzero(flat >= 0), np.nonzero(flat < NOTHING)
-        self.row = _Source(row, flat[row], device)
-        self.arena = _Source(arena, -2 - flat[arena], device) if len(arena) else None
+        self.row: _Source = _Source(row, flat[row], device)
+        self.arena: _Source | None = (
+            _Source(arena, -2 - flat[arena], device) if len(arena) else None
+        )
 
 
 class ConvolutionTable:
     """A row's windows and tails for convolutions of one width; built once a row."""
 
     def __init__(self, layout: ConvolutionLayout, *, device: torch.device | str = "cpu") -> None:
-        self.slots = to_device(torch.from_numpy(layout.slots), device)
-        self.windows = GatherTable(layout.window, device)
-        self.tails = GatherTable(layout.tail, device) if len(layout.tail) else None
+        self.slots: Tensor = to_device(torch.from_numpy(layout.slots), device)
+        self.windows: GatherTable = GatherTable(layout.window, device)
+        self.tails: GatherTable | None = (
+            GatherTable(layout.tail, device) if len(layout.tail) else None
+        )
 
 
 def short_convolution(

@@ -21,14 +21,19 @@ class LevelTable:
         slots = np.concatenate(
             [np.arange(b, b + n) for b, n in zip(level.begin, level.length, strict=True)]
         )
-        self.slots = slots
-        self.begin, self.end = int(slots[0]), int(slots[-1]) + 1
+        self.slots: np.ndarray = slots
+        self.begin: int = int(slots[0])
+        self.end: int = int(slots[-1]) + 1
         contiguous = self.end - self.begin == len(slots)
         self._index = None if contiguous else to_device(torch.from_numpy(slots), device)
-        self.sequences = Sequences(level.length, device)
-        self.parents = None if first else to_device(torch.from_numpy(level.parent), device)
-        self.kept = to_device(torch.from_numpy(level.kept), device) if len(level.kept) else None
-        self.final = level.final
+        self.sequences: Sequences = Sequences(level.length, device)
+        self.parents: Tensor | None = (
+            None if first else to_device(torch.from_numpy(level.parent), device)
+        )
+        self.kept: Tensor | None = (
+            to_device(torch.from_numpy(level.kept), device) if len(level.kept) else None
+        )
+        self.final: bool = level.final
 
     def take(self, x_T: Tensor) -> Tensor:
         """Its tokens of the row, without a copy where they lie together."""
@@ -41,16 +46,20 @@ class StateTable:
     """A row's levels, what its first level starts from, and what it keeps; built once a row."""
 
     def __init__(self, layout: StateLayout, *, device: torch.device | str = "cpu") -> None:
-        self.levels = [LevelTable(level, i == 0, device) for i, level in enumerate(layout.levels)]
+        self.levels: list[LevelTable] = [
+            LevelTable(level, i == 0, device) for i, level in enumerate(layout.levels)
+        ]
         first = layout.levels[0].parent
         (reading,) = np.nonzero(first >= 0)
-        self.starts = len(first)
+        self.starts: int = len(first)
         """Segments of the first level."""
-        self.reading = to_device(torch.from_numpy(reading), device) if len(reading) else None
+        self.reading: Tensor | None = (
+            to_device(torch.from_numpy(reading), device) if len(reading) else None
+        )
         """Those that start from a state of another row; None if none does."""
-        self.read_slots = to_device(torch.from_numpy(first[reading]), device)
+        self.read_slots: Tensor = to_device(torch.from_numpy(first[reading]), device)
         """The arena slots they start from."""
-        self.kept_slots = to_device(torch.from_numpy(layout.kept_slots), device)
+        self.kept_slots: Tensor = to_device(torch.from_numpy(layout.kept_slots), device)
         """[K] where the arena keeps the states that other rows start from."""
         order = np.concatenate([level.slots for level in self.levels])
         inverse = np.argsort(order, kind="stable")

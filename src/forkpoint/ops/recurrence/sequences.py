@@ -32,9 +32,9 @@ class Chunks:
         token = np.where(real, begins[sequence][:, None] + offset, begins[-1]).ravel()
         where = np.zeros(begins[-1] + 1, np.int64)
         where[token] = np.arange(len(token))
-        self.order = to_device(torch.from_numpy(order), device)
+        self.order: Tensor = to_device(torch.from_numpy(order), device)
         """[S] the sequences, longest first."""
-        self.rank = to_device(torch.from_numpy(np.argsort(order, kind="stable")), device)
+        self.rank: Tensor = to_device(torch.from_numpy(np.argsort(order, kind="stable")), device)
         """[S] where each sequence is in that order."""
         self._token = to_device(torch.from_numpy(token), device)
         self._where = to_device(torch.from_numpy(where[:-1]), device)
@@ -77,12 +77,12 @@ class Sequences:
 
     def __init__(self, lengths: np.ndarray, device: torch.device | str) -> None:
         self.lengths = lengths
-        self.count = len(lengths)
-        self.tokens = int(lengths.sum())
+        self.count: int = len(lengths)
+        self.tokens: int = int(lengths.sum())
         self.device = device
-        self.cu_cpu = torch.from_numpy(np.cumsum([0, *lengths]))
+        self.cu_cpu: Tensor = torch.from_numpy(np.cumsum([0, *lengths]))
         """[S + 1] int64"""
-        self.cu = to_device(self.cu_cpu, device)
+        self.cu: Tensor = to_device(self.cu_cpu, device)
         self._chunks: dict[int, Chunks] = {}
         self._stretched: dict[tuple[int, ...], Stretched] = {}
 
@@ -112,7 +112,7 @@ class Stretched:
         wide = np.asarray(lengths, np.int64)
         real = np.concatenate([given, np.zeros(len(wide) - len(given), np.int64)])
         assert (real <= wide).all()
-        self.sequences = Sequences(wide, device)
+        self.sequences: Sequences = Sequences(wide, device)
         offset = np.arange(wide.sum()) - np.repeat(np.cumsum(wide) - wide, wide)
         there = offset < np.repeat(real, wide)
         token = np.full(len(offset), given.sum())
