@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from tyro.conf import DisallowNone, arg
@@ -61,59 +61,43 @@ class LossOptions:
             probabilities in other ways. All of these need advantages, and are on-policy where the
             file has no old_logprobs. likelihood (or sft) is supervised fine-tuning. distillation
             goes towards reference_logprobs, a teacher's. dpo and simpo need groups that are pairs,
-            dpo reference_logprobs as well.
+            dpo reference_logprobs as well. auto is grpo, or what a trace was recorded with.
         clip: How far the ratio may fall below 1 before a token's gradient ends; above 1 too, unless
             there is a clip_high. Losses with a ratio.
         clip_high: How far it may rise above 1.
         kl: Coefficient of the KL divergence from the reference policy. Losses of advantages; needs
             reference_logprobs.
         entropy: Coefficient of a bonus for entropy. Losses of advantages.
-        normalize: Mean over all trained tokens, or over rollouts of each one's mean.
+        normalize: Mean over all trained tokens, or over rollouts of each one's mean; auto is the
+            loss's own.
         max_tokens: The constant that dr_grpo divides by, the most tokens of a response; it has no
             default.
         beta: How strongly dpo holds the policy to the reference; the scale of simpo's rewards.
-        variant: Which dpo.
+        variant: Which dpo; auto is sigmoid.
         gamma: The margin by which simpo wants the chosen response to win.
     """
 
-    loss: DisallowNone[
-        Annotated[
-            LossName | None,
-            arg(
-                metavar=f"{{{','.join(get_args(LossName))}}}",
-                help_behavior_hint="(default: grpo, or what a trace was recorded with)",
-            ),
-        ]
-    ] = None
+    loss: Literal["auto", LossName] = "auto"
     clip: Number = None
     clip_high: Number = None
     kl: Number = None
     entropy: Number = None
-    normalize: DisallowNone[
-        Annotated[
-            Literal["token", "rollout"] | None,
-            arg(metavar="{token,rollout}", help_behavior_hint="(default: the loss's own)"),
-        ]
-    ] = None
+    normalize: Literal["auto", "token", "rollout"] = "auto"
     max_tokens: DisallowNone[
         Annotated[int | None, arg(metavar="N", help_behavior_hint="(dr_grpo needs it)")]
     ] = None
     beta: Number = None
-    variant: DisallowNone[
-        Annotated[
-            Literal["sigmoid", "robust", "hinge", "ipo"] | None,
-            arg(metavar="{sigmoid,robust,hinge,ipo}", help_behavior_hint="(default: sigmoid)"),
-        ]
-    ] = None
+    variant: Literal["auto", "sigmoid", "robust", "hinge", "ipo"] = "auto"
     gamma: Number = None
 
     @property
     def name(self) -> LossName:
-        return self.loss or "grpo"
+        return "grpo" if self.loss == "auto" else self.loss
 
     def given(self) -> dict[str, Any]:
         """The options besides the name that are not left to the loss."""
-        return {k: v for k, v in asdict(self).items() if k != "loss" and v is not None}
+        unset = (None, "auto")
+        return {k: v for k, v in asdict(self).items() if k != "loss" and v not in unset}
 
     def make(self) -> "Loss":
         """The loss with these options and its own defaults. Imports torch.

@@ -217,12 +217,12 @@ class Replay:
             return batch, loss
         from forkpoint.replay.recorded import TraceBatches, recorded_loss
 
-        if objective.loss is None and (given := objective.given()):
+        if objective.loss == "auto" and (given := objective.given()):
             raise ConfigError(
                 f"{', '.join(given)} belongs to a loss, and none is named; a trace is replayed "
                 "with the loss it was recorded with. Name one with --loss, or leave it out."
             )
-        recorded = recorded_loss(trace) if objective.loss is None else None
+        recorded = recorded_loss(trace) if objective.loss == "auto" else None
         return TraceBatches(trace, self.training.steps), recorded or objective.make()
 
 

@@ -97,6 +97,16 @@ ARGUMENTS = (
         remedy="Take one of those named.",
     ),
     argument_kind(
+        "A loss that there is none of",
+        *("replay", "ok.jsonl", "--model", "ok.json", "--loss", "reinforce"),
+        message="invalid choice 'reinforce' for argument '--loss'. Expected one of ('auto',\n"
+        "'grpo', 'ppo', 'dapo', 'bnpo', 'dr_grpo', 'cispo', 'sapo', 'gspo',\n"
+        "'likelihood', 'sft', 'distillation', 'dpo', 'simpo').\n"
+        "For full helptext, run forkpoint replay --help",
+        means="The command line knows losses by these names.",
+        remedy="Take one of those named, or train with a loss of your own from Python.",
+    ),
+    argument_kind(
         "A dtype that there is none of",
         *("verify", "ok.jsonl", "--model", "ok.json", "--dtype", "int8"),
         message="invalid choice 'int8' for argument '--dtype'. Expected one of ('float32',\n"
