@@ -76,7 +76,7 @@ def recorded_loss(trace: Trace) -> Loss | None:
     kind = getattr(losses, name, None) if isinstance(name, str) else None
     if isinstance(kind, type) and issubclass(kind, Loss) and is_dataclass(kind):
         known = fields(kind)
-        values = {k: NO_JSON.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
+        values = {k: _as_given(v) for k, v in values.items()}
         if values.keys() == {field.name for field in known}:
             made = kind(**{field.name: values[field.name] for field in known if field.init})
             # What is fixed in a loss must be what was recorded as well.
@@ -95,3 +95,10 @@ def _denominators(values: Any, where: str) -> Denominators:
             f"{where}: denominators are {short(values)}; they take {', '.join(sorted(names))}."
         )
     return Denominators(**values)
+
+
+def _as_given(value: Any) -> Any:
+    """An option of a loss before it became JSON, which knows neither infinity nor tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    return NO_JSON.get(value, value) if isinstance(value, str) else value
