@@ -340,5 +340,5 @@ def _row(bench: str, case: str, metric: str, value: float, unit: str, **more: ob
         metric=metric,
         unit=unit,
         value=value,
-        **more,  # type: ignore
+        **more,  # type: ignore[arg-type]
     )

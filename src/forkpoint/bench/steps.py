@@ -202,7 +202,7 @@ def cell_rows(
             metric=metric,
             unit=unit,
             value=value,
-            **more,  # type: ignore
+            **more,  # type: ignore[arg-type]
         )
 
     how = f"{plan.sharing} + {plan.boundary}, rows of at most {plan.max_row_tokens} tokens"
