@@ -217,6 +217,15 @@ def test_what_is_offloaded_leaves_the_device(monkeypatch: pytest.MonkeyPatch) ->
     assert stats.offload.on_demand < 0.1 * stats.offload.prefetched
 
 
+def test_what_all_layers_save_does_not_end_the_fetching_ahead() -> None:
+    """Rotary tables are saved first by the first layer, and asked for first by the last."""
+    model, batch = tiny_model("llama", dtype=torch.float64, num_hidden_layers=12), forked_batch()
+    policy = wrap(model, replace(ACROSS, residency="offload"))
+    stats = policy.forward_backward(batch, losses.GRPO())
+    assert stats.offload is not None and stats.offload.prefetched > 0
+    assert stats.offload.on_demand < 0.1 * stats.offload.prefetched
+
+
 def test_without_room_nothing_is_fetched_ahead() -> None:
     transfers = Watched(room=0)
     _, stats, _ = watched_step(transfers)

@@ -101,9 +101,15 @@ def poisoned(device: str) -> Iterator[None]:
             torch.use_deterministic_algorithms(before)
         return
     torch.cuda.empty_cache()
-    # From large to small, so that what is free inside of blocks in use is filled as well.
-    sizes = [1 << 30, *[1 << 23] * 8, *[1 << 21] * 24]
-    sizes += [1 << power for power in range(20, 8, -1) for _ in range(16)]
+    # Every hole between blocks in use, exactly, the larger first; then what is new.
+    holes = [
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    ]
+    sizes = [*sorted(holes, reverse=True), 1 << 30, *[1 << 23] * 8, *[1 << 21] * 24]
+    sizes += [1 << 20] * 16
     blocks = [torch.empty(size, dtype=torch.uint8, device=device).fill_(0xFF) for size in sizes]
     del blocks
     yield

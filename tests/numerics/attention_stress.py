@@ -13,8 +13,9 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -101,17 +102,21 @@ def _equal_forest(rng: np.random.Generator, longest: int) -> Forest:
 
 def run_seeds(
     seeds: list[int], *, device: str, kernels: list[str], longest: int, deadline: float
-) -> list[dict]:
+) -> Iterator[dict]:
     """A record for each configuration, as many as there is time for."""
-    return [
-        _record(random_case(seed, device, kernels, longest))
-        for seed in seeds
-        if time.time() < deadline
-    ]
+    for seed in seeds:
+        if time.time() >= deadline:
+            return
+        yield _record(random_case(seed, device, kernels, longest))
 
 
-def _record(case: Case) -> dict:
-    record: dict = {
+def _case(seed: int, run: partial) -> Case:
+    given = run.keywords
+    return random_case(seed, given["device"], given["kernels"], given["longest"])
+
+
+def _described(case: Case) -> dict:
+    return {
         "seed": case.seed,
         "kernel": case.kernel,
         "dtype": str(case.dtype),
@@ -119,10 +124,14 @@ def _record(case: Case) -> dict:
         "dims": case.dims,
         "window": case.window,
         "sinks": case.sinks,
-        "segments": len(case.forest.lengths),
+        "lengths": list(map(int, case.forest.lengths)),
         "row_tokens": case.forest.row_tokens,
         "arena_tokens": case.forest.arena_tokens,
     }
+
+
+def _record(case: Case) -> dict:
+    record = _described(case)
     try:
         found = check(case)
     except Exception as error:  # it is what was looked for; the others run on
@@ -155,18 +164,48 @@ def summarise(records: list[dict]) -> dict[str, dict]:
     return table
 
 
-def _run(seeds: list[int], workers: int, run: partial) -> Iterator[list[dict]]:
+def _run(seeds: list[int], workers: int, run: partial) -> Iterator[dict]:
     if workers == 1:
-        for begin in range(0, len(seeds), 50):
-            yield run(seeds[begin : begin + 50])
+        yield from run(seeds)
         return
     # Those of a profile go to one process, which then compiles for them once.
     profiles: list[list[int]] = [[] for _ in PROFILES]
     for seed in seeds:
         profiles[int(np.random.default_rng(seed).integers(len(PROFILES)))].append(seed)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(run, mine) for mine in profiles if mine]):
-            yield done.result()
+    waiting = sorted((mine for mine in profiles if mine), key=len)
+    running: dict[Connection, tuple[BaseProcess, list[int]]] = {}
+    context = multiprocessing.get_context("spawn")
+    while waiting or running:
+        while waiting and len(running) < workers:
+            mine = waiting.pop()
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_send, args=(theirs, mine, run))
+            process.start()
+            theirs.close()
+            running[ours] = process, mine
+        for pipe in wait(list(running)):
+            assert isinstance(pipe, Connection)
+            process, mine = running[pipe]
+            try:
+                record = pipe.recv()
+            except EOFError:
+                del running[pipe]
+                process.join()
+                if process.exitcode and mine:
+                    # A kernel took its process with it: that is a finding, and the others run on.
+                    died = {"error": f"its process ended with {process.exitcode}"}
+                    yield _described(_case(mine[0], run)) | died | {"share": NOT_A_NUMBER}
+                    if mine[1:]:
+                        waiting.append(mine[1:])
+                continue
+            del mine[: mine.index(record["seed"]) + 1]
+            yield record
+
+
+def _send(pipe: Connection, seeds: list[int], run: partial) -> None:
+    for record in run(seeds):
+        pipe.send(record)
+    pipe.close()
 
 
 def _arguments() -> argparse.Namespace:
@@ -202,10 +241,11 @@ def main() -> int:
         deadline=began + args.seconds,
     )
     records: list[dict] = []
-    for more in _run(seeds, args.workers, run):
-        records += more
-        failed = sum(record["share"] > 1 for record in records)
-        print(f"{len(records)} of {len(seeds)}, {failed} failed, {time.time() - began:.0f} s")
+    for record in _run(seeds, args.workers, run):
+        records.append(record)
+        if len(records) % 100 == 0 or record["share"] > 1:
+            failed = sum(record["share"] > 1 for record in records)
+            print(f"{len(records)} of {len(seeds)}, {failed} failed, {time.time() - began:.0f} s")
 
     table = summarise(records)
     print(f"\n{'kernel':<12}{'ran':>6}{'failed':>8}{'of bar':>8}  worst error over torch's")

@@ -3,7 +3,9 @@
 What autograd saves passes through hooks (torch.autograd.graph.saved_tensors_hooks). The unit is the
 storage: views of one storage, and tensors saved twice, are copied once, since device memory is
 freed by storages. The backward asks for them in nearly the reverse of the order in which they were
-saved, so they are fetched in that order, about two layers ahead of their use, where there is room.
+last saved, so they are fetched in that order, about two layers ahead of their use, where there is
+room. It is the last time that counts: what all layers save (rotary tables) is asked for by the last
+layer first.
 """
 
 import weakref
@@ -40,8 +42,10 @@ class OffloadStats:
 class _Stored:
     """A storage in host memory, and on the device again once it has been fetched."""
 
-    def __init__(self, index: int, host: Tensor, sent: Any) -> None:
-        self.index, self.host, self.sent = index, host, sent
+    def __init__(self, host: Tensor, sent: Any) -> None:
+        self.host, self.sent = host, sent
+        self.index = -1
+        """Its place in the order in which storages were last saved, once the forward is over."""
         self.device: Tensor | None = None
         self.arrived: Any = None
 
@@ -77,6 +81,8 @@ class OffloadedRow:
         self._mark = staging.mark()
         # By storage. A weak reference keeps the address of a dead storage from being used again.
         self._of: dict[int, tuple[StorageWeakRef, weakref.ref[_Stored]]] = {}
+        # By when each was last saved: a dictionary keeps the order in which keys came in.
+        self._saved: dict[weakref.ref[_Stored], None] = {}
         self._order: list[weakref.ref[_Stored]] = []
         self._begins: list[int] = [0]
         """Where each storage begins, in bytes, were they laid end to end, and the end of all."""
@@ -90,6 +96,13 @@ class OffloadedRow:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._of.clear()
+        for reference in self._saved:
+            stored = reference()
+            if stored is not None:
+                stored.index = len(self._order)
+                self._order.append(reference)
+                self._begins.append(self._begins[-1] + len(stored.host))
+        self._saved.clear()
         self._next = len(self._order) - 1
 
     def prefetch(self) -> None:
@@ -115,11 +128,12 @@ class OffloadedRow:
                 return tensor
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             sent = self.staging.transfers.out(whole, host)
-            stored = _Stored(len(self._order), host, sent)
-            self._order.append(weakref.ref(stored))
-            self._begins.append(self._begins[-1] + nbytes)
+            stored = _Stored(host, sent)
             self._of[key] = StorageWeakRef(storage), weakref.ref(stored)
             self.stats.out_bytes += nbytes
+        reference = weakref.ref(stored)
+        self._saved.pop(reference, None)
+        self._saved[reference] = None
         return _View(stored, tensor)
 
     def _movable(self, tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ Source: `aten::_scaled_dot_product_cudnn_attention` and its backward, found by e
   window.
 - A plan is built for each new shape (tens of milliseconds) and kept. torch's variable-length entry
   builds it at every call, which is why there is none here.
+- A sequence of one query and one key is an error of its own.
 - The backward takes the optional tensors that its schema declares required: None is passed.
 """
 
@@ -107,6 +108,12 @@ def _refuses_device(device: torch.device) -> str | None:
     return None
 
 
+def _refuses_launch(launch: Launch) -> str | None:
+    if launch.max_q == launch.max_k == 1:
+        return "it needs more than one query or more than one key a sequence, and a launch has one"
+    return None
+
+
 KERNEL = Kernel(
     name="cudnn",
     forward=forward,
@@ -115,6 +122,7 @@ KERNEL = Kernel(
     dtypes=(torch.bfloat16, torch.float16),
     refuses_head_dims=_refuses_head_dims,
     refuses_device=_refuses_device,
+    refuses_launch=_refuses_launch,
     # A plan for a new shape takes 30 ms on an H200, once forward and once backward; over the layers
     # of a model that is what its speed over FA2 wins back from about so many pairs on.
     auto_pairs=1 << 26,

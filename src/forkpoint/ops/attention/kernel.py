@@ -73,6 +73,8 @@ class Kernel:
     """Why a head dim D with value dim E cannot be served ("it needs ..."), or None."""
     refuses_device: Callable[[torch.device], str | None] = _no_refusal
     """Why a device of the right type cannot be served (package missing, old chip), or None."""
+    refuses_launch: Callable[[Launch], str | None] = _no_refusal
+    """Why a launch cannot be served, beyond what is below ("it needs ..."), or None."""
     softcap: bool = False
     window: bool = False
     causal_offset: bool = False
@@ -114,7 +116,7 @@ class Kernel:
         longer = launch.k_end - launch.k_begin != launch.q_end - launch.q_begin
         if launch.causal and longer and not self.causal_offset:
             return "it has no causal mask for more keys than queries, and a launch needs it"
-        return None
+        return self.refuses_launch(launch)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
