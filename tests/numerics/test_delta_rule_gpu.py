@@ -18,6 +18,10 @@ from forkpoint.ops.recurrence import Sequences
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    # What fla and tilelang say of themselves as they are imported and compile.
+    pytest.mark.filterwarnings("ignore:Flash Attention is not installed:ImportWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:(fla|tilelang|tvm)"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated. Use .T.copy:DeprecationWarning"),
 ]
 BAR = 2e-2
 """Relative, of every output and gradient against float64, in 16 bits."""

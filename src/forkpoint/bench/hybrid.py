@@ -72,6 +72,8 @@ class HybridCase:
 
     def batch(self, vocab: int) -> RolloutBatch:
         random = np.random.default_rng(0)
+        # Tokens for images and other special ones are at the vocabulary's end.
+        vocab //= 2
         prompt = random.integers(0, vocab, self.prompt)
         mask = np.repeat([0, 1], [self.prompt, self.response])
         advantages = random.normal(size=self.size)
