@@ -1,5 +1,8 @@
 """The head against all-logits PyTorch: values, gradients, error in 16 bits, memory, no syncs."""
 
+import os
+from importlib.util import find_spec
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -307,15 +310,17 @@ def test_bad_options_are_refused():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("bias", [False, True], ids=["fused", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_cuda_without_syncs_and_within_the_error_bars(dtype, autocast):
-    leaves, rest = make(700, 1000, 64, dtype=dtype, device="cuda")
+def test_cuda_without_syncs_and_within_the_error_bars(dtype, bias, autocast):
+    leaves, rest = make(700, 10_000, 64, dtype=dtype, bias=bias, device="cuda")
     for leaf in leaves.values():
-        leaf.data.mul_(0.3)
+        if leaf is not None:
+            leaf.data.mul_(0.3)
     exact = run(
         token_logprobs_reference,
-        {name: x.detach().double().requires_grad_() for name, x in leaves.items()},
+        {n: None if x is None else x.detach().double().requires_grad_() for n, x in leaves.items()},
         rest,
     )
     plain_logits = token_logprobs_reference if dtype == torch.float64 else linear_then_log_softmax
@@ -330,3 +335,51 @@ def test_cuda_without_syncs_and_within_the_error_bars(dtype, autocast):
         assert ours[name].dtype == plain[name].dtype
         error, bar = ((x[name].double() - value).norm() for x in (ours, plain))
         assert error <= 2 * bar + 1e-6 * value.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    find_spec("triton") is None
+    or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
+    reason="there is no CUDA device, nor Triton with its interpreter (TRITON_INTERPRET=1)",
+)
+@pytest.mark.parametrize("entropy", [False, True], ids=["logprobs", "entropies"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("vocab", [37, 4096, 10_001])
+def test_the_fused_softmax_in_one_pass(vocab, scaled, entropy):
+    """Whole blocks masked at either end, logits that are sure of a token, any vocabulary."""
+    from forkpoint.engine.head_triton import softmax_gradient_, softmax_stats
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(vocab)
+    tokens = 7
+    logits_TV = 5 * torch.randn(tokens, vocab)
+    logits_TV[0, : vocab // 2] = -torch.inf
+    logits_TV[1, vocab // 3 :] = -torch.inf
+    logits_TV[2, 3] = 200.0
+    labels_T = torch.tensor([vocab - 1, 2, 3, 0, vocab // 2, 5, vocab - 2])
+    scale_T = torch.rand(tokens) + 0.5 if scaled else None
+    weights = torch.randn(2, tokens)
+    exact_TV = logits_TV.double().requires_grad_()
+    logprobs_TV = (exact_TV if scale_T is None else exact_TV * scale_T[:, None]).log_softmax(-1)
+    expected_T = logprobs_TV.gather(-1, labels_T[:, None]).squeeze(-1)
+    kept = logprobs_TV.clamp(min=-1e4)
+    entropies_T = -(kept.exp() * kept).sum(-1)
+    total = (expected_T * weights[0]).sum()
+    total = total + (entropies_T * weights[1]).sum() if entropy else total
+    (gradient_TV,) = torch.autograd.grad(total, exact_TV)
+
+    given_TV = logits_TV.to(device)
+    labels, scale = labels_T.to(device), None if scale_T is None else scale_T.to(device)
+    found = torch.full((4, tokens), torch.nan, device=device)
+    entropies = found[3] if entropy else None
+    softmax_stats(given_TV, labels, scale, *found[:3], entropies, -1e4)
+    close = {"rtol": 2e-6, "atol": 2e-6}
+    torch.testing.assert_close(found[0].cpu().double(), expected_T.detach(), **close)
+    if entropy:
+        torch.testing.assert_close(found[3].cpu().double(), entropies_T.detach(), **close)
+    weights = weights.to(device)
+    grads = (weights[0], weights[1] if entropy else None)
+    ours = softmax_gradient_(given_TV, labels, scale, *found[1:3], entropies, *grads, -1e4)
+    assert ours.data_ptr() == given_TV.data_ptr()
+    torch.testing.assert_close(ours.cpu().double(), gradient_TV, rtol=1e-5, atol=2e-6)

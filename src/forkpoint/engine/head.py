@@ -4,9 +4,11 @@ A vocabulary is a hundred times wider than a hidden state, so the logits of a lo
 largest tensor of a training step. Here they exist for a chunk of tokens at a time: the forward
 keeps a few numbers per token (the largest logit, the sum of exponentials, the entropy), and the
 backward computes each chunk's logits again. The result is that of a linear layer followed by a
-log-softmax in float32.
+log-softmax in float32. On CUDA a chunk is read once each way (head_triton), where there is Triton
+and neither a bias, whose gradient is a sum of unrounded ones, nor a softcap.
 """
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ class _Options(NamedTuple):
     chunk_tokens: int
     matmul_dtype: torch.dtype | None  # None: no autocast, the operands' own
     softmax_dtype: torch.dtype
+    fused: bool
 
 
 def token_logprobs(
@@ -87,6 +90,7 @@ def token_logprobs(
         chunk_tokens=chunk_tokens,
         matmul_dtype=torch.get_autocast_dtype(device_type) if autocast else None,
         softmax_dtype=torch.float64 if double else torch.float32,
+        fused=not double and bias_V is None and softcap is None and _fuses(hidden_TC.device),
     )
     return _TokenLogprobs.apply(hidden_TC, weight_VC, bias_V, labels_T, temperature_T, options)
 
@@ -116,6 +120,10 @@ def token_logprobs_reference(
     return logprobs_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1) if entropy else None
 
 
+def _fuses(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -132,8 +140,23 @@ class _TokenLogprobs(torch.autograd.Function):
         entropies_T = torch.empty_like(logprobs_T) if options.entropy else None
         weight = _cast(weight_VC, options)
         bias = None if bias_V is None else _cast(bias_V, options)
+        scale_T = _scale(labels_T, temperature_T, options) if options.fused else None
         for chunk in _chunks(labels_T, options):
             hidden_cC = _cast(hidden_TC[chunk], options)
+            if options.fused:
+                from forkpoint.engine.head_triton import softmax_stats
+
+                softmax_stats(
+                    F.linear(hidden_cC, weight),
+                    labels_T[chunk],
+                    None if scale_T is None else scale_T[chunk],
+                    logprobs_T[chunk],
+                    max_T[chunk],
+                    sum_T[chunk],
+                    None if entropies_T is None else entropies_T[chunk],
+                    _NO_PROBABILITY,
+                )
+                continue
             temperature_c = None if temperature_T is None else temperature_T[chunk]
             logits_cV, _ = _logits(hidden_cC, weight, bias, temperature_c, options)
             # The maximum comes off first: a log-sum-exp of logits as they are is rounded at their
@@ -159,12 +182,11 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         grad_logprobs_T, grad_entropies_T = grad_outputs
-        hidden_TC, weight_VC, bias_V, labels_T, temperature_T, max_T, sum_T, entropies_T = (
-            ctx.saved_tensors
-        )
+        hidden_TC, weight_VC, bias_V, labels_T, _, max_T, *_ = ctx.saved_tensors
         options: _Options = ctx.options
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(max_T)
+        gradients_T = grad_logprobs_T, grad_entropies_T
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_TC = hidden_TC.new_empty(hidden_TC.shape) if needs_hidden else None
         grad_weight_VC = _zeros(weight_VC, options) if needs_weight else None
@@ -175,27 +197,10 @@ class _TokenLogprobs(torch.autograd.Function):
             bias = None if bias_V is None else _cast(bias_V, options)
             for chunk in _chunks(labels_T, options):
                 hidden_cC = _cast(hidden_TC[chunk], options)
-                temperature_c = None if temperature_T is None else temperature_T[chunk]
-                logits_cV, tanh_cV = _logits(hidden_cC, weight, bias, temperature_c, options)
-                # d logprob / d logit_j = [j is the label] - p_j
-                # d entropy / d logit_j = -p_j * (log p_j + entropy)
-                factor_c = grad_logprobs_T[chunk, None]
-                logits_cV.sub_(max_T[chunk, None])
-                if grad_entropies_T is None:
-                    grad_cV = logits_cV.exp_().mul_(-factor_c / sum_T[chunk, None])
+                if options.fused:
+                    grad_cV = _fused_gradient(ctx, chunk, hidden_cC, weight, *gradients_T)
                 else:
-                    logprobs_cV = logits_cV.sub_(sum_T[chunk, None].log())
-                    grad_cV = logprobs_cV.clamp_(min=_NO_PROBABILITY).exp()
-                    logprobs_cV.add_(entropies_T[chunk, None]).mul_(grad_entropies_T[chunk, None])
-                    grad_cV.mul_(logprobs_cV.add_(factor_c).neg_())
-                grad_cV.scatter_add_(-1, labels_T[chunk, None], factor_c)
-                # Back through the temperature, the cap and the scale.
-                if temperature_c is not None:
-                    grad_cV.div_(temperature_c[:, None])
-                if tanh_cV is not None:
-                    grad_cV.mul_(tanh_cV.square_().neg_().add_(1))
-                if options.logit_scale is not None:
-                    grad_cV.mul_(options.logit_scale)
+                    grad_cV = _gradient(ctx, chunk, hidden_cC, weight, bias, *gradients_T)
                 if grad_bias_V is not None:
                     grad_bias_V += grad_cV.sum(0)
                 grad_cV = grad_cV.to(hidden_cC.dtype)
@@ -209,6 +214,84 @@ class _TokenLogprobs(torch.autograd.Function):
             _as_dtype_of(bias_V, grad_bias_V),
             *(None, None, None),
         )
+
+
+def _gradient(
+    ctx: Any,
+    chunk: slice,
+    hidden_cC: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    grad_logprobs_T: Tensor,
+    grad_entropies_T: Tensor | None,
+) -> Tensor:
+    """The gradient of a chunk's logits as the linear layer left them."""
+    *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
+    options: _Options = ctx.options
+    temperature_c = None if temperature_T is None else temperature_T[chunk]
+    logits_cV, tanh_cV = _logits(hidden_cC, weight, bias, temperature_c, options)
+    # d logprob / d logit_j = [j is the label] - p_j
+    # d entropy / d logit_j = -p_j * (log p_j + entropy)
+    factor_c = grad_logprobs_T[chunk, None]
+    logits_cV.sub_(max_T[chunk, None])
+    if grad_entropies_T is None:
+        grad_cV = logits_cV.exp_().mul_(-factor_c / sum_T[chunk, None])
+    else:
+        logprobs_cV = logits_cV.sub_(sum_T[chunk, None].log())
+        grad_cV = logprobs_cV.clamp_(min=_NO_PROBABILITY).exp()
+        logprobs_cV.add_(entropies_T[chunk, None]).mul_(grad_entropies_T[chunk, None])
+        grad_cV.mul_(logprobs_cV.add_(factor_c).neg_())
+    grad_cV.scatter_add_(-1, labels_T[chunk, None], factor_c)
+    # Back through the temperature, the cap and the scale.
+    if temperature_c is not None:
+        grad_cV.div_(temperature_c[:, None])
+    if tanh_cV is not None:
+        grad_cV.mul_(tanh_cV.square_().neg_().add_(1))
+    if options.logit_scale is not None:
+        grad_cV.mul_(options.logit_scale)
+    return grad_cV
+
+
+def _fused_gradient(
+    ctx: Any,
+    chunk: slice,
+    hidden_cC: Tensor,
+    weight: Tensor,
+    grad_logprobs_T: Tensor,
+    grad_entropies_T: Tensor | None,
+) -> Tensor:
+    """The same by one kernel, in the dtype of the logits."""
+    from forkpoint.engine.head_triton import softmax_gradient_
+
+    *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
+    scale_T = _scale(labels_T, temperature_T, ctx.options)
+    entropies_T = None if grad_entropies_T is None else entropies_T
+
+    def here(x_T: Tensor | None) -> Tensor | None:
+        return None if x_T is None else x_T[chunk].contiguous()
+
+    return softmax_gradient_(
+        F.linear(hidden_cC, weight),
+        labels_T[chunk],
+        here(scale_T),
+        max_T[chunk],
+        sum_T[chunk],
+        here(entropies_T),
+        grad_logprobs_T[chunk].contiguous(),
+        here(grad_entropies_T),
+        _NO_PROBABILITY,
+    )
+
+
+def _scale(labels_T: Tensor, temperature_T: Tensor | None, options: _Options) -> Tensor | None:
+    """What each token's logits are multiplied by, float32; None for nothing."""
+    if temperature_T is not None:
+        return (options.logit_scale or 1.0) / temperature_T.float()
+    if options.logit_scale is not None:
+        return torch.full(
+            labels_T.shape, options.logit_scale, dtype=torch.float32, device=labels_T.device
+        )
+    return None
 
 
 def _chunks(labels_T: Tensor, options: _Options) -> list[slice]:
