@@ -23,7 +23,7 @@ from forkpoint.bench.attention_alternatives import (
 from forkpoint.bench.attention_cases import SUITES as SUITES
 from forkpoint.bench.attention_cases import Case, Inputs, kernel_for
 from forkpoint.bench.attention_cases import cases as cases
-from forkpoint.bench.rows import ResultRow, Timing, time_cuda
+from forkpoint.bench.rows import ResultRow, Timing, time_cuda_in_turn
 from forkpoint.errors import UnsupportedError
 from forkpoint.ops.attention import KERNELS, Kernel, select_kernel
 
@@ -43,15 +43,18 @@ def run_case(case: Case, kernels: tuple[str, ...]) -> Iterator[ResultRow]:
         if max(errors) > 2e-2:
             yield _row(case, f"{kernel}/error", "relative", max(errors), note="FAILED, not timed")
             continue
-        forward = time_cuda(lambda k=kernel: inputs.forward(k))
-        backward = time_cuda(lambda k=kernel, o=o, s=lse: inputs.backward(k, o, s))
         stock_forward, stock_backward = inputs.stock_calls(kernel, o, lse)
-        stock = time_cuda(stock_forward), time_cuda(stock_backward)
+        forward, forward_stock = time_cuda_in_turn(
+            lambda k=kernel: inputs.forward(k), stock_forward
+        )
+        backward, backward_stock = time_cuda_in_turn(
+            lambda k=kernel, o=o, s=lse: inputs.backward(k, o, s), stock_backward
+        )
         speeds[kernel] = (forward.p50, backward.p50)
         yield _row(case, f"{kernel}/error", "relative", max(errors))
         for name, timing, alone, is_backward in (
-            ("forward", forward, stock[0], False),
-            ("backward", backward, stock[1], True),
+            ("forward", forward, forward_stock, False),
+            ("backward", backward, backward_stock, True),
         ):
             yield _timed(case, f"{kernel}/{name}", timing)
             rate = case.tflops(timing.p50, backward=is_backward)
@@ -144,7 +147,7 @@ def _overhead(inputs: Inputs, kernel: str, chosen: Kernel) -> Iterator[ResultRow
         dense_backward()
 
     for how, wrapped in (("launched", lambda f: f), ("graph", graphed)):
-        ours, theirs = (time_cuda(wrapped(f)) for f in (shared, replicated))
+        ours, theirs = time_cuda_in_turn(wrapped(shared), wrapped(replicated))
         yield ResultRow(
             bench="attention",
             case=inputs.case.name,

@@ -104,22 +104,37 @@ def time_cuda(
     Between repeats a buffer larger than the L2 cache is overwritten, so that nothing is read from
     where the repeat before left it.
     """
-    function()
+    return time_cuda_in_turn(function, budget_ms=budget_ms, most=most, least=least)[0]
+
+
+def time_cuda_in_turn(
+    *functions: Callable[[], object], budget_ms: float = 250.0, most: int = 30, least: int = 3
+) -> list[Timing]:
+    """Time several functions as `time_cuda` does, one repeat of each in turn.
+
+    Under its power limit a GPU's clock changes within a second by more than the differences that
+    are looked for; what is measured in turn has the same clocks. The budget is for each.
+    """
+    for function in functions:
+        function()
     torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    function()
+    for function in functions:
+        function()
     end.record()
     torch.cuda.synchronize()
-    repeats = max(least, min(most, int(budget_ms / max(begin.elapsed_time(end), 1e-3))))
+    once_ms = max(begin.elapsed_time(end) / len(functions), 1e-3)
+    repeats = max(least, min(most, int(budget_ms / once_ms)))
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    events = []
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in functions]
     for _ in range(repeats):
-        flush.zero_()
-        pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-        pair[0].record()
-        function()
-        pair[1].record()
-        events.append(pair)
+        for function, pairs in zip(functions, events, strict=True):
+            flush.zero_()
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            function()
+            last.record()
+            pairs.append((first, last))
     torch.cuda.synchronize()
-    return Timing([a.elapsed_time(b) for a, b in events])
+    return [Timing([a.elapsed_time(b) for a, b in pairs]) for pairs in events]

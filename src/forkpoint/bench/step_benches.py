@@ -184,8 +184,8 @@ def memory(
             plan = policy.plan(batch)
             try:
                 stepper.step(policy, batch, plan)
-                shared = stepper.repeat(policy, batch, repeats=2, into=Timed(plan))
-                peaks = _peaks(stepper, policy, batch, shared)
+                shared = Timed(plan)
+                peaks = _peaks(stepper, policy, batch, shared, repeats=2)
             except torch.OutOfMemoryError as error:
                 yield _out_of_memory("memory", case, error)
                 continue
@@ -240,9 +240,15 @@ def _memory_rows(
     yield from _peak_prediction("memory", case, stepper, shared)
 
 
-def _peaks(stepper: Stepper, policy: Policy, batch: RolloutBatch, timed: Timed) -> dict[str, int]:
-    """Peaks of the phases in one more step, and of the second half of phase B as "B drained"."""
+def _peaks(
+    stepper: Stepper, policy: Policy, batch: RolloutBatch, timed: Timed, *, repeats: int
+) -> dict[str, int]:
+    """Time steps; the last one's peaks by phase, and of the second half of phase B as "B drained".
+
+    To look at the peaks costs a call to the allocator a row, and no wait for the device.
+    """
     if not stepper.cuda:
+        stepper.repeat(policy, batch, repeats=repeats, into=timed)
         return {}
     parents = {timed.plan.row_names[row.index] for row in timed.plan.rows if row.children}
     seen: list[tuple[str, int]] = []
@@ -255,9 +261,10 @@ def _peaks(stepper: Stepper, policy: Policy, batch: RolloutBatch, timed: Timed) 
         kind, row = event.split(" ")
         phase = "B" if row not in parents else "A" if kind == "F" else "C"
 
+    stepper.repeat(policy, batch, repeats=repeats - 1, into=timed)
     policy.observer = observe
     try:
-        stepper.step(policy, batch, timed.plan)
+        stepper.repeat(policy, batch, repeats=1, into=timed)
     finally:
         policy.observer = None
     seen.append((phase, torch.cuda.max_memory_allocated()))

@@ -54,6 +54,14 @@ class Timed:
     def typical_ms(self) -> float:
         return median(self.ms)
 
+    @property
+    def rows_ms(self) -> float:
+        """From the first row's forward to the end of the last one's backward."""
+        phases = list(self.phase_ms.values())
+        if not phases:
+            return self.typical_ms
+        return median(sum(each) for each in zip(*phases, strict=True))
+
     def quantile(self, share: float) -> float:
         ordered = sorted(self.ms)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
@@ -152,7 +160,9 @@ class Dense:
 
     @property
     def ms(self) -> float:
-        return self.timed.typical_ms * self.scale
+        """Of the whole step: what comes before its first row is there once, and not scaled."""
+        typical, rows = self.timed.typical_ms, self.timed.rows_ms
+        return rows * self.scale + max(0.0, typical - rows)
 
 
 def best_dense(
