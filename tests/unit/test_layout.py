@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,10 +116,32 @@ def test_the_launches_of_a_flat_group_in_one_row() -> None:
     (row,) = plan.rows
     table = full_table(plan.forest, row, plan.arena_of)
     assert table.launches.tolist() == [
-        [OWN, 1, 0, 9, 0, 9, 3, 3, 0, 5, 4],
-        [OWN, 0, 3, 9, 0, 3, 6, 3, 10, 12, 1],
+        [OWN, 1, 0, 9, 0, 9, 5, 5, 0, 4, 3],
+        [OWN, 0, 5, 9, 0, 3, 4, 3, 8, 10, 1],
     ]
-    assert table.cu.tolist() == [*(0, 3, 5, 6, 9), *(0, 3, 5, 6, 9), *(0, 6), *(0, 3)]
+    assert table.cu.tolist() == [*(0, 5, 6, 9), *(0, 5, 6, 9), *(0, 4), *(0, 3)]
+
+
+def test_a_first_child_attends_to_its_path_within_the_causal_launch() -> None:
+    # Edges: a root of 2, then (1, then 1 and 2) and (3, then 1): depth first 2 1 1 | 2 | 3 1 | 1.
+    lists = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 6], [1, 2, 3, 7, 7, 7, 8], [1, 2, 3, 7, 7, 7, 9]]
+    plan = plan_of(lists, sharing="tree", boundary="in_row")
+    (row,) = plan.rows
+    table = full_table(plan.forest, row, plan.arena_of)
+    seen = [
+        [
+            (launch["causal"], q, k)
+            for q, k in zip(
+                np.diff(table.cu[launch["cu_q_at"] :][: launch["count"] + 1]).tolist(),
+                np.diff(table.cu[launch["cu_k_at"] :][: launch["count"] + 1]).tolist(),
+                strict=True,
+            )
+        ]
+        for launch in launches_of(table)
+    ]
+    assert seen[0] == [(1, 4, 4), (1, 2, 2), (1, 4, 4), (1, 1, 1)]
+    # Below the root's second child; below the first child's second; below the second's second.
+    assert sorted(seen[1:]) == [[(0, 1, 3)], [(0, 2, 3)], [(0, 5, 2)]]
 
 
 def test_the_launches_of_a_flat_group_across_rows() -> None:

@@ -135,7 +135,10 @@ def test_a_row_of_one_tree_is_depth_first_and_one_of_several_breadth_first() -> 
     deep = forest_of([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [1, 2, 6, 8]])
     assert deep.parent.tolist() == [-1, 0, 1, 1, 0, 4, 4]
     # Breadth first needs 3 rectangles (each level below each above), depth first one a fork: 3.
-    assert breadth_or_depth(deep, list(range(7))) == [0, 1, 4, 2, 3, 5, 6]
+    assert breadth_or_depth(deep, list(range(7))) == [0, 1, 2, 3, 4, 5, 6]
+    more = forest_of([[1, 2, side, leaf] for side in (3, 4, 5) for leaf in (6, 7)])
+    assert more.parent.tolist() == [-1, 0, 1, 1, 0, 4, 4, 0, 7, 7]
+    assert breadth_or_depth(more, list(range(10))) == [0, 1, 4, 7, 2, 3, 5, 6, 8, 9]
     one_sided = forest_of([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]])
     assert one_sided.parent.tolist() == [-1, 0, 1, 1, 0]
     assert breadth_or_depth(one_sided, list(range(5))) == [0, 1, 2, 3, 4]

@@ -58,10 +58,12 @@ def environment() -> dict[str, object]:
 
 
 def _commit() -> str:
-    """The checkout's commit, "-dirty" where its sources differ from it.
+    """What FORKPOINT_COMMIT says, for copies of a checkout; else the checkout's commit.
 
-    Where there is no checkout, what FORKPOINT_COMMIT says, or "unknown".
+    "-dirty" where its sources differ from that, and "unknown" where there is no checkout.
     """
+    if said := os.environ.get("FORKPOINT_COMMIT"):
+        return said
 
     def git(*words: str) -> str:
         here = Path(__file__).parent
@@ -70,7 +72,7 @@ def _commit() -> str:
 
     commit = git("rev-parse", "--short", "HEAD")
     dirty = "-dirty" if commit and git("status", "--porcelain", "--", "src") else ""
-    return commit + dirty or os.environ.get("FORKPOINT_COMMIT", "unknown")
+    return commit + dirty or "unknown"
 
 
 def write_rows(rows: Iterable[ResultRow], path: Path) -> None:

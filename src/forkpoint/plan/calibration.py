@@ -267,11 +267,14 @@ class MeasuredMeter:
                 np.diff(table.cu[launch[f"cu_{side}_at"] :][: count + 1]).astype(float)
                 for side in "qk"
             )
+            # The rate of each sequence by its own length: one may be a whole path, others short.
             if launch["causal"]:
-                pairs, curve, length = (q * (q + 1)).sum() / 2, found.causal, q.mean()
+                pairs, curve, lengths = q * (q + 1) / 2, found.causal, q
             else:
-                pairs, curve, length = (q * k).sum(), found.rectangle, k.mean()
-            time += float(pairs) / curve.rate(float(length), backward=backward)
+                pairs, curve, lengths = q * k, found.rectangle, k
+            for length in np.unique(lengths):
+                those = float(pairs[lengths == length].sum())
+                time += those / curve.rate(float(length), backward=backward)
             if number:
                 time += found.part.time(float(q.sum()), backward=backward)
         return time

@@ -106,7 +106,7 @@ class Reach:
     def above(self, segment: int) -> tuple[tuple[int, int, int], ...]:
         """(source, begin, end) of all keys above a segment on its path, root first.
 
-        State that lies back to back in the arena reads as one slice.
+        What lies back to back, in the row or in the arena, reads as one slice.
         """
         parent = int(self.forest.parent[segment])
         if parent not in self._above:
@@ -123,13 +123,11 @@ class Reach:
         self, pieces: tuple[tuple[int, int, int], ...], segment: int
     ) -> tuple[tuple[int, int, int], ...]:
         length = int(self.forest.length[segment])
-        if segment in self.slot_of:
-            begin = self.slot_of[segment]
-            return (*pieces, (OWN, begin, begin + length))
-        begin = self.arena_of[segment]
-        if pieces and pieces[-1][0] == ARENA and pieces[-1][2] == begin:
-            return (*pieces[:-1], (ARENA, pieces[-1][1], begin + length))
-        return (*pieces, (ARENA, begin, begin + length))
+        source = OWN if segment in self.slot_of else ARENA
+        begin = (self.slot_of if source == OWN else self.arena_of)[segment]
+        if pieces and pieces[-1][0] == source and pieces[-1][2] == begin:
+            return (*pieces[:-1], (source, pieces[-1][1], begin + length))
+        return (*pieces, (source, begin, begin + length))
 
 
 def slot_lengths(forest: Forest, row: Row) -> list[int]:
@@ -140,16 +138,15 @@ def slot_lengths(forest: Forest, row: Row) -> list[int]:
 def full_table(forest: Forest, row: Row, arena_of: dict[int, int]) -> Table:
     """Launches of a layer in which every token sees its whole path.
 
-    The first launch is causal over the row's own segments; the others are unmasked rectangles, one
-    launch for as many neighbouring rectangles as lie back to back on both sides.
+    The first launch is causal over the row's own tokens, by stretches of path; the others are
+    unmasked rectangles, one launch for as many neighbouring rectangles as lie back to back on both
+    sides.
     """
     reach = Reach(forest, row, arena_of)
-    lengths = slot_lengths(forest, row)
-    causal = [
-        _Piece(OWN, begin, n, begin, n) for begin, n in zip(row.slot_begin, lengths, strict=True)
-    ]
+    stretches = _stretches(forest, row)
+    causal = [_Piece(OWN, begin, n, begin, n) for _, begin, n in stretches]
     levels: dict[tuple[int, int], list[_Piece]] = {}
-    for segment, begin, n in zip(row.segments, row.slot_begin, lengths, strict=True):
+    for segment, begin, n in stretches:
         rank = {OWN: 0, ARENA: 0}
         for source, k_begin, k_end in reach.above(segment):
             pieces = levels.setdefault((source, rank[source]), [])
@@ -163,6 +160,26 @@ def full_table(forest: Forest, row: Row, arena_of: dict[int, int]) -> Table:
     for key in sorted(levels):
         launches.extend((False, run) for run in _adjacent_runs(levels[key]))
     return _table(launches)
+
+
+def _stretches(forest: Forest, row: Row) -> list[tuple[int, int, int]]:
+    """(first segment, begin, length) of parts of the row in which each segment follows its parent.
+
+    Such a part is one causal sequence: what lies in it before a token is on the token's path. So a
+    first child attends to its parent within the causal launch, and needs no rectangle and no merge.
+    """
+    found: list[tuple[int, int, int]] = []
+    before = -1
+    for segment, begin, n in zip(
+        row.segments, row.slot_begin, slot_lengths(forest, row), strict=True
+    ):
+        if found and not row.width and int(forest.parent[segment]) == before:
+            first, at, length = found[-1]
+            found[-1] = first, at, length + n
+        else:
+            found.append((segment, begin, n))
+        before = segment
+    return found
 
 
 def windowed_table(forest: Forest, row: Row, arena_of: dict[int, int], window: int) -> Table:

@@ -250,19 +250,22 @@ def _finish(forest: Forest, drafts: list[_Draft]) -> list[Row]:
 def breadth_or_depth(forest: Forest, segments: list[int]) -> list[int]:
     """The order of a row's segments that needs the fewer attention launches.
 
-    Depth first, all queries below one segment are one rectangle. Breadth first, the rectangles of
+    Depth first, a first child follows its parent, all queries below its brothers are one rectangle,
+    and each segment that forks in the row costs a launch. Breadth first, the rectangles of
     neighbouring trees lie back to back and go into one launch: several groups in a row cost as many
     launches as one.
     """
     inside = set(segments)
     level: dict[int, int] = {}
+    children: dict[int, int] = {}
     for segment in sorted(segments):
         parent = int(forest.parent[segment])
         level[segment] = level[parent] + 1 if parent in inside else 0
+        children[parent] = children.get(parent, 0) + 1
     depth_first = sorted(segments)
     breadth_first = sorted(segments, key=lambda s: (level[s], s))
     if breadth_first == depth_first:
         return depth_first
-    inner = {int(forest.parent[s]) for s in segments} & inside
+    forks = sum(children[segment] > 1 for segment in children.keys() & inside)
     levels = max(level.values()) + 1
-    return breadth_first if levels * (levels - 1) // 2 <= len(inner) else depth_first
+    return breadth_first if levels * (levels - 1) // 2 < forks else depth_first

@@ -26,6 +26,11 @@ from forkpoint.plan.predict import (
 from forkpoint.rollouts import RolloutBatch
 
 DEFAULT_ROW_TOKENS = 16_384
+# Where a budget limits memory, rows as long as it allows, up to this: each row costs reading and
+# writing all gradients, and a group that is in one row costs no boundary.
+LARGEST_ROW_TOKENS = 65_536
+# A plan that keeps all activations is preferred to one that does not and costs so little less.
+KEEPING_IS_WORTH = 0.02
 # Auto prefers the simpler of two plans whose costs differ by less than this.
 NOISE = 0.005
 # Rows are cut no shorter than this to fit a budget.
@@ -189,6 +194,8 @@ class _Builder:
         budget = self.config.memory_budget_bytes
         if budget is None:
             return self._priced(self._build(sharing, boundary, tokens))
+        if not given:
+            tokens = max(tokens, min(LARGEST_ROW_TOKENS, int(self.tree_order.new_edges.sum())))
         if self.shape is None:
             raise PlanError(
                 f"memory_budget_bytes is {budget}, but without a model shape bytes cannot be "
@@ -210,7 +217,7 @@ class _Builder:
                 break
             tokens = max(least, tokens * 3 // 4)
         if found:
-            return min(found, key=lambda plan: plan.cost)
+            return min(found, key=_cost_with_preference)
         remedy = "lower max_row_tokens" if given else "checkpoint activations"
         if not given and boundary == "in_row":
             remedy = "use boundary='across_rows', which cuts rollouts into chains of rows"
@@ -313,6 +320,11 @@ class _Builder:
         labelled = np.zeros(forest.edges, bool)
         labelled[self._token_edges(forest)[self.batch.loss_mask]] = True
         return int(labelled.sum())
+
+
+def _cost_with_preference(plan: Plan) -> float:
+    keeps = all(row.residency == "keep" for row in plan.rows)
+    return plan.cost * (1 if keeps else 1 + KEEPING_IS_WORTH)
 
 
 def _peak(plan: Plan) -> int:
