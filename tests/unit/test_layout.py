@@ -174,12 +174,12 @@ def test_neighbouring_groups_in_one_row_share_a_launch() -> None:
     assert [launch["count"] for launch in launches_of(table)] == [6, 2]
 
 
-def test_a_tree_in_one_row_takes_a_launch_for_each_pair_of_levels() -> None:
+def test_a_tree_in_one_row_takes_a_launch_for_each_fork() -> None:
     lists = [[1, 1, 1, prompt, prompt, leaf] for prompt in (2, 3) for leaf in (4, 5)]
     plan = plan_of(lists, sharing="tree", boundary="in_row")
     (row,) = plan.rows
     table = full_table(plan.forest, row, plan.arena_of)
-    assert [launch["count"] for launch in launches_of(table)] == [7, 1, 2]
+    assert [launch["count"] for launch in launches_of(table)] == [4, 1, 1, 1]
 
 
 def test_a_chain_of_rows_reads_as_one_slice() -> None:

@@ -94,6 +94,9 @@ def copied_keys(
 def _compiled_flex() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
+    # The same backward is timed again and again, so its buffers must not be given away.
+    config: Any = torch._functorch.config  # pyright: ignore[reportAttributeAccessIssue]
+    config.donated_buffer = False
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -127,11 +130,7 @@ def flex_attention(inputs: Inputs) -> tuple[Timing, Timing, float]:
     def forward() -> Tensor:
         return flex(q, k, v, block_mask=blocks, scale=inputs.scale, enable_gqa=True)
 
-    # The same backward is timed again and again, so its buffers must not be given away.
-    config: Any = torch._functorch.config  # pyright: ignore[reportAttributeAccessIssue]
-    with config.patch(donated_buffer=False):
-        o = forward()
-        torch.autograd.grad(o, (q, k, v), do.detach(), retain_graph=True)
+    o = forward()
     backward = time_cuda(lambda: torch.autograd.grad(o, (q, k, v), do.detach(), retain_graph=True))
     with torch.no_grad():
         time_forward = time_cuda(forward)

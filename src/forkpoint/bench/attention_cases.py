@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forkpoint.forest import Forest
 from forkpoint.ops.attention import AttentionTable, Kernel, Launch
+from forkpoint.ops.attention.operator import attend, attend_backward
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.table import read_launches
 from forkpoint.plan.cost import ATTENTION_BACKWARD, visible_pairs
@@ -116,7 +117,7 @@ SUITES = ("dualkv", "prompt-caching", "ragged", "small")
 
 
 class Inputs:
-    """One case's tensors, and its operator's calls with everything but the numbers fixed."""
+    """One case's tensors, and what autograd calls with everything but the numbers fixed."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -142,19 +143,19 @@ class Inputs:
         )
 
     def forward(self, kernel: str) -> tuple[Tensor, Tensor]:
-        return torch.ops.forkpoint.shared_attention(
-            self.q, self.k, self.v, *[None] * 5, *self._table(), self.scale, 0.0, 0, kernel, False
-        )
+        return attend(*self._arguments(kernel))
 
     def backward(self, kernel: str, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        return torch.ops.forkpoint.shared_attention_backward(
-            self.do, self.q, self.k, self.v, o, lse, *[None] * 5, *self._table(),
-            self.scale, 0.0, 0, kernel, False, True, True, True, False,
-        )  # fmt: skip
+        q, k, v, *rest = self._arguments(kernel)
+        wanted = (True, True, True, False)
+        arguments: tuple[Any, ...] = (self.do, q, k, v, o, lse, *rest, *wanted)
+        return attend_backward(*arguments)
 
-    def _table(self) -> tuple[Tensor | None, ...]:
+    def _arguments(self, kernel: str) -> tuple[Any, ...]:
         t = self.table
-        return t.launches, t.cu_cpu, t.cu_device, t.row_gather, t.arena_gather
+        table = (t.launches, t.cu_cpu, t.cu_device, t.row_gather, t.arena_gather)
+        nothing = [None] * 5  # of an arena, and no sinks
+        return self.q, self.k, self.v, *nothing, *table, self.scale, 0.0, 0, kernel, False
 
     def launches(self) -> list[Launch]:
         return read_launches(self.table.launches, self.table.cu_cpu, self.table.cu_device)

@@ -31,6 +31,9 @@ DEFAULT_ROW_TOKENS = 16_384
 LARGEST_ROW_TOKENS = 65_536
 # A plan that keeps all activations is preferred to one that does not and costs so little less.
 KEEPING_IS_WORTH = 0.02
+# How many sizes below the first that fits are tried, in steps of a quarter, for plans of few rows.
+SHORTER_TRIED = 2
+FEW_ROWS = 16
 # Auto prefers the simpler of two plans whose costs differ by less than this.
 NOISE = 0.005
 # Rows are cut no shorter than this to fit a budget.
@@ -204,14 +207,20 @@ class _Builder:
         # A row that holds whole paths is no shorter than the longest of them.
         least = self.longest if boundary == "in_row" else LEAST_ROW_TOKENS
         found: list[Plan] = []
+        shorter = 0
         while True:
             plan = self._priced(self._build(sharing, boundary, tokens))
             ways = self._fitted(plan, budget)
             needed = min(_peak(way) for way in ways)
             found += [way for way in ways if _peak(way) <= budget]
-            # Shorter rows can only cost more than a plan that keeps everything; and where rows are
-            # too short to fill a device they do not pay for what they let be kept.
-            if _peak(plan) <= budget or (found and tokens <= EFFICIENT_TOKENS):
+            # Rows a little shorter than what fits may divide the work more evenly. Where there are
+            # many it makes no difference, and where they are too short to fill a device they do
+            # not pay for what they let be kept.
+            if _peak(plan) <= budget:
+                shorter += 1
+                if shorter > SHORTER_TRIED or len(plan.rows) > FEW_ROWS:
+                    break
+            elif found and tokens <= EFFICIENT_TOKENS:
                 break
             if given or tokens <= least:
                 break

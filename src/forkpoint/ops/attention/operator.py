@@ -6,12 +6,15 @@ merged by log-sum-exp. Since P = exp(s - LSE) and only the row sums of dO * O ar
 each call's stock backward, given the merged O and LSE, returns its part of the exact gradients.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from forkpoint.errors import UnsupportedError
 from forkpoint.ops.attention.checks import check_launches, check_tensors
 from forkpoint.ops.attention.kernel import Kernel, accumulate_dtype
 from forkpoint.ops.attention.merge import Part, merge
@@ -63,7 +66,8 @@ def shared_attention(
     arena_tensors = (None, None, None, None)
     if arena is not None:
         arena_tensors = (arena.k, arena.v, arena.grad_k, arena.grad_v)
-    return _forward_op(
+    function = _forward_op if _observed() else _Direct.apply
+    return function(
         q_THD,
         k_TKD,
         v_TKE,
@@ -82,8 +86,16 @@ def shared_attention(
     )
 
 
-@torch.library.custom_op("forkpoint::shared_attention", mutates_args=())
-def _forward_op(
+def _observed() -> bool:
+    """Whether somebody wants to see an operator: a compiler, a fake or a dispatch mode.
+
+    Otherwise autograd calls the same functions directly. Through torch's dispatcher an operator
+    with so many arguments takes longer on the host than a small attention on the device.
+    """
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+
+
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -103,6 +115,7 @@ def _forward_op(
     kernel: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
+    """What the operator computes, arguments as in `shared_attention`; o and lse."""
     check_tensors(q, k, v, arena_k, arena_v, arena_grad_k, arena_grad_v, sinks)
     calls = read_launches(launches, cu_cpu, cu_device)
     arena_tokens = 0 if arena_k is None else len(arena_k)
@@ -128,10 +141,7 @@ def _forward_op(
         return merge(parts, sinks, q.dtype)
 
 
-@torch.library.custom_op(
-    "forkpoint::shared_attention_backward", mutates_args=("arena_grad_k", "arena_grad_v")
-)
-def _backward_op(
+def attend_backward(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -158,6 +168,7 @@ def _backward_op(
     wants_v: bool,
     wants_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Its gradients by q, k, v and sinks, each empty unless wanted; the arena's are added to."""
     calls = read_launches(launches, cu_cpu, cu_device)
     kernels = _select(q, v, calls, kernel, softcap, window, deterministic)
 
@@ -210,6 +221,14 @@ def _sinks_gradient(do_THE: Tensor, o_THE: Tensor, lse_HT: Tensor, sinks_H: Tens
     return -(share_HT * delta_HT).sum(-1).to(sinks_H.dtype)
 
 
+_forward_op = torch.library.custom_op("forkpoint::shared_attention", attend, mutates_args=())
+_backward_op = torch.library.custom_op(
+    "forkpoint::shared_attention_backward",
+    attend_backward,
+    mutates_args=("arena_grad_k", "arena_grad_v"),
+)
+
+
 @_forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     tokens, heads, _dim = q.shape
@@ -237,15 +256,39 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.rest = inputs[8:]
 
 
-def _backward(ctx: Any, do_THE: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, do_THE: Tensor, _: Tensor | None, function: Callable = _backward_op
+) -> tuple[Tensor | None, ...]:
     q, k, v, o_THE, lse_HT, sinks = ctx.saved_tensors
     wanted = [ctx.needs_input_grad[at] for at in (0, 1, 2, 7)]
-    found = _backward_op(do_THE, q, k, v, o_THE, lse_HT, *ctx.arena, sinks, *ctx.rest, *wanted)
+    found = function(do_THE, q, k, v, o_THE, lse_HT, *ctx.arena, sinks, *ctx.rest, *wanted)
     dq, dk, dv, dsinks = (x if wants else None for x, wants in zip(found, wanted, strict=True))
     return dq, dk, dv, None, None, None, None, dsinks, *([None] * len(ctx.rest))
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Direct(torch.autograd.Function):
+    """The operator without torch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = attend(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "shared attention has no second derivative, and its backward was called with "
+                "create_graph=True; call it without."
+            )
+        do_THE, _ = grad_outputs
+        return _backward(ctx, do_THE, None, attend_backward)
 
 
 def _select(
