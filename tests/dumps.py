@@ -12,6 +12,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,19 @@ def truth(seed: int = 0, groups: int = 3, rollouts_per_group: int = 3) -> list[R
                 )
             )
     return [made[n] for n in random.permutation(len(made))]
+
+
+def with_critic(rollouts: Sequence[Rollout], seed: int = 0) -> list[Rollout]:
+    """The same with a critic's values before the update, and returns: one in a few for all tokens
+    of a rollout, as they are where nothing is discounted."""
+    random = np.random.default_rng(seed)
+    made = []
+    for n, rollout in enumerate(rollouts):
+        values, returns = random.normal(size=(2, len(rollout))).astype(np.float32).astype(float)
+        made.append(
+            replace(rollout, old_values=values, returns=float(returns[0]) if n % 3 else returns)
+        )
+    return made
 
 
 def prompt_of(rollout: Rollout) -> int:
@@ -107,6 +121,14 @@ def verl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
+def verl_critic(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """With a critic, whose values and returns are those of the responses' tokens."""
+    return verl(rollouts) | {
+        "values": right(_responses(rollouts, "old_values"), JUNK, np.float32),
+        "returns": right(_responses(rollouts, "returns"), JUNK, np.float32),
+    }
+
+
 def trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     table = verl(rollouts)
     completion = right([np.ones(len(r) - prompt_of(r)) for r in rollouts], 0, np.int64)
@@ -123,13 +145,17 @@ def trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
+def _actions(rollouts: Sequence[Rollout], name: str, fill: float, dtype: Any) -> np.ndarray:
+    return right(
+        [np.broadcast_to(getattr(r, name), len(r))[1:] * 1.0 for r in rollouts], fill, dtype
+    )
+
+
 def openrlhf(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Rows padded on the right; action arrays are of all tokens but the first."""
 
     def actions(name: str, fill: float, dtype: Any) -> np.ndarray:
-        return right(
-            [np.broadcast_to(getattr(r, name), len(r))[1:] * 1.0 for r in rollouts], fill, dtype
-        )
+        return _actions(rollouts, name, fill, dtype)
 
     return {
         "sequences": right([r.token_ids for r in rollouts], PADDING, np.int64),
@@ -144,6 +170,13 @@ def openrlhf(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "labels": [],
         "images": [],
         "info": {},
+    }
+
+
+def openrlhf_critic(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    return openrlhf(rollouts) | {
+        "values": _actions(rollouts, "old_values", JUNK, np.float32),
+        "returns": _actions(rollouts, "returns", JUNK, np.float32),
     }
 
 

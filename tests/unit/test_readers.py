@@ -13,7 +13,15 @@ import torch
 
 import dumps
 from dumps import TABLES, prompt_of, rows_of, tensors, truth, write_json, write_torch
-from forkpoint import ConfigError, Rollout, RolloutBatch, RolloutError, load_rollouts, record
+from forkpoint import (
+    ConfigError,
+    Rollout,
+    RolloutBatch,
+    RolloutError,
+    load_rollouts,
+    losses,
+    record,
+)
 from forkpoint.forest import sort_rollouts
 from forkpoint.traces import FORMATS, open_rollouts
 
@@ -125,6 +133,45 @@ def test_verl_takes_what_there_is(tmp_path: Path) -> None:
         np.testing.assert_allclose([found[n].advantage for n in members], expected)
         assert [found[n].extras for n in members] == [{"reward": r} for r in own.tolist()]
     assert any("advantages are the rewards" in note for note in file.notes)
+
+
+@pytest.mark.parametrize("container", ["torch", "safetensors", "parquet", "json"])
+@pytest.mark.parametrize("make", [dumps.verl_critic, dumps.openrlhf_critic])
+def test_what_a_critic_gave(make: Any, container: str, tmp_path: Path) -> None:
+    """Values and returns stand at the tokens that they are of; padding is not read."""
+    wanted, path = dumps.with_critic(truth()), tmp_path / "x"
+    if container == "torch":
+        write_torch(path, tensors(make(wanted)))
+    elif container == "safetensors":
+        dumps.write_safetensors(path, make(wanted))
+    elif container == "parquet":
+        dumps.write_parquet(path, make(wanted))
+    else:
+        write_json(path, rows_of(make(wanted)))
+    found = load_rollouts(path)
+    same(found, wanted)
+    one, other = RolloutBatch(found), RolloutBatch(wanted)
+    assert one.returns is not None and other.returns is not None
+    assert one.old_values is not None and other.old_values is not None
+    own = other.loss_mask
+    assert (one.returns[own] == other.returns[own]).all()
+    assert (one.old_values[own] == other.old_values[own]).all()
+    assert [type(r.returns) for r in found] == [type(r.returns) for r in wanted]
+    losses.ValueLoss().check(one)
+
+
+@pytest.mark.parametrize("make", [dumps.verl_critic, dumps.openrlhf_critic])
+def test_returns_without_values_are_no_critics(make: Any, tmp_path: Path) -> None:
+    """Where there is no critic, trainers write advantages as returns as well."""
+    table = make(dumps.with_critic(truth()))
+    values = table.pop("values")
+    found = load_rollouts(write_torch(tmp_path / "x.pt", tensors(table)))
+    same(found, truth())
+    assert all(r.returns is None and r.old_values is None for r in found)
+    del table["returns"]
+    table["values"] = values  # before advantages and returns are estimated
+    found = load_rollouts(write_torch(tmp_path / "y.pt", tensors(table)))
+    assert all(r.returns is None and r.old_values is not None for r in found)
 
 
 @pytest.mark.parametrize("mask", ["loss_mask", "none"])

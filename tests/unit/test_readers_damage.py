@@ -93,6 +93,14 @@ ROW_4 = f"x.pt, row {ROW}"
 VERL, TRL, OPENRLHF, NEMO = dumps.verl, dumps.trl, dumps.openrlhf, dumps.nemo_rl
 PRIME, SLIME = dumps.prime_rl, dumps.slime
 
+
+def critic(make: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """The table of the same rollouts with what a critic gave."""
+    return lambda rollouts: make(dumps.with_critic(rollouts))
+
+
+VERL_CRITIC, OPENRLHF_CRITIC = critic(dumps.verl_critic), critic(dumps.openrlhf_critic)
+
 # name: (writer, parts of the message, the field it counts as when skipped or None where it is of
 # the whole file)
 RECORDS: dict[str, tuple[Any, list[str], str]] = {
@@ -146,6 +154,16 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
                            "temperatures"),
     "two temperatures": (edited(PRIME, at("temperatures", -1, 0.5)), ["0.5", "has one"],
                          "temperatures"),
+    "a value of NaN": (edited(VERL_CRITIC, at("values", 0, np.nan)),
+                       ["old_values[", "nan", "the record's values"], "values"),
+    "an infinite value": (edited(OPENRLHF_CRITIC, at("values", 0, np.inf)),
+                          ["old_values[", "inf", "the record's values"], "values"),
+    "a return of NaN": (edited(VERL_CRITIC, at("returns", 0, np.nan)), ["returns[", "nan"],
+                        "returns"),
+    "an infinite return": (edited(OPENRLHF_CRITIC, at("returns", 6, -np.inf)),
+                           ["returns[", "-inf"], "returns"),
+    "values for one token too few": (edited(lambda r: dumps.listed(VERL_CRITIC(r)), put(
+        "values", [0.5] * 5)), ["values has 5 entries, but responses has 6"], "values"),
     # lengths
     "log-probs too short": (edited(PRIME, put("logprobs", [-1.0])), ["logprobs has 1 entries"],
                             "logprobs"),
@@ -300,6 +318,16 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
                                  ["completion_mask has 5 entries, but completion_ids has 6"]),
     "log-probs of another width": (edited(VERL, cut("old_log_probs", 2)),
                                    ["old_log_probs has 4 entries, but responses has 6"]),
+    "values of another width": (edited(VERL_CRITIC, cut("values")),
+                                ["values has 5 entries, but responses has 6"]),
+    "returns of another width": (edited(OPENRLHF_CRITIC, cut("returns", 2)),
+                                 ["returns has 10 entries, but action_mask has 12"]),
+    "values of fewer rows": (edited(VERL_CRITIC, shorter("values")),
+                             [f"values has {COUNT - 1} rows, but responses has {COUNT}"]),
+    "values that are whole rows": (edited(VERL_CRITIC, lambda t: t.update(
+        values=t["values"][..., None])), ["values is 6 x 1"]),
+    "returns that are text": (edited(lambda r: dumps.listed(VERL_CRITIC(r)), lambda t: t.update(
+        returns=[["a"] * 6] * COUNT)), ["returns[0] is 'a'"]),
     "action arrays longer than rows": (edited(OPENRLHF, lambda t: t.update(
         action_mask=np.ones((COUNT, 99), bool))), ["action_mask has 99 entries, but sequences"]),
     "prompts and responses of another width": (edited(VERL, cut("input_ids")),

@@ -207,14 +207,15 @@ def make(record: Record, names: Mapping[str, str], **values: Any) -> Rollout:
 
     Args:
         record: what it is made of.
-        names: for fields of Rollout, the field of the record that each was read from.
+        names: for fields of Rollout, the field of the record that each was read from, where it has
+            another name.
         values: the fields of Rollout. Numbers per token that are the same on all trained tokens
             become one number: the others are never read.
 
     Raises RecordError where Rollout refuses a value.
     """
     mask = values["loss_mask"]
-    for name in ("advantage", "weights"):
+    for name in ("advantage", "weights", "returns"):
         value = values.get(name)
         if isinstance(value, np.ndarray) and value.shape == np.shape(mask):
             trained = value[mask]
@@ -223,7 +224,12 @@ def make(record: Record, names: Mapping[str, str], **values: Any) -> Rollout:
     try:
         return Rollout(**values)
     except RolloutError as error:
-        field = next((f for f in names if f": {f}" in str(error)), "record")
+        field = field_of(error)
         source = names.get(field, field)
         origin = "" if source == field else f" ({field} is the record's {source}.)"
         raise RecordError(record.where, source, f"{error}{origin}") from None
+
+
+def field_of(error: RolloutError) -> str:
+    """The field of Rollout that its refusal is about, "record" where it is about none."""
+    return next((name for name in Rollout.__slots__ if f": {name}" in str(error)), "record")

@@ -35,16 +35,21 @@ def _openrlhf(record: Record) -> Iterator[Rollout]:
         return None if placed is None else placed[inside]
 
     tokens = ids[inside]
+    # Where there is no critic, returns are what advantages were made of, and train nothing.
+    critic = record.has("values")
     yield made(
         record,
         {"token_ids": "sequences", "loss_mask": "action_mask", "advantage": "advantages",
-         "old_logprobs": old, "reference_logprobs": "base_action_log_probs"},
+         "old_logprobs": old, "reference_logprobs": "base_action_log_probs",
+         "old_values": "values"},
         token_ids=tokens,
         loss_mask=trained[inside],
         advantage=action("advantages"),
         reward=record.number("rewards"),
         old_logprobs=action(old),
         reference_logprobs=action("base_action_log_probs"),
+        returns=action("returns") if critic else None,
+        old_values=action("values"),
         group_id=group_of(before_first(tokens, trained[inside])),
     )  # fmt: skip
 

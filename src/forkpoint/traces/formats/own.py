@@ -9,7 +9,7 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollout_files import rollout_of
 from forkpoint.rollouts import Rollout
 from forkpoint.traces.formats.base import Format
-from forkpoint.traces.record import Record, RecordError, WrongRows
+from forkpoint.traces.record import Record, RecordError, WrongRows, field_of
 
 
 def _own(record: Record) -> Iterator[Rollout]:
@@ -19,17 +19,12 @@ def _own(record: Record) -> Iterator[Rollout]:
     try:
         yield rollout_of({key: _plain(value) for key, value in record.values.items()})
     except RolloutError as error:
-        raise RecordError(record.where, _field(str(error)), str(error)) from None
+        raise RecordError(record.where, field_of(error), str(error)) from None
 
 
 def _plain(value: Any) -> Any:
     """A number or text as Python has it, where a column gave numpy's; arrays stay."""
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _field(message: str) -> str:
-    names = Rollout.__slots__
-    return next((name for name in names if f": {name}" in message), "record")
 
 
 FORKPOINT = Format(

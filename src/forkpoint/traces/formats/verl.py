@@ -47,11 +47,13 @@ def _verl(record: Record) -> Iterator[Rollout]:
 
     rewards = record.first("token_level_rewards", "token_level_scores", "rm_scores")
     given = record.floats(rewards, len(responses), "responses")
+    # Where there is no critic, verl's returns are the advantages once more.
+    critic = record.has("values")
     yield made(
         record,
         {"token_ids": "input_ids", "loss_mask": mask, "advantage": "advantages",
          "old_logprobs": old, "reference_logprobs": "ref_log_prob",
-         "weights": "rollout_is_weights", "group_id": "uid"},
+         "weights": "rollout_is_weights", "old_values": "values", "group_id": "uid"},
         token_ids=tokens,
         loss_mask=spread(trained[inside], prompt, len(tokens)),
         advantage=response("advantages"),
@@ -59,6 +61,8 @@ def _verl(record: Record) -> Iterator[Rollout]:
         old_logprobs=response(old),
         reference_logprobs=response("ref_log_prob"),
         weights=response("rollout_is_weights"),
+        returns=response("returns") if critic else None,
+        old_values=response("values"),
         group_id=record.text("uid") or group_of(tokens[:prompt]),
     )  # fmt: skip
 
