@@ -38,7 +38,7 @@ PLAN_FIELDS = {
     *("command", "file", "rollouts", "groups", "logical_tokens", "group_tokens", "unique_tokens"),
     *("computed_tokens", "trained_tokens", "rows", "max_row_tokens", "bound", "bound_unit"),
     *("sharing", "boundary", "waves", "reason", "candidates"),
-    *("predicted_peak_bytes", "predicted_ms"),
+    *("predicted_peak_bytes", "predicted_ms", "predicted_speedup", "plans", "batch"),
     *("model", "batches", "modes", "distributions", "splits", "format", "skipped"),
 }
 LOSSES = ("grpo", "gspo", "dpo", "simpo", "likelihood")
@@ -427,12 +427,13 @@ def test_the_made_up_vocabulary_is_covered(config: Path, rollouts: Path) -> None
 
 
 def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> None:
-    """Counts of a stream are the sums of its batches; the plan shown is that of the first."""
+    """What is shown of a stream is the sum of its batches' plans; one of them where asked for."""
     made = made_up_rollouts(groups=6)
     file = write_rollouts(tmp_path / "six.jsonl", made)
     done = shell("plan", file, "--model", config, "--batch-rollouts", 6)
     result = done.result
-    assert result["batches"] == 3 and "3 batches; the plan is that of the first" in done.out
+    assert result["batches"] == 3 and "3 batches, each with a plan of its own" in done.out
+    assert "rows in visiting order" not in done.out
     parts = [
         shell(
             "plan",
@@ -442,12 +443,22 @@ def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> Non
         )
         for n in range(3)
     ]
-    for name in ("logical_tokens", "group_tokens", "unique_tokens", "trained_tokens", "groups"):
+    for name in (
+        *("logical_tokens", "group_tokens", "unique_tokens", "trained_tokens", "groups"),
+        *("computed_tokens", "rows"),
+    ):
         assert result[name] == sum(part.result[name] for part in parts)
     for mode in ("none", "group", "tree"):
         flops = sum(part.result["modes"][mode]["flops"] for part in parts)
         assert result["modes"][mode]["flops"] == flops
-    assert result["candidates"] == parts[0].result["candidates"]
+    peaks = [part.result["predicted_peak_bytes"] for part in parts]
+    assert result["predicted_peak_bytes"] == max(peaks) > 0
+    assert (result["batch"], result["candidates"]) == (0, parts[0].result["candidates"])
+    second = shell("plan", file, "--model", config, "--batch-rollouts", 6, "--batch", 1)
+    assert second.result["candidates"] == parts[1].result["candidates"]
+    assert second.result["computed_tokens"] == result["computed_tokens"]
+    own, whole = (done.out.split("rows in visiting order")[1] for done in (parts[1], second))
+    assert own.split("what sharing")[0].rstrip() == whole.split("what sharing")[0].rstrip()
     by_tokens = shell("plan", file, "--batch-tokens", 150).result
     assert 1 < by_tokens["batches"] < 6 and by_tokens["group_tokens"] == result["group_tokens"]
     alone = shell("plan", file).result
@@ -506,6 +517,19 @@ def test_commands_skip_and_say_so(shell: Shell, tmp_path: Path) -> None:
     assert done.code == 0 and done.result["rollouts"] == 9
     assert done.result["skipped"] == {"records": 2, "fields": {"token_ids": 1, "JSON": 1}}
     assert "2 skipped (token_ids 1, JSON 1); first: " in done.out
+
+
+def test_a_batch_that_cannot_be_planned_is_named(
+    shell: Shell, tmp_path: Path, config: Path
+) -> None:
+    made = made_up_rollouts(groups=2)
+    ids = [*made[3].token_ids.tolist()[:-1], VOCABULARY]
+    made[3] = changed(made[3], token_ids=ids, rollout_id=None)
+    file = write_rollouts(tmp_path / "two.jsonl", made)
+    done = shell("plan", file, "--model", config, "--batch-rollouts", 3)
+    assert done.code == 2
+    said = f"error: {file}, batch 1: Rollout '0': token_ids[{len(ids) - 1}] is 61, but"
+    assert done.err.startswith(said)
 
 
 def test_plan_takes_the_batches_of_a_trace(shell: Shell, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.cli.plan import by_rollouts, by_tokens
-from forkpoint.plan import MODELS, Estimate, ModelShape, make_plan
+from forkpoint.plan import MODELS, Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan.estimate import SPLITS, Distribution
 from forkpoint.synthetic import synthetic_rollouts
 from strategies import batches
@@ -119,6 +119,38 @@ def test_batches_add_up() -> None:
     whole = estimated(RolloutBatch(rollouts), shape=SHAPE)
     assert whole.work["group"] == together.work["group"], "groups are not cut"
     assert whole.work["tree"].tokens == together.work["tree"].tokens - 2 * 7, "system edges"
+
+
+@pytest.mark.parametrize("shape", [SHAPE, None])
+def test_plans_add_up(shape: ModelShape | None) -> None:
+    """A batch that shares much and one that shares nothing, each with the plan that fits it."""
+    shared = synthetic_rollouts(
+        groups=2, rollouts_per_group=4, prompt_tokens=600, response_tokens=300
+    )
+    alone = [Rollout([n + 1] * 700, [0] + [1] * 699, 1.0) for n in range(3)]
+    plans = [make_plan(RolloutBatch(part), shape) for part in (shared, alone)]
+    assert [plan.sharing for plan in plans] == ["group", "none"]
+    totals = Totals()
+    for plan in plans:
+        totals.add(plan)
+    assert (totals.batches, totals.rollouts) == (2, 11)
+    assert totals.kinds == {"group + in_row": 1, "none + in_row": 1}
+    for name in ("computed_tokens", "logical_tokens", "unique_tokens"):
+        assert getattr(totals, name) == sum(getattr(plan, name) for plan in plans)
+    assert totals.rows == sum(len(plan.rows) for plan in plans) and totals.padding == 0
+    peaks = [plan.predicted_peak_bytes for plan in plans]
+    assert totals.predicted_peak_bytes == (max(filter(None, peaks)) if shape else None)
+    # As weighed by what the batches cost, not the mean of two speed-ups.
+    costs = [plan.cost for plan in plans]
+    dense = [next(c.cost for c in plan.candidates if c.sharing == "none") for plan in plans]
+    assert totals.predicted_speedup == pytest.approx(sum(filter(None, dense)) / sum(costs))
+    assert min(p.bound for p in plans) < totals.bound < max(p.bound for p in plans)
+    if shape is None:
+        edges_given = sum(len(r) - 1 for r in (*shared, *alone))
+        assert totals.bound == edges_given / totals.computed_tokens
+    only = Config(sharing="tree")
+    totals.add(make_plan(RolloutBatch(alone), shape, only))
+    assert totals.predicted_speedup is None, "dense was not looked at for one of them"
 
 
 @given(batch=batches(), tokens=st.integers(1, 60))

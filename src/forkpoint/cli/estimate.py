@@ -1,17 +1,47 @@
-"""An estimate as tables, and as what the JSON line has. Imports no torch."""
+"""What many batches add up to, as tables, and as what the JSON line has. Imports no torch."""
 
 from typing import Any
 
 from rich.table import Table
 
-from forkpoint.plan import Estimate
+from forkpoint.plan import Estimate, Totals
 from forkpoint.plan.estimate import Distribution, Split
 
-NAMES = {
-    "none": "nobody shares (dense)",
-    "group": "each group shares",
-    "tree": "each batch shares (tree)",
-}
+NAMES = {"none": "nobody (dense)", "group": "each group", "tree": "each batch (tree)"}
+
+
+def totals_table(totals: Totals, groups: int) -> Table:
+    """The plans of several batches in one table."""
+    table = Table(
+        title=f"{totals.batches:,} batches, each with a plan of its own", show_header=False
+    )
+    table.add_column()
+    table.add_column(justify="right")
+    add = table.add_row
+    add("rollouts, groups", f"{totals.rollouts:,}, {groups:,}")
+    add("logical tokens (as given)", f"{totals.logical_tokens:,}")
+    add("unique tokens (once in each batch)", f"{totals.unique_tokens:,}")
+    add("computed tokens (edges run)", f"{totals.computed_tokens:,}")
+    if totals.padding:
+        add("padding run besides", f"{totals.padding:,}")
+    add("rows", f"{totals.rows:,}")
+    for kind, count in totals.kinds.most_common():
+        add(f"planned as {kind}", f"{count:,} of {totals.batches:,}")
+    if totals.shape is not None and totals.dense is not None and totals.shared is not None:
+        add("dense steps, TFLOP", f"{totals.dense.step_flops(totals.shape) / 1e12:,.3f}")
+        add("these steps, TFLOP", f"{totals.shared.step_flops(totals.shape) / 1e12:,.3f}")
+    if totals.predicted_peak_bytes is not None:
+        gib = totals.predicted_peak_bytes / 2**30
+        add("activations and boundary at the worst peak, GiB", f"{gib:.2f}")
+    if totals.predicted_ms is not None:
+        add("predicted time of all steps, ms", f"{totals.predicted_ms:,.1f}")
+    if totals.shape is not None:
+        add("predictions rest on", totals.rests_on or "counted FLOPs and bytes")
+    if totals.predicted_speedup is not None:
+        add("predicted speed-up, padding included", f"{totals.predicted_speedup:.2f}x")
+    unit = "FLOPs" if totals.shape is not None else "tokens"
+    add(f"bound on the speed-up ({unit})", f"{totals.bound:.2f}x")
+    return table
 
 
 def modes(estimate: Estimate) -> dict[str, dict[str, Any]]:
@@ -30,9 +60,16 @@ def modes(estimate: Estimate) -> dict[str, dict[str, Any]]:
 
 def mode_table(estimate: Estimate, name: str) -> Table:
     table = Table(title=f"what sharing saves on {name}")
-    columns = ["", "distinct tokens", "tokens run", "of dense", "TFLOP", "speed-up at most"]
+    columns = [
+        "who shares",
+        "distinct tokens",
+        "tokens run",
+        "of dense",
+        "TFLOP",
+        "speed-up at most",
+    ]
     for column in columns:
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="left" if column == "who shares" else "right")
     dense = max(1, estimate.work["none"].tokens)
     distinct = {
         "none": estimate.logical_tokens,

@@ -17,6 +17,7 @@ from forkpoint.cli.estimate import (
     modes,
     split_table,
     splits,
+    totals_table,
 )
 from forkpoint.cli.losses import LossName, coupling
 from forkpoint.cli.model_config import read_shape
@@ -28,11 +29,12 @@ from forkpoint.cli.options import (
     Memory,
     Planning,
     Reading,
+    WholeNumber,
     show_source,
 )
 from forkpoint.cli.output import Output
-from forkpoint.errors import ConfigError
-from forkpoint.plan import Estimate, make_plan
+from forkpoint.errors import ConfigError, ForkpointError
+from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.calibration import Calibration
 from forkpoint.rollouts import Rollout, RolloutBatch
@@ -43,6 +45,9 @@ AnyModel = DisallowNone[
         Path | None,
         arg(metavar="NAME|DIR|CONFIG.json", help_behavior_hint="(default: count tokens only)"),
     ]
+]
+WhichBatch = Annotated[
+    int | None, WholeNumber, arg(help_behavior_hint="(default: if there is only one)")
 ]
 Rollouts = DisallowNone[
     Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: by tokens)")]
@@ -70,7 +75,8 @@ class Plan:
     """Show what would run for a file of rollouts and what sharing saves, batch by batch.
 
     A file of up to --batch-tokens is one batch. A larger one is read as a stream of them, in the
-    memory of one. Runs no model: it needs neither weights nor a GPU.
+    memory of one; every batch is planned, and what the plans add up to is shown. Runs no model: it
+    needs neither weights nor a GPU.
 
     Attributes:
         file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
@@ -78,6 +84,7 @@ class Plan:
             it FLOPs and bytes are counted, not only tokens.
         loss: The loss it is for. Losses that couple the tokens of a rollout (gspo) or the rollouts
             of a pair (dpo, simpo) can cost another forward.
+        batch: Show the whole plan of batch N, counted from 0: its rows and its tree.
         limit: Read only the first N rollouts of the file.
         json: Print only the JSON line.
     """
@@ -85,6 +92,7 @@ class Plan:
     file: File
     model: AnyModel = None
     loss: LossName = "grpo"
+    batch: WhichBatch = None
     limit: Limit = None
     json: Flag = False
     reading: Reading = field(default_factory=Reading)
@@ -96,32 +104,63 @@ class Plan:
         out = Output(json_only=self.json)
         shape = None if self.model is None else read_shape(self.model, self.memory)
         source = self.reading.open(self.file, self.limit)
-        estimate, plan = Estimate(shape), None
-        for batch in self._batches(source, recorded=source.container == "trace"):
+        measured = self.planning.calibration
+        calibration = None if measured is None else Calibration.load(measured)
+        estimate, totals, shown = Estimate(shape), Totals(), None
+        with out.waiting("planning"):
+            for batch in self._batches(source, recorded=source.container == "trace"):
+                plan = self._plan(batch, totals.batches, shape, calibration)
+                estimate.add(batch)
+                if totals.batches == (self.batch or 0):
+                    shown = plan
+                totals.add(plan)
+        if shown is None:
+            raise ConfigError(
+                f"batch is {self.batch}, and {self.file} is read as {totals.batches} batches; it "
+                f"takes a whole number from 0 to {totals.batches - 1}."
+            )
+        show_source(source, out)
+        if totals.batches > 1:
+            out.show(totals_table(totals, estimate.groups))
+        if totals.batches == 1 or self.batch is not None:
+            if totals.batches > 1:
+                out.show(f"batch {self.batch}:")
+            out.show(shown.explain(width=out.width))
+        out.show(mode_table(estimate, self.file.name))
+        out.show(distribution_table(estimate), split_table(estimate))
+        out.result(self._result(shown, totals, estimate))
+        return 0
+
+    def _plan(
+        self,
+        batch: RolloutBatch,
+        number: int,
+        shape: ModelShape | None,
+        calibration: Calibration | None,
+    ) -> MadePlan:
+        """The plan of a batch; errors of batches that are not the first say which it is."""
+        try:
             if shape is not None:
                 batch.check_vocabulary(shape.vocab)
-            if plan is None:
-                couples = coupling(self.loss, batch)
-                measured = self.planning.calibration
-                plan = make_plan(
-                    batch,
-                    shape,
-                    self.planning.config(),
-                    coupling=couples,
-                    calibration=None if measured is None else Calibration.load(measured),
-                )
-            estimate.add(batch)
-        assert plan is not None, "a file without rollouts is refused where it is read"
-        show_source(source, out)
-        if estimate.batches > 1:
-            out.show(f"{estimate.batches:,} batches; the plan is that of the first.")
-        out.show(plan.explain(width=out.width), mode_table(estimate, self.file.name))
-        out.show(distribution_table(estimate), split_table(estimate))
-        out.result(self._result(plan, estimate))
-        return 0
+            return make_plan(
+                batch,
+                shape,
+                self.planning.config(),
+                coupling=coupling(self.loss, batch),
+                calibration=calibration,
+            )
+        except ForkpointError as error:
+            if not number:
+                raise
+            raise type(error)(f"{self.file}, batch {number}: {error}") from None
 
     def _batches(self, source: Iterable[Rollout], *, recorded: bool) -> Iterator[RolloutBatch]:
         given = self.batching
+        if self.batch is not None and self.batch < 0:
+            raise ConfigError(
+                f"batch is {self.batch}; batches are counted from 0, so it takes a whole number of "
+                "at least 0."
+            )
         for name in ("batch_rollouts", "batch_tokens"):
             value = getattr(given, name)
             if value is not None and value < 1:
@@ -132,7 +171,7 @@ class Plan:
             return by_rollouts(source, given.batch_rollouts)
         return by_tokens(source, given.batch_tokens)
 
-    def _result(self, plan: MadePlan, estimate: Estimate) -> dict[str, Any]:
+    def _result(self, plan: MadePlan, totals: Totals, estimate: Estimate) -> dict[str, Any]:
         return {
             "command": "plan",
             "file": self.file,
@@ -143,19 +182,22 @@ class Plan:
             "logical_tokens": estimate.logical_tokens,
             "group_tokens": estimate.group_tokens,
             "unique_tokens": estimate.unique_tokens,
-            "computed_tokens": estimate.work[plan.sharing].tokens,
+            "computed_tokens": totals.computed_tokens,
             "trained_tokens": estimate.trained_tokens,
-            "rows": len(plan.rows),
-            "max_row_tokens": plan.max_row_tokens,
-            "bound": estimate.bound(plan.sharing),
+            "rows": totals.rows,
+            "plans": dict(totals.kinds.most_common()),
+            "bound": totals.bound,
             "bound_unit": "tokens" if plan.shape is None else "flops",
+            "predicted_speedup": totals.predicted_speedup,
+            "predicted_peak_bytes": totals.predicted_peak_bytes,
+            "predicted_ms": totals.predicted_ms,
+            "batch": self.batch or 0,
+            "max_row_tokens": plan.max_row_tokens,
             "sharing": plan.sharing,
             "boundary": plan.boundary,
             "waves": plan.waves,
             "reason": plan.reason,
             "candidates": [asdict(candidate) for candidate in plan.candidates],
-            "predicted_peak_bytes": plan.predicted_peak_bytes,
-            "predicted_ms": plan.predicted_ms,
             "modes": modes(estimate),
             "distributions": distributions(estimate),
             "splits": splits(estimate),

@@ -6,3 +6,4 @@ from forkpoint.plan.estimate import Estimate as Estimate
 from forkpoint.plan.models import MODELS as MODELS
 from forkpoint.plan.plan import Plan as Plan
 from forkpoint.plan.planner import make_plan as make_plan
+from forkpoint.plan.totals import Totals as Totals

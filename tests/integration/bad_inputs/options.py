@@ -53,6 +53,22 @@ OPTIONS = (
         remedy="Begin with forkpoint demo, or forkpoint plan FILE.",
     ),
     option_kind(
+        "A batch beyond the last one",
+        argv=("plan", "ok.jsonl", "--batch-rollouts", "4", "--batch", "3"),
+        message="batch is 3, and ok.jsonl is read as 3 batches; it takes a whole number from 0 to "
+        "2.",
+        means="--batch says which batch's plan is shown, and there are fewer.",
+        remedy="Batches are counted from 0.",
+    ),
+    option_kind(
+        "A batch before the first one",
+        argv=("plan", "ok.jsonl", "--batch", "-1"),
+        message="batch is -1; batches are counted from 0, so it takes a whole number of at least "
+        "0.",
+        means="--batch says which batch's plan is shown.",
+        remedy="The first one is batch 0.",
+    ),
+    option_kind(
         "sharing that there is none of",
         lambda: Config(sharing="groups"),  # type: ignore[arg-type]
         message="sharing is 'groups'; allowed are 'auto', 'none', 'group', 'tree'.",
