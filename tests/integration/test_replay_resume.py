@@ -217,6 +217,36 @@ def test_a_folder_in_use_is_refused(begun: Path, tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
+def run_and_wait(folder: Path, begun: Any) -> None:
+    """The replay, whose process then sleeps until it is killed."""
+
+    def wait(_: Any) -> None:
+        begun.set()
+        time.sleep(600)
+
+    run(folder, steps=3, checkpoint_every=1, on_step=wait)
+
+
+def test_a_folder_that_is_being_written_is_refused(processes: Any, tmp_path: Path) -> None:
+    """While another process replays into it; not once that one has been killed."""
+    folder, begun = tmp_path / "run", processes.Event()
+    process = processes.Process(target=run_and_wait, args=(folder, begun))
+    process.start()
+    assert begun.wait(120)
+    (folder / ".checkpoint.safetensors.tmp").write_bytes(b"half of what it is saving")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for resume in (True, False):
+        with pytest.raises(ConfigError, match=f"is being written by .* {process.pid} on"):
+            run(folder, steps=3, checkpoint_every=1, resume=resume)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert len(rows(folder)) == 1, "rows can be read meanwhile"
+    process.kill()
+    process.join()
+    run(folder, steps=3, checkpoint_every=1)
+    assert len(rows(folder)) == 3
+    assert not list(folder.glob(".*"))
+
+
 def copy_of(folder: Path, path: Path) -> Path:
     path.mkdir()
     for file in folder.iterdir():

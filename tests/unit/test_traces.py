@@ -1,8 +1,13 @@
 """Traces: what is recorded comes back, and whatever is not what was recorded is named."""
 
+import errno
 import json
 import math
+import multiprocessing
+import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,7 +23,8 @@ import forkpoint
 from forkpoint import ConfigError, Rollout, RolloutBatch, RolloutError, TraceError, losses
 from forkpoint.synthetic import synthetic_rollouts
 from forkpoint.testing import tiny_model
-from forkpoint.traces import open_trace, record
+from forkpoint.traces import lock, open_rollouts, open_trace, record
+from forkpoint.traces.lock import FolderLock
 
 SOURCE = Path(forkpoint.__file__).parents[1]
 
@@ -316,6 +322,115 @@ def test_a_batch_that_cannot_be_kept_leaves_the_trace_as_it_was(tmp_path: Path) 
     assert len(list(open_trace(tmp_path))) == 2
     with pytest.raises(TraceError, match="is closed"):
         trace.add(some())
+
+
+# One recorder at a time --------------------------------------------------------------------------
+
+
+def test_a_second_recorder_is_refused(tmp_path: Path) -> None:
+    """Also one that resumes, and leaves what the first is writing; readers are never kept out."""
+    path = tmp_path / "t"
+    with record(path) as first:
+        first.add(some())
+        (path / ".batch-000001.safetensors.tmp").write_bytes(b"half of what it is adding")
+        before = {entry.name: entry.read_bytes() for entry in path.iterdir()}
+        for resume in (False, True):
+            with pytest.raises(TraceError, match=rf"{path} is .* by process {os.getpid()} on .*; "):
+                record(path, resume=resume)
+        assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before
+        reader = open_trace(path)
+        first.add(some(seed=1))
+        assert reader.refresh() == 1 and len(list(reader)) == 2
+        assert open_rollouts(path).read()
+    assert not (path / ".lock").exists()
+    with record(path, resume=True) as again:
+        first.close()  # which has nothing to let go any more
+        with pytest.raises(TraceError, match="is being recorded into"):
+            record(path, resume=True)
+        again.add(some(seed=2))
+    assert len(open_trace(path)) == 3
+
+
+def test_what_is_refused_leaves_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    for _ in range(2):
+        with pytest.raises(TraceError, match=r"holds 'mine\.txt'"):
+            record(tmp_path)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_recorder_that_is_killed_leaves_no_lock(end: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)],
+        env={"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert writer.stdout is not None and writer.stdout.readline()
+    with pytest.raises(TraceError, match=f"by process {writer.pid} on {socket.gethostname()}; "):
+        record(path, resume=True)
+    assert len(open_trace(path)) >= 1, "a reader is not kept out"
+    writer.send_signal(end)
+    writer.wait()
+    writer.stdout.close()
+    assert (path / ".lock").exists()
+    with record(path, resume=True) as trace:
+        assert len(trace) >= 1
+    assert not (path / ".lock").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_forked_process_does_not_let_go(tmp_path: Path) -> None:
+    """Such as a loader of data, which has all that its parent had open."""
+    held = FolderLock(tmp_path)
+    assert held.take() is None
+    child = multiprocessing.get_context("fork").Process(target=held.release)
+    child.start()
+    child.join()
+    assert child.exitcode == 0 and FolderLock(tmp_path).take() is not None
+    held.release()
+    other = FolderLock(tmp_path)
+    assert other.take() is None
+    other.release()
+
+
+def test_a_lock_that_was_taken_away_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One holder lets go, and another begins, between opening the file and locking it."""
+    first, second, third = (FolderLock(tmp_path) for _ in range(3))
+    assert first.take() is None
+    real = lock._lock
+
+    def between(handle: int) -> None:
+        monkeypatch.setattr(lock, "_lock", real)
+        first.release()
+        assert third.take() is None
+        real(handle)  # of the file that is gone
+
+    monkeypatch.setattr(lock, "_lock", between)
+    assert second.take() == f"process {os.getpid()} on {socket.gethostname()}"
+    third.release()
+    assert second.take() is None
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Recording goes on, and says that nothing keeps a second recorder out."""
+
+    def without(handle: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock, "_lock", without)
+    monkeypatch.setattr(lock, "_unlock", without)
+    recorded(tmp_path / "t")
+    assert "cannot be locked (No locks available)" in caplog.text
+    assert len(open_trace(tmp_path / "t")) == 3
 
 
 # Killed ------------------------------------------------------------------------------------------

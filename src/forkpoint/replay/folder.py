@@ -6,8 +6,8 @@
     checkpoint.safetensors   the state after some step, and how long the files then were
 
 Whatever moment a replay is killed at, the checkpoint is whole: it is written under another name,
-synced and renamed. What the other files hold beyond it is cut off on resuming and made again.
-Imports no torch.
+synced and renamed. What the other files hold beyond it is cut off on resuming and made again. While
+a replay runs, a lock on `.lock` keeps others out. Imports no torch.
 """
 
 import json
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan
 from forkpoint.rollouts import RolloutBatch, short
+from forkpoint.traces.lock import LOCK, FolderLock
 
 SCHEMA = 1
 MANIFEST, ROWS, PLANS = "manifest.json", "rows.jsonl", "plans.jsonl"
@@ -49,6 +50,7 @@ class ReplayFolder:
         self.path: Path = Path(path)
         self.resume: bool = resume
         self._known: set[str] = set()
+        self._lock = FolderLock(self.path)
 
     def open(self, fixed: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
         """Begin, or see that what is to be resumed is the same replay; True if one had begun.
@@ -57,14 +59,33 @@ class ReplayFolder:
             fixed: what decides every result; on resuming, all of it must be as it was.
             about: what is good to know besides, kept from the beginning.
 
+        Until `close`, or the end of the process, no other replay can open the folder.
+
         Raises ConfigError for a folder in use, and for a replay that differs, naming in what.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; a replay is a folder. Give another path.")
         self.path.mkdir(parents=True, exist_ok=True)
+        holder = self._lock.take()
+        if holder is not None:
+            raise ConfigError(
+                f"{self.path} is being written by the replay of {holder}; a folder has one at a "
+                "time. Wait until that one ends or end its process, or give another folder."
+            )
+        try:
+            return self._open(fixed, about)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others open the folder; closing again does nothing."""
+        self._lock.release()
+
+    def _open(self, fixed: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
         for left in self.path.glob(".*.tmp"):
             left.unlink()
-        present = sorted(entry.name for entry in self.path.iterdir())
+        present = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
         now = json.loads(json.dumps(fixed, default=str))
         if MANIFEST in present:
             if not self.resume:

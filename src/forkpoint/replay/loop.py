@@ -8,6 +8,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -99,45 +100,46 @@ def replay(
         loss.check(part)
         shared.policy.host.check(part, training=True)
 
-    done: list[ReplayStep] = []
-    checkpoint = None
-    if folder is not None:
-        fixed = {
-            "batches": batches.describe(),
-            "model": _model_facts(shared),
-            "loss": _named(loss),
-            "optimizer": {"kind": type(shared.optimizer).__name__, **shared.optimizer.defaults},
-            "rate": asdict(rate),
-            "max_grad_norm": max_grad_norm,
-            "steps": steps,
-            "baseline": baseline,
-            "config": asdict(config),
-            "runs_on": _runs_on(shared.policy.host)
-            # Plans are chosen by it, and another order of work rounds otherwise.
-            | {"calibration": shared.policy.plan(batches.at(0).batch, loss).rests_on},
-        }
-        sides = {"shared": shared} | ({} if dense is None else {"dense": dense})
-        checkpoint = Checkpoint(
-            {name: (side.model, side.optimizer) for name, side in sides.items()}
-        )
-        if folder.open(fixed, about or {}):
-            done = [ReplayStep.from_dict(row) for row in folder.restore(checkpoint)]
-            if done and on_resume is not None:
-                on_resume(len(done))
-    resumed_at = len(done) or None
+    with nullcontext() if folder is None else closing(folder):
+        done: list[ReplayStep] = []
+        checkpoint = None
+        if folder is not None:
+            fixed = {
+                "batches": batches.describe(),
+                "model": _model_facts(shared),
+                "loss": _named(loss),
+                "optimizer": {"kind": type(shared.optimizer).__name__, **shared.optimizer.defaults},
+                "rate": asdict(rate),
+                "max_grad_norm": max_grad_norm,
+                "steps": steps,
+                "baseline": baseline,
+                "config": asdict(config),
+                "runs_on": _runs_on(shared.policy.host)
+                # Plans are chosen by it, and another order of work rounds otherwise.
+                | {"calibration": shared.policy.plan(batches.at(0).batch, loss).rests_on},
+            }
+            sides = {"shared": shared} | ({} if dense is None else {"dense": dense})
+            checkpoint = Checkpoint(
+                {name: (side.model, side.optimizer) for name, side in sides.items()}
+            )
+            if folder.open(fixed, about or {}):
+                done = [ReplayStep.from_dict(row) for row in folder.restore(checkpoint)]
+                if done and on_resume is not None:
+                    on_resume(len(done))
+        resumed_at = len(done) or None
 
-    for index in range(len(done), steps):
-        given = batches.at(index)
-        row, plans = _step(shared, dense, given, loss, index, start)
-        done.append(row)
-        if folder is not None and checkpoint is not None:
-            folder.add_plans(row.fingerprint, given.batch, plans)
-            folder.add_row(row.to_dict())
-            if index + 1 == steps or (checkpoint_every and (index + 1) % checkpoint_every == 0):
-                folder.save(checkpoint, index + 1)
-        if on_step is not None:
-            on_step(row)
-    return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
+        for index in range(len(done), steps):
+            given = batches.at(index)
+            row, plans = _step(shared, dense, given, loss, index, start)
+            done.append(row)
+            if folder is not None and checkpoint is not None:
+                folder.add_plans(row.fingerprint, given.batch, plans)
+                folder.add_row(row.to_dict())
+                if index + 1 == steps or (checkpoint_every and (index + 1) % checkpoint_every == 0):
+                    folder.save(checkpoint, index + 1)
+            if on_step is not None:
+                on_step(row)
+        return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
 
 
 class _Side:

@@ -23,6 +23,7 @@ from forkpoint.errors import ConfigError, TraceError
 from forkpoint.rollout_files import check_extras
 from forkpoint.rollouts import Rollout, RolloutBatch, short
 from forkpoint.traces import manifest, shard
+from forkpoint.traces.lock import LOCK, FolderLock
 
 _TEMPORARY = ".tmp"
 
@@ -49,10 +50,13 @@ def record(
             loss, optimizer and notes must be those of the beginning, or None. Without a trace in
             `path` one is begun.
 
+    Until it is closed, or its process ends, nothing else can record into the folder; reading it is
+    always possible.
+
     Raises:
         ConfigError: settings that JSON cannot keep.
-        TraceError: `path` holds something already, or with `resume` is no trace, has been changed,
-            or was recorded with other settings.
+        TraceError: `path` is being recorded into, holds something already, or with `resume` is no
+            trace, has been changed, or was recorded with other settings.
     """
     return Recorder(Path(path), settings_of(model, loss, optimizer, notes), resume=resume)
 
@@ -66,15 +70,18 @@ class Recorder:
         if path.exists() and not path.is_dir():
             raise TraceError(f"{path} is a file; a trace is a folder. Give another path.")
         path.mkdir(parents=True, exist_ok=True)
-        if resume and self._manifest.exists() and self._go_on(settings):
-            return
-        left = sorted(e.name for e in path.iterdir() if not (resume and _is_unfinished(e.name)))
-        if left:
+        self._lock = FolderLock(path)
+        holder = self._lock.take()
+        if holder is not None:
             raise TraceError(
-                f"{path} is not empty: it holds {short(left[0])}. Give an empty or new folder, or "
-                "resume=True to go on with a trace."
+                f"{path} is being recorded into by {holder}; a trace has one recorder at a time. "
+                "Close that one or end its process, or record into another folder."
             )
-        self._begin({**settings, "trace": secrets.token_hex(16)})
+        try:
+            self._open(settings, resume=resume)
+        except BaseException:
+            self._lock.release()
+            raise
 
     def __enter__(self) -> "Recorder":
         return self
@@ -94,6 +101,7 @@ class Recorder:
     def close(self) -> None:
         """End recording; the trace can be resumed. Closing again does nothing."""
         self._file.close()
+        self._lock.release()
 
     def add(
         self,
@@ -141,6 +149,18 @@ class Recorder:
         )
         self._batches += 1
         return self._batches - 1
+
+    def _open(self, settings: dict[str, Any], *, resume: bool) -> None:
+        if resume and self._manifest.exists() and self._go_on(settings):
+            return
+        names = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
+        left = [name for name in names if not (resume and _is_unfinished(name))]
+        if left:
+            raise TraceError(
+                f"{self.path} is not empty: it holds {short(left[0])}. Give an empty or new "
+                "folder, or resume=True to go on with a trace."
+            )
+        self._begin({**settings, "trace": secrets.token_hex(16)})
 
     def _begin(self, settings: dict[str, Any]) -> None:
         self._trace, self._previous, self._batches = settings["trace"], "", 0

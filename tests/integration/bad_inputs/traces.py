@@ -11,6 +11,7 @@ from bad_inputs.kind import Kind
 from forkpoint.cli import main
 from forkpoint.errors import ConfigError, TraceError
 from forkpoint.traces import open_trace, record
+from forkpoint.traces.lock import LOCK, FolderLock
 
 REPLAY = ("replay", "ok.jsonl", "--model", "ok.json", "--steps", "1")
 BATCH = forked_batch()
@@ -82,6 +83,13 @@ def replayed(_: pytest.MonkeyPatch) -> None:
         assert main([*REPLAY, "--output", "out"]) == 0
 
 
+def held(folder: str) -> None:
+    """A folder that another process writes into, by a name that is the same every time."""
+    Path(folder).mkdir(exist_ok=True)
+    assert FolderLock(Path(folder)).take() is None
+    Path(folder, LOCK).write_text("process 4711 on node3")
+
+
 TRACES = (
     trace_kind(
         "A folder that holds no trace",
@@ -109,6 +117,15 @@ TRACES = (
         remedy="resume=True goes on with the same run; otherwise give a new folder.",
     ),
     trace_kind(
+        "A folder that is being recorded into",
+        lambda: record("trace", resume=True),
+        prepare=lambda: held("trace"),
+        message="trace is being recorded into by process 4711 on node3; a trace has one recorder "
+        "at a time. Close that one or end its process, or record into another folder.",
+        means="Both would write batches of the same numbers.",
+        remedy="Of several ranks let one record, or give each a folder of its own.",
+    ),
+    trace_kind(
         "A batch for a recorder that is closed",
         closed,
         message="the recorder of trace is closed. Add batches inside the with block, or go on with "
@@ -134,6 +151,15 @@ TRACES = (
         "folder.",
         means="Its rows would be mixed with those of this replay.",
         remedy="--resume goes on with it; otherwise give a new folder.",
+    ),
+    folder_kind(
+        "A folder that a replay is writing",
+        *("--output", "out", "--resume"),
+        prepare=lambda _: held("out"),
+        message="out is being written by the replay of process 4711 on node3; a folder has one at "
+        "a time. Wait until that one ends or end its process, or give another folder.",
+        means="Each would cut off the rows of the other.",
+        remedy="Resume once that process has ended; its lock ends with it.",
     ),
     folder_kind(
         "A folder that holds something else",
