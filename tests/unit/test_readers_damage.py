@@ -1,8 +1,11 @@
 """Damaged, wrong and malicious dumps: each is an error that names file, record and field."""
 
 import io
+import json
 import pickle
 import re
+import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,6 +226,54 @@ class Bad:
         return exec, (f"open({str(self.path)!r}, 'w').close()",)
 
 
+class Made:
+    """What the call of a function gives when it is unpickled, and the state put into that."""
+
+    def __init__(self, *how: Any) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        return self.how
+
+
+def huge_tensor(size: tuple[int, ...], stride: tuple[int, ...]) -> Made:
+    """A tensor of that size, of which the file holds four numbers."""
+    storage = torch.zeros(4, dtype=torch.int64).untyped_storage()
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.int64, _internal=True)
+    return Made(torch._utils._rebuild_tensor_v2, (typed, 0, size, stride, False, OrderedDict()))
+
+
+def huge_array(dtype: Any, data: Any, begin: tuple[int, ...] = (0,)) -> Made:
+    """An array that declares 2**27 entries, of which `data` are there."""
+    made = np._core.multiarray._reconstruct, (np.ndarray, begin, b"b")
+    return Made(*made, (1, (2**27,), np.dtype(dtype), False, data))
+
+
+def inflating(folder: Path) -> Path:
+    """A torch file whose ids are compressed zeros."""
+    path = torch_file(folder)
+    with zipfile.ZipFile(path) as archive:
+        content = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in content.items():
+            archive.writestr(name, data + bytes(1 << 25) if name.endswith("data/0") else data)
+    return path
+
+
+def in_storage(folder: Path) -> Path:
+    """A pickle of a tensor, whose storage is a torch file of its own that inflates."""
+    content = inflating(folder).read_bytes()
+    return pickled(folder, {"a": Made(torch.storage._load_from_bytes, (content,))})
+
+
+def declaring(folder: Path, **changes: Any) -> Path:
+    """A safetensors file of one array whose header says something else of it."""
+    entry = {"dtype": "I64", "shape": [8], "data_offsets": [0, 64], **changes}
+    header = json.dumps({"prompt_ids": entry}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(64)
+    return raw(folder, "x.safetensors", content)
+
+
 def flipped(path: Path, position: int) -> Path:
     content = bytearray(path.read_bytes())
     content[position] ^= 0x40
@@ -303,8 +354,43 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
                             ["it names forkpoint.errors.ForkpointError"]),
     "a pickle of a function": (lambda f: pickled(f, eval), ["it names builtins.eval"]),
     "a pickle cut short": (lambda f: truncated(pickled(f, dumps.trl(truth()))), ["x.pkl", "again"]),
+    "a tensor of a class of its own that runs code": (
+        lambda f: pickled(f, {"prompt_ids": Made(getattr, (Bad(f / "ran"), "x"))}),
+        ["could run code", "builtins."]),
+    "a tensor larger than its storage": (lambda f: write_torch(f / "x.pt", {
+        **tensors(TRL(truth())), "prompt_ids": huge_tensor((2**33, 2), (2, 1))}), ["again"]),
+    "a tensor that is one number everywhere": (lambda f: write_torch(f / "x.pt", {
+        **tensors(TRL(truth())), "prompt_ids": huge_tensor((2**33, 2), (0, 1))}),
+        ["x.pt, prompt_ids: ", f"{2**34} entries", "holds 4 numbers", ".contiguous()"]),
+    "an old torch file of more than there is": (lambda f: legacy(f, {
+        **tensors(TRL(truth())), "prompt_ids": huge_tensor((2**22, 2), (2, 1))}), ["again"]),
+    "a pickle of a tensor larger than the file": (lambda f: pickled(f, {
+        "prompt_ids": huge_tensor((2**22, 2), (2, 1))}),
+        ["x.pkl, prompt_ids: ", f"declares {2**26} bytes, and the file has"]),
+    "torch that inflates": (inflating, ["x.pt: x/data/0 in it declares 33", "the whole file has"]),
+    "a pickle of a tensor that inflates": (in_storage, ["x.pkl: ", "data/0 in it declares 33"]),
+    "an array of objects that are not there": (
+        lambda f: pickled(f, {"uid": huge_array(object, ["a"])}),
+        ["x.pkl", "134217728 entries of object, and there are 1'"]),
+    "an array of objects in torch": (
+        lambda f: write_torch(f / "x.pt", {"uid": huge_array(object, ["a"])}),
+        ["x.pt", "134217728 entries of object, and there are 1'"]),
+    "an array of numbers that are not there": (
+        lambda f: pickled(f, {"prompt_ids": huge_array(np.int64, bytes(8))}), ["there are 1"]),
+    "an array of bytes that would be objects": (
+        lambda f: pickled(f, {"uid": huge_array(object, bytes(2**20))}),
+        ["x.pkl", "134217728 entries of object, and there are 131072'"]),
+    "an array that begins large": (lambda f: pickled(f, {"prompt_ids": huge_array(
+        np.int64, bytes(8), begin=(2**27,))}), ["begins with the shape (134217728,)"]),
+    "an array made by its class": (lambda f: pickled(f, {"prompt_ids": Made(
+        np.ndarray, ((2**27,),))}), ["x.pkl", "made in another way"]),
+    "safetensors of a shape that is not there": (
+        lambda f: declaring(f, shape=[2**40]), ["x.safetensors", "invalid shape"]),
+    "safetensors of bytes that are not there": (
+        lambda f: declaring(f, shape=[2**40], data_offsets=[0, 2**43]), ["x.safetensors"]),
     "a sparse tensor": (lambda f: write_torch(f / "x.pt", {
-        **tensors(TRL(truth())), "prompt_ids": torch.eye(COUNT).to_sparse()}), ["sparse"]),
+        **tensors(TRL(truth())), "prompt_ids": torch.eye(COUNT).to_sparse()}),
+                        ["x.pt, prompt_ids: a tensor is torch.sparse"]),
     "safetensors cut short": (lambda f: truncated(safe(f)), ["x.safetensors", "again"]),
     "safetensors cut in the header": (lambda f: truncated(safe(f), 0.05), ["x.safetensors"]),
     "safetensors with a flipped header": (lambda f: flipped(safe(f), 30), ["x.safetensors"]),
@@ -376,6 +462,15 @@ def test_a_file_is_named(name: str, tmp_path: Path) -> None:
     for part in said:
         assert part in message, f"{part!r} is not in {message!r}"
     assert not (tmp_path / "ran").exists(), "code of a pickle was run"
+
+
+def test_an_expanded_tensor_is_no_damage(tmp_path: Path) -> None:
+    """One number in the file, and a row of them in the tensor."""
+    table = tensors(TRL(truth()))
+    shape = table["old_per_token_logps"].shape
+    table["old_per_token_logps"] = torch.tensor(-0.5).expand(shape)
+    found = load_rollouts(write_torch(tmp_path / "x.pt", table))
+    assert all((r.old_logprobs[r.loss_mask] == -0.5).all() for r in found)  # type: ignore
 
 
 def test_there_are_thirty_kinds_and_more() -> None:

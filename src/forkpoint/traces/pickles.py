@@ -7,6 +7,7 @@ fields; anything else that a pickle names is refused by its name.
 
 import _codecs
 import io
+import math
 import pickle
 import re
 import zipfile
@@ -26,6 +27,10 @@ DATA_PROTO = 'torch.save({"batch": dict(data.batch.items()), "non_tensor_batch":
 )
 
 
+MOST_REPEATED = 1 << 28
+"""The most entries of a tensor that repeats the numbers that it holds, as expanded ones do."""
+
+
 class Shell:
     """Stands for an object of a class that is not imported: its state, and nothing else."""
 
@@ -43,6 +48,33 @@ class Fields(Shell):
 
 class TensorDict(Shell):
     """A TensorDict; its tensors are in `_tensordict`."""
+
+
+class Array(np.ndarray):
+    """An array of a pickle, which is made only where what it declares to hold is there.
+
+    numpy's own makes room for as much as a pickle says, and fills it.
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> "Array":
+        raise ValueError("an array is made in another way than numpy's")
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, _, data = state
+        declared = math.prod(shape)
+        found = len(data) if isinstance(data, list) else len(data) // max(1, dtype.itemsize)
+        if declared != found or isinstance(data, list) != dtype.hasobject:
+            raise ValueError(
+                f"an array declares {declared} entries of {dtype}, and there are {found}"
+            )
+        super().__setstate__(state)
+
+
+def _reconstruct(_kind: Any, shape: Any, _code: Any) -> Array:
+    """An empty array, which is what numpy writes: what it holds comes with its state."""
+    if shape != (0,):
+        raise ValueError(f"an array begins with the shape {short(shape)}, and numpy writes (0,)")
+    return np.ndarray.__new__(Array, (0,), np.int8)
 
 
 def _tensordict(_kind: Any, state: Any) -> TensorDict:
@@ -81,13 +113,13 @@ def load_torch(source: Path | BinaryIO, where: str) -> Any:
     """What torch.save wrote, with arrays for tensors. Raises RolloutError, naming `where`."""
     import torch
 
-    _check_archive(source, where)
+    size = _check_archive(source, where)
     allowed: list[Any] = [(made, name) for name, made in {**SHELLS, **_numpy()}.items()]
     allowed += {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdOSU"}
     try:
         with torch.serialization.safe_globals(allowed):
             loaded = torch.load(source, map_location="cpu", weights_only=True)
-        return plain(loaded, where)
+        return plain(loaded, where, size)
     except RolloutError:
         raise
     except Exception as error:  # a damaged file makes torch raise errors of many kinds
@@ -101,52 +133,73 @@ def load_pickle(path: Path) -> Any:
     """What pickle.dump wrote, with arrays for tensors. Raises RolloutError, naming the file."""
     with path.open("rb") as file:
         try:
-            return plain(_Unpickler(file, str(path)).load(), str(path))
+            return plain(_Unpickler(file, str(path)).load(), str(path), path.stat().st_size)
         except RolloutError:
             raise
         except Exception as error:  # a damaged pickle makes its reader raise errors of many kinds
             raise _unreadable(str(path), "pickle", error) from None
 
 
-def plain(value: Any, where: str) -> Any:
-    """`value` with numpy arrays for tensors, and shells opened."""
+def plain(value: Any, where: str, size: int) -> Any:
+    """`value` with numpy arrays for tensors, and shells opened.
+
+    Args:
+        value: what was loaded.
+        where: names it in messages.
+        size: bytes of the file, more than which a tensor cannot hold.
+    """
     if isinstance(value, DataProto):
-        return _data_proto(value, where)
+        return _data_proto(value, where, size)
     if isinstance(value, TensorDict):
-        return plain(value.state["_tensordict"], where)
+        return plain(value.state["_tensordict"], where, size)
     if isinstance(value, Fields):
         states = value.state if isinstance(value.state, tuple) else (value.state,)  # with slots
-        return {name: plain(v, where) for state in states if state for name, v in state.items()}
+        named = [item for state in states if state for item in state.items()]
+        return {name: plain(entry, f"{where}, {name}", size) for name, entry in named}
     if isinstance(value, Mapping):
-        return {key: plain(entry, where) for key, entry in value.items()}
+        return {key: plain(entry, f"{where}, {key}", size) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(entry, where) for entry in value]
+        return [plain(entry, where, size) for entry in value]
+    if isinstance(value, Array):
+        return value.view(np.ndarray)
     if type(value).__module__ == "torch" and hasattr(value, "is_nested"):
-        return _array(value, where)
+        return _array(value, where, size)
     return value
 
 
-def _array(tensor: Any, where: str) -> Any:
+def _array(tensor: Any, where: str, size: int) -> Any:
     import torch
 
     if tensor.is_nested:
-        return [_array(row, where) for row in tensor.unbind()]
+        return [_array(row, where, size) for row in tensor.unbind()]
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise RolloutError(f"{where}: a tensor is {tensor.layout}; dense ones can be read.")
+    held = tensor.untyped_storage().nbytes()
+    if held > size:
+        raise RolloutError(
+            f"{where}: a tensor declares {held} bytes, and the file has {size}. Copy or write the "
+            "file again."
+        )
+    if tensor.numel() > max(held // tensor.element_size(), MOST_REPEATED):
+        raise RolloutError(
+            f"{where}: a tensor declares {tensor.numel()} entries, and holds "
+            f"{held // tensor.element_size()} numbers that it repeats; at most {MOST_REPEATED} are "
+            "read. Write it with .contiguous()."
+        )
     tensor = tensor.detach()
     return (tensor.float() if tensor.dtype.is_floating_point else tensor).numpy()
 
 
-def _data_proto(data: DataProto, where: str) -> dict[str, Any]:
+def _data_proto(data: DataProto, where: str, size: int) -> dict[str, Any]:
     tensors, others, settings = data.state
     if isinstance(tensors, bytes):
         tensors = load_torch(io.BytesIO(tensors), where)
     elif isinstance(tensors, tuple):  # VERL_DATAPROTO_SERIALIZATION_METHOD=numpy
         tensors = {name: _bytes(*entry) for name, entry in tensors[2].items()}
     return {
-        "batch": plain(tensors, where),
-        "non_tensor_batch": plain(others, where),
-        "meta_info": plain(settings, where),
+        "batch": plain(tensors, where, size),
+        "non_tensor_batch": plain(others, where, size),
+        "meta_info": plain(settings, where, size),
     }
 
 
@@ -184,6 +237,7 @@ class _Unpickler(pickle.Unpickler):
     def _storage(self, content: bytes) -> Any:
         import torch
 
+        _check_archive(io.BytesIO(content), self.where)
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
@@ -192,25 +246,43 @@ def _numpy() -> dict[str, Any]:
     own = "numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core"
     multiarray: Any = import_module(f"{own}.multiarray")
     numeric: Any = import_module(f"{own}.numeric")
-    found = {
-        "numpy.ndarray": np.ndarray,
+    found: dict[str, Any] = {
+        "numpy.ndarray": Array,
         "numpy.dtype": np.dtype,
         "_codecs.encode": _codecs.encode,
     }
     for package in ("numpy.core", "numpy._core"):
-        found[f"{package}.multiarray._reconstruct"] = multiarray._reconstruct
+        found[f"{package}.multiarray._reconstruct"] = _reconstruct
         found[f"{package}.multiarray.scalar"] = multiarray.scalar
         found[f"{package}.numeric._frombuffer"] = numeric._frombuffer
     return found
 
 
-def _check_archive(source: Path | BinaryIO, where: str) -> None:
-    """Raises RolloutError where an archive's checksums say that it is damaged; torch asks none."""
+def _check_archive(source: Path | BinaryIO, where: str) -> int:
+    """The bytes of a file; where it is an archive, checked by its checksums, as torch checks none.
+
+    Raises RolloutError where it is damaged, or holds more than it can without being compressed,
+    which torch's are not.
+    """
+    if isinstance(source, Path):
+        size = source.stat().st_size
+    else:
+        size = source.seek(0, io.SEEK_END)
+        source.seek(0)
     try:
         if not zipfile.is_zipfile(source):
-            return
+            return size
         with zipfile.ZipFile(source) as archive:
+            entries = archive.infolist()
+            if sum(entry.file_size for entry in entries) > size:
+                largest = max(entries, key=lambda entry: entry.file_size)
+                raise RolloutError(
+                    f"{where}: {largest.filename} in it declares {largest.file_size} bytes, and "
+                    f"the whole file has {size}. torch.save does not compress; write it again."
+                )
             damaged = archive.testzip()
+    except RolloutError:
+        raise
     except Exception as error:  # zipfile's are of many kinds as well
         raise RolloutError(
             f"{where} is cut short or damaged: {error}. Copy or write the file again."
@@ -223,6 +295,7 @@ def _check_archive(source: Path | BinaryIO, where: str) -> None:
             f"{where} is damaged: the checksum of {damaged} in it is wrong. Copy or write the file "
             "again."
         )
+    return size
 
 
 def _refused(where: str, what: str) -> RolloutError:
