@@ -96,7 +96,9 @@ def dense_run(
 
 
 def _is_critic(model: nn.Module) -> bool:
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    inner: Any = model
+    if type(model).__module__.split(".")[0] == "peft":  # as the host tells it
+        inner = inner.get_base_model()
     return type(inner).__name__.endswith("ForTokenClassification")
 
 
