@@ -107,6 +107,20 @@ def test_batches_come_in_order_with_what_the_loss_was_given(tmp_path: Path) -> N
     assert second.loss_inputs == {}
 
 
+def test_tensors_of_a_loop_are_kept_as_numbers(tmp_path: Path) -> None:
+    """With a graph, in 16 bits, as scalars of either kind: what lies about in a training loop."""
+    leaf = torch.tensor([0.5, -1.25], requires_grad=True)
+    half = torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16)
+    inputs = {"graph": leaf * 2, "half": half, "one": (leaf.sum() * 2).bfloat16()}
+    with record(tmp_path / "t") as trace:
+        trace.add(some(), inputs)
+    (step,) = open_trace(tmp_path / "t")
+    assert step.loss_inputs["graph"].tolist() == [1.0, -2.5]
+    assert step.loss_inputs["half"].tolist() == [[1.0, 3.0]]
+    assert step.loss_inputs["half"].dtype == np.float32
+    assert step.loss_inputs["one"] == -1.5
+
+
 def test_the_manifest_has_the_settings_and_the_counts(tmp_path: Path) -> None:
     model = tiny_model("llama", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95))

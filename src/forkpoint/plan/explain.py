@@ -17,14 +17,16 @@ MOST_LEVELS = 12
 def explain(plan: Plan, *, width: int) -> str:
     """Render what runs, what is saved, why this plan was chosen and what was refused."""
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
-    console.print(Group(_summary(plan), _candidates(plan), _rows(plan), _tree(plan)))
+    # No title of the table, which would be broken where the table ends.
+    title = Text(f"plan: {plan.sharing} + {plan.boundary}, {plan.reason}")
+    console.print(Group(title, _summary(plan), _candidates(plan), _rows(plan), _tree(plan)))
     output = console.file
     assert isinstance(output, io.StringIO)
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
 def _summary(plan: Plan) -> Table:
-    table = Table(title=f"plan: {plan.sharing} + {plan.boundary}, {plan.reason}", show_header=False)
+    table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
     add = table.add_row

@@ -9,6 +9,7 @@ whole batches only.
 import json
 import os
 import secrets
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -113,7 +114,8 @@ class Recorder:
         Args:
             batch: what one step was trained on.
             loss_inputs: what the loss was given besides, by name: numbers, text, dataclasses such
-                as `losses.Denominators`, mappings and lists of these, and arrays or CPU tensors.
+                as `losses.Denominators`, mappings and lists of these, and arrays or tensors, which
+                are kept as numbers: bfloat16 as float32.
 
         Returns the batch's number.
 
@@ -242,7 +244,7 @@ def _split(inputs: Mapping[str, Any]) -> tuple[dict[str, NDArray[Any]], dict[str
         if not isinstance(name, str):
             raise ConfigError(f"a loss input is named {short(name)}; names are text.")
         if hasattr(value, "__array__") and np.ndim(value):
-            array = np.asarray(value)
+            array = _array(value)
             if array.dtype.kind not in "biuf":
                 raise ConfigError(
                     f"the loss input {name!r} is an array of {array.dtype}; it takes booleans, "
@@ -252,6 +254,16 @@ def _split(inputs: Mapping[str, Any]) -> tuple[dict[str, NDArray[Any]], dict[str
         else:
             values[name] = _as_json(value, f"the loss input {name!r}")
     return arrays, values
+
+
+def _array(value: Any) -> NDArray[Any]:
+    """An array, or the numbers of a tensor, wherever it is and whatever hangs on it."""
+    torch = sys.modules.get("torch")  # there is no tensor where it has not been imported
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        if value.dtype == torch.bfloat16:  # which numpy has not
+            value = value.float()
+    return np.asarray(value)
 
 
 def _as_json(value: Any, what: str) -> Any:
