@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import forkpoint
 from forkpoint import Config, ConfigError, ModelShape, Rollout, RolloutBatch
 from forkpoint.cli import main
 from forkpoint.forest import build_forest, sort_rollouts
@@ -440,7 +441,7 @@ def test_many_batches_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_plots(tmp_path: Path) -> None:
     batch = made_up()
     plan, dense = (make_plan(batch, SHAPE, CONFIGS[n]) for n in ("tree-across", "dense"))
-    chapter = rollouts_chapter("a $x_ b.jsonl", batch, plan, dense)
+    chapter = rollouts_chapter("a $x_ b.jsonl", [(batch, plan, dense)])
     drift = drift_figure(steps(np.linspace(0, 1e-9, 30).tolist()))
     assert drift is not None
     both = [chapter, Chapter(title="b", subtitle="", tiles=(), figures=(drift,))]
@@ -464,6 +465,33 @@ def test_the_command_without_a_replay(tmp_path: Path, capsys: pytest.CaptureFixt
     assert result["figures"] == [["forest", "schedule", "counts"]]
     assert result["bytes"] == len(page.read_bytes())
     assert "bound on the speed-up" in out
+
+
+def test_the_command_on_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Batches of a trace share nothing with each other; the first of many are drawn."""
+    made, trace, page = list(made_up()), str(tmp_path / "trace"), tmp_path / "page.html"
+    given = ["report", trace, "--output", str(page), "--sharing", "tree"]
+    with forkpoint.record(trace) as recorder:
+        assert main(given) == 2
+        assert "has no whole batch yet" in capsys.readouterr().err
+        assert main(["plan", trace]) == 2
+        assert "has no whole batch yet" in capsys.readouterr().err
+        for _ in range(14):
+            recorder.add(made)
+    assert main(given) == 0
+    out = capsys.readouterr().out
+    plan = make_plan(RolloutBatch(made), None, Config(sharing="tree"))
+    assert "on these 14 recorded batches, each on its own. Nothing was run." in out
+    run, logical = 14 * plan.computed_tokens, 14 * plan.logical_tokens
+    assert f"({run:,} of {logical:,} given)" in out
+    text = page.read_text()
+    assert (
+        "batch 11: " in text
+        and "batch 12: " not in text
+        and "Not drawn: 2 more of the batches." in text
+    )
+    assert main([*given, "--limit", "1"]) == 0, "a part of a trace is one batch"
+    assert "taken as one batch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 The texts under Attributes are the help that the command line shows.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,9 +13,9 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from forkpoint.cli.output import Output
 from forkpoint.config import Config
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, TraceError
 from forkpoint.rollouts import RolloutBatch
-from forkpoint.traces import RolloutFile, open_rollouts
+from forkpoint.traces import RolloutFile, open_rollouts, open_trace
 
 MOST_SEED = 2**63 - 1
 DtypeName = Literal["float32", "bfloat16", "float64"]
@@ -174,6 +175,17 @@ def load_batch(
     if out is not None:
         show_source(source, out)
     return batch
+
+
+def recorded_batches(path: Path) -> Iterator[RolloutBatch]:
+    """The batches of a trace, one at a time. Raises TraceError where there is none yet."""
+    trace = open_trace(path)
+    if not len(trace):
+        raise TraceError(
+            f"{path} has no whole batch yet. Wait until its recorder has added one, or record "
+            "again."
+        )
+    return (step.batch for step in trace)
 
 
 def show_source(source: RolloutFile, out: Output) -> None:

@@ -30,6 +30,7 @@ from forkpoint.cli.options import (
     Planning,
     Reading,
     WholeNumber,
+    recorded_batches,
     show_source,
 )
 from forkpoint.cli.output import Output
@@ -38,7 +39,6 @@ from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.calibration import Calibration
 from forkpoint.rollouts import Rollout, RolloutBatch
-from forkpoint.traces import open_trace
 
 AnyModel = DisallowNone[
     Annotated[
@@ -166,7 +166,7 @@ class Plan:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
         if recorded and self.limit is None and given == Batching():
-            return (step.batch for step in open_trace(self.file))
+            return recorded_batches(self.file)
         if given.batch_rollouts is not None:
             return by_rollouts(source, given.batch_rollouts)
         return by_tokens(source, given.batch_tokens)

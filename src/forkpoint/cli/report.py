@@ -10,16 +10,25 @@ from typing import Annotated
 from tyro.conf import DisallowNone, Positional, arg
 
 from forkpoint.cli.model_config import read_shape
-from forkpoint.cli.options import Flag, Limit, Memory, Planning, Reading, load_batch
+from forkpoint.cli.options import (
+    Flag,
+    Limit,
+    Memory,
+    Planning,
+    Reading,
+    load_batch,
+    recorded_batches,
+)
 from forkpoint.cli.output import Output
 from forkpoint.cli.plan import AnyModel
 from forkpoint.errors import ConfigError
-from forkpoint.plan import make_plan
+from forkpoint.plan import Plan, make_plan
 from forkpoint.report.chapters import replay_chapter, rollouts_chapter
 from forkpoint.report.figure import Chapter
 from forkpoint.report.page import render_page
 from forkpoint.report.plots import write_plots
 from forkpoint.report.runs import read_run
+from forkpoint.rollouts import RolloutBatch
 from forkpoint.traces.trace import is_trace
 
 
@@ -85,13 +94,19 @@ class Report:
     def _chapter(self, path: Path, out: Output) -> Chapter:
         if path.is_dir() and not is_trace(path):
             return replay_chapter(read_run(path))
-        batch = load_batch(path, self.limit, self.reading, out)
-        shape = None
-        if self.model is not None:
-            shape = read_shape(self.model, self.memory)
-            batch.check_vocabulary(shape.vocab)
+        shape = None if self.model is None else read_shape(self.model, self.memory)
         config = self.planning.config()
         dense = replace(config, sharing="none", boundary="auto", waves="packed")
-        return rollouts_chapter(
-            path.name, batch, make_plan(batch, shape, config), make_plan(batch, shape, dense)
-        )
+
+        def planned(batch: RolloutBatch) -> tuple[RolloutBatch, Plan, Plan]:
+            if shape is not None:
+                batch.check_vocabulary(shape.vocab)
+            return batch, make_plan(batch, shape, config), make_plan(batch, shape, dense)
+
+        # Batches of a trace are those of optimizer steps, which share nothing with each other.
+        recorded = is_trace(path) and self.limit is None
+        if recorded and self.reading == Reading():
+            batches = map(planned, recorded_batches(path))
+            return rollouts_chapter(path.name, batches, recorded=True)
+        batch = load_batch(path, self.limit, self.reading, out)
+        return rollouts_chapter(path.name, [planned(batch)])

@@ -1,10 +1,10 @@
 """A chapter for each input: a replay's folder, or a file of rollouts. Imports no torch."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from forkpoint.plan import Plan
+from forkpoint.plan import Plan, Totals
 from forkpoint.replay.records import ReplayReport, ReplayStep
 from forkpoint.report.curves import drift_figure, drift_trend, loss_figure, speed_figure
 from forkpoint.report.figure import Chapter, Figure, Table, Tile
@@ -62,57 +62,95 @@ def replay_chapter(run: Run) -> Chapter:
     )
 
 
-def rollouts_chapter(name: str, batch: RolloutBatch, plan: Plan, dense: Plan) -> Chapter:
-    """What sharing would save on rollouts, taken as one batch; nothing is run."""
-    labels = [
-        counted_lane(way, made, labelled_of_segments(made, batch.loss_mask, batch.offsets))
-        for way, made in (("dense", dense), ("shared", plan))
-    ]
-    label = f"all of {name}"
-    unit = "tokens" if plan.shape is None else "FLOPs"
-    counts: list[tuple[str, float | str]] = [
-        ("rollouts", len(batch)),
-        ("groups", len(batch.groups())),
-        ("tokens as given (logical)", plan.logical_tokens),
-        ("tokens once in the whole batch (unique)", plan.unique_tokens),
-        ("tokens run (edges)", plan.computed_tokens),
-        ("trained tokens", batch.trained_tokens),
-        ("rows", len(plan.rows)),
-        ("plan", f"{plan.sharing} + {plan.boundary}: {plan.reason}"),
-        (f"bound on the speed-up ({unit})", plan.bound),
-    ]
-    if plan.predicted_peak_bytes is not None:
-        counts.append(("predicted peak (bytes, not weights)", plan.predicted_peak_bytes))
+def rollouts_chapter(
+    name: str, batches: Iterable[tuple[RolloutBatch, Plan, Plan]], *, recorded: bool = False
+) -> Chapter:
+    """What sharing would save on batches, each with its plan and its dense plan; nothing is run.
+
+    They are read one at a time, and the first MOST_BATCHES are drawn. `recorded` says that they are
+    those of a trace, and not one file taken as one batch.
+    """
+    totals = Totals()
+    groups = trained = 0
+    reason = ""
+    forests, timelines = [], []
+    for number, (batch, plan, dense) in enumerate(batches):
+        totals.add(plan)
+        groups += len(batch.groups())
+        trained += batch.trained_tokens
+        reason = plan.reason
+        if number >= MOST_BATCHES:
+            continue
+        of_batch = f"batch {number}: {named_groups(batch.group_ids)}"
+        label = of_batch if recorded else f"all of {name}"
+        lanes = [
+            counted_lane(way, made, labelled_of_segments(made, batch.loss_mask, batch.offsets))
+            for way, made in (("dense", dense), ("shared", plan))
+        ]
+        forests.append((label, draw_forest(plan, batch.rollout_ids, batch.group_ids)))
+        timelines.append((label, lanes))
+    left_out = totals.batches - len(forests)
+    what = f"{totals.batches:,} recorded batches, each on its own"
+    if not recorded:
+        what = "rollouts, taken as one batch"
     return Chapter(
         title=name,
-        subtitle="What sharing would save on these rollouts, taken as one batch. Nothing was run.",
+        subtitle=f"What sharing would save on these {what}. Nothing was run.",
         tiles=(
             Tile(
-                value=f"{plan.bound:.2f}x",
+                value=f"{totals.bound:.2f}x",
                 label="bound on the speed-up",
-                remark=f"counted {unit}, dense over shared",
+                remark=f"counted {_unit(totals)}, dense over shared",
             ),
-            saved_tile(plan.computed_tokens, plan.logical_tokens),
+            saved_tile(totals.computed_tokens, totals.logical_tokens),
             Tile(
-                value=f"{len(batch):,}",
+                value=f"{totals.rollouts:,}",
                 label="rollouts",
-                remark=f"in {len(batch.groups()):,} groups",
+                remark=f"in {groups:,} groups",
             ),
         ),
         figures=(
-            forest_figure(
-                [(label, draw_forest(plan, batch.rollout_ids, batch.group_ids))], left_out=0
-            ),
-            timeline_figure([(label, labels)], left_out=0),
-            Figure(
-                name="counts",
-                title="Counts",
-                caption="From the token ids alone"
-                + ("." if plan.shape is None else ", and the model's sizes."),
-                kind="table",
-                table=Table(columns=("what", "value"), rows=counts),
-            ),
+            forest_figure(forests, left_out),
+            timeline_figure(timelines, left_out),
+            _counts_figure(totals, groups, trained, reason),
         ),
+    )
+
+
+def _unit(totals: Totals) -> str:
+    return "tokens" if totals.shape is None else "FLOPs"
+
+
+def _counts_figure(totals: Totals, groups: int, trained: int, reason: str) -> Figure:
+    several = totals.batches > 1
+    counts: list[tuple[str, float | str]] = [("batches", totals.batches)] if several else []
+    counts += [
+        ("rollouts", totals.rollouts),
+        ("groups", groups),
+        ("tokens as given (logical)", totals.logical_tokens),
+        (
+            f"tokens once in {'each' if several else 'the whole'} batch (unique)",
+            totals.unique_tokens,
+        ),
+        ("tokens run (edges)", totals.computed_tokens),
+        ("trained tokens", trained),
+        ("rows", totals.rows),
+    ]
+    for kind, count in totals.kinds.most_common():
+        counts.append(
+            (f"batches planned as {kind}", count) if several else ("plan", f"{kind}: {reason}")
+        )
+    counts.append((f"bound on the speed-up ({_unit(totals)})", totals.bound))
+    if totals.predicted_peak_bytes is not None:
+        of = ", the largest of any batch" if several else ""
+        counts.append((f"predicted peak (bytes, not weights{of})", totals.predicted_peak_bytes))
+    return Figure(
+        name="counts",
+        title="Counts",
+        caption="From the token ids alone"
+        + ("." if totals.shape is None else ", and the model's sizes."),
+        kind="table",
+        table=Table(columns=("what", "value"), rows=counts),
     )
 
 

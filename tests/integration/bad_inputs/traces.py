@@ -100,6 +100,16 @@ TRACES = (
         means="The folder is another one, or recording has not begun.",
         remedy="Give the folder that was recorded into.",
     ),
+    Kind(
+        name="A trace without batches",
+        error=TraceError,
+        message="trace has no whole batch yet. Wait until its recorder has added one, or record "
+        "again.",
+        means="Recording has begun, and ended or not, and nothing was added.",
+        remedy="Look at what records; a batch is there once add has returned.",
+        argv=("plan", "trace"),
+        prepare=lambda _: record("trace").close(),
+    ),
     trace_kind(
         "A file in place of a folder to record into",
         lambda: record("ok.jsonl"),
