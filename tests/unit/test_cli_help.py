@@ -30,7 +30,10 @@ OPTIONS = {
         *("--groups", "--rollouts-per-group", "--prompt-tokens", "--response-tokens"),
         *("--steps", "--lr", "--seed", "--output", "--json"),
     },
-    "plan": {"--model", "--loss", "--limit", "--json", *READING, *BATCHING, *PLANNING, *MEMORY},
+    "plan": {
+        *("--model", "--loss", "--batch", "--limit", "--json"),
+        *(*READING, *BATCHING, *PLANNING, *MEMORY),
+    },
     "replay": {
         *("--model", "--limit", "--json", *READING),
         *("--groups", "--max-prompt-tokens", "--max-response-tokens"),
