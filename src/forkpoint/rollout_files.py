@@ -24,7 +24,7 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollouts import Rollout, check_rollouts, short
 
 _FIELDS = tuple(field.name for field in fields(Rollout))
-_REQUIRED = ("token_ids", "loss_mask", "advantage")
+REQUIRED = ("token_ids", "loss_mask", "advantage")
 _SUFFIXES = (".jsonl", ".gz", ".zst")
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -149,7 +149,7 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise RolloutError(
             f"{where} is {short(record)}; each line holds one JSON object with the keys "
-            f"{', '.join(_REQUIRED)}."
+            f"{', '.join(REQUIRED)}."
         )
     return record
 
@@ -159,11 +159,11 @@ def rollout_of(record: dict[str, Any]) -> Rollout:
 
     Raises RolloutError for a record that is none.
     """
-    missing = [field for field in _REQUIRED if field not in record]
+    missing = [field for field in REQUIRED if field not in record]
     if missing:
         raise RolloutError(
             f"has no {', '.join(missing)}; its keys are {short(list(record))}. A rollout "
-            f"needs {', '.join(_REQUIRED)}; rename the keys or add them."
+            f"needs {', '.join(REQUIRED)}; rename the keys or add them."
         )
     return Rollout(**_gather_extras(record))
 

@@ -121,6 +121,9 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
     "ids that are nested": (edited(PRIME, put("token_ids", [[1, 2], [3]])), ["token_ids is"],
                             "token_ids"),
     "no ids": (edited(PRIME, put("token_ids", None)), ["there is no token_ids"], "token_ids"),
+    "no mask": (edited(lambda r: {"samples": rows_of(dumps.own(r))},
+                       lambda t: t["samples"][ROW].pop("loss_mask")), ["has no loss_mask"],
+                "loss_mask"),
     # masks
     "a mask of 2": (edited(VERL, at("response_mask", 0, 2)), ["response_mask[0] is 2"],
                     "response_mask"),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from forkpoint.errors import RolloutError
-from forkpoint.rollout_files import rollout_of
+from forkpoint.rollout_files import REQUIRED, rollout_of
 from forkpoint.rollouts import Rollout
 from forkpoint.traces.formats.base import Format
 from forkpoint.traces.record import Record, RecordError, WrongRows, field_of
@@ -19,7 +19,9 @@ def _own(record: Record) -> Iterator[Rollout]:
     try:
         yield rollout_of({key: _plain(value) for key, value in record.values.items()})
     except RolloutError as error:
-        raise RecordError(record.where, field_of(error), str(error)) from None
+        missing = [name for name in REQUIRED if name not in record.values]
+        field = missing[0] if missing else field_of(error)
+        raise RecordError(record.where, field, str(error)) from None
 
 
 def _plain(value: Any) -> Any:
