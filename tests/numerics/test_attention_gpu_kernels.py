@@ -362,13 +362,20 @@ SUMS = [
     or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
     reason="there is no CUDA device, nor Triton with its interpreter (TRITON_INTERPRET=1)",
 )
+@pytest.mark.parametrize("over", [False, True], ids=["into_new", "over_the_first"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("count", "heads", "dim", "given", "wanted"), SUMS, ids=str)
 def test_fused_sums(
-    count: int, heads: int, dim: int, given: torch.dtype, wanted: torch.dtype, weighted: bool
+    count: int,
+    heads: int,
+    dim: int,
+    given: torch.dtype,
+    wanted: torch.dtype,
+    weighted: bool,
+    over: bool,
 ) -> None:
     """Within one rounding of the sum in float64, of parts that are ranges and may be strided."""
-    from forkpoint.ops.attention.triton_sums import sum_parts
+    from forkpoint.ops.attention.triton_sums import MOST_PARTS, sum_parts
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(count)
@@ -379,7 +386,8 @@ def test_fused_sums(
             int(torch.randint(1, tokens - begin + 1, (), generator=generator)) if at else tokens
         )
         wide = torch.randn(length, heads + 1, dim + 8 * (at % 2), generator=generator).to(given)
-        parts.append((begin, wide.to(device)[:, 1:, :dim]))
+        part = wide.to(device)[:, 1:, :dim]
+        parts.append((begin, part.contiguous() if over else part))
         lses.append(3 * torch.randn(heads, length, generator=generator).to(device))
     total = torch.full((heads, tokens), -torch.inf, device=device)
     for (begin, part), lse in zip(parts, lses, strict=True):
@@ -398,6 +406,8 @@ def test_fused_sums(
     with poisoned(device):
         options = {"lses_HT": lses, "total_HT": total} if weighted else {}
         found = sum_parts(parts, wanted, **options)
+    in_place = over and count <= MOST_PARTS and given == wanted
+    assert (found.data_ptr() == parts[0][1].data_ptr()) == in_place
     assert found.dtype == wanted and found.is_contiguous()
     info, eps = torch.finfo(wanted), torch.finfo(torch.float32).eps
     # To nearest on a GPU; Triton's interpreter truncates to bfloat16.

@@ -38,7 +38,10 @@ def merge(parts: list[Part], sinks_H: Tensor | None, dtype: torch.dtype) -> tupl
 
         lses = [part.lse_HT.contiguous() for part in parts]
         pieces = [(part.q_begin, part.o_THE) for part in parts]
-        return sum_parts(pieces, dtype, lses_HT=lses, total_HT=total_HT), total_HT
+        o_THE = sum_parts(
+            pieces, dtype, lses_HT=lses, total_HT=total_HT, alone_is_whole=sinks_H is None
+        )
+        return o_THE, total_HT
 
     out_THE = None
     for begin, o_THE, part_HT in parts:

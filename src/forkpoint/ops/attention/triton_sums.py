@@ -1,7 +1,9 @@
 """One pass over several partial results: the merge of outputs, and the sums of gradients.
 
 Every part covers a contiguous range of the result's tokens; the first covers all of them. A part is
-read once and the result written once. Import this only where there is a GPU: it needs Triton.
+read once and the result written once: over the first part, where that has the result's dtype, so
+that tokens which are in no other part are left alone. Import this only where there is a GPU: it
+needs Triton.
 """
 
 import torch
@@ -28,19 +30,21 @@ def _read(part, t, begin, h, stride_t, stride_h, d, mask):
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "b1", "b2", "b3", "e1", "e2", "e3", "ls0", "ls1", "ls2", "ls3"]
+    do_not_specialize=[
+        *("tokens", "first", "last", "b1", "b2", "b3", "e1", "e2", "e3", "ls0", "ls1", "ls2", "ls3")
+    ]
 )
 def _sum_parts(
     out, total, p0, p1, p2, p3, lse0, lse1, lse2, lse3,
-    tokens, b1, b2, b3, e1, e2, e3,
+    tokens, first, last, b1, b2, b3, e1, e2, e3,
     st0, st1, st2, st3, sh0, sh1, sh2, sh3, ls0, ls1, ls2, ls3,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
     PARTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    t = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    t = (first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, DIM_POW2)
-    inside = t < tokens
+    inside = t < last
     row = (d < DIM)[None, :]
     sum_TD = _read(p0, t, 0, h, st0, sh0, d, inside[:, None] & row)
     lse = tl.zeros([BLOCK], tl.float32)
@@ -69,16 +73,19 @@ def sum_parts(
     *,
     lses_HT: list[Tensor] | None = None,
     total_HT: Tensor | None = None,
+    alone_is_whole: bool = True,
 ) -> Tensor:
     """Sum parts [T_p, H, D] that begin at a token each; the first begins at 0 and covers all.
 
     With `lses_HT` [H, T_p] and `total_HT` [H, T], contiguous, part p counts exp(lse_p - total). The
-    result is contiguous [T, H, D] in `dtype`, summed in float32.
+    result is contiguous [T, H, D] in `dtype`, summed in float32; the first part may be overwritten
+    by it. `alone_is_whole` says that a token which is in the first part alone has total = lse_0.
     """
     while True:
         now, parts = parts[:MOST_PARTS], parts[MOST_PARTS:]
         lses = None if lses_HT is None else lses_HT[:MOST_PARTS]
-        result = _launch(now, dtype if not parts else torch.float32, lses, total_HT)
+        kind = torch.float32 if parts else dtype
+        result = _launch(now, kind, lses, total_HT, alone_is_whole and not parts)
         if not parts:
             return result
         parts = [(0, result), *parts]
@@ -93,9 +100,18 @@ def _launch(
     dtype: torch.dtype,
     lses_HT: list[Tensor] | None,
     total_HT: Tensor | None,
+    alone_is_whole: bool,
 ) -> Tensor:
-    tokens, heads, dim = parts[0][1].shape
-    out = torch.empty(tokens, heads, dim, dtype=dtype, device=parts[0][1].device)
+    over = parts[0][1]
+    tokens, heads, dim = over.shape
+    first, last = 0, tokens
+    if over.dtype == dtype and over.is_contiguous():
+        out = over
+        if alone_is_whole and len(parts) > 1:
+            first = min(begin for begin, _ in parts[1:])
+            last = max(begin + len(x) for begin, x in parts[1:])
+    else:
+        out = torch.empty(tokens, heads, dim, dtype=dtype, device=over.device)
     assert all(x.stride(-1) == 1 for _, x in parts)
     filled = [*parts, *[parts[0]] * (MOST_PARTS - len(parts))]
     tensors = [x for _, x in filled]
@@ -106,13 +122,15 @@ def _launch(
     if lses_HT is not None:
         lses = [*lses_HT, *[lses_HT[0]] * (MOST_PARTS - len(lses_HT))]
         assert all(x.stride(-1) == 1 for x in lses)
-    grid = (triton.cdiv(tokens, _BLOCK_TOKENS), heads)
+    grid = (triton.cdiv(last - first, _BLOCK_TOKENS), heads)
     _sum_parts[grid](  # pyright: ignore[reportIndexIssue]
         out,
         out if total_HT is None else total_HT,
         *tensors,
         *lses,
         tokens,
+        first,
+        last,
         *begins,
         *ends,
         *(x.stride(0) for x in tensors),
