@@ -112,7 +112,11 @@ def _alternatives(
             q, do = inputs.q[slots], inputs.do[slots]
             found[f"copied_keys_{kernel}"] = copied_keys(inputs, chosen, index, launch, q, do)
     if case.flex:
-        found["flex"] = flex_attention(inputs)
+        try:
+            found["flex"] = flex_attention(inputs)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            yield _row(case, "flex/failed", "1 is yes", 1.0, note=str(error)[:120])
     for name, (forward, backward, factor) in found.items():
         note = None if factor == 1 else f"{DENSE_RESPONSES} responses timed, scaled by {factor:g}"
         yield _timed(case, f"{name}/forward", forward, factor, note)
