@@ -53,8 +53,14 @@ def environment() -> dict[str, object]:
         "device": device,
         "versions": versions,
         "commit": _commit(),
-        "command": " ".join(["forkpoint", *sys.argv[1:]]),
+        # Where files lay on the machine is nobody's business.
+        "command": " ".join(["forkpoint", *(_named(word) for word in sys.argv[1:])]),
     }
+
+
+def _named(word: str) -> str:
+    path = Path(word)
+    return path.name if path.is_absolute() else word
 
 
 def _commit() -> str:

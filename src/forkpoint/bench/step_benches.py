@@ -292,17 +292,17 @@ def tree(
         raise ConfigError(
             f"no group of {file} has at most {most_tokens} tokens; raise --most-tokens."
         )
+    # Both sides with rows as long as memory allows.
     policy = stepper.configured(sharing="tree", memory_budget_bytes=stepper.budget_bytes)
+    alone = stepper.configured(**DENSE, memory_budget_bytes=stepper.budget_bytes)
     dense_ms = shared_ms = dense_flops = shared_flops = 0.0
     used = 0
     for group in fitting:
         if deadline.over(f"group {used} of {file.name}"):
             break
-        longest = int(group.lengths.max())
-        alone = stepper.configured(**DENSE, max_row_tokens=max(longest, 16_384))
-        if not used:
-            stepper.step(alone, group)
-            stepper.step(policy, group)
+        # A kernel may be compiled at the first lengths of a kind: each group twice.
+        stepper.step(alone, group)
+        stepper.step(policy, group)
         dense = stepper.step(alone, group)
         shared = stepper.step(policy, group)
         plan = shared.plan
