@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from forkpoint.engine import states
+from forkpoint.hosts import linear_attention
 from forkpoint.ops import delta_rule, selective_scan
 from forkpoint.ops.recurrence import levels
-from forkpoint.ops.recurrence.convolution import _Gather
 from forkpoint.testing import tiny_model
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
@@ -94,16 +94,14 @@ def states_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inputs_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The convolution takes what lies before a segment in the row, whatever its path."""
-    apply = _Gather.apply
+    """The convolution takes no input before a segment, whatever its path."""
+    gathered = linear_attention.gathered_inputs
 
-    def wrong(x_TC: Tensor, table: Any, *rest: Any) -> Tensor:
-        found = apply(x_TC, table, *rest)
-        width = table.shape[1] - 1
-        found.view(*table.shape, -1)[:, :width] = 0
-        return found
+    def wrong(*given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        x_TC, windows_FWC, tails = gathered(*given)
+        return x_TC, torch.cat([0 * windows_FWC[:, :-1], windows_FWC[:, -1:]], 1), tails
 
-    monkeypatch.setattr(_Gather, "apply", wrong)
+    monkeypatch.setattr(linear_attention, "gathered_inputs", wrong)
 
 
 def input_gradient_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

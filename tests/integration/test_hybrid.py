@@ -327,11 +327,6 @@ def test_media_tokens_of_released_models_are_known() -> None:
     assert media and all(getattr(whole, name) == value for name, value in media)
 
 
-def test_compiled_blocks_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"compile_blocks=True .* Qwen3_5ForCausalLM"):
-        wrap(tiny_hybrid("qwen3_5_text"), Config(compile_blocks=True))
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer:UserWarning")
 def test_adapters_on_the_convolution_are_refused() -> None:

@@ -18,7 +18,13 @@ from forkpoint.ops.delta_rule import (
     reference,
     select_delta_kernel,
 )
-from forkpoint.ops.recurrence import ConvolutionTable, Sequences, StateTable, short_convolution
+from forkpoint.ops.recurrence import (
+    ConvolutionTable,
+    Sequences,
+    StateTable,
+    gathered_inputs,
+    short_convolution,
+)
 from forkpoint.plan import make_plan
 from forkpoint.plan.recurrence import convolution_layout, state_layout
 from strategies import batches
@@ -161,8 +167,9 @@ def test_a_row_of_segments_is_its_paths(batch: RolloutBatch, kernel: str) -> Non
             q, k, v, g, beta, weight, bias = leaves
             flat = v.flatten(1)
             if paths is None:
-                mixed, tails = short_convolution(flat, weight, bias, windows)
+                flat, starts, tails = gathered_inputs(flat, windows)
                 assert tails is None
+                mixed = short_convolution(flat, weight, bias, starts, windows.slots)
                 mixed = mixed.unflatten(1, v.shape[1:])
                 o, kept = gated_delta_rule(q, k, mixed, g, beta, table=table, kernel=kernel)
                 assert kept is None
@@ -192,6 +199,37 @@ def test_a_row_of_segments_is_its_paths(batch: RolloutBatch, kernel: str) -> Non
             found.append((outputs, *torch.autograd.grad((outputs * weights).sum(), leaves)))
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_compiled_convolution_is_the_eager_one(dtype: torch.dtype, biased: bool) -> None:
+    """Value and gradients; in 16 bits no further from float64 than the library's convolution."""
+    torch._dynamo.reset()
+    random = torch.Generator().manual_seed(0)
+    shapes = [(37, 6), (6, 4), (6,), (5, 4, 6)]
+    given = [torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
+    weights = torch.randn(37, 6, generator=random, dtype=torch.float64)
+    slots = torch.tensor([0, 1, 2, 20, 21])
+
+    def outcome(run, dtype: torch.dtype) -> list[Tensor]:
+        x, weight, bias, windows = leaves = [y.to(dtype).requires_grad_() for y in given]
+        y = run(x, weight, bias if biased else None, windows, slots)
+        loss = (y * weights.to(dtype)).sum()
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return [y.detach(), *(g for g in found if g is not None)]
+
+    given = [y.to(dtype).double() for y in given]
+    weights = weights.to(dtype).double()
+    exact = outcome(short_convolution, torch.float64)
+    eager = outcome(short_convolution, dtype)
+    compiled = outcome(torch.compile(short_convolution, dynamic=True, backend="aot_eager"), dtype)
+    assert len(exact) == len(compiled) == 4 + biased
+    for wanted, plain, found in zip(exact, eager, compiled, strict=True):
+        assert found.dtype == dtype
+        error, bar = ((y.double() - wanted).norm() / wanted.norm() for y in (found, plain))
+        assert error <= (1e-14 if dtype == torch.float64 else max(1.1 * bar, 2e-3)), (error, bar)
 
 
 # Which kernel ------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ def test_changing_lengths_do_not_compile_again() -> None:
     assert sum(seconds) < 20, "a minute each is what compiling for every length takes"
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 @pytest.mark.parametrize("kernel", [k.name for k in DELTA_KERNELS if k.name != "reference"])
 @pytest.mark.parametrize("boundary", ["in_row", "across_rows"])
 def test_a_model_of_real_proportions(kernel: str, boundary: Any) -> None:

@@ -48,7 +48,7 @@ class RowStates:
         return _Read.apply(anchor, state, gradient, self.table)  # type: ignore[return-value]
 
     def inputs(self, key: Key) -> tuple[Tensor | None, Tensor | None]:
-        """[A, C] the last inputs of other rows, and their gradients, for `short_convolution`."""
+        """[A, C] the last inputs of other rows, and their gradients, for `gathered_inputs`."""
         if self.table.reading is None:
             return None, None
         state, gradient = self.arena.read(key)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,9 +12,13 @@ from torch import nn
 class CompiledBlocks:
     """torch.compile of each block of a decoder, for any length of row.
 
-    Attention is left out of the compiled code: it is one operator whatever compiles around it, and
-    its tables change from row to row. All blocks run the same few graphs, compiled at their first
-    row and for lengths that vary from then on.
+    Attention and recurrences are left out of the compiled code: each is one operator whatever
+    compiles around it, and its tables change from row to row. All blocks run the same few graphs,
+    compiled at their first row and for lengths that vary from then on.
+
+    Blocks that the model checkpoints are compiled within the checkpoint. Newer versions of
+    transformers have it in a block's own forward; compiled as a whole, such a block would run
+    eagerly, for compilation gives up where it meets a checkpoint around what is left out.
     """
 
     def __init__(self, blocks: nn.ModuleList) -> None:
@@ -28,4 +34,13 @@ class CompiledBlocks:
                     self._compiled[block] = torch.compile(block.forward, dynamic=True)
                 stack.callback(vars(block).pop, "forward", None)
                 block.forward = self._compiled[block]
+                if vars(block).get("gradient_checkpointing", False) and block.training:
+                    stack.callback(setattr, block, "gradient_checkpointing", True)
+                    setattr(block, "gradient_checkpointing", False)  # noqa: B010
+                    block.forward = partial(_checkpointed, block, self._compiled[block])
             yield
+
+
+def _checkpointed(block: Any, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """As `transformers.modeling_layers.GradientCheckpointingLayer` does it."""
+    return block._gradient_checkpointing_func(partial(forward, **kwargs), *args)

@@ -7,7 +7,7 @@ stock recurrence, which knows no segments.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,43 +20,41 @@ from forkpoint.hosts.arguments import RowEnds, taken_context
 from forkpoint.ops.attention import accumulate_dtype
 from forkpoint.ops.delta_rule import gated_delta_rule
 from forkpoint.ops.delta_rule.kernel import decay_gate
-from forkpoint.ops.recurrence import short_convolution
+from forkpoint.ops.recurrence import gathered_inputs, short_convolution
 from forkpoint.ops.selective_scan import selective_scan
 
-RecurrentForward = Callable[[Any, Tensor, RowContext], Tensor]
+RecurrentForward = Callable[..., Tensor]
 
 
-def gated_delta_net(module: Any, hidden_BLC: Tensor, context: RowContext) -> Tensor:
+def gated_delta_net(
+    module: Any,
+    hidden_states: Tensor,
+    cache_params: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
     """Gated DeltaNet of Qwen3-Next and Qwen3.5: hidden states of a row in, its output out."""
+    context = _row_of(module, cache_params, attention_mask, kwargs)
+    hidden_BLC = hidden_states
     mixed_TC, z_TGE, b_TG, a_TG = (x.flatten(0, 1) for x in _projected(module, hidden_BLC))
-    layer = module.layer_idx
-    states = context.states(module.conv_kernel_size, hidden_BLC.device)
-    mixed_TC, tails = short_convolution(
-        mixed_TC,
-        module.conv1d.weight.squeeze(1),
-        module.conv1d.bias,
-        states.windows,
-        *states.inputs((layer, "conv")),
-    )
+    # Written out: what calls it would be a piece of compiled code of its own.
+    mixed_TC, windows_FWC, slots_F = _gathered(module, mixed_TC, context)
+    weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, slots_F)
     sizes = [module.key_dim, module.key_dim, module.value_dim]
-    q, k, v = F.silu(mixed_TC).to(hidden_BLC.dtype).split(sizes, -1)
+    mixed_TC = F.silu(mixed_TC).to(hidden_BLC.dtype)
+    # Kernels want each by itself; compiled code writes them so at once.
+    q, k, v = (x.contiguous() for x in mixed_TC.split(sizes, -1))
     dtype = accumulate_dtype(v.dtype)
-    g_TG = decay_gate(a_TG.to(dtype), module.A_log.to(dtype), module.dt_bias.to(dtype))
-    beta_TG = b_TG.sigmoid()
-    key = (layer, "state")
-    o_TGE, ends = gated_delta_rule(
+    o_TGE = _delta_rule(
+        module,
+        context,
         q.unflatten(-1, (-1, module.head_k_dim)),
         k.unflatten(-1, (-1, module.head_k_dim)),
         v.unflatten(-1, (-1, module.head_v_dim)),
-        g_TG,
-        beta_TG,
-        table=states.table,
-        initial_SGDE=states.initial(key, mixed_TC, g_TG, beta_TG),
-        kernel=context.recurrence_kernel,
+        decay_gate(a_TG.to(dtype), module.A_log.to(dtype), module.dt_bias.to(dtype)),
+        b_TG.sigmoid(),
     )
-    o_TGE = states.keep(o_TGE, {(layer, "conv"): tails, key: ends})
-    if layer == context.last_layer:
-        raise RowEnds((o_TGE,))
     dim = module.head_v_dim
     o_BLC = module.norm(o_TGE.reshape(-1, dim), z_TGE.reshape(-1, dim))
     return module.out_proj(o_BLC.reshape(*hidden_BLC.shape[:2], -1))
@@ -79,43 +77,112 @@ def _projected(module: Any, hidden_BLC: Tensor) -> tuple[Tensor, Tensor, Tensor,
     )
 
 
-def mamba2(module: Any, hidden_BLC: Tensor, context: RowContext) -> Tensor:
+def mamba2(
+    module: Any,
+    hidden_states: Tensor,
+    cache_params: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
     """Mamba-2 of Granite 4 hybrids: hidden states of a row in, its output out."""
+    context = _row_of(module, cache_params, attention_mask, kwargs)
+    hidden_BLC = hidden_states
     projected_TC = module.in_proj(hidden_BLC).flatten(0, 1)
     inner, heads, state_dim = module.intermediate_size, module.num_heads, module.ssm_state_size
     gate_TC, mixed_TC, dt_TG = projected_TC.split([inner, module.conv_dim, heads], -1)
-    layer = module.layer_idx
-    states = context.states(module.conv_kernel_size, hidden_BLC.device)
-    mixed_TC, tails = short_convolution(
-        mixed_TC,
-        module.conv1d.weight.squeeze(1),
-        module.conv1d.bias,
-        states.windows,
-        *states.inputs((layer, "conv")),
-    )
+    mixed_TC, windows_FWC, slots_F = _gathered(module, mixed_TC, context)
+    weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, slots_F)
     grouped = module.n_groups * state_dim
     x, b, c = F.silu(mixed_TC).split([inner, grouped, grouped], -1)
     dtype = accumulate_dtype(hidden_BLC.dtype)
     dt_TG = F.softplus(dt_TG + module.dt_bias.to(dt_TG.dtype)).clamp(*module.time_step_limit)
     dt_TG, x_TGE = dt_TG.to(dtype), x.to(dtype).unflatten(-1, (heads, -1))
-    a_TG = -module.A_log.to(dtype).exp() * dt_TG
     b_THD, c_THD = (y.to(dtype).unflatten(-1, (-1, state_dim)) for y in (b, c))
-    key = (layer, "state")
-    o_TGE, ends = selective_scan(
+    o_TGE = _selective_scan(
+        module,
+        context,
         x_TGE * dt_TG[..., None],
+        -module.A_log.to(dtype).exp() * dt_TG,
+        b_THD,
+        c_THD,
+    )
+    o_TC = (o_TGE + x_TGE * module.D[:, None]).flatten(1)
+    normed_TC = module.norm(o_TC, gate_TC).to(hidden_BLC.dtype)
+    return module.out_proj(normed_TC.view(*hidden_BLC.shape[:2], -1))
+
+
+# What depends on the row, and on which layer it is, is left out of compiled blocks. So neither the
+# row's tables nor a layer's number are things that compiled code is made for.
+
+
+@torch.compiler.disable()
+def _gathered(module: Any, mixed_TC: Tensor, context: RowContext) -> tuple[Tensor, Tensor, Tensor]:
+    """The convolution's inputs, the windows of first tokens, and where these are.
+
+    The last inputs that other rows start from are captured: no compiled code sees them, and whether
+    a row has any is nothing to compile for.
+    """
+    key = (module.layer_idx, "conv")
+    states = context.states(module.conv_kernel_size, mixed_TC.device)
+    mixed_TC, windows_FWC, tails = gathered_inputs(mixed_TC, states.windows, *states.inputs(key))
+    return states.keep(mixed_TC, {key: tails}), windows_FWC, states.windows.slots
+
+
+@torch.compiler.disable()
+def _delta_rule(
+    module: Any,
+    context: RowContext,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_TGE: Tensor,
+    g_TG: Tensor,
+    beta_TG: Tensor,
+) -> Tensor:
+    states = context.states(module.conv_kernel_size, v_TGE.device)
+    o_TGE, ends = gated_delta_rule(
+        q_THD,
+        k_THD,
+        v_TGE,
+        g_TG,
+        beta_TG,
+        table=states.table,
+        initial_SGDE=states.initial((module.layer_idx, "state"), v_TGE, g_TG, beta_TG),
+        kernel=context.recurrence_kernel,
+    )
+    return _kept(module, context, o_TGE, ends)
+
+
+@torch.compiler.disable()
+def _selective_scan(
+    module: Any,
+    context: RowContext,
+    x_TGE: Tensor,
+    a_TG: Tensor,
+    b_THD: Tensor,
+    c_THD: Tensor,
+) -> Tensor:
+    states = context.states(module.conv_kernel_size, x_TGE.device)
+    o_TGE, ends = selective_scan(
+        x_TGE,
         a_TG,
         b_THD,
         c_THD,
         table=states.table,
-        initial_SGED=states.initial(key, mixed_TC, dt_TG),
+        initial_SGED=states.initial((module.layer_idx, "state"), x_TGE, a_TG),
         kernel=context.recurrence_kernel,
     )
-    o_TGE = states.keep(o_TGE, {(layer, "conv"): tails, key: ends})
-    if layer == context.last_layer:
+    return _kept(module, context, o_TGE, ends)
+
+
+def _kept(module: Any, context: RowContext, o_TGE: Tensor, ends: Tensor | None) -> Tensor:
+    """The recurrence's output, once the states that other rows start from have been captured."""
+    states = context.states(module.conv_kernel_size, o_TGE.device)
+    o_TGE = states.keep(o_TGE, {(module.layer_idx, "state"): ends})
+    if module.layer_idx == context.last_layer:
         raise RowEnds((o_TGE,))
-    o_TC = (o_TGE + x_TGE * module.D[:, None]).flatten(1)
-    normed_TC = module.norm(o_TC, gate_TC).to(hidden_BLC.dtype)
-    return module.out_proj(normed_TC.view(*hidden_BLC.shape[:2], -1))
+    # A view in any case: what is compiled for one is not what is compiled for other tensors.
+    return o_TGE.view_as(o_TGE)
 
 
 RECURRENT_FORWARDS: dict[str, RecurrentForward] = {
@@ -150,21 +217,17 @@ def check_recurrent_modules(model: nn.Module) -> None:
             )
 
 
-def _forward(
-    module: nn.Module,
-    hidden_states: Tensor,
-    cache_params: Any = None,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
+def _row_of(
+    module: nn.Module, cache: Any, mask: Tensor | None, kwargs: dict[str, Any]
+) -> RowContext:
     context = taken_context(module, "its recurrence", kwargs)
-    if cache_params is not None or attention_mask is not None:
-        found = "a cache" if cache_params is not None else "an attention mask"
+    if cache is not None or mask is not None:
+        found = "a cache" if cache is not None else "an attention mask"
         raise UnsupportedError(
             f"{type(module).__name__} was called with {found}; forkpoint runs whole rows without "
             "either. Give no past_key_values and no attention_mask."
         )
-    return RECURRENT_FORWARDS[type(module).__name__](module, hidden_states, context)
+    return context
 
 
 @contextmanager
@@ -176,5 +239,6 @@ def recurrent_forwards(model: nn.Module) -> Iterator[None]:
             own = {"forward": attributes["forward"]} if "forward" in attributes else {}
             stack.callback(attributes.update, own)
             stack.callback(attributes.pop, "forward", None)
-            module.forward = partial(_forward, module)
+            # A method: see `checkpointed_blocks`.
+            module.forward = MethodType(RECURRENT_FORWARDS[type(module).__name__], module)
         yield

@@ -119,13 +119,7 @@ class TransformersHost:
         self._check_model()
         self._blocks = CompiledBlocks(cast(nn.ModuleList, self.causal.base_model.layers))
         on_cuda = self.device.type == "cuda"
-        if compile_blocks and recurrent_modules(self.causal):
-            raise UnsupportedError(
-                f"compile_blocks=True has not been shown exact for {self.family.model_class}, "
-                "whose layers carry a state; leave it at None, which compiles none of its blocks."
-            )
-        wanted = on_cuda and not recurrent_modules(self.causal)
-        self._compiles = wanted if compile_blocks is None else compile_blocks
+        self._compiles = on_cuda if compile_blocks is None else compile_blocks
         size = next(self.causal.parameters()).element_size()
         self._recomputes = False
         width = {"vocab": self._head.width()} if critic else {}

@@ -7,7 +7,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from forkpoint.hosts.linear_attention import recurrent_modules
 
@@ -20,6 +22,11 @@ class _WithoutUpcasts(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+def _as_float64(x: Tensor) -> Tensor:
+    # Not `Tensor.double`: of that compiled code would keep the name it was called by.
+    return x.to(torch.float64)
 
 
 @contextmanager
@@ -39,7 +46,12 @@ def lifted_upcasts(model: nn.Module) -> Iterator[None]:
         if "float" not in vars(torch.Tensor):
             stack.callback(delattr, torch.Tensor, "float")
             # Of integers too, such as positions: what they are multiplied with is float64 as well.
-            torch.Tensor.float = torch.Tensor.double
+            torch.Tensor.float = _as_float64  # type: ignore[method-assign]
+            # While blocks are compiled their tensors are of this class, which has its own.
+            stack.callback(setattr, FunctionalTensor, "float", FunctionalTensor.float)
+            FunctionalTensor.float = _as_float64  # type: ignore[method-assign]
+            # Compiled code is found again by what a model's code says, not by what that means here.
+            stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         yield
 
 

@@ -1,6 +1,10 @@
 """What layers that carry a state along the path have in common: levels, chunks, convolution."""
 
-from forkpoint.ops.recurrence.convolution import ConvolutionTable, short_convolution
+from forkpoint.ops.recurrence.convolution import (
+    ConvolutionTable,
+    gathered_inputs,
+    short_convolution,
+)
 from forkpoint.ops.recurrence.levels import StateTable, over_levels
 from forkpoint.ops.recurrence.sequences import Chunks, Sequences
 
@@ -9,6 +13,7 @@ __all__ = [
     "ConvolutionTable",
     "Sequences",
     "StateTable",
+    "gathered_inputs",
     "over_levels",
     "short_convolution",
 ]

@@ -41,9 +41,8 @@ class _Source:
 class GatherTable:
     """Where each entry of a gathered tensor comes from: the row, the arena, or nowhere (zero)."""
 
-    def __init__(self, index: np.ndarray, device: torch.device | str) -> None:
-        flat = index.ravel()
-        self.shape: tuple[int, ...] = index.shape
+    def __init__(self, flat: np.ndarray, device: torch.device | str) -> None:
+        self.entries: int = len(flat)
         (row,), (arena,) = np.nonzero(flat >= 0), np.nonzero(flat < NOTHING)
         self.row: _Source = _Source(row, flat[row], device)
         self.arena: _Source | None = (
@@ -55,81 +54,122 @@ class ConvolutionTable:
     """A row's windows and tails for convolutions of one width; built once a row."""
 
     def __init__(self, layout: ConvolutionLayout, *, device: torch.device | str = "cpu") -> None:
+        self.width: int = layout.window.shape[1]
+        self.firsts: int = len(layout.slots)
+        """Slots whose inputs do not all lie in their own segment."""
         self.slots: Tensor = to_device(torch.from_numpy(layout.slots), device)
-        self.windows: GatherTable = GatherTable(layout.window, device)
-        self.tails: GatherTable | None = (
-            GatherTable(layout.tail, device) if len(layout.tail) else None
-        )
+        """[F] those."""
+        self.tails: int = len(layout.tail)
+        """Segments that other rows start from."""
+        both = np.concatenate([layout.window.ravel(), layout.tail.ravel()])
+        self.inputs: GatherTable = GatherTable(both, device)
+        """Where the windows' inputs come from, and after them the tails'."""
 
 
-def short_convolution(
+def gathered_inputs(
     x_TC: Tensor,
-    weight_CW: Tensor,
-    bias_C: Tensor | None,
     table: ConvolutionTable,
     arena_AC: Tensor | None = None,
     arena_grad_AC: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a convolution needs beyond the row, and what other rows need of it.
+
+    Args:
+        x_TC: [T, C] inputs of the row's tokens.
+        table: the row's windows.
+        arena_AC: [A, C] inputs of other rows, W - 1 for each state slot; constants here.
+        arena_grad_AC: the same in float32 (float64): the backward adds their gradients to it.
+
+    Returns:
+        the inputs, to be used in their place (so that their gradient is made in one piece); [F, W,
+        C] the windows of `table.slots`, oldest first; and [K, W - 1, C] the last inputs of the
+        segments that other rows start from, None if there are none.
+    """
+    x_TC, found = _Gather.apply(x_TC, table.inputs, arena_AC, arena_grad_AC)
+    windows, tails = found.split([table.firsts * table.width, table.tails * (table.width - 1)])
+    windows_FWC = windows.unflatten(0, (table.firsts, table.width))
+    if not table.tails:
+        return x_TC, windows_FWC, None
+    return x_TC, windows_FWC, tails.unflatten(0, (table.tails, table.width - 1))
+
+
+def short_convolution(
+    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, windows_FWC: Tensor, slots_F: Tensor
+) -> Tensor:
     """A depthwise causal convolution along every path.
+
+    Where it is compiled, it is a sum of products with the inputs shifted, which fuses with what is
+    around it: one pass over the tokens, where the library's convolution takes three, for it wants
+    channels first. Products are summed in float32 (float64) and rounded once.
 
     Args:
         x_TC: [T, C] inputs of the row's tokens.
         weight_CW: [C, W], oldest input first.
         bias_C: [C] or None.
-        table: the row's windows, of width W.
-        arena_AC: [A, C] inputs of other rows, W - 1 for each state slot; constants here.
-        arena_grad_AC: the same in float32 (float64): the backward adds their gradients to it.
+        windows_FWC: [F, W, C] the inputs that count for `slots_F`, from `gathered_inputs`.
+        slots_F: [F] slots whose inputs do not all lie in their own segment.
 
     Returns:
-        [T, C] before any activation, and [K, W - 1, C] the last inputs of the segments that other
-        rows start from, None if there are none.
+        [T, C] before any activation.
     """
-    width = weight_CW.shape[1]
-    assert table.windows.shape[1] == width, f"windows of {table.windows.shape[1]}, not {width}"
-    plain = F.conv1d(
-        F.pad(x_TC.T[None].to(weight_CW.dtype), (width - 1, 0)),
-        weight_CW[:, None],
-        bias_C,
-        groups=weight_CW.shape[0],
-    )[0].T
-    window_FWC = gather(x_TC, table.windows, arena_AC, arena_grad_AC)
-    dtype = accumulate_dtype(plain.dtype)
-    # Operands in the dtype of the plain one, which autocast may have chosen; the sum in float32.
-    window_FWC, weight_WC = (x.to(plain.dtype).to(dtype) for x in (window_FWC, weight_CW.T))
-    again = (window_FWC * weight_WC).sum(1)
+    dtype = _operand_dtype(x_TC, weight_CW)
+    wide = accumulate_dtype(dtype)
+    x_TC, weight_CW, windows_FWC = (x.to(dtype) for x in (x_TC, weight_CW, windows_FWC))
+    bias_C = None if bias_C is None else bias_C.to(dtype)
+    if torch.compiler.is_compiling():
+        plain_TC = _shifted_sum(x_TC, weight_CW, bias_C)
+    else:
+        inputs_1CT = F.pad(x_TC.T[None], (weight_CW.shape[1] - 1, 0))
+        plain_TC = F.conv1d(inputs_1CT, weight_CW[:, None], bias_C, groups=len(weight_CW))[0].T
+    again_FC = (windows_FWC.to(wide) * weight_CW.T.to(wide)).sum(1)
     if bias_C is not None:
-        again = again + bias_C.to(plain.dtype).to(dtype)
-    y_TC = plain.index_copy(0, table.slots, again.to(plain.dtype))
-    if table.tails is None:
-        return y_TC, None
-    return y_TC, gather(x_TC, table.tails, arena_AC, arena_grad_AC)
+        again_FC = again_FC + bias_C.to(wide)
+    return plain_TC.index_copy(0, slots_F, again_FC.to(dtype))
 
 
-def gather(
-    x_TC: Tensor, table: GatherTable, arena_AC: Tensor | None, arena_grad_AC: Tensor | None
-) -> Tensor:
-    """Inputs by index, [*table.shape, C]; gradients of what is read often add up in float32."""
-    return _Gather.apply(x_TC, table, arena_AC, arena_grad_AC).unflatten(0, table.shape)
+def _operand_dtype(x_TC: Tensor, weight_CW: Tensor) -> torch.dtype:
+    """Convolutions are among the operations that autocast casts."""
+    kind = x_TC.device.type
+    if torch.is_autocast_enabled(kind) and weight_CW.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return weight_CW.dtype
+
+
+def _shifted_sum(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
+    tokens, width = len(x_TC), weight_CW.shape[1]
+    wide = accumulate_dtype(x_TC.dtype)
+    # Cast before they are shifted, so that their gradients are added up before they are rounded.
+    padded, weight_CW = F.pad(x_TC.to(wide), (0, 0, width - 1, 0)), weight_CW.to(wide)
+    total_TC = padded[:tokens] * weight_CW[:, 0]
+    for i in range(1, width):
+        total_TC = total_TC + padded[i : i + tokens] * weight_CW[:, i]
+    if bias_C is not None:
+        total_TC = total_TC + bias_C.to(wide)
+    return total_TC.to(x_TC.dtype)
 
 
 class _Gather(torch.autograd.Function):
+    """The identity of a tensor, and rows of it and of the arena by index.
+
+    What is read of a row often adds up in float32, and joins the row's other gradient there.
+    """
+
     @staticmethod
     def forward(ctx, x_TC, table, arena_AC, arena_grad_AC):  # type: ignore[override]
         # Not save_for_backward: the arena is written on purpose until this backward adds to it.
-        ctx.table, ctx.arena_grad, ctx.tokens = table, arena_grad_AC, len(x_TC)
-        out = x_TC.new_zeros(int(np.prod(table.shape)), *x_TC.shape[1:])
+        ctx.table, ctx.arena_grad = table, arena_grad_AC
+        out = x_TC.new_zeros(table.entries, *x_TC.shape[1:])
         out.index_copy_(0, table.row.to, x_TC.index_select(0, table.row.from_))
         if table.arena is not None:
             out.index_copy_(0, table.arena.to, arena_AC.index_select(0, table.arena.from_))
-        return out
+        return x_TC.view_as(x_TC), out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx, grad_TC, grad):  # type: ignore[override]
         row, arena = ctx.table.row, ctx.table.arena
         dtype = accumulate_dtype(grad.dtype)
         if arena is not None and ctx.arena_grad is not None:
             ctx.arena_grad.index_add_(0, arena.rows, arena.sums(grad, dtype))
-        dx_TC = grad.new_zeros(ctx.tokens, *grad.shape[1:])
-        dx_TC.index_copy_(0, row.rows, row.sums(grad, dtype).to(grad.dtype))
-        return dx_TC, None, None, None
+        sums = row.sums(grad, dtype) + grad_TC.index_select(0, row.rows)
+        return grad_TC.index_copy(0, row.rows, sums.to(grad_TC.dtype)), None, None, None

@@ -1,0 +1,72 @@
+"""Compiled blocks that carry a state, and compiled blocks of models that checkpoint themselves."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from hybrids import HYBRIDS, tiny_hybrid
+from steps import clear_gradients, forked_batch, gradients, relative_distance
+from transformers import PreTrainedModel
+
+from forkpoint import Config, wrap
+from forkpoint.losses import GRPO
+from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore"),  # torch's compiler looks at what warns
+]
+ACROSS = Config(sharing="tree", boundary="across_rows", compile_blocks=True)
+IN_ROW = replace(ACROSS, boundary="in_row")
+CHAINS = replace(ACROSS, max_row_tokens=60)
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def checkpointed(model: PreTrainedModel) -> None:
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": False})
+
+
+def compiled_graphs(model: PreTrainedModel, configs: list[Config]) -> list[int]:
+    """Graphs there are after each step; every step is that of dense training, in float64."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counts = []
+    with lifted_upcasts(model):
+        for config in configs:
+            policy = wrap(model, config)
+            for seed, stretch in ((0, 3), (1, 5)):
+                batch = forked_batch(seed=seed, stretch=stretch)
+                wanted = dense_run(model, batch, GRPO()).gradients
+                clear_gradients(model)
+                policy.forward_backward(batch, GRPO())
+                assert relative_distance(gradients(model), wanted) < 1e-10, (config, stretch)
+                counts.append(graphs())
+    assert counts[0] > 0
+    return counts
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_steps_of_compiled_blocks_are_those_of_dense_training(family: str) -> None:
+    """However rows are laid out and kept; lengths that change compile nothing more."""
+    model = tiny_hybrid(family, kinds=("linear_attention", "full_attention"))
+    counts = compiled_graphs(model, [ACROSS, IN_ROW, replace(CHAINS, residency="recompute")])
+    assert counts[0] < 20 and len(set(counts)) == 1, counts
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "granitemoehybrid"])
+def test_models_that_checkpoint_themselves(family: str) -> None:
+    hybrid = family in HYBRIDS
+    kinds = ("linear_attention", "full_attention")
+    model = tiny_hybrid(family, kinds=kinds) if hybrid else tiny_model(family).train()
+    checkpointed(model)
+    counts = compiled_graphs(model, [CHAINS, IN_ROW])
+    assert len(set(counts)) == 1, counts
+    flagged = [vars(m)["gradient_checkpointing"] for m in model.model.layers]
+    assert flagged == [True] * len(flagged)
+    assert not any("forward" in vars(m) for m in model.modules())
