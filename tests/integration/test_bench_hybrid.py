@@ -10,12 +10,13 @@ from commands import Shell
 from forkpoint import ModelShape
 from forkpoint.bench import hybrid
 from forkpoint.bench.hybrid_time import KINDS, kind_of
+from forkpoint.bench.steps import Stepper
 from forkpoint.plan import make_plan
 
 METRICS = {
-    *(f"{side}/{m}" for side in ("dense", "shared") for m in ("step", "nonfinite")),
-    *(f"{side}/phase_{phase}" for side in ("dense", "shared") for phase in "ABC"),
-    *("speedup", "share_of_bound", "loss_difference", "gradient_difference"),
+    *(f"{side} {m}" for side in ("dense", "shared") for m in ("step", "nonfinite", "rate")),
+    *(f"{side} phase {phase}" for side in ("dense", "shared") for phase in "ABC"),
+    *("speed-up", "share of bound", "loss difference", "gradient difference"),
 }
 
 
@@ -34,30 +35,35 @@ def test_tiny_shapes_on_any_device(shell: Shell, tmp_path: Path) -> None:
     assert set(rows) == METRICS
     assert {row["case"] for row in rows.values()} == {"P70-R24-G3"}
     for side in ("dense", "shared"):
-        assert rows[f"{side}/nonfinite"]["value"] == 0 and rows[f"{side}/step"]["value"] > 0
-    assert rows["speedup"]["baseline"] == "dense" and rows["speedup"]["bound"] > 1.5
-    assert 0 < rows["gradient_difference"]["value"] < 1e-4
-    assert rows["loss_difference"]["value"] < 1e-5
+        assert rows[f"{side} nonfinite"]["value"] == 0 and rows[f"{side} step"]["value"] > 0
+    assert "2 rollouts, scaled by 1.5;" in rows["dense step"]["note"]
+    assert rows["speed-up"]["baseline"] == "dense" and rows["speed-up"]["bound"] > 1.5
+    ratio = rows["dense step"]["value"] / rows["shared step"]["value"]
+    assert rows["speed-up"]["value"] == pytest.approx(ratio)
+    share = rows["speed-up"]["value"] / rows["speed-up"]["bound"]
+    assert rows["share of bound"]["value"] == pytest.approx(share)
+    assert 0 < rows["gradient difference"]["value"] < 1e-4
+    assert rows["loss difference"]["value"] < 1e-5
     last = json.loads(done.out.splitlines()[-1])
-    assert (last["what"], last["cases"], last["rows"], last["failed"]) == ("hybrid", 1, 14, [])
+    assert (last["what"], last["cases"], last["rows"], last["failed"]) == ("hybrid", 1, 16, [])
 
 
 def test_gradients_that_are_not_finite_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = hybrid.make_model(hybrid.TINY, 1, torch.float32, "cpu")
-    step = hybrid._step
+    stepper = Stepper(hybrid.make_model(hybrid.TINY, 1, torch.float32, "cpu"))
+    repeat = Stepper.repeat
 
-    def spoiled(policy, batch, plan):
-        stats = step(policy, batch, plan)
-        if plan.sharing == "group":
-            policy.host.model.model.layers[0].linear_attn.dt_bias.grad[0] = float("nan")
-        return stats
+    def spoiled(self, policy, batch, **options):
+        timed = repeat(self, policy, batch, **options)
+        if timed.plan.sharing == "group":
+            self.model.model.layers[0].linear_attn.dt_bias.grad[0] = float("nan")
+        return timed
 
-    monkeypatch.setattr(hybrid, "_step", spoiled)
-    rows = {r.metric: r for r in hybrid.run_case(hybrid.SUITES["smoke"][0], model, repeats=1)}
-    assert rows["dense/nonfinite"].value == 0 and rows["dense/nonfinite"].note is None
-    assert rows["shared/nonfinite"].value == 1
-    assert "FAILED" in (rows["shared/nonfinite"].note or "")
-    assert "model.layers.0.linear_attn.dt_bias" in (rows["shared/nonfinite"].note or "")
+    monkeypatch.setattr(Stepper, "repeat", spoiled)
+    rows = {r.metric: r for r in hybrid.run_case(hybrid.SUITES["smoke"][0], stepper, repeats=1)}
+    assert rows["dense nonfinite"].value == 0 and rows["dense nonfinite"].note is None
+    assert rows["shared nonfinite"].value == 1
+    assert "FAILED" in (rows["shared nonfinite"].note or "")
+    assert "model.layers.0.linear_attn.dt_bias" in (rows["shared nonfinite"].note or "")
 
 
 @pytest.mark.parametrize(
@@ -98,12 +104,16 @@ def test_a_suite_of_the_other_benchmark_is_refused(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
-        ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "delta_rule"),
-        ("recompute_w_u_fwd_kernel", "delta_rule"),
+        ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "delta rule"),
+        ("recompute_w_u_fwd_kernel", "delta rule"),
+        ("main_kernel", "delta rule"),
         ("flash_fwd_sm90", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
         ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNN", "matmul"),
         ("conv_depthwise2d_forward_kernel", "convolution"),
+        ("triton_poi_fused__to_copy_add_constant_pad_nd_index_copy_mul_slice_0", "convolution"),
+        ("triton_red_fused__to_copy_convert_element_type_mul_sum_1", "rest"),
+        ("triton_tem_fused_mm_t_0", "matmul"),
         ("vectorized_elementwise_kernel", "rest"),
     ],
 )

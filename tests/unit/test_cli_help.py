@@ -51,7 +51,7 @@ OPTIONS = {
     },
     "bench": {
         *("--suite", "--kernels", "--dtypes", "--output", "--json"),
-        *("--only", "--layers", "--repeats"),
+        *("--only", "--layers", "--blocks", "--repeats"),
     },
     "calibrate": {
         *("--model", "--output", "--dtype", "--device", "--blocks", "--max-seconds", "--json"),

@@ -2,26 +2,24 @@
 
 One group of rollouts that share a long prompt, random tokens and random weights in the shapes of
 Qwen3.5-4B (or fewer of its layers), activation checkpointing on both sides. Dense is the plan that
-shares nothing, with rows of as many rollouts as runs fastest; shared is the fastest of the ways to
-share. Head, kernels and loss are the same, and so is the code. Gradients are looked at before
-anything is believed: those that are not finite are named, for dense and shared apart.
+shares nothing, with rows of as many rollouts as runs fastest; its cost is linear in the rollouts,
+so a few are measured and scaled. Shared is the fastest of the ways to share, with all rollouts.
+Head, kernels and loss are the same, and so is the code. Gradients that are not finite are named,
+for dense and shared apart, and those of the few rollouts are compared.
 """
 
-import gc
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from forkpoint.bench.hybrid_time import time_shares
-from forkpoint.bench.rows import ResultRow, Timing
-from forkpoint.config import Config
-from forkpoint.losses import GRPO
-from forkpoint.plan import Plan
-from forkpoint.policy import Policy, StepStats, wrap
+from forkpoint.bench.hybrid_time import device_ms
+from forkpoint.bench.rows import ResultRow
+from forkpoint.bench.steps import Dense, Stepper, Timed, best_dense, cell_rows
+from forkpoint.policy import Policy
 from forkpoint.rollouts import Rollout, RolloutBatch
 
 QWEN35_4B: dict[str, Any] = {
@@ -114,119 +112,96 @@ def make_model(shape: dict[str, Any], layers: int | None, dtype: torch.dtype, de
     return model.train()
 
 
-def run_case(case: HybridCase, model: Any, *, repeats: int) -> Iterator[ResultRow]:
+SAMPLE = 2
+"""Rollouts that are run densely: so many that rows of two can be tried."""
+
+
+def run_case(case: HybridCase, stepper: Stepper, *, repeats: int) -> Iterator[ResultRow]:
     """Dense and shared steps of one case, each at its best."""
-    batch = case.batch(model.config.vocab_size)
-    rollout = case.prompt + case.response
-    dense_rows = [rollout * n for n in (1, 2, 4) if n <= case.size]
-    ways = [
-        *(("dense", Config(sharing="none", max_row_tokens=tokens)) for tokens in dense_rows),
-        *(
-            ("shared", Config(sharing="group", boundary=boundary, max_row_tokens=rollout))
-            for boundary in ("across_rows", "mixed")
-        ),
-        (
-            "shared",
-            Config(
-                sharing="group",
-                boundary="in_row",
-                max_row_tokens=case.prompt + case.size * case.response,
-            ),
-        ),
-    ]
-    best: dict[str, tuple[Timing, Config, StepStats]] = {}
-    for side, config in ways:
-        policy = wrap(model, config)
-        plan = policy.plan(batch)
+    row = partial(_row, case)
+    batch = case.batch(stepper.vocab)
+    dense, dense_policy, some = best_dense(stepper, batch, repeats=repeats, sample=SAMPLE)
+    shared, policy, too_large = _best_shared(case, stepper, batch, repeats)
+    for how in too_large:
+        yield row("shared fits", 0.0, "1 is yes", note=how)
+    yield _nonfinite(case, "shared", stepper)
+    yield from cell_rows("hybrid", case.name, shared, dense)
+    if case.published:
+        yield row("published speed-up", case.published, "x", note="measured on another GPU")
+    yield from _dense_rows(case, dense)
+    yield from _compared(case, stepper, some, dense_policy, policy)
+    if stepper.cuda:
+        for side, runs, given in (("dense", dense_policy, some), ("shared", policy, batch)):
+            plan = runs.plan(given)
+            spent = device_ms(lambda r=runs, g=given, p=plan: stepper.step(r, g, p))
+            total = sum(spent.values())
+            yield row(f"{side} device time", total, "ms", note=f"{len(given)} rollouts")
+            for kind, ms in spent.items():
+                yield row(f"{side} share {kind}", ms / total, "of device time")
+
+
+def _best_shared(
+    case: HybridCase, stepper: Stepper, batch: RolloutBatch, repeats: int
+) -> tuple[Timed, Policy, list[str]]:
+    """The fastest way to share, measured; and those for which there is too little memory."""
+    rollout, group = case.prompt + case.response, case.prompt + case.size * case.response
+    found: list[tuple[Timed, Policy]] = []
+    too_large = []
+    for boundary, tokens in (("in_row", group), ("across_rows", rollout), ("mixed", rollout)):
+        policy = stepper.configured(sharing="group", boundary=boundary, max_row_tokens=tokens)
         try:
-            timing, stats = _timed(policy, batch, plan, repeats)
+            timed = stepper.step(policy, batch)
+            # The first one compiles and plans.
+            timed = stepper.step(policy, batch, timed.plan)
         except torch.OutOfMemoryError:
-            yield _row(case, f"{side}/fits", "1 is yes", 0.0, note=_described(plan))
-            _tidy()
+            torch.cuda.empty_cache()
+            too_large.append(f"group + {boundary}, rows of at most {tokens} tokens")
             continue
-        if side not in best or timing.p50 < best[side][0].p50:
-            best[side] = (timing, config, stats)
-    gradients: dict[str, dict[str, torch.Tensor]] = {}
-    for side, (timing, config, stats) in best.items():
-        yield from _measured(case, side, timing, stats)
-        policy = wrap(model, config)
-        gradients[side] = _gradients(policy, batch, stats.plan)
-        wrong = [n for n, g in gradients[side].items() if not bool(g.isfinite().all())]
-        note = f"FAILED: not finite are {', '.join(wrong[:8])}" if wrong else None
-        yield _row(case, f"{side}/nonfinite", "parameters", float(len(wrong)), note=note)
-        if model.device.type == "cuda":
-            for part, share in time_shares(
-                lambda p=policy, s=stats: _step(p, batch, s.plan)
-            ).items():
-                yield _row(case, f"{side}/share_{part}", "of device time", share)
-    if len(best) == 2:
-        yield from _compared(case, best, gradients)
+        found.append((timed, policy))
+    timed, policy = min(found, key=lambda f: f[0].typical_ms)
+    return stepper.repeat(policy, batch, repeats=repeats, into=Timed(timed.plan)), policy, too_large
 
 
-def _compared(case: HybridCase, best: Any, gradients: Any) -> Iterator[ResultRow]:
-    dense, shared = best["dense"], best["shared"]
-    published = f"published {case.published}x on another GPU" if case.published else None
-    speedup = dense[0].p50 / shared[0].p50
-    bound = shared[2].plan.bound
-    yield _row(case, "speedup", "ratio", speedup, baseline="dense", bound=bound, note=published)
-    yield _row(case, "share_of_bound", "ratio", speedup / bound)
-    yield _row(case, "loss_difference", "absolute", abs(dense[2].loss - shared[2].loss))
+def _dense_rows(case: HybridCase, dense: Dense) -> Iterator[ResultRow]:
+    for phase in sorted(dense.timed.phase_ms):
+        yield _row(case, f"dense phase {phase}", dense.phase_ms(phase), "ms", note=dense.note)
+    if dense.timed.peak_bytes is not None:
+        yield _row(case, "dense peak", float(dense.timed.peak_bytes), "bytes", note=dense.note)
+
+
+def _compared(
+    case: HybridCase, stepper: Stepper, some: RolloutBatch, dense: Policy, shared: Policy
+) -> Iterator[ResultRow]:
+    """Loss and gradients of the sample, shared beside dense."""
+    parameters = dict(stepper.policy.host.named_parameters())
+    losses = [_loss(stepper.step(dense, some))]
+    yield _nonfinite(case, "dense", stepper)
+    wanted = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+    losses.append(_loss(stepper.step(shared, some)))
     norm, difference = 0.0, 0.0
-    for name, theirs in gradients["dense"].items():
-        norm += float(theirs.double().square().sum())
-        difference += float((gradients["shared"][name].double() - theirs.double()).square().sum())
-    yield _row(case, "gradient_difference", "relative", (difference / norm) ** 0.5)
+    for name, theirs in wanted.items():
+        ours = parameters[name].grad
+        assert ours is not None
+        norm += float(torch.linalg.vector_norm(theirs.float())) ** 2
+        difference += float(torch.linalg.vector_norm(ours.float() - theirs.float())) ** 2
+    note = f"{len(some)} rollouts"
+    yield _row(case, "loss difference", abs(losses[0] - losses[1]), "absolute", note=note)
+    relative = (difference / norm) ** 0.5
+    yield _row(case, "gradient difference", relative, "relative", note=note)
 
 
-def _measured(case: HybridCase, side: str, timing: Timing, stats: StepStats) -> Iterator[ResultRow]:
-    yield replace(
-        _row(case, f"{side}/step", "ms", timing.p50, note=_described(stats.plan)),
-        p20=timing.quantile(0.2),
-        p80=timing.quantile(0.8),
-    )
-    for phase, ms in stats.phase_ms.items():
-        yield _row(case, f"{side}/phase_{phase}", "ms", ms)
-    if stats.peak_memory_bytes is not None:
-        yield _row(case, f"{side}/peak_memory", "bytes", float(stats.peak_memory_bytes))
+def _loss(timed: Timed) -> float:
+    assert timed.stats is not None
+    return float(timed.stats.loss)
 
 
-def _timed(
-    policy: Policy, batch: RolloutBatch, plan: Plan, repeats: int
-) -> tuple[Timing, StepStats]:
-    stats = _step(policy, batch, plan)
-    samples = []
-    for _ in range(repeats):
-        if policy.host.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        stats = _step(policy, batch, plan)
-        if policy.host.device.type == "cuda":
-            torch.cuda.synchronize()
-        samples.append((time.perf_counter() - begin) * 1e3)
-    return Timing(samples), stats
+def _nonfinite(case: HybridCase, side: str, stepper: Stepper) -> ResultRow:
+    """How many parameters have gradients that are not finite, after a step."""
+    named = stepper.policy.host.named_parameters()
+    wrong = [n for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all())]
+    note = f"FAILED: not finite are {', '.join(wrong[:8])}" if wrong else None
+    return _row(case, f"{side} nonfinite", float(len(wrong)), "parameters", note=note)
 
 
-def _step(policy: Policy, batch: RolloutBatch, plan: Plan) -> StepStats:
-    policy.host.model.zero_grad(set_to_none=False)
-    return policy.forward_backward(batch, GRPO(), plan=plan)
-
-
-def _gradients(policy: Policy, batch: RolloutBatch, plan: Plan) -> dict[str, torch.Tensor]:
-    _step(policy, batch, plan)
-    named = policy.host.named_parameters()
-    return {n: p.grad.detach().to("cpu", copy=True) for n, p in named if p.grad is not None}
-
-
-def _described(plan: Plan) -> str:
-    return f"{plan.sharing} + {plan.boundary}, {len(plan.rows)} rows of {plan.max_row_tokens}"
-
-
-def _row(case: HybridCase, metric: str, unit: str, value: float, **rest: Any) -> ResultRow:
+def _row(case: HybridCase, metric: str, value: float, unit: str, **rest: Any) -> ResultRow:
     return ResultRow(bench="hybrid", case=case.name, metric=metric, unit=unit, value=value, **rest)
-
-
-def _tidy() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

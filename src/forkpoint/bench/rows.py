@@ -37,7 +37,10 @@ class ResultRow:
 @cache
 def environment() -> dict[str, object]:
     """Device, versions, commit and command of this process, the same for all of its rows."""
-    packages = ("torch", "triton", "transformers", "flash-attn-4", "fla-core", "forkpoint")
+    packages = (
+        *("torch", "triton", "transformers", "flash-attn-4", "fla-core", "tilelang"),
+        "forkpoint",
+    )
     versions = {"python": platform.python_version()}
     for name in packages:
         try:

@@ -164,6 +164,9 @@ class Dense:
         typical, rows = self.timed.typical_ms, self.timed.rows_ms
         return rows * self.scale + max(0.0, typical - rows)
 
+    def phase_ms(self, phase: str) -> float:
+        return median(self.timed.phase_ms[phase]) * self.scale
+
 
 def best_dense(
     stepper: Stepper, batch: RolloutBatch, *, repeats: int, sample: int = 4

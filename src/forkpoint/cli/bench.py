@@ -46,6 +46,8 @@ class Bench:
         dtypes: Data types to measure. Only for attention; hybrid is bfloat16.
         only: Parts of the names of cases to measure, such as R64; by default every case.
         layers: How many layers the hybrid model has; by default all of its 32.
+        blocks: Whether the hybrid model's decoder blocks are compiled, dense and shared alike; on
+            CPUs they are not.
         repeats: How often a step of the hybrid model is timed.
         output: The file of JSON lines that rows are appended to; by default WHAT.jsonl.
         json: Print only the JSON line.
@@ -59,6 +61,7 @@ class Bench:
     layers: DisallowNone[
         Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 32)")]
     ] = None
+    blocks: Literal["compiled", "eager"] = "compiled"
     repeats: Count = 3
     output: DisallowNone[
         Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: WHAT.jsonl)")]
@@ -154,6 +157,7 @@ class Bench:
         import torch
 
         from forkpoint.bench import hybrid
+        from forkpoint.bench.steps import Stepper
 
         for suite in suites:
             model: Any
@@ -161,9 +165,10 @@ class Bench:
                 model = hybrid.make_model(hybrid.TINY, self.layers, torch.float32, "cpu")
             else:
                 model = hybrid.make_model(hybrid.QWEN35_4B, self.layers, torch.bfloat16, "cuda")
+            stepper = Stepper(model, compile_blocks=None if self.blocks == "compiled" else False)
             for case in filter(lambda c: self._wants(c.name), hybrid.SUITES[suite]):
-                yield case.name, list(hybrid.run_case(case, model, repeats=self.repeats))
-            del model
+                yield case.name, list(hybrid.run_case(case, stepper, repeats=self.repeats))
+            del model, stepper
 
 
 def _table(title: str, rows: "list[ResultRow]") -> Table:
