@@ -6,10 +6,10 @@
 
 The operation runs with the gates that Qwen3.5 is initialised with (rates up to 16 a token), on one
 sequence and on ragged ones, in 16 bits; errors are relative to the chunked form in float64. `fla`
-as called directly and as forkpoint calls it are rows of their own: where the first is wrong and the
-second is not, it is what forkpoint fills sequences up for. With --model, the stock model runs
-densely, and the last layers whose output's gradient was finite, and the first whose was not, are
-named, together with every parameter whose gradient is not finite. Each line is a row of JSON.
+as called directly, with q and k repeated for every value head, and as forkpoint calls it, without,
+are rows of their own. With --model, the stock model runs densely, and the last layers whose
+output's gradient was finite, and the first whose was not, are named, together with every parameter
+whose gradient is not finite. Each line is a row of JSON.
 """
 
 import argparse

@@ -274,32 +274,27 @@ def test_fla_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     assert "not deterministic" in (record.refusal(*asked[:4], True) or "")
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=40))
-def test_kernels_meet_few_shapes(lengths: list[int]) -> None:
-    """Sequences of whole chunks, and numbers of tokens and of sequences that are rounded up."""
-    given_lengths = np.asarray(lengths)
-    plain = fla.kernel_lengths(given_lengths, tilelang=False)
-    assert plain == ((1, 1) if lengths == [1] else ())
-    found = np.asarray(fla.kernel_lengths(given_lengths, tilelang=True))
-    own, more = found[: len(lengths)], found[len(lengths) :]
-    assert (found % fla.CHUNK == 0).all() and (found > 0).all() and len(more)
-    assert (own >= given_lengths).all() and (own < given_lengths + fla.CHUNK).all()
-    assert len(found) == 1 << len(lengths).bit_length()
-    least = int(own.sum()) + fla.CHUNK * len(more)
-    assert least <= found.sum() <= max(least + fla.CHUNK, least * 17 / 16 + 1)
-    assert found.sum() % max(fla.CHUNK, 1 << (int(least).bit_length() - 5)) == 0
+def test_fla_is_refused_where_it_would_call_another_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fla, "find_spec", lambda name: name)
+    monkeypatch.setattr(fla, "_version", lambda package: (3, 6, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.delenv("FLA_FLASH_QLA", raising=False)
+    assert "set FLA_FLASH_QLA=0" in (fla.KERNEL.refuses_device(torch.device("cuda")) or "")
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    assert fla.KERNEL.refuses_device(torch.device("cuda")) is None
 
 
-@pytest.mark.parametrize("tilelang", [False, True])
 @pytest.mark.parametrize("lengths", [[1], [5, 70, 1], [64, 128], [63, 1, 64, 65]])
-def test_neutral_tokens_change_nothing(lengths: list[int], tilelang: bool, monkeypatch) -> None:
+def test_what_fla_is_given(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole path to the kernel and back, with the chunked form in the place of the kernel."""
 
     def kernel(q, k, v, g, beta, **options):
-        assert options["use_qk_l2norm_in_kernel"] and q.shape[0] == 1
+        assert options["use_qk_l2norm_in_kernel"]
+        assert q.shape[:1] == (1,) and q.shape[2] == HEADS and v.shape[2] == VALUE_HEADS
         spans = np.diff(options["cu_seqlens_cpu"].numpy())
-        assert spans.sum() == q.shape[1] > 1 and (not tilelang or (spans % 64 == 0).all())
+        assert spans.tolist() == ([1, 1] if lengths == [1] else lengths)
         assert options["initial_state"].shape[0] == len(spans)
         given = (x[0] for x in (q, k, v, g, beta))
         sequences = Sequences(spans, "cpu")
@@ -308,37 +303,8 @@ def test_neutral_tokens_change_nothing(lengths: list[int], tilelang: bool, monke
         return o[None], state
 
     monkeypatch.setattr(fla, "_chunk_gated_delta_rule", lambda: kernel)
-    monkeypatch.setattr(fla, "_runs_tilelang", lambda device: tilelang)
     case = Inputs(lengths)
     expected = outcome(reference.scan, case.make(), case.sequences())
     found = outcome(fla.scan, case.make(), case.sequences())
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
-
-
-def test_a_chunk_read_past_the_end_of_its_sequence_overflows() -> None:
-    """Why sequences are filled up to whole chunks for kernels that read these as a whole.
-
-    Gates as Qwen3.5 initialises them: tokens of heads with a rate of 16 keep exp(-20) of a state.
-    What the backward of a chunk multiplies its keys' gradient with is exp(sum at the last token -
-    sum at the token). Where the last token is not the chunk's last, the sums behind it are those of
-    the next sequence, and lie below.
-    """
-    rate, bias = torch.tensor(16.0), torch.tensor(1.0)
-    g = -rate * torch.nn.functional.softplus(bias + torch.zeros(65 + 64))
-
-    def factors(lengths: list[int]) -> list[torch.Tensor]:
-        spans, found = Sequences(np.asarray(lengths), "cpu").spans(), []
-        sums = torch.cat([c.cumsum(0) for b, e in spans for c in laid_out[b:e].split(fla.CHUNK)])
-        for begin, end in spans:
-            for first in range(begin, end, fla.CHUNK):
-                last = min(first + fla.CHUNK, end) - 1
-                found.append((sums[last] - sums[first : first + fla.CHUNK]).exp())
-        return found
-
-    laid_out = g
-    ragged = factors([65, 64])
-    assert torch.isinf(ragged[1]).any() and torch.isnan(ragged[1] * torch.zeros(())).any()
-    lengths = fla.kernel_lengths(np.asarray([65, 64]), tilelang=True)
-    laid_out = Sequences(np.asarray([65, 64]), "cpu").stretched(lengths).lay_out(g)
-    assert all(float(f.max()) <= 1.0 for f in factors(list(lengths)))

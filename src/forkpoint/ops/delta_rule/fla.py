@@ -2,21 +2,20 @@
 
 Source: `fla.ops.gated_delta_rule.chunk_gated_delta_rule` of flash-linear-attention 0.6.0. Found
 there and in its issues:
-- q, k, v [1, T, H, D] in 16 bits, g float32, int64 cumulative lengths, one initial state a sequence
-  in float32; final states float32. Its backward has gradients of initial and from final states.
-- Key dims up to 256. Some of its backends have no fewer key than value heads; here both are equal.
+- q, k [1, T, H, D] and v [1, T, G, E] in 16 bits, G a multiple of H, g float32, int64 cumulative
+  lengths, one initial state a sequence in float32; final states float32. Its backward has gradients
+  of initial and from final states.
+- Key dims up to 256.
 - On Hopper its Triton backward gives wrong gradients for Triton 3.4 to 3.7.0 (its issues 640 and
   984), so that it asks for tilelang there. On Blackwell gradients of some shapes are NaN (its
   issue 913).
-- tilelang's kernel of some versions (its pull request 827) reads and writes the last chunk of a
-  sequence as a whole. Where a sequence ends within a chunk, the tokens behind it are those of the
-  next one: their decay enters exp with the wrong sign, infinite where tokens forget much, so that
-  gradients are NaN; and gradients of the next sequence's first tokens are overwritten. So there,
-  every sequence is filled up with neutral tokens (all zero: they neither decay a state nor write to
-  it) to whole chunks, which is exact for parents too.
-- It compiles for the lengths that it meets, for about a minute each. So there, further sequences of
-  neutral tokens bring a call to one of few shapes.
-- One token in all would go to kernels without a backward in some versions: another follows it.
+- Ragged lengths are right as they are, with tilelang 0.1.15 on an H200: no gradient that is not
+  finite, and errors against float64 as large as with sequences of whole chunks. Earlier versions
+  read and wrote past the end of a sequence (its pull request 827); `OLDEST` is later. Changing
+  lengths compile nothing anew. docs/upstream-delta-rule.md has what was measured.
+- FlashQLA, another package, would be called in its place on Hopper, and has not been shown exact.
+- One token in all would go to kernels without a backward in some versions: another, all zero, which
+  neither decays a state nor writes to it, follows as a sequence of its own.
 """
 
 import os
@@ -30,10 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forkpoint.ops.delta_rule.kernel import DeltaKernel, by_value_head
+from forkpoint.ops.delta_rule.kernel import DeltaKernel
 from forkpoint.ops.recurrence import Sequences
 
-CHUNK = 64
 OLDEST = (0, 6)
 WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 0))
 """The first and the last Triton whose code for Hopper computes wrong gradients."""
@@ -58,16 +56,12 @@ def scan(
     sequences: Sequences,
     final: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    heads = v_TGE.shape[1]
-    inputs = [by_value_head(q_THD, heads), by_value_head(k_THD, heads), v_TGE, g_TG, beta_TG]
-    lengths = kernel_lengths(sequences.lengths, tilelang=_runs_tilelang(v_TGE.device))
-    layout = sequences.stretched(lengths) if len(lengths) else None
-    if layout is not None:
-        inputs = [layout.lay_out(x) for x in inputs]
-        more = len(lengths) - sequences.count
-        if initial_SGDE is not None:
-            initial_SGDE = F.pad(initial_SGDE, (0, 0, 0, 0, 0, 0, 0, more))
-    given = sequences if layout is None else layout.sequences
+    inputs = (q_THD, k_THD, v_TGE, g_TG, beta_TG)
+    count, tokens = sequences.count, sequences.tokens
+    if tokens == 1:
+        inputs = tuple(_one_more(x) for x in inputs)
+        initial_SGDE = None if initial_SGDE is None else _one_more(initial_SGDE)
+        sequences = _two_single_tokens(v_TGE.device)
     q, k, v, g, beta = (x[None] for x in inputs)
     o, state = _chunk_gated_delta_rule()(
         q,
@@ -78,32 +72,21 @@ def scan(
         initial_state=initial_SGDE,
         output_final_state=final,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=given.cu,
-        cu_seqlens_cpu=given.cu_cpu,
+        cu_seqlens=sequences.cu,
+        cu_seqlens_cpu=sequences.cu_cpu,
     )
-    o_TGE = o[0] if layout is None else layout.take_back(o[0])
-    return o_TGE, state[: sequences.count] if final else None
+    return o[0, :tokens], state[:count] if final else None
 
 
-def kernel_lengths(lengths: np.ndarray, *, tilelang: bool) -> tuple[int, ...]:
-    """Lengths that a call is stretched to by neutral tokens; () if it is taken as it is.
-
-    For tilelang each sequence ends with a chunk, and further sequences round the numbers of tokens
-    and of sequences up to one of few values, which the number of chunks then follows from.
-    """
-    if not tilelang:
-        return (1, 1) if lengths.tolist() == [1] else ()
-    whole = -(-lengths // CHUNK) * CHUNK
-    more = (1 << len(lengths).bit_length()) - len(lengths)
-    total = _rounded_up(int(whole.sum()) + CHUNK * more)
-    last = total - int(whole.sum()) - CHUNK * (more - 1)
-    return (*whole.tolist(), *([CHUNK] * (more - 1)), last)
+def _one_more(x: Tensor) -> Tensor:
+    """Zeros behind the last entry."""
+    return F.pad(x, (*(0, 0) * (x.dim() - 1), 0, 1))
 
 
-def _rounded_up(tokens: int) -> int:
-    """To a multiple of a sixteenth of the power of two below it, and of chunks."""
-    step = max(CHUNK, 1 << (tokens.bit_length() - 5))
-    return -(-tokens // step) * step
+@cache
+def _two_single_tokens(device: torch.device) -> Sequences:
+    """Kept, for kernels know cumulative lengths by identity."""
+    return Sequences(np.asarray([1, 1]), device)
 
 
 def _refuses_head_dims(key_dim: int, value_dim: int) -> str | None:
@@ -122,7 +105,14 @@ def _refuses_device(device: torch.device) -> str | None:
             f"{_text(OLDEST)} or newer (pip install -U flash-linear-attention)"
         )
     major, minor = torch.cuda.get_device_capability(device)
-    return refuses_chip(major, minor, _version("triton"), tilelang=_has_tilelang())
+    if major == 9 and _installed("flash_qla", "FLA_FLASH_QLA"):
+        return (
+            "it would call FlashQLA, which is installed and has not been shown exact; set "
+            "FLA_FLASH_QLA=0"
+        )
+    return refuses_chip(
+        major, minor, _version("triton"), tilelang=_installed("tilelang", "FLA_TILELANG")
+    )
 
 
 def refuses_chip(major: int, minor: int, triton: tuple[int, ...], *, tilelang: bool) -> str | None:
@@ -141,12 +131,9 @@ def refuses_chip(major: int, minor: int, triton: tuple[int, ...], *, tilelang: b
     return None
 
 
-def _runs_tilelang(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9 and _has_tilelang()
-
-
-def _has_tilelang() -> bool:
-    return find_spec("tilelang") is not None and os.environ.get("FLA_TILELANG", "1") != "0"
+def _installed(package: str, switch: str) -> bool:
+    """Whether a package is there and the variable does not say to leave it alone."""
+    return find_spec(package) is not None and os.environ.get(switch, "1") != "0"
 
 
 def _version(package: str) -> tuple[int, ...]:

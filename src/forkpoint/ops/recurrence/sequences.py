@@ -84,47 +84,13 @@ class Sequences:
         """[S + 1] int64"""
         self.cu: Tensor = to_device(self.cu_cpu, device)
         self._chunks: dict[int, Chunks] = {}
-        self._stretched: dict[tuple[int, ...], Stretched] = {}
 
     def spans(self) -> list[tuple[int, int]]:
         ends = self.cu_cpu.tolist()
         return list(pairwise(ends))
-
-    def stretched(self, lengths: tuple[int, ...]) -> "Stretched":
-        """Laid out with these lengths; kept, for kernels know cumulative lengths by identity."""
-        if lengths not in self._stretched:
-            self._stretched[lengths] = Stretched(self.lengths, lengths, self.device)
-        return self._stretched[lengths]
 
     def chunks(self, size: int) -> Chunks:
         """Built once and kept, for all layers and passes."""
         if size not in self._chunks:
             self._chunks[size] = Chunks(self.lengths, size, self.device)
         return self._chunks[size]
-
-
-class Stretched:
-    """Sequences with greater lengths, zeros behind the end of each, and more after them."""
-
-    def __init__(
-        self, given: np.ndarray, lengths: tuple[int, ...], device: torch.device | str
-    ) -> None:
-        wide = np.asarray(lengths, np.int64)
-        real = np.concatenate([given, np.zeros(len(wide) - len(given), np.int64)])
-        assert (real <= wide).all()
-        self.sequences: Sequences = Sequences(wide, device)
-        offset = np.arange(wide.sum()) - np.repeat(np.cumsum(wide) - wide, wide)
-        there = offset < np.repeat(real, wide)
-        token = np.full(len(offset), given.sum())
-        token[there] = np.arange(given.sum())
-        self._token = to_device(torch.from_numpy(token), device)
-        self._where = to_device(torch.from_numpy(np.flatnonzero(there)), device)
-
-    def lay_out(self, x_T: Tensor) -> Tensor:
-        """[T, ...] -> [tokens of the greater lengths, ...]"""
-        padded = F.pad(x_T, (*(0, 0) * (x_T.dim() - 1), 0, 1))
-        return padded.index_select(0, self._token)
-
-    def take_back(self, x_T: Tensor) -> Tensor:
-        """The inverse of `lay_out`."""
-        return x_T.index_select(0, self._where)
