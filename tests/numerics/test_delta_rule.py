@@ -1,5 +1,6 @@
 """Gated delta rule and convolution: kernels against a loop over time, rows against paths."""
 
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
@@ -230,6 +231,28 @@ def test_the_compiled_convolution_is_the_eager_one(dtype: torch.dtype, biased: b
         assert found.dtype == dtype
         error, bar = ((y.double() - wanted).norm() / wanted.norm() for y in (found, plain))
         assert error <= (1e-14 if dtype == torch.float64 else max(1.1 * bar, 2e-3)), (error, bar)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+def test_the_compiled_convolution_keeps_nothing_padded_or_wide() -> None:
+    """But the inputs themselves, and outputs in their dtype."""
+    torch._dynamo.reset()
+    x, weight = torch.randn(37, 6).bfloat16(), torch.randn(6, 4).bfloat16().requires_grad_()
+    windows, slots = torch.randn(3, 4, 6).bfloat16(), torch.tensor([0, 1, 2])
+    kept: list[Tensor] = []
+
+    def pack(y: Tensor) -> Tensor:
+        kept.append(y)
+        return y
+
+    def activated(x: Tensor) -> Tensor:
+        return torch.nn.functional.silu(short_convolution(x, weight, None, windows, slots))
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
+        torch.compile(activated, dynamic=True)(x.requires_grad_())
+    assert kept and all(y.dtype == torch.bfloat16 for y in kept if y.numel() >= x.numel())
+    assert max(len(y) for y in kept) == len(x)
 
 
 # Which kernel ------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def short_convolution(
     x_TC, weight_CW, windows_FWC = (x.to(dtype) for x in (x_TC, weight_CW, windows_FWC))
     bias_C = None if bias_C is None else bias_C.to(dtype)
     if torch.compiler.is_compiling():
-        plain_TC = _shifted_sum(x_TC, weight_CW, bias_C)
+        plain_TC = _ShiftedSum.apply(x_TC, weight_CW, bias_C)
     else:
         inputs_1CT = F.pad(x_TC.T[None], (weight_CW.shape[1] - 1, 0))
         plain_TC = F.conv1d(inputs_1CT, weight_CW[:, None], bias_C, groups=len(weight_CW))[0].T
@@ -135,17 +135,38 @@ def _operand_dtype(x_TC: Tensor, weight_CW: Tensor) -> torch.dtype:
     return weight_CW.dtype
 
 
-def _shifted_sum(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
-    tokens, width = len(x_TC), weight_CW.shape[1]
-    wide = accumulate_dtype(x_TC.dtype)
-    # Cast before they are shifted, so that their gradients are added up before they are rounded.
-    padded, weight_CW = F.pad(x_TC.to(wide), (0, 0, width - 1, 0)), weight_CW.to(wide)
-    total_TC = padded[:tokens] * weight_CW[:, 0]
-    for i in range(1, width):
-        total_TC = total_TC + padded[i : i + tokens] * weight_CW[:, i]
-    if bias_C is not None:
-        total_TC = total_TC + bias_C.to(wide)
-    return total_TC.to(x_TC.dtype)
+class _ShiftedSum(torch.autograd.Function):
+    """The plain convolution, by products with the inputs shifted.
+
+    The backward shifts the gradient and not, as autograd would, the inputs: compiled code keeps
+    what is padded in the forward for it, in float32 and for every shift.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TC, weight_CW, bias_C):  # type: ignore[override]
+        ctx.save_for_backward(x_TC, weight_CW)
+        ctx.biased = bias_C is not None
+        wide = accumulate_dtype(x_TC.dtype)
+        x, weight, tokens = x_TC.to(wide), weight_CW.to(wide), len(x_TC)
+        total = x * weight[:, -1]
+        for back in range(1, weight.shape[1]):
+            total = total + F.pad(x, (0, 0, back, 0))[:tokens] * weight[:, -1 - back]
+        if bias_C is not None:
+            total = total + bias_C.to(wide)
+        return total.to(x_TC.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_TC):  # type: ignore[override]
+        x_TC, weight_CW = ctx.saved_tensors
+        wide, width = accumulate_dtype(x_TC.dtype), weight_CW.shape[1]
+        x, weight, grad = x_TC.to(wide), weight_CW.to(wide), grad_TC.to(wide)
+        shifted = [F.pad(grad, (0, 0, 0, back))[back:] for back in reversed(range(width))]
+        dx = shifted[-1] * weight[:, -1]
+        for i in range(width - 1):
+            dx = dx + shifted[i] * weight[:, i]
+        dweight = torch.stack([(x * s).sum(0) for s in shifted], 1)
+        dbias = grad.sum(0).to(x_TC.dtype) if ctx.biased else None
+        return dx.to(x_TC.dtype), dweight.to(x_TC.dtype), dbias
 
 
 class _Gather(torch.autograd.Function):
