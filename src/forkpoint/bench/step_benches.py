@@ -75,10 +75,14 @@ def step_grid(
 
 
 def _shared(stepper: Stepper, policy: Policy, batch: RolloutBatch) -> Timed:
-    """A step once to warm up, where that is affordable, and then as often as is."""
+    """A step once to warm up, and then as often as is affordable.
+
+    One that takes long, of a policy that has run before, is not repeated.
+    """
+    warm = stepper.has_run(policy)
     first = stepper.step(policy, batch)
     repeats = repeats_for(first.typical_ms)
-    if repeats == 1 and first.typical_ms > 12_000:
+    if warm and repeats == 1 and first.typical_ms > 12_000:
         return first
     return stepper.repeat(policy, batch, repeats=repeats, into=Timed(first.plan))
 

@@ -83,6 +83,7 @@ class Stepper:
         self.device: torch.device = self.policy.host.device
         self.cuda: bool = self.device.type == "cuda"
         self._policies: dict[Config, Policy] = {}
+        self._ran: set[Config] = set()
 
     @property
     def mode(self) -> str:
@@ -111,6 +112,10 @@ class Stepper:
             self._policies[config] = self.policy.with_config(**changes)
         return self._policies[config]
 
+    def has_run(self, policy: Policy) -> bool:
+        """Whether its configuration has run a step, so that what it needs is compiled."""
+        return policy.config in self._ran
+
     def step(self, policy: Policy, batch: RolloutBatch, plan: Plan | None = None) -> Timed:
         """One step, the device idle at both ends; gradients are zeroed beforehand, not freed."""
         return self.repeat(policy, batch, repeats=1, into=Timed(plan or policy.plan(batch)))
@@ -123,6 +128,7 @@ class Stepper:
                     parameter.grad.zero_()
             with self._timed(into):
                 stats = policy.forward_backward(batch, GRPO(), plan=into.plan)
+            self._ran.add(policy.config)
             into.stats = stats
             for phase, ms in stats.phase_ms.items():
                 into.phase_ms.setdefault(phase, []).append(ms)
