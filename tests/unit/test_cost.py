@@ -96,6 +96,9 @@ def test_bytes_of_a_shape_counted_by_hand() -> None:
     assert TINY.activation_bytes_per_token == 2 * block
     checkpointed = ModelShape(**{**vars(TINY), "checkpointed": True})
     assert checkpointed.activation_bytes_per_token == 2 * 4 * 2 + block
+    # Compiled: no copies of norms, and of an MLP the gate, the up and their product.
+    compiled = ModelShape(**{**vars(TINY), "compiled": True})
+    assert compiled.activation_bytes_per_token == 2 * (block - 2 * 4 * 4 - 2 * 7)
     double = ModelShape(**{**vars(TINY), "dtype_bytes": 8})
     assert double.boundary_gradient_bytes_per_token == 2 * (3 + 5) * 8
     assert double.activation_bytes_per_token == 2 * 8 * (16 + 18 + 15 + 28)

@@ -18,26 +18,12 @@ import torch
 
 from forkpoint.bench.hybrid_time import device_ms
 from forkpoint.bench.rows import ResultRow
+from forkpoint.bench.shapes import QWEN35_4B as QWEN35_4B
+from forkpoint.bench.shapes import checkpoint
 from forkpoint.bench.steps import Dense, Stepper, Timed, best_dense, cell_rows
 from forkpoint.policy import Policy
 from forkpoint.rollouts import Rollout, RolloutBatch
 
-QWEN35_4B: dict[str, Any] = {
-    "vocab_size": 248_320,
-    "hidden_size": 2560,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "max_position_embeddings": 262_144,
-    "tie_word_embeddings": True,
-}
 TINY: dict[str, Any] = {
     **QWEN35_4B,
     "vocab_size": 512,
@@ -106,9 +92,7 @@ def make_model(shape: dict[str, Any], layers: int | None, dtype: torch.dtype, de
     config = AutoConfig.for_model("qwen3_5_text", **{**shape, **changes})
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable({"use_reentrant": False})
+    checkpoint(model)
     return model.train()
 
 

@@ -4,10 +4,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from forkpoint.rollouts import Rollout, RolloutBatch
 
+# Layers of gated linear attention, and every fourth of full attention.
+QWEN35_4B: dict[str, Any] = {
+    "vocab_size": 248_320,
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 262_144,
+    "tie_word_embeddings": True,
+}
 # Public configurations: what decides sizes, and nothing else.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {
@@ -43,6 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": True,
     },
+    "qwen3.5-4b": {"model_type": "qwen3_5_text", **QWEN35_4B},
     "tiny": {
         "model_type": "llama",
         "vocab_size": 512,
@@ -75,6 +94,13 @@ def make_model(
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=dtype)
     return model.train()
+
+
+def checkpoint(model: nn.Module) -> None:
+    """Let the model's blocks keep only their inputs, as transformers has it."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": False})
 
 
 def make_group(

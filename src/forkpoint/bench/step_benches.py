@@ -279,12 +279,19 @@ def _peaks(
 
 
 def tree(
-    stepper: Stepper, deadline: Deadline, *, file: Path, most_tokens: int, tiny: bool = False
+    stepper: Stepper,
+    deadline: Deadline,
+    *,
+    file: Path,
+    most_tokens: int,
+    label: str,
+    tiny: bool = False,
 ) -> Iterator[ResultRow]:
     """Real rollouts that fork, group by group, against the counted bound of their trees.
 
-    Groups whose rollouts have more than `most_tokens` in all are left out, and the note says how
-    many; with the tiny model token ids are folded into its vocabulary.
+    `label` is the model's, for the rows. Groups whose rollouts have more than `most_tokens` in all
+    are left out, and the note says how many; with the tiny model token ids are folded into its
+    vocabulary.
     """
     rollouts = load_rollouts(file)
     if tiny:
@@ -318,7 +325,7 @@ def tree(
         used += 1
     if not used:
         return
-    case = f"{stepper.mode} {file.name}"
+    case = f"{label} {stepper.mode} {file.name}"
     bound = dense_flops / shared_flops
     note = f"{used} of {len(groups)} groups, each a batch; at most {most_tokens} tokens a group"
     yield _row("tree", case, "dense step, sum", dense_ms, "ms", note=note)

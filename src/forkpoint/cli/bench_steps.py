@@ -212,22 +212,29 @@ class CapacityBench(Steps):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeBench(Steps):
-    """Time real rollouts that fork, in Qwen3-4B's shape, against the counted bound of their trees.
+    """Time real rollouts that fork, against the counted bound of their trees.
 
     Attributes:
         file: Rollouts: one JSON object a line, plain, gzip or zstd.
         most_tokens: Leave out groups of more tokens than this.
+        shape: Whose sizes the model has. qwen3.5-4b is a hybrid; both sides checkpoint its blocks.
     """
 
     file: Positional[Annotated[Path, arg(metavar="FILE")]]
     most_tokens: Count = 131_072
+    shape: Literal["qwen3-4b", "qwen3.5-4b"] = "qwen3-4b"
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
+        from forkpoint.bench.shapes import checkpoint
         from forkpoint.bench.step_benches import tree
 
+        stepper = self.stepper(self.shape)
+        if self.shape == "qwen3.5-4b":
+            checkpoint(stepper.model)
         return tree(
-            self.stepper("qwen3-4b"),
+            stepper,
             deadline,
+            label=self.shape,
             file=self.file,
             most_tokens=self.most_tokens,
             tiny=self.tiny,

@@ -133,7 +133,8 @@ class TransformersHost:
 
     @property
     def shape(self) -> ModelShape:
-        return replace(self._shape, checkpointed=refusals.checkpointed(self.causal))
+        checkpointed = refusals.checkpointed(self.causal)
+        return replace(self._shape, checkpointed=checkpointed, compiled=self._compiles)
 
     @property
     def compiles(self) -> bool:

@@ -159,8 +159,8 @@ class Calibration:
 
 
 def _comparable(shape: ModelShape) -> dict[str, Any]:
-    every = asdict(shape)
-    return {k: v for k, v in every.items() if k not in ("layers", "windows", "checkpointed")}
+    differ = ("layers", "windows", "checkpointed", "compiled")
+    return {k: v for k, v in asdict(shape).items() if k not in differ}
 
 
 def calibration_path(device: str, shape: ModelShape, *, compiled: bool) -> Path:

@@ -55,6 +55,8 @@ class ModelShape:
     dtype_bytes: int = 2
     checkpointed: bool = False
     """Whether blocks keep only their inputs between forward and backward."""
+    compiled: bool = False
+    """Whether blocks are compiled, which keeps less: see `activation_bytes`."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "vocab"):
@@ -180,9 +182,10 @@ class ModelShape:
 
         A block keeps the inputs of its two norms and of its seven matrix products, q, k and v as
         attention reads them, attention's output, and the gate's, the up's and their product's
-        values; a norm computed in float32 keeps that copy as well. A checkpointed block keeps its
-        input, and one block at a time is whole while it is recomputed. Checkpointing "selective"
-        leaves out what an MLP keeps but its input, and one MLP at a time is whole.
+        values; a norm computed in float32 keeps that copy as well. Compiled code computes the norms
+        and the gate's activation again instead. A checkpointed block keeps its input, and one block
+        at a time is whole while it is recomputed. Checkpointing "selective" leaves out what an MLP
+        keeps but its input, and one MLP at a time is whole.
         """
         attention = (self.heads + self.kv_heads) * self.head_dim
         values = (self.heads + self.kv_heads) * self.value_dim
@@ -191,15 +194,16 @@ class ModelShape:
             (self.attention_layers, attends),
             (self.recurrent_layers, self.recurrent_activations),
         ]
-        norm_copies = 2 * self.hidden * 4 if self.dtype_bytes < 4 else 0
-        rest = (4 * self.hidden + 4 * self.intermediate) * self.dtype_bytes + norm_copies
+        norm_copies = 2 * self.hidden * 4 if self.dtype_bytes < 4 and not self.compiled else 0
+        mlp = (3 if self.compiled else 4) * self.intermediate
+        rest = (4 * self.hidden + mlp) * self.dtype_bytes + norm_copies
         sizes = [(layers, rest + mixer * self.dtype_bytes) for layers, mixer in blocks if layers]
         if self.checkpointed or checkpointing == "full":
             inputs = self.layers * self.hidden * self.dtype_bytes
             return inputs + max(size for _, size in sizes)
         every = sum(layers * size for layers, size in sizes)
         if checkpointing == "selective":
-            return every - (self.layers - 1) * 4 * self.intermediate * self.dtype_bytes
+            return every - (self.layers - 1) * mlp * self.dtype_bytes
         return every
 
     def repeated_flops_share(self, checkpointing: str) -> float:
