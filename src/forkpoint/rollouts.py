@@ -130,7 +130,7 @@ class Rollout:
         )
 
 
-@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, init=False, eq=False, repr=False)
 class RolloutBatch:
     """Rollouts as ragged flat arrays: the tokens of rollout n are `offsets[n] : offsets[n + 1]`.
 

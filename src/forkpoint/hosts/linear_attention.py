@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from forkpoint.engine.rows import RowContext
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.arguments import RowEnds, taken_context
+from forkpoint.hosts.modules import every_module
 from forkpoint.ops.attention import accumulate_dtype
 from forkpoint.ops.delta_rule import gated_delta_rule
 from forkpoint.ops.delta_rule.kernel import decay_gate
@@ -196,7 +197,7 @@ RECURRENT_FORWARDS: dict[str, RecurrentForward] = {
 
 def recurrent_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model, by name, that carry a state along the path."""
-    return {n: m for n, m in model.named_modules() if type(m).__name__ in RECURRENT_FORWARDS}
+    return {n: m for n, m in every_module(model) if type(m).__name__ in RECURRENT_FORWARDS}
 
 
 def check_recurrent_modules(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 from forkpoint.errors import UnsupportedError
 from forkpoint.forest import IntArray
 from forkpoint.hosts.families import Family
+from forkpoint.hosts.modules import every_module
 
 # Rotary embeddings whose frequencies depend on positions alone. Dynamic and longrope change them
 # beyond a length, and are refused for longer rollouts; so are unknown ones.
@@ -74,7 +75,7 @@ def check_modules(
     replaced: modules whose forwards do not run, since the host computes what they stand for.
     """
     allowed = (f"transformers.models.{family}.", *TOKENWISE_CODE)
-    for name, module in model.named_modules():
+    for name, module in every_module(model):
         if module in replaced:
             continue
         where = name or "the model"
@@ -189,7 +190,7 @@ def check_causal(causal: PreTrainedModel) -> None:
                 "shared token would depend on what follows it in each rollout. Set it to "
                 f"{wanted} if the model is meant to be causal."
             )
-    for name, module in causal.named_modules():
+    for name, module in every_module(causal):
         if vars(module).get("is_causal", True) is not True:
             raise UnsupportedError(
                 f"{name} has is_causal={vars(module)['is_causal']!r}, so that tokens may see those "
@@ -252,7 +253,7 @@ def check_routers(causal: PreTrainedModel) -> None:
             "the configuration has output_router_logits=True: its load-balancing loss counts every "
             "copy of a shared token, which forkpoint does not add yet. Set it to False."
         )
-    for name, module in causal.named_modules():
+    for name, module in every_module(causal):
         jitter = vars(module).get("jitter_noise") or 0
         if module.training and jitter:
             raise UnsupportedError(
@@ -263,7 +264,7 @@ def check_routers(causal: PreTrainedModel) -> None:
 
 def checkpointed(causal: PreTrainedModel) -> bool:
     """Whether activations of some layer are recomputed in its backward."""
-    return any(m.training and _flagged(m) for m in causal.modules())
+    return any(m.training and _flagged(m) for _, m in every_module(causal))
 
 
 def _flagged(module: nn.Module) -> bool:
@@ -273,7 +274,7 @@ def _flagged(module: nn.Module) -> bool:
 
 def check_checkpointing(causal: PreTrainedModel) -> None:
     """Recomputation that keeps a graph of the forward."""
-    for name, module in causal.named_modules():
+    for name, module in every_module(causal):
         if not (module.training and _flagged(module)):
             continue
         function = getattr(module, "_gradient_checkpointing_func", None)
@@ -301,7 +302,7 @@ def _name_of(function: Any) -> str:
 
 def check_dropout(model: nn.Module) -> None:
     """No dropout in modules that are in training mode."""
-    for name, module in model.named_modules():
+    for name, module in every_module(model):
         # Some families call dropout as a function, with a rate that the module keeps.
         kept = (v for k, v in vars(module).items() if "dropout" in k and isinstance(v, float))
         rate = module.p if isinstance(module, _DropoutNd) else max(kept, default=0)

@@ -30,6 +30,7 @@ from forkpoint.hosts.linear_attention import (
     recurrent_forwards,
     recurrent_modules,
 )
+from forkpoint.hosts.modules import one_walk
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.cost import ModelShape
@@ -164,6 +165,10 @@ class TransformersHost:
 
     def check(self, batch: RolloutBatch, *, training: bool) -> None:
         self._check_idle()
+        with one_walk():
+            self._check_now(batch, training=training)
+
+    def _check_now(self, batch: RolloutBatch, *, training: bool) -> None:
         # Again at every step: since it was wrapped the model may have been compiled, moved, given
         # adapters, or put into another mode.
         self._check_model()

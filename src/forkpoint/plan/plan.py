@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -261,8 +262,18 @@ def _row_from_json(row: Mapping[str, Any]) -> Row:
     return Row(**values)
 
 
+# Batches cannot be written to, so each is read once.
+_fingerprints: WeakKeyDictionary[RolloutBatch, str] = WeakKeyDictionary()
+
+
 def fingerprint(batch: RolloutBatch) -> str:
     """A digest of everything that decides which rollouts may share and which edges are trained."""
+    if batch not in _fingerprints:
+        _fingerprints[batch] = _fingerprint(batch)
+    return _fingerprints[batch]
+
+
+def _fingerprint(batch: RolloutBatch) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for array in (
         batch.token_ids,
