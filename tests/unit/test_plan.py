@@ -154,7 +154,9 @@ def test_a_memory_budget_lowers_row_tokens_until_it_holds() -> None:
     assert (free.max_row_tokens, len(free.rows)) == (16_384, 1)
     assert free.predicted_peak_bytes == 4 * 1399 * SHAPE.activation_bytes_per_token
     half = 2 * 1399 * SHAPE.activation_bytes_per_token
-    plan = make_plan(batch, SHAPE, dataclasses.replace(config, memory_budget_bytes=half))
+    # In so small a shape attention outweighs all else, and a row for each group has fewer launches.
+    with mock.patch.object(predict, "LAUNCH_KEYS", 0):
+        plan = make_plan(batch, SHAPE, dataclasses.replace(config, memory_budget_bytes=half))
     assert plan.max_row_tokens < 2 * 1399 + 1399
     assert plan.predicted_peak_bytes == half
     assert [row.slots for row in plan.rows] == [2 * 1399, 2 * 1399]
@@ -315,3 +317,16 @@ def test_waves_may_be_shorter_than_other_rows() -> None:
     reasons = {c.boundary: c.refused for c in auto.candidates if c.refused}
     assert set(reasons) == {"in_row", "mixed"}
     assert "max_wave_tokens is 60" in reasons["mixed"]
+
+
+@pytest.mark.parametrize(("prompt", "sharing"), [(16, "none"), (256, "group"), (4096, "group")])
+def test_auto_shares_from_the_length_on_where_it_pays(prompt: int, sharing: str) -> None:
+    """What a further launch of attention costs outweighs a few tokens that are computed once."""
+    sizes = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "value_dim": 128}
+    shape = ModelShape(layers=32, intermediate=14_336, vocab=128_256, **sizes)
+    batch = RolloutBatch(
+        Rollout([0] * prompt + [1 + n] * 2048, [0] * prompt + [1] * 2048, 0.0, group_id="g")
+        for n in range(8)
+    )
+    plan = make_plan(batch, shape, Config(max_row_tokens=20_000))
+    assert plan.sharing == sharing, plan.explain()

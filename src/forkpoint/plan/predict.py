@@ -20,6 +20,16 @@ from forkpoint.plan.plan import Plan
 # no less time: about the FLOPs per byte at which current GPUs turn from memory- to compute-bound.
 EFFICIENT_TOKENS = 256
 
+# What a query that attends to ancestors by a further launch costs besides, in keys: reading and
+# merging partial outputs, and the backward's passes over its queries. Measured on an H200 with
+# FlashAttention-4, heads 32:8 of 128, as what sharing a prefix of 512 tokens adds to replicating it
+# (benchmarks/results/attention-h200.jsonl, small/P512-N8-R2048).
+LAUNCH_KEYS = 240
+
+# What each row's backward costs besides, in tokens: it adds to all gradients. 12 ms on an H200 in a
+# model of 8B (benchmarks/results/profile-h200.jsonl, "additions", and writing what is added).
+ROW_TOKENS = 180
+
 
 class Meter(Protocol):
     """Prices of the rows of one plan, in one unit."""
@@ -46,7 +56,8 @@ class Meter(Protocol):
 
 
 class CountedMeter:
-    """FLOPs of what runs: edges, padding, and rows too short to fill a device. Bytes as counted."""
+    """FLOPs of what runs: edges, padding, rows too short to fill a device, and what a row and a
+    further launch of attention cost besides. Bytes as counted."""
 
     unit = "FLOPs"
 
@@ -65,7 +76,13 @@ class CountedMeter:
         again = self.shape.repeated_flops_share(row.checkpointing)
         # What a selective policy runs again are products of MLPs, and no attention.
         repeated = again * linear + (attention if again == 1.0 else 0.0)
-        return LINEAR_BACKWARD * (linear + head) + ATTENTION_BACKWARD * attention + repeated
+        gradients = (1 + LINEAR_BACKWARD) * 2.0 * ROW_TOKENS * self.shape.linear_parameters
+        return (
+            LINEAR_BACKWARD * (linear + head)
+            + ATTENTION_BACKWARD * attention
+            + repeated
+            + gradients
+        )
 
     def copy(self, nbytes: int, *, out: bool) -> float | None:
         return None
@@ -81,10 +98,21 @@ class CountedMeter:
         shape, segments = self.shape, list(row.segments)
         start, length = self.plan.forest.start[segments], self.plan.forest.length[segments]
         every = {w: visible_pairs(start, length, w) for w in set(shape.windows)}
+        if 0 in every:
+            every[0] += LAUNCH_KEYS * self._queries_of_rectangles(row)
         pairs = sum(every[window] for window in shape.windows)
         linear = 2.0 * max(row.slots, EFFICIENT_TOKENS) * shape.linear_parameters
         head = 2.0 * self.labelled_of_row[row.index] * shape.hidden * shape.vocab
         return linear, head, 2.0 * shape.heads * (shape.head_dim + shape.value_dim) * pairs
+
+    def _queries_of_rectangles(self, row: Row) -> int:
+        """Tokens that have ancestors outside of their causal sequence (see `layout.full_table`)."""
+        forest, segments = self.plan.forest, np.asarray(row.segments)
+        heads = np.ones(len(segments), bool)
+        if not row.width:
+            heads[1:] = forest.parent[segments[1:]] != segments[:-1]
+        above = forest.parent[segments[heads]] >= 0
+        return int(forest.length[segments][above[np.cumsum(heads) - 1]].sum())
 
 
 class TokenMeter:
