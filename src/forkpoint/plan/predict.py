@@ -23,8 +23,11 @@ EFFICIENT_TOKENS = 256
 # What a query that attends to ancestors by a further launch costs besides, in keys: reading and
 # merging partial outputs, and the backward's passes over its queries. Measured on an H200 with
 # FlashAttention-4, heads 32:8 of 128, as what sharing a prefix of 512 tokens adds to replicating it
-# (benchmarks/results/attention-h200.jsonl, small/P512-N8-R2048).
+# (benchmarks/results/attention-h200.jsonl, small/P512-N8-R2048). There it is a hundredth of what a
+# layer's matrix products take for the token; of small models, whose products are not bound by their
+# FLOPs either, it is at most so much of them.
 LAUNCH_KEYS = 240
+LAUNCH_MOST = 0.02
 
 # What each row's backward costs besides, in tokens: it adds to all gradients. 12 ms on an H200 in a
 # model of 8B (benchmarks/results/profile-h200.jsonl, "additions", and writing what is added).
@@ -98,12 +101,15 @@ class CountedMeter:
         shape, segments = self.shape, list(row.segments)
         start, length = self.plan.forest.start[segments], self.plan.forest.length[segments]
         every = {w: visible_pairs(start, length, w) for w in set(shape.windows)}
-        if 0 in every:
-            every[0] += LAUNCH_KEYS * self._queries_of_rectangles(row)
         pairs = sum(every[window] for window in shape.windows)
         linear = 2.0 * max(row.slots, EFFICIENT_TOKENS) * shape.linear_parameters
         head = 2.0 * self.labelled_of_row[row.index] * shape.hidden * shape.vocab
-        return linear, head, 2.0 * shape.heads * (shape.head_dim + shape.value_dim) * pairs
+        key = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
+        further = min(
+            LAUNCH_KEYS * key * shape.windows.count(0),
+            LAUNCH_MOST * 2.0 * shape.linear_parameters,
+        )
+        return linear, head, key * pairs + further * self._queries_of_rectangles(row)
 
     def _queries_of_rectangles(self, row: Row) -> int:
         """Tokens that have ancestors outside of their causal sequence (see `layout.full_table`)."""
