@@ -67,8 +67,7 @@ def run_case(case: Case, kernels: tuple[str, ...]) -> Iterator[ResultRow]:
                 baseline="the stock calls alone",
             )
         del o, lse, grads
-    del reference
-    yield from _alternatives(inputs, kernels, speeds)
+    yield from _alternatives(inputs, kernels, speeds, reference[0])
 
 
 def _checked_reference(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -90,7 +89,10 @@ def _checked_reference(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _alternatives(
-    inputs: Inputs, kernels: tuple[str, ...], speeds: dict[str, tuple[float, float]]
+    inputs: Inputs,
+    kernels: tuple[str, ...],
+    speeds: dict[str, tuple[float, float]],
+    reference_o: Tensor,
 ) -> Iterator[ResultRow]:
     case = inputs.case
     best = min(speeds.values(), key=sum) if speeds else None
@@ -111,12 +113,14 @@ def _alternatives(
             # As in the published method, the copy of the keys and the sum of their gradients count.
             q, do = inputs.q[slots], inputs.do[slots]
             found[f"copied_keys_{kernel}"] = copied_keys(inputs, chosen, index, launch, q, do)
-    if case.flex:
-        try:
-            found["flex"] = flex_attention(inputs)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            yield _row(case, "flex/failed", "1 is yes", 1.0, note=str(error)[:120])
+    try:
+        found["flex"], o = flex_attention(inputs)
+        yield _row(case, "flex/error", "relative", _distance(o, reference_o))
+        del o
+    except RuntimeError as error:  # of memory, of the compiler, of the kernel it made
+        torch.cuda.empty_cache()
+        note = f"{type(error).__name__}: {error}"[:120]
+        yield _row(case, "flex/failed", "1 is yes", 1.0, note=note)
     for name, (forward, backward, factor) in found.items():
         note = None if factor == 1 else f"{DENSE_RESPONSES} responses timed, scaled by {factor:g}"
         yield _timed(case, f"{name}/forward", forward, factor, note)

@@ -100,8 +100,11 @@ def _compiled_flex() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex_attention(inputs: Inputs) -> tuple[Timing, Timing, float]:
-    """FlexAttention over the whole row with the shared-prefix mask, on its Triton kernels."""
+def flex_attention(inputs: Inputs) -> tuple[tuple[Timing, Timing, float], Tensor]:
+    """FlexAttention over the whole row with the shared-prefix mask, on its Triton kernels.
+
+    Its output [T, H, D] beside its times. Raises what the compiler and its kernels raise.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     # It compiles for each shape, and after some shapes the compiler gives up without a word: the
@@ -137,4 +140,4 @@ def flex_attention(inputs: Inputs) -> tuple[Timing, Timing, float]:
     backward = time_cuda(lambda: torch.autograd.grad(o, (q, k, v), do.detach(), retain_graph=True))
     with torch.no_grad():
         time_forward = time_cuda(forward)
-    return time_forward, backward, 1.0
+    return (time_forward, backward, 1.0), o.detach()[0].transpose(0, 1)[: inputs.row.slots]

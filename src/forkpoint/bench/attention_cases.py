@@ -29,7 +29,6 @@ class Case:
     kv_heads: int = 8
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
-    flex: bool = False
     small: bool = False
 
     @classmethod
@@ -90,17 +89,16 @@ def cases(suite: str) -> Iterator[Case]:
     if suite == "dualkv":
         for n, p in ((28, 4096), (28, 16384), (16, 32768), (28, 32768), (16, 65536)):
             for dtype in (torch.bfloat16, torch.float16):
-                flex = dtype == torch.bfloat16 and p <= 16384
-                yield Case.flat(suite, p, (2048,) * n, dtype=dtype, flex=flex)
+                yield Case.flat(suite, p, (2048,) * n, dtype=dtype)
     elif suite == "prompt-caching":
         for heads, kv_heads, dim in ((16, 4, 256), (32, 8, 128)):
             for p, r in ((16384, 64), (16384, 128), (16384, 1024), (8192, 4096)):
                 options = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim}
-                yield Case.flat(suite, p, (r,) * 9, flex=dim == 128 and r >= 1024, **options)
+                yield Case.flat(suite, p, (r,) * 9, **options)
     elif suite == "ragged":
         for p, n in ((5059, 32), (8192, 16), (16384, 8), (32768, 4)):
             lengths = tuple(np.random.default_rng(42).integers(131, 2048, n).tolist())
-            yield Case.flat(suite, p, lengths, flex=p <= 8192)
+            yield Case.flat(suite, p, lengths)
         rng = np.random.default_rng(42)
         prefixes = tuple(rng.integers(256, 4096, 8).tolist())
         responses = tuple(tuple(rng.integers(131, 2048, 4).tolist()) for _ in prefixes)

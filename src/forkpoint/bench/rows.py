@@ -57,8 +57,15 @@ def environment() -> dict[str, object]:
         "versions": versions,
         "commit": _commit(),
         # Where files lay on the machine is nobody's business.
-        "command": " ".join(["forkpoint", *(_named(word) for word in sys.argv[1:])]),
+        "command": " ".join([*_program(), *(_named(word) for word in sys.argv[1:])]),
     }
+
+
+def _program() -> list[str]:
+    script = Path(sys.argv[0])
+    if script.suffix == ".py" and script.name != "__main__.py":
+        return ["python", f"{script.parent.name}/{script.name}"]
+    return ["forkpoint"]
 
 
 def _named(word: str) -> str:

@@ -31,9 +31,10 @@ DEFAULT_ROW_TOKENS = 16_384
 LARGEST_ROW_TOKENS = 65_536
 # A plan that keeps all activations is preferred to one that does not and costs so little less.
 KEEPING_IS_WORTH = 0.02
-# How many sizes below the first that fits are tried, in steps of a quarter, for plans of few rows.
-SHORTER_TRIED = 2
+# Sizes of rows are tried in steps of a quarter; for plans of few rows, where one row more or less
+# shows, in steps of an eighth, and so many below the first that fits.
 FEW_ROWS = 16
+SHORTER_TRIED = 4
 # Auto prefers the simpler of two plans whose costs differ by less than this.
 NOISE = 0.005
 # Rows are cut no shorter than this to fit a budget.
@@ -210,6 +211,7 @@ class _Builder:
         shorter = 0
         while True:
             plan = self._priced(self._build(sharing, boundary, tokens))
+            few = len(plan.rows) <= FEW_ROWS
             ways = self._fitted(plan, budget)
             needed = min(_peak(way) for way in ways)
             found += [way for way in ways if _peak(way) <= budget]
@@ -218,13 +220,13 @@ class _Builder:
             # not pay for what they let be kept.
             if _peak(plan) <= budget:
                 shorter += 1
-                if shorter > SHORTER_TRIED or len(plan.rows) > FEW_ROWS:
+                if shorter > SHORTER_TRIED or not few:
                     break
             elif found and tokens <= EFFICIENT_TOKENS:
                 break
             if given or tokens <= least:
                 break
-            tokens = max(least, tokens * 3 // 4)
+            tokens = max(least, tokens * (7 if few else 6) // 8)
         if found:
             return min(found, key=_cost_with_preference)
         remedy = "lower max_row_tokens" if given else "checkpoint activations"
