@@ -113,7 +113,8 @@ def flex_attention(inputs: Inputs) -> tuple[tuple[Timing, Timing, float], Tensor
     case = inputs.case
     forest = case.forest()
     padded = -(-inputs.row.slots // 128) * 128
-    segment = torch.full((padded,), -1, device="cuda")
+    # Of what fills the last block; roots are below -1.
+    segment = torch.full((padded,), -3, device="cuda")
     above = torch.full((padded,), -2, device="cuda")
     for index, begin in inputs.slot_of.items():
         end = begin + int(forest.length[index])
