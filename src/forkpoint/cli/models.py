@@ -36,7 +36,13 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
     logging.disable_progress_bar()
     # Transformers checks what it reads by errors of many kinds, each of them about the user's file.
     try:
-        made = _load(model, dtype) if model.is_dir() else random_model(config, dtype, options.seed)
+        # Drawing billions of random weights takes minutes on a CPU; devices draw others by a seed.
+        if model.is_dir():
+            made = _load(model, dtype)
+        else:
+            # On a CPU billions of random weights take minutes. A seed means others on each kind.
+            with torch.device(device):
+                made = random_model(config, dtype, options.seed)
     except ForkpointError:
         raise
     except Exception as error:

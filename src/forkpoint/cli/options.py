@@ -120,7 +120,8 @@ class Runtime(Memory):
 
     Attributes:
         device: Where it runs. auto takes a CUDA device if there is one.
-        seed: Seed of the random weights that a CONFIG.json gets.
+        seed: Seed of the random weights that a CONFIG.json gets. They are drawn on the device: on a
+            GPU they are others than on a CPU.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

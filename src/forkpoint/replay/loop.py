@@ -93,7 +93,7 @@ def replay(
     if baseline:
         dense_config = replace(config, sharing="none", boundary="auto", waves="packed")
         dense = _Side(copy.deepcopy(model), dense_config, optimizer, rate, max_grad_norm)
-        start = [p.detach().cpu().clone() for p in model.parameters()]
+        start = [_on_host(parameter) for parameter in model.parameters()]
     shared = _Side(model, config, optimizer, rate, max_grad_norm)
     loss.check_head(shared.policy.host.head)
     for part in batches.every():
@@ -259,6 +259,12 @@ def _step(
         else parameter_difference(shared.model, dense.model, start),
     )
     return row, {"shared": plan} | ({} if dense_plan is None else {"dense": dense_plan})
+
+
+def _on_host(parameter: nn.Parameter) -> Tensor:
+    """A copy that takes no memory of the device, pinned where it is read back at each step."""
+    copied = parameter.detach().cpu().clone()
+    return copied.pin_memory() if parameter.is_cuda else copied
 
 
 def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
