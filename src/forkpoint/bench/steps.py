@@ -1,7 +1,7 @@
 """Training steps, timed: one model, shared and dense."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from forkpoint.bench.rows import ResultRow
 from forkpoint.config import Config
 from forkpoint.losses import GRPO
 from forkpoint.plan import Plan
@@ -207,65 +206,14 @@ def repeats_for(first_ms: float, *, budget_ms: float = 12_000.0, most: int = 5) 
     return max(1, min(most, int(budget_ms / max(first_ms, 1.0))))
 
 
-def cell_rows(
-    bench: str, case: str, shared: Timed, dense: Dense | None, *, shared_name: str = "shared"
-) -> Iterator[ResultRow]:
-    """All figures of one cell."""
-    plan = shared.plan
-    assert plan.shape is not None
+def repeated(stepper: Stepper, policy: Policy, batch: RolloutBatch) -> Timed:
+    """A step once to warm up, and then as often as is affordable.
 
-    def row(metric: str, value: float, unit: str, **more: object) -> ResultRow:
-        return ResultRow(
-            bench=bench,
-            case=case,
-            metric=metric,
-            unit=unit,
-            value=value,
-            **more,  # type: ignore[arg-type]
-        )
-
-    how = f"{plan.sharing} + {plan.boundary}, rows of at most {plan.max_row_tokens} tokens"
-    kinds = sorted({r.residency for r in plan.rows if r.children})
-    how += f", parents: {', '.join(kinds)}" if kinds else ""
-    yield row(
-        f"{shared_name} step",
-        shared.typical_ms,
-        "ms",
-        p20=shared.quantile(0.2),
-        p80=shared.quantile(0.8),
-        note=how,
-    )
-    for phase, ms in sorted(shared.phase_ms.items()):
-        yield row(f"{shared_name} phase {phase}", median(ms), "ms")
-    flops = plan.shared.step_flops(plan.shape)
-    yield row(f"{shared_name} rate", flops / shared.typical_ms / 1e9, "TFLOP/s")
-    if shared.peak_bytes is not None:
-        yield row(f"{shared_name} peak", shared.peak_bytes, "bytes")
-    if dense is not None:
-        rate = dense.timed.plan.dense.step_flops(plan.shape) / dense.timed.typical_ms / 1e9
-        yield row(
-            "dense step",
-            dense.ms,
-            "ms",
-            p20=dense.timed.quantile(0.2) * dense.scale,
-            p80=dense.timed.quantile(0.8) * dense.scale,
-            note=dense.note,
-        )
-        yield row("dense rate", rate, "TFLOP/s")
-        ratio = dense.ms / shared.typical_ms
-        yield row("speed-up", ratio, "x", baseline="dense", bound=plan.bound, note=how)
-        yield row("share of bound", ratio / plan.bound, "1", baseline="dense", bound=plan.bound)
-    yield from prediction_rows(bench, case, shared, row)
-
-
-def prediction_rows(
-    bench: str, case: str, timed: Timed, row: Callable[..., ResultRow]
-) -> Iterator[ResultRow]:
-    """What the planner predicted, beside what was measured. Nothing without a calibration."""
-    plan = timed.plan
-    if plan.predicted_ms is None:
-        return
-    yield row("predicted step", plan.predicted_ms, "ms", note=plan.rests_on)
-    yield row(
-        "predicted / measured time", plan.predicted_ms / timed.typical_ms, "1", note=plan.rests_on
-    )
+    One that takes long, of a policy that has run before, is not repeated.
+    """
+    warm = stepper.has_run(policy)
+    first = stepper.step(policy, batch)
+    repeats = repeats_for(first.typical_ms)
+    if warm and repeats == 1 and first.typical_ms > 12_000:
+        return first
+    return stepper.repeat(policy, batch, repeats=repeats, into=Timed(first.plan))

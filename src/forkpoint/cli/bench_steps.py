@@ -133,7 +133,7 @@ class StepGrid(Steps):
     counts: tuple[Literal[2, 4, 8, 16, 32], ...] = (4, 8, 16, 32)
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
-        from forkpoint.bench.step_benches import step_grid
+        from forkpoint.bench.step_grid import step_grid
 
         return step_grid(self.stepper("llama3-8b"), deadline, tiny=self.tiny, counts=self.counts)
 
@@ -150,7 +150,7 @@ class PolicyUpdate(Steps):
     shape: Literal["qwen3-8b", "qwen3-4b"] = "qwen3-8b"
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
-        from forkpoint.bench.step_benches import policy_update
+        from forkpoint.bench.policy_update import policy_update
 
         return policy_update(self.stepper(self.shape), deadline, name=self.shape, tiny=self.tiny)
 
@@ -168,7 +168,7 @@ class MemoryBench(Steps):
     wave_tokens: Count = 1
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
-        from forkpoint.bench.step_benches import memory
+        from forkpoint.bench.memory import memory
 
         return memory(
             self.stepper("llama3-8b"),
@@ -226,7 +226,7 @@ class TreeBench(Steps):
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
         from forkpoint.bench.shapes import checkpoint
-        from forkpoint.bench.step_benches import tree
+        from forkpoint.bench.tree import tree
 
         stepper = self.stepper(self.shape)
         if self.shape == "qwen3.5-4b":

@@ -1,0 +1,141 @@
+"""Peaks of memory by residency and by phase, beside dense."""
+
+from collections.abc import Iterator
+
+import torch
+
+from forkpoint.bench.cells import cell_row, cell_rows, out_of_memory, peak_prediction
+from forkpoint.bench.rows import ResultRow
+from forkpoint.bench.shapes import SCALE_TINY, make_group
+from forkpoint.bench.step_grid import SPLITS
+from forkpoint.bench.steps import DENSE, GROUP, Deadline, Dense, Stepper, Timed
+from forkpoint.policy import Policy
+from forkpoint.rollouts import RolloutBatch
+
+
+def memory(
+    stepper: Stepper,
+    deadline: Deadline,
+    *,
+    tiny: bool = False,
+    count: int = 16,
+    wave_tokens: int = 1,
+) -> Iterator[ResultRow]:
+    """Peaks and times of keep, offload and recompute beside dense, for the grid's four splits.
+
+    No checkpointing and no chains on either side. A row below the prompt holds as many responses as
+    fit in `wave_tokens`, and at least one, which is as published. On CUDA "B drained" is the second
+    half of phase B: by then the copies out are through.
+    """
+    scale = SCALE_TINY if tiny else 1
+    for prompt, response in SPLITS:
+        p, r = max(2, prompt // scale), max(2, response // scale)
+        batch = make_group(p, [r] * count, vocab=stepper.vocab)
+        label = f"{stepper.mode} {prompt}/{response} N={count}"
+        if deadline.over(label):
+            continue
+        alone = stepper.configured(**DENSE, max_row_tokens=p + r)
+        one = batch.select([0, 1])
+        stepper.step(alone, one)
+        dense = stepper.step(alone, one)
+        scaled = Dense(dense, count / 2, f"2 rollouts, scaled by {count / 2:.4g}")
+        kept_ms = None
+        for residency in ("keep", "recompute", "offload"):
+            policy = stepper.configured(
+                **GROUP,
+                max_row_tokens=max(p, r),
+                max_wave_tokens=max(1, wave_tokens // scale),
+                residency=residency,
+            )
+            case = f"{label} {residency}"
+            plan = policy.plan(batch)
+            try:
+                stepper.step(policy, batch, plan)
+                shared = Timed(plan)
+                peaks = _peaks(stepper, policy, batch, shared, repeats=2)
+            except torch.OutOfMemoryError as error:
+                yield out_of_memory("memory", case, error)
+                continue
+            yield from cell_rows("memory", case, shared, scaled, shared_name=residency)
+            kept_ms = shared.typical_ms if residency == "keep" else kept_ms
+            if kept_ms is not None:
+                yield cell_row("memory", case, "time over keep", shared.typical_ms / kept_ms, "1")
+            yield from _memory_rows(stepper, case, shared, dense, peaks, p, r)
+
+
+def _memory_rows(
+    stepper: Stepper,
+    case: str,
+    shared: Timed,
+    dense: Timed,
+    peaks: dict[str, int],
+    prompt: int,
+    response: int,
+) -> Iterator[ResultRow]:
+    offload = shared.stats.offload if shared.stats else None
+    if offload is not None:
+        for name in ("out_bytes", "back_bytes", "left_bytes", "host_bytes"):
+            yield cell_row("memory", case, f"offload {name}", getattr(offload, name), "bytes")
+        for name in ("prefetched", "on_demand", "held_back"):
+            yield cell_row("memory", case, f"offload {name}", getattr(offload, name), "storages")
+    if dense.peak_bytes is None:
+        return
+    fixed = stepper.fixed_bytes
+    yield cell_row("memory", case, "dense peak", dense.peak_bytes, "bytes")
+    yield cell_row("memory", case, "fixed", fixed, "bytes")
+    shape = shared.plan.shape
+    assert shape is not None
+    boundary = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
+    share = boundary * shared.plan.arena_slots / (dense.peak_bytes - fixed)
+    for phase, peak in peaks.items():
+        yield cell_row("memory", case, f"peak of phase {phase}", peak, "bytes")
+        yield cell_row(
+            "memory",
+            case,
+            f"peak of phase {phase} over dense",
+            (peak - fixed) / (dense.peak_bytes - fixed),
+            "1",
+            bound=response / (prompt + response) + share,
+        )
+        yield cell_row(
+            "memory",
+            case,
+            f"whole peak of phase {phase} less than dense",
+            1 - peak / dense.peak_bytes,
+            "1",
+        )
+    yield from peak_prediction("memory", case, stepper, shared)
+
+
+def _peaks(
+    stepper: Stepper, policy: Policy, batch: RolloutBatch, timed: Timed, *, repeats: int
+) -> dict[str, int]:
+    """Time steps; the last one's peaks by phase, and of the second half of phase B as "B drained".
+
+    To look at the peaks costs a call to the allocator a row, and no wait for the device.
+    """
+    if not stepper.cuda:
+        stepper.repeat(policy, batch, repeats=repeats, into=timed)
+        return {}
+    parents = {timed.plan.row_names[row.index] for row in timed.plan.rows if row.children}
+    seen: list[tuple[str, int]] = []
+    phase = "A"
+
+    def observe(event: str) -> None:
+        nonlocal phase
+        seen.append((phase, torch.cuda.max_memory_allocated()))
+        torch.cuda.reset_peak_memory_stats()
+        kind, row = event.split(" ")
+        phase = "B" if row not in parents else "A" if kind == "F" else "C"
+
+    stepper.repeat(policy, batch, repeats=repeats - 1, into=timed)
+    policy.observer = observe
+    try:
+        stepper.repeat(policy, batch, repeats=1, into=timed)
+    finally:
+        policy.observer = None
+    seen.append((phase, torch.cuda.max_memory_allocated()))
+    found = {p: max((b for q, b in seen[1:] if q == p), default=0) for p in "ABC"}
+    waves = [b for q, b in seen[1:] if q == "B"]
+    found["B drained"] = max(waves[len(waves) // 2 :], default=0)
+    return {p: peak for p, peak in found.items() if peak}

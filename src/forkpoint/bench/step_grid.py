@@ -1,0 +1,61 @@
+"""One group's step beside dense over splits of its tokens and counts of rollouts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from forkpoint.bench.cells import cell_rows, out_of_memory, peak_prediction
+from forkpoint.bench.rows import ResultRow
+from forkpoint.bench.shapes import SCALE_TINY, make_group
+from forkpoint.bench.steps import Deadline, Dense, Stepper, best_dense, repeated, repeats_for
+from forkpoint.policy import Policy
+from forkpoint.rollouts import RolloutBatch
+
+SPLITS = ((2048, 10_240), (6144, 6144), (8192, 4096), (10_240, 2048))
+COUNTS = (4, 8, 16, 32)
+# Where sharing gains least: auto must not lose there.
+SMALL = ((256, 2048, 2), (1024, 1024, 2), (2048, 10_240, 2), (256, 256, 8))
+
+
+def step_grid(
+    stepper: Stepper,
+    deadline: Deadline,
+    *,
+    tiny: bool = False,
+    counts: tuple[int, ...] = COUNTS,
+    small: bool = True,
+) -> Iterator[ResultRow]:
+    """The grid of splits and counts, by the planner's choice, and where sharing gains least.
+
+    One dense baseline a split; small cells alternate dense and shared.
+    """
+    scale = SCALE_TINY if tiny else 1
+    cells = [(p, r, n) for p, r in SPLITS for n in counts]
+    cells += [cell for cell in SMALL if small and cell not in cells]
+    baselines: dict[tuple[int, int], tuple[Dense, Policy, RolloutBatch]] = {}
+    for prompt, response, count in cells:
+        p, r = max(2, prompt // scale), max(2, response // scale)
+        case = f"{stepper.mode} {prompt}/{response} N={count}"
+        if deadline.over(case):
+            continue
+        batch = make_group(p, [r] * count, vocab=stepper.vocab)
+        policy = stepper.configured(memory_budget_bytes=stepper.budget_bytes)
+        try:
+            fresh = count <= 4 or (p, r) not in baselines
+            if fresh:
+                baselines[p, r] = best_dense(stepper, batch, repeats=2)
+            dense, dense_policy, some = baselines[p, r]
+            shared = repeated(stepper, policy, batch)
+            if fresh:
+                # Both again, in turn, so that neither has the warmer device.
+                for _ in range(repeats_for(dense.timed.typical_ms + shared.typical_ms, most=3)):
+                    stepper.repeat(dense_policy, some, repeats=1, into=dense.timed)
+                    stepper.repeat(policy, batch, repeats=1, into=shared)
+            # What was measured of four rollouts stands for as many as the cell has.
+            dense = replace(dense, scale=count / len(some))
+        except torch.OutOfMemoryError as error:
+            yield out_of_memory("step-grid", case, error)
+            continue
+        yield from cell_rows("step-grid", case, shared, dense)
+        yield from peak_prediction("step-grid", case, stepper, shared)

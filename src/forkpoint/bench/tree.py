@@ -1,0 +1,69 @@
+"""Real rollouts that fork, against the counted bound of their trees."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from forkpoint.bench.cells import cell_row
+from forkpoint.bench.rows import ResultRow
+from forkpoint.bench.steps import DENSE, Deadline, Stepper
+from forkpoint.errors import ConfigError
+from forkpoint.rollouts import RolloutBatch
+from forkpoint.traces import load_rollouts
+
+
+def tree(
+    stepper: Stepper,
+    deadline: Deadline,
+    *,
+    file: Path,
+    most_tokens: int,
+    label: str,
+    tiny: bool = False,
+) -> Iterator[ResultRow]:
+    """Real rollouts that fork, group by group, against the counted bound of their trees.
+
+    `label` is the model's, for the rows. Groups whose rollouts have more than `most_tokens` in all
+    are left out, and the note says how many; with the tiny model token ids are folded into its
+    vocabulary.
+    """
+    rollouts = load_rollouts(file)
+    if tiny:
+        rollouts = [replace(r, token_ids=r.token_ids % stepper.vocab) for r in rollouts]
+    batch = RolloutBatch(rollouts)
+    groups = [batch.select(members.tolist()) for members in batch.groups()]
+    fitting = [g for g in groups if g.logical_tokens <= most_tokens and g.trained_tokens]
+    if not fitting:
+        raise ConfigError(
+            f"no group of {file} has at most {most_tokens} tokens; raise --most-tokens."
+        )
+    # Both sides with rows as long as memory allows.
+    policy = stepper.configured(sharing="tree", memory_budget_bytes=stepper.budget_bytes)
+    alone = stepper.configured(**DENSE, memory_budget_bytes=stepper.budget_bytes)
+    dense_ms = shared_ms = dense_flops = shared_flops = 0.0
+    used = 0
+    for group in fitting:
+        if deadline.over(f"group {used} of {file.name}"):
+            break
+        # A kernel may be compiled at the first lengths of a kind: each group twice.
+        stepper.step(alone, group)
+        stepper.step(policy, group)
+        dense = stepper.step(alone, group)
+        shared = stepper.step(policy, group)
+        plan = shared.plan
+        assert plan.shape is not None
+        dense_ms += dense.typical_ms
+        shared_ms += shared.typical_ms
+        dense_flops += plan.dense.step_flops(plan.shape)
+        shared_flops += plan.shared.step_flops(plan.shape)
+        used += 1
+    if not used:
+        return
+    case = f"{label} {stepper.mode} {file.name}"
+    bound = dense_flops / shared_flops
+    note = f"{used} of {len(groups)} groups, each a batch; at most {most_tokens} tokens a group"
+    yield cell_row("tree", case, "dense step, sum", dense_ms, "ms", note=note)
+    yield cell_row("tree", case, "shared step, sum", shared_ms, "ms", note=note)
+    ratio = dense_ms / shared_ms
+    yield cell_row("tree", case, "speed-up", ratio, "x", bound=bound, baseline="dense", note=note)
+    yield cell_row("tree", case, "share of bound", ratio / bound, "1", bound=bound, note=note)
