@@ -8,14 +8,13 @@ appended to --output.
 """
 
 import argparse
-import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from forkpoint.bench.attention_cases import SUITES, Case, Inputs, cases
+from forkpoint.bench.kernel_kinds import Spent, by_kind
 from forkpoint.bench.rows import ResultRow, time_cuda_in_turn, write_rows
 
 CALLS = 5
@@ -28,29 +27,19 @@ KINDS = {
     "fills": r"memset|fill",
     "copies": r"memcpy|copy",
 }
-"""A kernel belongs to the first kind whose pattern is in its name; others stand by their names."""
 
 
-def kind_of(kernel: str) -> str:
-    name = kernel.lower()
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), kernel[:60])
-
-
-def kernels_of(call: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
-    """Microseconds and launches of one call, by kind."""
+def kernels_of(call: Callable[[], object]) -> list[tuple[str, Spent]]:
+    """What one call's kernels took by kind, the longest first; others stand by their names."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(CALLS):
             call()
         torch.cuda.synchronize()
-    spent: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
-    for event in profile.key_averages():
-        if event.self_device_time_total > 0:
-            spent[kind_of(event.key)] += event.self_device_time_total / CALLS
-            launches[kind_of(event.key)] += round(event.count / CALLS)
-    return spent, launches
+    found = by_kind(profile.key_averages(), KINDS, rest=None).items()
+    each = [(k, Spent(s.us / CALLS, round(s.launches / CALLS))) for k, s in found if s.launches]
+    return sorted(each, key=lambda one: -one[1].us)
 
 
 def profiled(case: Case, kernel: str) -> list[ResultRow]:
@@ -78,10 +67,9 @@ def profiled(case: Case, kernel: str) -> list[ResultRow]:
         row(f"{direction}, over stock", timings[0].p50 / timings[1].p50, "ratio")
         for side, call, timing in zip(("ours", "stock"), (ours, stock), timings, strict=True):
             row(f"{direction}, {side}", timing.p50, "ms")
-            spent, launches = kernels_of(call)
-            for kind, us in spent.most_common():
-                note = f"{launches[kind]} launches"
-                row(f"{direction}, {side}: {kind}", us, "us", note)
+            for kind, spent in kernels_of(call):
+                note = f"{spent.launches} launches"
+                row(f"{direction}, {side}: {kind}", spent.us, "us", note)
     return rows
 
 

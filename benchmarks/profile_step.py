@@ -8,11 +8,11 @@ JSON are printed and appended to --output, and the longest kernels printed.
 """
 
 import argparse
-import re
 from pathlib import Path
 
 import torch
 
+from forkpoint.bench.kernel_kinds import by_kind
 from forkpoint.bench.rows import ResultRow, write_rows
 from forkpoint.bench.shapes import SHAPES, make_group, make_model
 from forkpoint.bench.steps import DENSE, GROUP, Stepper
@@ -27,12 +27,6 @@ KINDS = {
     "fills": r"memset|fill",
     "additions": r"add",
 }
-"""A kernel belongs to the first kind whose pattern is in its name; what is left is "rest"."""
-
-
-def kind_of(kernel: str) -> str:
-    name = kernel.lower()
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "rest")
 
 
 def profiled(
@@ -44,10 +38,8 @@ def profiled(
     wall_ms = stepper.step(policy, batch, plan).typical_ms
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         stepper.step(policy, batch, plan)
-    spent = dict.fromkeys((*KINDS, "rest"), 0.0)
     events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
-    for event in events:
-        spent[kind_of(event.key)] += event.self_device_time_total / 1e3
+    spent = {kind: found.us / 1e3 for kind, found in by_kind(events, KINDS).items()}
     print(case)
     for event in events[:longest]:
         ms = event.self_device_time_total / 1e3

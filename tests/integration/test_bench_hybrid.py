@@ -9,7 +9,8 @@ from commands import Shell
 
 from forkpoint import ModelShape
 from forkpoint.bench import hybrid
-from forkpoint.bench.hybrid_time import KINDS, kind_of
+from forkpoint.bench.hybrid_time import COMPILED, KINDS
+from forkpoint.bench.kernel_kinds import kind_of
 from forkpoint.bench.steps import Stepper
 from forkpoint.plan import make_plan
 
@@ -118,4 +119,5 @@ def test_a_suite_of_the_other_benchmark_is_refused(shell: Shell) -> None:
     ],
 )
 def test_kinds_of_kernels(kernel: str, kind: str) -> None:
-    assert kind_of(kernel) == kind and kind in (*KINDS, "rest")
+    assert kind in (*KINDS, "rest")
+    assert kind_of(kernel, KINDS, compiled=COMPILED) == kind
