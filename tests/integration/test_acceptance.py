@@ -19,7 +19,7 @@ from forkpoint.losses import GRPO, GSPO, Denominators
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
 from forkpoint.plan.layout import Row
-from forkpoint.plan.planner import splits
+from forkpoint.plan.predict import splits
 from forkpoint.testing import lifted_upcasts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, ModelShape, PlanError, Rollout, RolloutBatch
-from forkpoint.plan import make_plan, planner, predict
-from forkpoint.plan.planner import plan_cost, splits
+from forkpoint.plan import make_plan, meters, planner
+from forkpoint.plan.predict import plan_cost, splits
 from strategies import batches
 
 SHAPE = ModelShape(
@@ -100,7 +100,7 @@ def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> No
     )
     config = Config(max_row_tokens=420, sharing="group")
     coupling = np.arange(4)
-    with mock.patch.object(predict, "EFFICIENT_TOKENS", 1):
+    with mock.patch.object(meters, "EFFICIENT_TOKENS", 1):
         free = make_plan(batch, config=config)
         assert (free.boundary, plan_cost(free, batch)) == ("mixed", 500)
         assert splits(free, batch, coupling)
@@ -132,7 +132,7 @@ def test_auto_never_costs_more_than_dense(
         "joint": np.zeros(len(batch), np.int64),
     }[coupled]
     config = Config(max_row_tokens=row_tokens, waves=waves)
-    with mock.patch.object(predict, "EFFICIENT_TOKENS", efficient):
+    with mock.patch.object(meters, "EFFICIENT_TOKENS", efficient):
         plan = make_plan(batch, shape, config, coupling=coupling)
         costs = [c.cost for c in plan.candidates if c.cost is not None]
         dense = [c.cost for c in plan.candidates if c.sharing == "none" and c.cost is not None]
@@ -155,7 +155,7 @@ def test_a_memory_budget_lowers_row_tokens_until_it_holds() -> None:
     assert free.predicted_peak_bytes == 4 * 1399 * SHAPE.activation_bytes_per_token
     half = 2 * 1399 * SHAPE.activation_bytes_per_token
     # In so small a shape attention outweighs all else, and a row for each group has fewer launches.
-    with mock.patch.object(predict, "LAUNCH_KEYS", 0):
+    with mock.patch.object(meters, "LAUNCH_KEYS", 0):
         plan = make_plan(batch, SHAPE, dataclasses.replace(config, memory_budget_bytes=half))
     assert plan.max_row_tokens < 2 * 1399 + 1399
     assert plan.predicted_peak_bytes == half

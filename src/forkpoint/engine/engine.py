@@ -31,7 +31,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.planner import splits
+from forkpoint.plan.predict import splits
 from forkpoint.rollouts import RolloutBatch
 
 RowLoss = Callable[[RowInputs, HeadOutputs], Tensor | None]

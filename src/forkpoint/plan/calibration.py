@@ -179,7 +179,7 @@ def calibration_path(device: str, shape: ModelShape, *, compiled: bool) -> Path:
 
 
 class MeasuredMeter:
-    """Milliseconds of a plan's rows by a calibration (see `forkpoint.plan.predict.Meter`)."""
+    """Milliseconds of a plan's rows by a calibration (see `forkpoint.plan.meters.Meter`)."""
 
     unit = "ms"
 

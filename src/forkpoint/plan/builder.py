@@ -1,0 +1,242 @@
+"""Builds one combination of sharing and boundary for a batch, with rows that fit the limits."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from forkpoint.config import Config
+from forkpoint.errors import PlanError
+from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
+from forkpoint.plan.arena import place_boundaries
+from forkpoint.plan.calibration import Calibration, MeasuredMeter
+from forkpoint.plan.cost import ModelShape, dense_work, forest_work
+from forkpoint.plan.meters import (
+    EFFICIENT_TOKENS,
+    CountedMeter,
+    Meter,
+    TokenMeter,
+    labelled_of_rows,
+)
+from forkpoint.plan.packing import rows_across, rows_mixed, rows_of_whole_paths
+from forkpoint.plan.plan import Plan, fingerprint
+from forkpoint.plan.predict import fit_rows, peak_bytes, plan_cost
+from forkpoint.rollouts import RolloutBatch
+
+DEFAULT_ROW_TOKENS = 16_384
+# Where a budget limits memory, rows as long as it allows, up to this: each row costs reading and
+# writing all gradients, and a group that is in one row costs no boundary.
+LARGEST_ROW_TOKENS = 65_536
+# A plan that keeps all activations is preferred to one that does not and costs so little less.
+KEEPING_IS_WORTH = 0.02
+# Sizes of rows are tried in steps of a quarter; for plans of few rows, where one row more or less
+# shows, in steps of an eighth, and so many below the first that fits.
+FEW_ROWS = 16
+SHORTER_TRIED = 4
+# Rows are cut no shorter than this to fit a budget.
+LEAST_ROW_TOKENS = 64
+
+
+class Builder:
+    """Builds plans of one batch; what they have in common is done once."""
+
+    def __init__(
+        self,
+        batch: RolloutBatch,
+        shape: ModelShape | None,
+        config: Config,
+        coupling: IntArray | None,
+        calibration: Calibration | None,
+    ) -> None:
+        self.batch, self.shape, self.config = batch, shape, config
+        self.coupling, self.calibration = coupling, calibration
+        if calibration is not None and shape is not None:
+            calibration.check_shape(shape)
+        self.fingerprint = fingerprint(batch)
+        self._edges_of: tuple[Forest, IntArray] | None = None
+        # The hidden states of one path do not depend on the temperature, but its log-probs do.
+        self.temperature_class = np.unique(batch.temperatures, return_inverse=True)[1].astype(
+            np.int64
+        )
+        self.tree_order = sort_rollouts(batch.token_ids, batch.offsets, self.temperature_class)
+        tree = build_forest(self.tree_order, len(batch))
+        firsts = np.unique(batch.token_ids[batch.offsets[:-1]])
+        self.unique_tokens = self._unique_tokens(tree, len(firsts))
+        self.longest = int(self.tree_order.edges.max(initial=1))
+        self.orders: dict[str, SortedRollouts] = {"tree": self.tree_order}
+
+    def _unique_tokens(self, tree: Forest, firsts: int) -> int:
+        if len(np.unique(self.temperature_class)) == 1:
+            return tree.edges + firsts
+        plain = sort_rollouts(
+            self.batch.token_ids, self.batch.offsets, np.zeros(len(self.batch), np.int64)
+        )
+        return int(plain.new_edges.sum()) + firsts
+
+    def order(self, sharing: str) -> SortedRollouts:
+        if sharing not in self.orders:
+            if sharing == "none":
+                every = np.ones(len(self.tree_order.rollouts), bool)
+                self.orders[sharing] = self.tree_order.cut(every)
+            else:
+                classes = self.batch.group_index * (self.temperature_class.max(initial=0) + 1)
+                self.orders[sharing] = sort_rollouts(
+                    self.batch.token_ids, self.batch.offsets, classes + self.temperature_class
+                )
+        return self.orders[sharing]
+
+    def build(self, sharing: str, boundary: str) -> Plan:
+        """One combination within the limits of the configuration, with its price."""
+        if self.config.max_wave_tokens is not None and boundary != "across_rows":
+            raise PlanError(
+                f"max_wave_tokens is {self.config.max_wave_tokens}, which is about rows below "
+                f"others, and boundary is {boundary!r}; use boundary='across_rows', or limit all "
+                "rows by max_row_tokens."
+            )
+        given = self.config.max_row_tokens
+        tokens = given or max(DEFAULT_ROW_TOKENS, self.longest)
+        budget = self.config.memory_budget_bytes
+        if budget is None:
+            return self._priced(self._build(sharing, boundary, tokens))
+        if not given:
+            tokens = max(tokens, min(LARGEST_ROW_TOKENS, int(self.tree_order.new_edges.sum())))
+        if self.shape is None:
+            raise PlanError(
+                f"memory_budget_bytes is {budget}, but without a model shape bytes cannot be "
+                "predicted; name the model, or limit max_row_tokens instead."
+            )
+        # A row that holds whole paths is no shorter than the longest of them.
+        least = self.longest if boundary == "in_row" else LEAST_ROW_TOKENS
+        found: list[Plan] = []
+        shorter = 0
+        while True:
+            plan = self._priced(self._build(sharing, boundary, tokens))
+            few = len(plan.rows) <= FEW_ROWS
+            ways = self._fitted(plan, budget)
+            needed = min(_peak(way) for way in ways)
+            found += [way for way in ways if _peak(way) <= budget]
+            # Rows a little shorter than what fits may divide the work more evenly. Where there are
+            # many it makes no difference, and where they are too short to fill a device they do
+            # not pay for what they let be kept.
+            if _peak(plan) <= budget:
+                shorter += 1
+                if shorter > SHORTER_TRIED or not few:
+                    break
+            elif found and tokens <= EFFICIENT_TOKENS:
+                break
+            if given or tokens <= least:
+                break
+            tokens = max(least, tokens * (7 if few else 6) // 8)
+        if found:
+            return min(found, key=_cost_with_preference)
+        remedy = "lower max_row_tokens" if given else "checkpoint activations"
+        if not given and boundary == "in_row":
+            remedy = "use boundary='across_rows', which cuts rollouts into chains of rows"
+        raise PlanError(
+            f"rows of {tokens} tokens are predicted to need {needed} bytes and "
+            f"memory_budget_bytes is {budget}; raise the budget, or {remedy}."
+        )
+
+    def _fitted(self, plan: Plan, budget: int) -> list[Plan]:
+        """The plan as it is and, where residency is auto, with rows not kept so that it fits."""
+        if self.config.residency != "auto" or _peak(plan) <= budget:
+            return [plan]
+        meter = self._meter(plan)
+        ways = ["recompute"]
+        # Without a measured bandwidth a copy has no price.
+        if meter.copy(1, out=True) is not None:
+            ways.append("offload")
+        assert self.shape is not None
+        return [self._priced(fit_rows(plan, meter, self.shape, budget, way)) for way in ways]
+
+    def _meter(self, plan: Plan) -> Meter:
+        if plan.shape is None:
+            return TokenMeter()
+        labelled = labelled_of_rows(plan, self._token_edges(plan.forest), self.batch.loss_mask)
+        if self.calibration is not None:
+            return MeasuredMeter(self.calibration, plan, labelled)
+        return CountedMeter(plan, labelled)
+
+    def _token_edges(self, forest: Forest) -> IntArray:
+        if self._edges_of is None or self._edges_of[0] is not forest:
+            self._edges_of = forest, forest.token_edges(self.batch.offsets)
+        return self._edges_of[1]
+
+    def _priced(self, plan: Plan) -> Plan:
+        meter = self._meter(plan)
+        cost = plan_cost(plan, self.batch, self.coupling, meter)
+        measured = isinstance(meter, MeasuredMeter)
+        return replace(
+            plan,
+            cost=cost,
+            cost_unit=meter.unit,
+            predicted_ms=cost if measured else None,
+            predicted_peak_bytes=(
+                None if self.shape is None else peak_bytes(plan, meter, self.shape)
+            ),
+            rests_on=self.calibration.describe() if measured and self.calibration else "",
+        )
+
+    def _build(self, sharing: str, boundary: str, tokens: int) -> Plan:
+        padded = self.config.waves == "padded"
+        order = self.order(sharing)
+        if boundary == "in_row" and not (padded and sharing == "none"):
+            forest, rows = rows_of_whole_paths(order, len(self.batch), tokens)
+        else:
+            forest = build_forest(order, len(self.batch))
+            if boundary == "in_row" and self.longest > tokens:
+                rows_of_whole_paths(order, len(self.batch), tokens)  # raises, saying why
+            if boundary == "mixed" and not padded:
+                forest, rows = rows_mixed(forest, tokens)
+            else:
+                forest, rows = rows_across(
+                    forest, tokens, padded=padded, max_wave_tokens=self.config.max_wave_tokens
+                )
+        rows, arena_slots, state_slots = place_boundaries(forest, rows)
+        rows = [
+            replace(
+                row,
+                checkpointing=self.config.checkpointing,
+                residency=(
+                    self.config.residency
+                    if row.children and self.config.residency != "auto"
+                    else "keep"
+                ),
+            )
+            for row in rows
+        ]
+        edges = np.diff(self.batch.offsets) - 1
+        windows = self.shape.windows if self.shape else ()
+        labelled = self._labelled(forest)
+        return Plan(
+            sharing=sharing,
+            boundary=boundary,
+            waves=self.config.waves,
+            max_row_tokens=tokens,
+            forest=forest,
+            rows=tuple(rows),
+            arena_slots=arena_slots,
+            state_slots=state_slots,
+            rollouts=len(self.batch),
+            logical_tokens=int(self.batch.offsets[-1]),
+            unique_tokens=self.unique_tokens,
+            labelled=labelled,
+            dense=dense_work(edges, int(self.batch.loss_mask.sum()), windows),
+            shared=forest_work(forest, labelled, windows),
+            fingerprint=self.fingerprint,
+            shape=self.shape,
+        )
+
+    def _labelled(self, forest: Forest) -> int:
+        labelled = np.zeros(forest.edges, bool)
+        labelled[self._token_edges(forest)[self.batch.loss_mask]] = True
+        return int(labelled.sum())
+
+
+def _cost_with_preference(plan: Plan) -> float:
+    keeps = all(row.residency == "keep" for row in plan.rows)
+    return plan.cost * (1 if keeps else 1 + KEEPING_IS_WORTH)
+
+
+def _peak(plan: Plan) -> int:
+    assert plan.predicted_peak_bytes is not None
+    return plan.predicted_peak_bytes
