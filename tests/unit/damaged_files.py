@@ -1,0 +1,265 @@
+"""Files that are damaged, malicious or of no format as a whole, and what is to be said of them."""
+
+import io
+import json
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from damaged_records import (
+    COUNT,
+    OPENRLHF,
+    OPENRLHF_CRITIC,
+    TRL,
+    VERL,
+    VERL_CRITIC,
+    at,
+    cut,
+    edited,
+    shorter,
+    without,
+)
+
+import dumps
+from dumps import rows_of, tensors, truth, write_json, write_parquet, write_torch
+from forkpoint import ForkpointError
+
+
+class Bad:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return exec, (f"open({str(self.path)!r}, 'w').close()",)
+
+
+class Made:
+    """What the call of a function gives when it is unpickled, and the state put into that."""
+
+    def __init__(self, *how: Any) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        return self.how
+
+
+def huge_tensor(size: tuple[int, ...], stride: tuple[int, ...]) -> Made:
+    """A tensor of that size, of which the file holds four numbers."""
+    storage = torch.zeros(4, dtype=torch.int64).untyped_storage()
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.int64, _internal=True)
+    return Made(torch._utils._rebuild_tensor_v2, (typed, 0, size, stride, False, OrderedDict()))
+
+
+def huge_array(dtype: Any, data: Any, begin: tuple[int, ...] = (0,)) -> Made:
+    """An array that declares 2**27 entries, of which `data` are there."""
+    made = np._core.multiarray._reconstruct, (np.ndarray, begin, b"b")
+    return Made(*made, (1, (2**27,), np.dtype(dtype), False, data))
+
+
+def inflating(folder: Path) -> Path:
+    """A torch file whose ids are compressed zeros."""
+    path = torch_file(folder)
+    with zipfile.ZipFile(path) as archive:
+        content = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in content.items():
+            archive.writestr(name, data + bytes(1 << 25) if name.endswith("data/0") else data)
+    return path
+
+
+def in_storage(folder: Path) -> Path:
+    """A pickle of a tensor, whose storage is a torch file of its own that inflates."""
+    content = inflating(folder).read_bytes()
+    return pickled(folder, {"a": Made(torch.storage._load_from_bytes, (content,))})
+
+
+def declaring(folder: Path, **changes: Any) -> Path:
+    """A safetensors file of one array whose header says something else of it."""
+    entry = {"dtype": "I64", "shape": [8], "data_offsets": [0, 64], **changes}
+    header = json.dumps({"prompt_ids": entry}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(64)
+    return raw(folder, "x.safetensors", content)
+
+
+def flipped(path: Path, position: int) -> Path:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x40
+    path.write_bytes(content)
+    return path
+
+
+def truncated(path: Path, share: float = 0.6) -> Path:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    return path
+
+
+def torch_file(folder: Path, make: Any = TRL) -> Path:
+    return write_torch(folder / "x.pt", tensors(make(truth())))
+
+
+def pickled(folder: Path, value: Any) -> Path:
+    path = folder / "x.pkl"
+    path.write_bytes(pickle.dumps(value))
+    return path
+
+
+def safe(folder: Path) -> Path:
+    return dumps.write_safetensors(folder / "x.safetensors", TRL(truth()))
+
+
+def parquet(folder: Path) -> Path:
+    return write_parquet(folder / "x.parquet", dumps.own(truth()))
+
+
+def lines(folder: Path, suffix: str) -> Path:
+    return write_json(folder / f"x{suffix}", rows_of(dumps.own(truth())))
+
+
+def flip_token(folder: Path) -> Path:
+    """One bit of one id in the storage of a tensor, of which the archive has a checksum."""
+    path = torch_file(folder)
+    marker = TRL(truth())["completion_ids"].tobytes()
+    return flipped(path, path.read_bytes().index(marker) + 8)
+
+
+def flip_page(folder: Path) -> Path:
+    path = parquet(folder)
+    return flipped(path, path.stat().st_size // 5)
+
+
+def raw(folder: Path, name: str, content: bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def bad_inside(folder: Path) -> Path:
+    """A harmless DataProto whose tensors are a torch file that runs code."""
+    inner = io.BytesIO()
+    torch.save({"x": Bad(folder / "ran")}, inner)
+    proto = dumps.stand_ins()["DataProto"]((inner.getvalue(), {}, {}))
+    return pickled(folder, proto)
+
+
+def legacy(folder: Path, value: Any) -> Path:
+    path = folder / "x.pt"
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+    return path
+
+
+FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
+    "torch cut short": (lambda f: truncated(torch_file(f)), ["x.pt", "again"]),
+    "torch with a flipped token": (flip_token, ["x.pt is damaged", "checksum"]),
+    "torch that runs code": (lambda f: write_torch(f / "x.pt", {"a": Bad(f / "ran")}),
+                             ["could run code", "exec", "torch.save"]),
+    "old torch that runs code": (lambda f: legacy(f, {"a": Bad(f / "ran")}), ["could run code"]),
+    "a pickle that runs code": (lambda f: pickled(f, [1, Bad(f / "ran")]), ["could run code",
+                                                                            "exec"]),
+    "a pickle inside a DataProto that runs code": (bad_inside, ["could run code"]),
+    "a pickle of a class": (lambda f: pickled(f, {"a": ForkpointError("x")}),
+                            ["it names forkpoint.errors.ForkpointError"]),
+    "a pickle of a function": (lambda f: pickled(f, eval), ["it names builtins.eval"]),
+    "a pickle cut short": (lambda f: truncated(pickled(f, dumps.trl(truth()))), ["x.pkl", "again"]),
+    "a tensor of a class of its own that runs code": (
+        lambda f: pickled(f, {"prompt_ids": Made(getattr, (Bad(f / "ran"), "x"))}),
+        ["could run code", "builtins."]),
+    "a tensor larger than its storage": (lambda f: write_torch(f / "x.pt", {
+        **tensors(TRL(truth())), "prompt_ids": huge_tensor((2**33, 2), (2, 1))}), ["again"]),
+    "a tensor that is one number everywhere": (lambda f: write_torch(f / "x.pt", {
+        **tensors(TRL(truth())), "prompt_ids": huge_tensor((2**33, 2), (0, 1))}),
+        ["x.pt, prompt_ids: ", f"{2**34} entries", "holds 4 numbers", ".contiguous()"]),
+    "an old torch file of more than there is": (lambda f: legacy(f, {
+        **tensors(TRL(truth())), "prompt_ids": huge_tensor((2**22, 2), (2, 1))}), ["again"]),
+    "a pickle of a tensor larger than the file": (lambda f: pickled(f, {
+        "prompt_ids": huge_tensor((2**22, 2), (2, 1))}),
+        ["x.pkl, prompt_ids: ", f"declares {2**26} bytes, and the file has"]),
+    "torch that inflates": (inflating, ["x.pt: x/data/0 in it declares 33", "the whole file has"]),
+    "a pickle of a tensor that inflates": (in_storage, ["x.pkl: ", "data/0 in it declares 33"]),
+    "an array of objects that are not there": (
+        lambda f: pickled(f, {"uid": huge_array(object, ["a"])}),
+        ["x.pkl", "134217728 entries of object, and there are 1'"]),
+    "an array of objects in torch": (
+        lambda f: write_torch(f / "x.pt", {"uid": huge_array(object, ["a"])}),
+        ["x.pt", "134217728 entries of object, and there are 1'"]),
+    "an array of numbers that are not there": (
+        lambda f: pickled(f, {"prompt_ids": huge_array(np.int64, bytes(8))}), ["there are 1"]),
+    "an array of bytes that would be objects": (
+        lambda f: pickled(f, {"uid": huge_array(object, bytes(2**20))}),
+        ["x.pkl", "134217728 entries of object, and there are 131072'"]),
+    "an array that begins large": (lambda f: pickled(f, {"prompt_ids": huge_array(
+        np.int64, bytes(8), begin=(2**27,))}), ["begins with the shape (134217728,)"]),
+    "an array made by its class": (lambda f: pickled(f, {"prompt_ids": Made(
+        np.ndarray, ((2**27,),))}), ["x.pkl", "made in another way"]),
+    "safetensors of a shape that is not there": (
+        lambda f: declaring(f, shape=[2**40]), ["x.safetensors", "invalid shape"]),
+    "safetensors of bytes that are not there": (
+        lambda f: declaring(f, shape=[2**40], data_offsets=[0, 2**43]), ["x.safetensors"]),
+    "a sparse tensor": (lambda f: write_torch(f / "x.pt", {
+        **tensors(TRL(truth())), "prompt_ids": torch.eye(COUNT).to_sparse()}),
+                        ["x.pt, prompt_ids: a tensor is torch.sparse"]),
+    "safetensors cut short": (lambda f: truncated(safe(f)), ["x.safetensors", "again"]),
+    "safetensors cut in the header": (lambda f: truncated(safe(f), 0.05), ["x.safetensors"]),
+    "safetensors with a flipped header": (lambda f: flipped(safe(f), 30), ["x.safetensors"]),
+    "parquet cut short": (lambda f: truncated(parquet(f)), ["x.parquet", "again"]),
+    "parquet with a flipped page": (flip_page, ["x.parquet", "again"]),
+    "gzip cut short": (lambda f: truncated(lines(f, ".gz")), ["cut short or damaged"]),
+    "zstd cut short": (lambda f: truncated(lines(f, ".zst")), ["cut short or damaged"]),
+    "rows of another number": (edited(TRL, shorter("advantages")),
+                               [f"advantages has {COUNT - 1} rows, but completion_ids has"]),
+    "columns of another width": (edited(TRL, cut("completion_mask")),
+                                 ["completion_mask has 5 entries, but completion_ids has 6"]),
+    "log-probs of another width": (edited(VERL, cut("old_log_probs", 2)),
+                                   ["old_log_probs has 4 entries, but responses has 6"]),
+    "values of another width": (edited(VERL_CRITIC, cut("values")),
+                                ["values has 5 entries, but responses has 6"]),
+    "returns of another width": (edited(OPENRLHF_CRITIC, cut("returns", 2)),
+                                 ["returns has 10 entries, but action_mask has 12"]),
+    "values of fewer rows": (edited(VERL_CRITIC, shorter("values")),
+                             [f"values has {COUNT - 1} rows, but responses has {COUNT}"]),
+    "values that are whole rows": (edited(VERL_CRITIC, lambda t: t.update(
+        values=t["values"][..., None])), ["values is 6 x 1"]),
+    "returns that are text": (edited(lambda r: dumps.listed(VERL_CRITIC(r)), lambda t: t.update(
+        returns=[["a"] * 6] * COUNT)), ["returns[0] is 'a'"]),
+    "action arrays longer than rows": (edited(OPENRLHF, lambda t: t.update(
+        action_mask=np.ones((COUNT, 99), bool))), ["action_mask has 99 entries, but sequences"]),
+    "prompts and responses of another width": (edited(VERL, cut("input_ids")),
+                                               ["input_ids has", "7 + 6"]),
+    "no attention mask": (edited(VERL, without("attention_mask")), ["there is no attention_mask"]),
+    "no completion mask": (edited(TRL, without("completion_mask")), ["is of no format"]),
+    "no advantages": (edited(TRL, without("advantages")), ["there is no advantages"]),
+    "ids of floats": (edited(TRL, lambda t: t.update(
+        completion_ids=t["completion_ids"].astype(float))), ["completion_ids[0]", "float32"]),
+    "ids of NaN": (edited(TRL, at("completion_ids", 0, np.nan, float)), ["completion_ids[0]"]),
+    "ids of one dimension too many": (edited(TRL, lambda t: t.update(
+        completion_ids=t["completion_ids"][..., None])), ["completion_ids is 6 x 1"]),
+    "no rows": (edited(TRL, lambda t: t.update(
+        {k: v[:0] for k, v in t.items() if isinstance(v, np.ndarray)})), ["holds no rollouts"]),
+    "positions that jump": (edited(dumps.prime_rl_microbatch, lambda t: t["position_ids"].put(
+        2, 7)), ["position_ids[2] is 7 after 1"]),
+    "positions that do not begin": (edited(dumps.prime_rl_microbatch,
+                                           lambda t: t["position_ids"].put(0, 1)),
+                                    ["position_ids"]),
+    "a packed column too short": (edited(dumps.prime_rl_microbatch, lambda t: t.update(
+        loss_mask=t["loss_mask"][:-1])), ["loss_mask has"]),
+    "things that are no batch": (lambda f: write_torch(f / "x.pt", [1, 2]), ["item 0: is 1"]),
+    "a tensor alone": (lambda f: write_torch(f / "x.pt", torch.ones(3)), ["a batch is a dict"]),
+    "unknown keys": (lambda f: write_json(f / "x.jsonl", [{"text": "a"}]),
+                     ["line 1 is of no format that is known", "['text']", "verl"]),
+    "nothing": (lambda f: raw(f, "x.jsonl", b""), ["holds no rollouts"]),
+    "not a torch file": (lambda f: raw(f, "x.pt", b"hello"), ["is no pt file"]),
+    "not a parquet file": (lambda f: raw(f, "x.parquet", b"hello"), ["is no parquet file"]),
+    "a transport file": (lambda f: raw(f, "rollouts.bin", b"\x94\x01"), ["msgspec.structs.asdict"]),
+    "not UTF-8": (lambda f: raw(f, "x.jsonl", b'{"token_ids": "\xe9"}'), ["not UTF-8"]),
+    "a rollout_id twice": (lambda f: write_parquet(f / "x.parquet", {
+        **dumps.own(truth()), "rollout_id": ["a", *"abcdefgh"]}),
+        ["rollout_id 'a' is on row 0 and again on row 1"]),
+    "an archive of something else": (lambda f: raw(f, "x.pt", b"PK\x03\x04" + bytes(60)), ["x.pt"]),
+}  # fmt: skip

@@ -1,0 +1,186 @@
+"""Dumps with one record that is wrong, and what is to be said of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import dumps
+from dumps import rows_of, tensors, truth, write_torch
+
+ROW = 4
+"""The row that is damaged, so that others remain."""
+
+
+def edited(make: Callable[[Any], dict[str, Any]], edit: Callable[[dict[str, Any]], None]) -> Any:
+    """A writer of a torch file of a table with one edit."""
+
+    def write(folder: Path) -> Path:
+        table = make(truth())
+        edit(table)
+        return write_torch(folder / "x.pt", tensors(table))
+
+    return write
+
+
+def at(name: str, position: Any, value: Any, dtype: Any = None) -> Callable[[dict], None]:
+    """Sets one entry of the damaged row of a column, in another dtype if asked for."""
+
+    def edit(table: dict[str, Any]) -> None:
+        if dtype is not None:
+            table[name] = table[name].astype(dtype)
+        if isinstance(table[name], np.ndarray):
+            table[name][ROW, position] = value
+        else:
+            table[name][ROW][position] = value
+
+    return edit
+
+
+def put(name: str, value: Any) -> Callable[[dict], None]:
+    """Sets the damaged row of a column of lists or numbers."""
+
+    def edit(table: dict[str, Any]) -> None:
+        table[name][ROW] = value
+
+    return edit
+
+
+def whole(name: str, value: Any) -> Callable[[dict], None]:
+    def edit(table: dict[str, Any]) -> None:
+        table[name] = value
+
+    return edit
+
+
+def without(name: str) -> Callable[[dict], None]:
+    def edit(table: dict[str, Any]) -> None:
+        del table[name]
+
+    return edit
+
+
+def cut(name: str, entries: int = 1) -> Callable[[dict], None]:
+    """Takes the last entries of every row of a column away."""
+
+    def edit(table: dict[str, Any]) -> None:
+        table[name] = table[name][:, :-entries]
+
+    return edit
+
+
+def shorter(name: str) -> Callable[[dict], None]:
+    """Takes the last row of a column away."""
+
+    def edit(table: dict[str, Any]) -> None:
+        table[name] = table[name][:-1]
+
+    return edit
+
+
+COUNT = len(truth())
+VERL, TRL, OPENRLHF, NEMO = dumps.verl, dumps.trl, dumps.openrlhf, dumps.nemo_rl
+PRIME, SLIME = dumps.prime_rl, dumps.slime
+
+
+def critic(make: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """The table of the same rollouts with what a critic gave."""
+    return lambda rollouts: make(dumps.with_critic(rollouts))
+
+
+VERL_CRITIC, OPENRLHF_CRITIC = critic(dumps.verl_critic), critic(dumps.openrlhf_critic)
+
+# name: (writer, parts of the message, the field it counts as when skipped or None where it is of
+# the whole file)
+RECORDS: dict[str, tuple[Any, list[str], str]] = {
+    # ids
+    "an id below 0": (edited(TRL, at("completion_ids", 0, -3)), ["-3"], "completion_ids"),
+    "an id beyond int32": (edited(TRL, at("completion_ids", 0, 2**40)), [str(2**40)],
+                           "completion_ids"),
+    "ids of bits flipped": (edited(VERL, at("input_ids", -6, 2**20 + 7)), ["input_ids["],
+                            "input_ids"),
+    "an id that is true": (edited(PRIME, at("token_ids", 1, True)), ["token_ids[1] is True"],
+                           "token_ids"),
+    "an id that is text": (edited(PRIME, at("token_ids", 1, "7")), ["token_ids[0]"], "token_ids"),
+    "an id that is missing": (edited(PRIME, at("token_ids", 1, None)), ["token_ids[1] is None"],
+                              "token_ids"),
+    "ids that are nested": (edited(PRIME, put("token_ids", [[1, 2], [3]])), ["token_ids is"],
+                            "token_ids"),
+    "no ids": (edited(PRIME, put("token_ids", None)), ["there is no token_ids"], "token_ids"),
+    "no mask": (edited(lambda r: {"samples": rows_of(dumps.own(r))},
+                       lambda t: t["samples"][ROW].pop("loss_mask")), ["has no loss_mask"],
+                "loss_mask"),
+    # masks
+    "a mask of 2": (edited(VERL, at("response_mask", 0, 2)), ["response_mask[0] is 2"],
+                    "response_mask"),
+    "a mask of a half": (edited(NEMO, at("token_mask", 0, 0.5, float)), ["token_mask[0] is 0.5"],
+                         "token_mask"),
+    "trained padding": (edited(VERL, whole("response_mask", np.ones((COUNT, 6), int))),
+                        ["response_mask[", "padding"], "response_mask"),
+    "trained padding (OpenRLHF)": (edited(OPENRLHF, at("action_mask", -1, True)),
+                                   ["action_mask[", "padding"], "action_mask"),
+    "trained padding (NeMo RL)": (edited(NEMO, at("token_mask", -1, 1)),
+                                  ["token_mask[", "input_lengths"], "token_mask"),
+    "a hole in the prompt": (edited(TRL, at("prompt_mask", -2, 0)), ["0 between tokens"],
+                             "prompt_mask"),
+    "a prompt padded right": (edited(TRL, at("prompt_mask", -1, 0)), ["padded on the left"],
+                              "prompt_mask"),
+    "a response padded left": (edited(TRL, at("completion_mask", 0, 0)),
+                               ["padded on the right"], "completion_mask"),
+    "a hole in the row": (edited(OPENRLHF, at("attention_mask", 1, 0)), ["0 between tokens"],
+                          "attention_mask"),
+    "a trained first token": (edited(PRIME, at("mask", 0, True)), ["loss_mask[0] is 1", "mask"],
+                              "mask"),
+    # numbers
+    "an advantage of NaN": (edited(TRL, put("advantages", np.nan)), ["advantages is nan"],
+                            "advantages"),
+    "an advantage of NaN among the trained": (edited(VERL, at("advantages", 0, np.nan)),
+                                              ["advantage[", "nan"], "advantages"),
+    "a log-prob of NaN": (edited(VERL, at("old_log_probs", 0, np.nan)), ["nan"], "old_log_probs"),
+    "a log-prob above 0": (edited(VERL, at("old_log_probs", 0, 0.5)), ["at most 0"],
+                           "old_log_probs"),
+    "an infinite reference": (edited(NEMO, at("reference_policy_logprobs", 4, -np.inf)), ["-inf"],
+                              "reference_policy_logprobs"),
+    "an infinite reward": (edited(OPENRLHF, put("rewards", np.inf)), ["rewards is inf"], "rewards"),
+    "a temperature of 0": (edited(PRIME, put("temperatures", [0.0] * 12)), ["temperature"],
+                           "temperatures"),
+    "two temperatures": (edited(PRIME, at("temperatures", -1, 0.5)), ["0.5", "has one"],
+                         "temperatures"),
+    "a value of NaN": (edited(VERL_CRITIC, at("values", 0, np.nan)),
+                       ["old_values[", "nan", "the record's values"], "values"),
+    "an infinite value": (edited(OPENRLHF_CRITIC, at("values", 0, np.inf)),
+                          ["old_values[", "inf", "the record's values"], "values"),
+    "a return of NaN": (edited(VERL_CRITIC, at("returns", 0, np.nan)), ["returns[", "nan"],
+                        "returns"),
+    "an infinite return": (edited(OPENRLHF_CRITIC, at("returns", 6, -np.inf)),
+                           ["returns[", "-inf"], "returns"),
+    "values for one token too few": (edited(lambda r: dumps.listed(VERL_CRITIC(r)), put(
+        "values", [0.5] * 5)), ["values has 5 entries, but responses has 6"], "values"),
+    # lengths
+    "log-probs too short": (edited(PRIME, put("logprobs", [-1.0])), ["logprobs has 1 entries"],
+                            "logprobs"),
+    "a mask too long": (edited(SLIME, put("loss_masks", [1] * 99)), ["loss_masks has 99"],
+                        "loss_masks"),
+    "a response longer than all": (edited(SLIME, put("response_lengths", 99)),
+                                   ["response_lengths is 99"], "response_lengths"),
+    "a length of a half": (edited(NEMO, lambda t: t.update(
+        input_lengths=t["input_lengths"] - np.eye(COUNT)[ROW] / 2)), ["input_lengths is"],
+        "input_lengths"),
+    "a length beyond the row": (edited(NEMO, put("input_lengths", 999)), ["input_lengths is 999"],
+                                "input_lengths"),
+    # other fields
+    "positions that begin again": (edited(VERL, at("position_ids", -6, 0)), ["position_ids"],
+                                   "position_ids"),
+    "positions of three axes": (edited(VERL, lambda t: t.update(
+        position_ids=np.repeat(t["position_ids"][:, None], 3, 1))), ["several axes"],
+        "position_ids"),
+    "a group that is no name": (edited(VERL, put("uid", 0.5)), ["uid is 0.5"], "uid"),
+    "images": (edited(VERL, lambda t: t.update(multi_modal_inputs=np.array(
+        [{"pixel_values": 1} if n == ROW else None for n in range(COUNT)], object))),
+        ["multi_modal_inputs holds media"], "multi_modal_inputs"),
+    "several rewards": (edited(lambda r: dumps.slime_samples(r),
+                               lambda t: t["samples"][ROW].update(reward={"a": 1, "b": 2})),
+                        ["reward is {'a': 1, 'b': 2}"], "reward"),
+}  # fmt: skip
+EVERY_ROW = {"trained padding", "positions of three axes"}
