@@ -1,0 +1,189 @@
+"""Drawings of forests and schedules say what the plans say; what they leave out, they count."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from reports import CONFIGS, SHAPE, made_up
+
+from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.forest import build_forest, sort_rollouts
+from forkpoint.plan import Plan, make_plan
+from forkpoint.report import forests, schedules
+from forkpoint.report.forests import draw_forest, forest_figure
+from forkpoint.report.schedules import counted_lane, labelled_of_segments, timeline_figure
+
+AWAY = {
+    residency: Config(
+        sharing="tree", boundary="across_rows", max_row_tokens=24, residency=residency
+    )
+    for residency in ("offload", "recompute")
+}
+
+
+def picture(plan: Plan, batch: RolloutBatch) -> dict[str, Any]:
+    return draw_forest(plan, batch.rollout_ids, batch.group_ids)
+
+
+# Forests ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_rollout_is_a_path(name: str) -> None:
+    """Bands over a rollout's lane, one after another, are all of its edges."""
+    batch = made_up()
+    drawn = picture(make_plan(batch, SHAPE, CONFIGS[name]), batch)
+    assert drawn["drawn"] == drawn["segments"] == len(drawn["nodes"])
+    for lane, rollout_id in enumerate(drawn["names"]):
+        path = [node for node in drawn["nodes"] if node["begin"] <= lane < node["end"]]
+        at = 0
+        for node in sorted(path, key=lambda node: node["start"]):
+            assert node["start"] == at
+            at += node["length"]
+        assert at == batch.lengths[batch.rollout_ids.index(rollout_id)] - 1
+    area = sum(node["length"] * (node["end"] - node["begin"]) for node in drawn["nodes"])
+    assert area == batch.logical_tokens - len(batch), "the area is what dense would compute"
+    assert sum(node["length"] for node in drawn["nodes"]) == drawn["tokens"]["run"]
+
+
+def test_cuts_that_only_fit_rows_are_not_drawn() -> None:
+    batch = made_up()
+    plan = make_plan(batch, SHAPE, Config(sharing="tree", boundary="across_rows", max_row_tokens=7))
+    order = sort_rollouts(batch.token_ids, batch.offsets, np.zeros(len(batch), np.int64))
+    drawn = picture(plan, batch)
+    assert drawn["segments"] == len(build_forest(order, len(batch))) < len(plan.forest)
+    assert any("," in node["rows"] for node in drawn["nodes"]), "a segment cut into several rows"
+
+
+@pytest.mark.parametrize("most", [1, 5, 9])
+def test_what_is_not_drawn_is_counted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = made_up()
+    plan = make_plan(batch, SHAPE, Config(sharing="tree", boundary="in_row"))
+    whole = picture(plan, batch)
+    monkeypatch.setattr(forests, "MOST_SEGMENTS", most)
+    drawn = picture(plan, batch)
+    ends = [node for node in drawn["nodes"] if "segments" in node]
+    bands = [node for node in drawn["nodes"] if "segments" not in node]
+    assert len(bands) == drawn["drawn"] == most
+    assert most + sum(end["segments"] for end in ends) == whole["segments"]
+    tokens = sum(band["length"] for band in bands) + sum(end["tokens"] for end in ends)
+    assert tokens == plan.computed_tokens
+    for node in drawn["nodes"]:
+        above = drawn["nodes"][node["parent"]] if node["parent"] >= 0 else None
+        assert above is None or "segments" not in above
+        assert above is None or above["begin"] <= node["begin"] < node["end"] <= above["end"]
+    figure = forest_figure([("all", drawn)], left_out=7)
+    assert f"{most} of {whole['segments']} segments are drawn" in figure.notes[0]
+    assert figure.notes[1] == "Not drawn: 7 more of the batches."
+    assert len(figure.table.rows) == most
+
+
+def test_many_rollouts_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forests, "MOST_NAMES", 3)
+    batch = made_up()
+    assert picture(make_plan(batch), batch)["names"] is None
+
+
+def test_rollouts_of_one_token() -> None:
+    batch = RolloutBatch([Rollout([5], [0], 1.0), Rollout([5, 6], [0, 1], 1.0)])
+    assert picture(make_plan(batch), batch)["rollouts"] == 1
+    nothing = RolloutBatch([Rollout([5], [0], 1.0)])
+    assert picture(make_plan(nothing), nothing)["nodes"] == []
+
+
+# Schedules ----------------------------------------------------------------------------------------
+
+
+def lane(plan: Plan, batch: RolloutBatch) -> dict[str, Any]:
+    labelled = labelled_of_segments(plan, batch.loss_mask, batch.offsets)
+    assert labelled.sum() == plan.labelled
+    return counted_lane("shared", plan, labelled)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_counted_lengths_add_up_to_the_step(name: str) -> None:
+    batch = made_up()
+    plan = make_plan(batch, SHAPE, CONFIGS[name])
+    made = lane(plan, batch)
+    assert [event["name"] for event in made["events"]] == list(plan.events())
+    assert made["total"] == pytest.approx(plan.shared.step_flops(SHAPE) / 1e9)
+    assert made["unit"] == "GFLOP" and not made["measured"]
+
+
+def test_what_is_computed_again_is_counted_again() -> None:
+    batch = made_up()
+    kept = lane(make_plan(batch, SHAPE, CONFIGS["tree-across"]), batch)
+    plan = make_plan(batch, SHAPE, AWAY["recompute"])
+    again = lane(plan, batch)
+    assert [event["name"] for event in again["events"]] == list(plan.events())
+    second = [event for event in again["events"] if event["kind"] == "R"]
+    assert second and {event["phase"] for event in second} == {"C"}
+    # The head is left to the second forward, so what is added is what the first ones cost.
+    names = {event["name"][2:] for event in second}
+    first = [e["size"] for e in again["events"] if e["kind"] == "F" and e["name"][2:] in names]
+    assert again["total"] == pytest.approx(kept["total"] + sum(first))
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *AWAY])
+def test_what_is_held_reaches_the_predicted_peak(name: str) -> None:
+    batch = made_up()
+    plan = make_plan(batch, SHAPE, {**CONFIGS, **AWAY}[name])
+    held = [event["held"] for event in lane(plan, batch)["events"]]
+    assert max(held) == plan.predicted_peak_bytes
+    assert min(held) > 0
+
+
+def test_phases_by_hand() -> None:
+    """One prompt of three responses, across rows: A, then B twice each, then C."""
+    batch = made_up(groups=1, rollouts_per_group=3)
+    plan = make_plan(
+        batch, SHAPE, Config(sharing="group", boundary="across_rows", max_row_tokens=30)
+    )
+    events = lane(plan, batch)["events"]
+    assert [(e["name"], e["phase"]) for e in events if e["name"][2] == "A"] == [
+        ("F A0", "A"),
+        ("B A0", "C"),
+    ]
+    children = [e for e in events if e["name"][2] != "A"]
+    assert {e["phase"] for e in children} == {"B"} and len(children) >= 2
+    parent = events[0]["held"]
+    assert all(e["held"] > parent for e in children) and events[-1]["held"] == parent
+    away = make_plan(
+        batch,
+        SHAPE,
+        Config(sharing="group", boundary="across_rows", max_row_tokens=30, residency="recompute"),
+    )
+    again = lane(away, batch)["events"]
+    assert [e["name"] for e in again[-2:]] == ["R A0", "B A0"]
+    assert again[-1]["held"] == again[-2]["held"] == again[0]["held"] == parent
+    assert all(e["held"] < k["held"] for e, k in zip(again[1:-2], events[1:-1], strict=True))
+
+
+def test_without_a_model_tokens_are_shown() -> None:
+    batch = made_up()
+    made = lane(make_plan(batch), batch)
+    assert made["unit"] == made["memory"]["unit"] == "tokens"
+    figure = timeline_figure([("all", [made])], left_out=0)
+    assert any("not times" in note for note in figure.notes)
+
+
+def test_much_work_is_counted_in_a_larger_unit() -> None:
+    batch = made_up()
+    large = replace(SHAPE, vocab=61, hidden=8192, intermediate=32768, layers=80, windows=())
+    plan = make_plan(batch, large)
+    made = lane(plan, batch)
+    assert made["unit"] == "TFLOP"
+    assert made["total"] == pytest.approx(plan.shared.step_flops(large) / 1e12)
+
+
+def test_long_schedules_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = made_up()
+    plan = make_plan(batch, SHAPE, CONFIGS["tree-across"])
+    whole = lane(plan, batch)
+    monkeypatch.setattr(schedules, "MOST_EVENTS", 4)
+    cut = lane(plan, batch)
+    assert len(cut["events"]) == 4 and cut["total"] == pytest.approx(whole["total"])
+    assert cut["events_left_out"] == len(whole["events"]) - 4
+    sizes = sum(event["size"] for event in cut["events"]) + cut["size_left_out"]
+    assert sizes == pytest.approx(cut["total"])

@@ -1,0 +1,139 @@
+"""What a report says of replays is what their rows say, in whatever state their folders are."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reports import CONFIGS, SHAPE, made_up, steps
+
+from forkpoint import ConfigError, RolloutBatch
+from forkpoint.plan import make_plan
+from forkpoint.replay.folder import ReplayFolder
+from forkpoint.replay.records import ReplayStep
+from forkpoint.report import chapters
+from forkpoint.report.chapters import replay_chapter, typical_step
+from forkpoint.report.curves import drift_figure, drift_trend, loss_figure, speed_figure
+from forkpoint.report.runs import read_run
+
+# Curves -------------------------------------------------------------------------------------------
+
+
+def test_rows_come_back_from_json() -> None:
+    for step in steps([1e-9, 2e-9], event_memory_bytes=(4, 5)):
+        again = ReplayStep.from_dict(json.loads(json.dumps(step.to_dict())))
+        assert again == step
+
+
+def test_drift_says_whether_there_is_a_trend() -> None:
+    random = np.random.default_rng(0)
+    noise = np.cumsum(random.normal(size=60)) * 1e-9
+    for means, said in ((noise, "no trend"), (noise + 5e-9 * np.arange(1, 61), "a trend")):
+        figure = drift_figure(steps(means.tolist()))
+        assert figure is not None and f": {said} (" in figure.caption
+        low, high = figure.charts[0].band or ((), ())
+        inside = low[-1] <= means[-1] <= high[-1]
+        assert inside == (said == "no trend"), "the band is the test that the caption tells of"
+    few = drift_figure(steps([1e-9] * 5))
+    assert few is not None and "nothing can be said" in few.caption
+    assert drift_trend(steps([math.nan] * 30)) is None
+
+
+def test_what_has_no_baseline() -> None:
+    alone = [
+        ReplayStep.from_dict({**step.to_dict(), "dense": None, "difference": None})
+        for step in steps([1e-9] * 3)
+    ]
+    assert drift_figure(alone) is None
+    assert speed_figure(alone).charts[0].series[0].name == "counted bound"
+    assert len(loss_figure(alone).charts) == 2
+
+
+def test_speed_is_dense_over_shared() -> None:
+    figure = speed_figure(steps([0.0] * 3))
+    bound, speed = figure.charts[0].series
+    assert list(bound.values) == [2.5] * 3
+    assert list(speed.values) == pytest.approx([30 / 11, 30 / 12, 30 / 13])
+    assert "2.50x" in figure.caption
+
+
+def test_numbers_that_are_none_are_gaps() -> None:
+    figure = loss_figure(steps([0.0] * 3, loss=math.nan))
+    assert list(figure.charts[0].series[1].values) == [None] * 3
+    drift = drift_figure(steps([0.0, 1e-9, 0.0]))
+    assert drift is not None
+    assert list(drift.charts[1].series[2].values) == [None, 1e-9, None], "no logarithm of 0"
+
+
+def test_the_typical_step_is_a_warm_one() -> None:
+    found = typical_step(steps([0.0] * 4), "f")
+    assert found is not None and found.step == 3
+    assert typical_step(steps([0.0]), "f") is not None
+    assert typical_step(steps([0.0]), "other") is None
+
+
+# Folders of replays -------------------------------------------------------------------------------
+
+
+def write_run(folder: Path, batch: RolloutBatch, count: int) -> Path:
+    """The folder of a replay of 30 steps that has come to step `count`."""
+    plan = make_plan(batch, SHAPE, CONFIGS["group-in"])
+    fixed = {
+        "steps": 30,
+        "model": {"kind": "Model", "config": {"model_type": "llama", "num_hidden_layers": 2}},
+        "runs_on": {"device": "cpu"},
+        "loss": "GRPO()",
+        "max_grad_norm": None,
+        **{name: {} for name in ("optimizer", "rate", "config", "batches")},
+    }
+    run = ReplayFolder(folder)
+    run.open(fixed, {"file": "some.jsonl"})
+    run.add_plans("f", batch, {"shared": plan})
+    for step in steps([1e-9] * count):
+        row = step.to_dict()
+        events = plan.events()
+        row["shared"] |= {"events": events, "event_ms": [1.0] * len(events)}
+        run.add_row({**row, "dense": None})
+    return folder
+
+
+def test_a_replay_that_still_runs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", made_up(), 4)
+    with (folder / "rows.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "half": ')
+    chapter = replay_chapter(read_run(folder))
+    assert chapter.title == "some.jsonl" and "4 of 30 steps so far" in chapter.subtitle
+    assert "a llama (2 layers)" in chapter.subtitle and "shared alone" in chapter.subtitle
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.jsonl", b"{\n", "rows.jsonl, line 1 is not JSON"),
+        ("rows.jsonl", b'{"step": 1}\n', "rows.jsonl, line 1 is no row"),
+        ("rows.jsonl", b"[]\n", "rows.jsonl, line 1 is no JSON object"),
+        ("rows.jsonl", b"", "has no step yet"),
+        ("plans.jsonl", b'{"fingerprint": "f"}\n', "plans.jsonl, line 1 is no plan"),
+        ("plans.jsonl", None, "plans.jsonl is missing"),
+    ],
+    ids=["broken", "foreign", "list", "empty", "plan", "missing"],
+)
+def test_damaged_folders(name: str, content: bytes | None, said: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", made_up(), 2)
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        read_run(folder)
+
+
+def test_many_batches_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chapters, "MOST_BATCHES", 1)
+    batch = made_up()
+    folder = write_run(tmp_path / "run", batch, 2)
+    other = ReplayFolder(folder, resume=True)
+    other.add_plans("g", batch, {"shared": make_plan(batch, SHAPE)})
+    figures = {figure.name: figure for figure in replay_chapter(read_run(folder)).figures}
+    assert figures["forest"].notes == ("Not drawn: 1 more of the batches.",)
+    assert "Not drawn: 1 more of the batches." in figures["schedule"].notes
