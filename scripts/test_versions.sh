@@ -14,6 +14,8 @@ newest=$(sed -n "s/^transformers==//p" constraints.txt)
 DEFAULT_VERSIONS=(5.10.4 5.17.0 "$newest")
 TESTS=(
   tests/integration/test_hosts_transformers.py
+  tests/integration/test_hosts_adapters.py
+  tests/integration/test_hosts_leave_no_trace.py
   tests/integration/test_refusals.py
   tests/integration/test_acceptance.py
   tests/integration/test_verify.py

@@ -1,0 +1,64 @@
+"""Stock models in the states that users have them in, and what steps of them are compared by."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from steps import ACROSS, forked_batch
+from torch import nn
+
+from forkpoint import Config, losses
+
+BATCH = forked_batch()
+LOSS = losses.GRPO(kl=0.1)
+TREE_IN_ROW = Config(sharing="tree", boundary="in_row")
+BARS = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+quiet_peft = pytest.mark.filterwarnings(
+    # peft with newer transformers
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+families = pytest.mark.parametrize("family", ["llama", "qwen3"])
+dtypes = pytest.mark.parametrize("dtype", list(BARS), ids=str)
+configs = pytest.mark.parametrize("config", [ACROSS, TREE_IN_ROW], ids=["across", "in_row"])
+
+
+def lora(model: nn.Module, **options: Any) -> PeftModel:
+    """Adapters with weights as after some training: at first B is 0, and A gets no gradient."""
+    chosen = {"target_modules": "all-linear", **options}
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=3, init_lora_weights=False, **chosen)
+    torch.manual_seed(2)
+    with warnings.catch_warnings():  # peft's, on merging and saving such adapters
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(model, config)  # type: ignore[arg-type]
+    assert isinstance(adapted, PeftModel)
+    return adapted
+
+
+def checkpointing(model: nn.Module, **options: Any) -> None:
+    """By whatever name the installed transformers has for it."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable(options or None)
+    model.train()
+
+
+def count_calls(module: nn.Module) -> list[int]:
+    calls: list[int] = []
+    module.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def frozen_below(model: nn.Module) -> nn.Module:
+    model.get_submodule("model.embed_tokens").requires_grad_(False)
+    for layer in ("model.layers.0", "model.layers.1"):
+        model.get_submodule(layer).requires_grad_(False)
+    return model
+
+
+def resized(model: nn.Module) -> nn.Module:
+    torch.manual_seed(4)
+    model.resize_token_embeddings(67, mean_resizing=False)  # type: ignore[operator]
+    return model

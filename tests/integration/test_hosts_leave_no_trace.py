@@ -1,0 +1,137 @@
+"""Wrapping leaves a model usable as before, and steps remember nothing of it."""
+
+import copy
+import gc
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host_models import (
+    BATCH,
+    LOSS,
+    TREE_IN_ROW,
+    checkpointing,
+    count_calls,
+    families,
+    frozen_below,
+    lora,
+    quiet_peft,
+    resized,
+)
+from steps import ACROSS, clear_gradients, gradients, model_state, step_error
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from forkpoint import wrap
+from forkpoint.testing import lifted_upcasts, tiny_model
+
+pytestmark = quiet_peft
+
+
+def use(model: PreTrainedModel) -> list[torch.Tensor]:
+    """What people do with a model besides training it."""
+    ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        masked = model(
+            input_ids=ids, attention_mask=torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+        ).logits
+    written = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    clear_gradients(model)
+    return [logits, masked, written, loss.detach(), *grads]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@families
+def test_a_wrapped_model_is_usable_as_before(family: str, adapted: bool) -> None:
+    model: Any = tiny_model(family, dtype=torch.float32)
+    model = lora(model) if adapted else model
+    wanted = use(model)
+    state = model_state(model)
+    policy = wrap(model, ACROSS)
+    assert model_state(model) == state
+
+    def check() -> None:
+        assert model_state(model) == state
+        for found, expected in zip(use(model), wanted, strict=True):
+            assert torch.equal(found, expected)
+
+    check()
+    policy.forward_backward(BATCH, LOSS)
+    clear_gradients(model)
+    check()
+    policy.score(BATCH, entropy=True)
+    policy.verify(BATCH, LOSS)
+    check()
+    host = weakref.ref(policy.host)
+    del policy
+    gc.collect()
+    assert host() is None, "something of the policy stays behind"
+    check()
+
+
+@families
+def test_saving_copying_and_pickling(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family, dtype=torch.float32)
+    policy = wrap(model, ACROSS)
+    policy.forward_backward(BATCH, LOSS)
+    clear_gradients(model)
+    wanted = policy.score(BATCH).logprobs
+    model.save_pretrained(tmp_path)
+    assert "forkpoint" not in (tmp_path / "config.json").read_text()
+    for twin in (
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32),
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+    ):
+        assert torch.equal(wrap(twin, ACROSS).score(BATCH).logprobs, wanted)
+        assert step_error(twin, BATCH, LOSS) < 2e-5
+
+
+def test_two_policies_on_one_model() -> None:
+    model = tiny_model("qwen3")
+    first, second = wrap(model, ACROSS), wrap(model, TREE_IN_ROW)
+    state = model_state(model)
+    with lifted_upcasts(model):
+        first.forward_backward(BATCH, LOSS)
+        once = gradients(model)
+        second.forward_backward(BATCH, LOSS)
+    for name, parameter in model.named_parameters():
+        expected = once[name]
+        assert expected is not None and parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, 2 * expected, rtol=1e-10, atol=1e-12)
+    assert model_state(model) == state
+    del first
+    assert step_error(model, BATCH, LOSS, policy=second) < 1e-10
+
+
+def test_the_model_may_change_between_steps() -> None:
+    """Nothing of it is remembered that a step depends on."""
+    model = tiny_model("llama", dtype=torch.float32)
+    policy = wrap(model, ACROSS)
+    assert step_error(model, BATCH, LOSS, policy=policy) < 2e-5
+    model.double()
+    assert step_error(model, BATCH, LOSS, policy=policy) < 1e-10
+    resized(model)
+    assert step_error(model, BATCH, LOSS, policy=policy) < 1e-10
+    checkpointing(model, use_reentrant=False)
+    assert step_error(model, BATCH, LOSS, policy=policy) < 1e-10
+    model.lm_head = nn.Linear(32, 67, bias=True, dtype=torch.float64)
+    assert step_error(model, BATCH, LOSS, policy=policy) < 1e-10
+    frozen_below(model)
+    assert step_error(model, BATCH, LOSS, policy=policy) < 1e-10
+
+
+def test_hooks_of_the_user_run_as_in_any_forward() -> None:
+    model = tiny_model("llama")
+    calls = {name: count_calls(model.get_submodule(name)) for name in ("model", "model.layers.0")}
+    whole = count_calls(model)
+    stats = wrap(model, ACROSS).forward_backward(BATCH, LOSS)
+    assert len(whole) == len(calls["model"]) == len(calls["model.layers.0"]) == 7
+    assert len(stats.plan.rows) == 7
