@@ -21,11 +21,6 @@ METRICS = {
 }
 
 
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(capsys)
-
-
 def test_tiny_shapes_on_any_device(shell: Shell, tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     done = shell(

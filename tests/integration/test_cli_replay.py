@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import Shell, changed, made_up_rollouts, write_config, write_rollouts
+from commands import Shell, changed, made_up_rollouts, write_rollouts
 
 from forkpoint import Config, ConfigError, RolloutBatch, load_rollouts, wrap
 from forkpoint.cli.models import load_model
@@ -38,21 +38,6 @@ FIELDS = {
     ),
 }
 TINY_QWEN3 = Path(__file__).parents[2] / "examples" / "tiny-qwen3.json"
-
-
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(capsys)
-
-
-@pytest.fixture
-def rollouts(tmp_path: Path) -> Path:
-    return write_rollouts(tmp_path / "rollouts.jsonl")
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    return write_config(tmp_path / "config.json")
 
 
 def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -26,11 +26,6 @@ WORDS: dict[str, Any] = {"vocab_size": 60}
 
 
 @pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(capsys)
-
-
-@pytest.fixture
 def run(shell: Shell, tmp_path: Path) -> Callable[..., Any]:
     """The demo with short sequences, its output in a new folder."""
     return lambda *more: shell("demo", *SHORT, "--output", tmp_path / "made" / "here", *more)

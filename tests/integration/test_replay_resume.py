@@ -370,11 +370,6 @@ def test_numbers_that_json_lacks(tmp_path: Path) -> None:
 # The command --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(capsys)
-
-
 def test_the_command(shell: Shell, tmp_path: Path) -> None:
     file, config = write_rollouts(tmp_path / "a.jsonl"), write_config(tmp_path / "config.json")
     folder = tmp_path / "out"

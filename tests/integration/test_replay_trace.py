@@ -27,11 +27,6 @@ GIVEN: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(capsys)
-
-
 def batches() -> list[RolloutBatch]:
     whole = RolloutBatch(made_up_rollouts())
     return [whole.select(members.tolist()) for members in whole.groups()]

@@ -1,0 +1,230 @@
+"""The command plan, run in this process on tiny files and models."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_rollouts
+
+from forkpoint import Config, RolloutBatch, load_rollouts, record, wrap
+from forkpoint.cli.losses import LossOptions
+from forkpoint.cli.model_config import read_shape
+from forkpoint.cli.models import load_model
+from forkpoint.cli.options import Runtime
+from forkpoint.testing import tiny_model
+
+PLAN_FIELDS = {
+    *("command", "file", "rollouts", "groups", "logical_tokens", "group_tokens", "unique_tokens"),
+    *("computed_tokens", "trained_tokens", "rows", "max_row_tokens", "bound", "bound_unit"),
+    *("sharing", "boundary", "waves", "reason", "candidates"),
+    *("predicted_peak_bytes", "predicted_ms", "predicted_speedup", "plans", "batch"),
+    *("model", "batches", "modes", "distributions", "splits", "format", "skipped"),
+}
+LOSSES = ("grpo", "gspo", "dpo", "simpo", "likelihood")
+
+
+def test_plan_counts_tokens(shell: Shell, rollouts: Path) -> None:
+    batch = RolloutBatch(load_rollouts(rollouts))
+    paths = [
+        (group, tuple(ids[:end]))
+        for group, ids in zip(
+            batch.group_index.tolist(), (r.token_ids.tolist() for r in batch), strict=True
+        )
+        for end in range(1, len(ids) + 1)
+    ]
+    unique = {path for _, path in paths}
+    done = shell("plan", rollouts)
+    assert done.code == 0 and done.err == ""
+    result = done.result
+    assert set(result) == PLAN_FIELDS
+    assert result["logical_tokens"] == len(paths)
+    assert result["group_tokens"] == len(set(paths))
+    assert result["unique_tokens"] == len(unique)
+    assert len(unique) < len(set(paths)) < len(paths), "the rollouts show no difference"
+    assert result["rollouts"] == 9 and result["groups"] == 3
+    assert result["trained_tokens"] == batch.trained_tokens
+    assert result["bound_unit"] == "tokens"
+    for count in (result["logical_tokens"], result["group_tokens"], result["unique_tokens"]):
+        assert f" {count:,} " in done.out
+    assert "looked at" in done.out, "explain() is missing"
+
+
+def test_plan_obeys_its_options(shell: Shell, rollouts: Path, config: Path) -> None:
+    done = shell(
+        *("plan", rollouts, "--model", config, "--sharing", "group", "--limit", 6),
+        *("--boundary", "across_rows", "--waves", "padded", "--max-row-tokens", 32),
+    )
+    result = done.result
+    assert (result["sharing"], result["boundary"], result["waves"]) == (
+        *("group", "across_rows"),
+        "padded",
+    )
+    assert result["rollouts"] == 6 and result["max_row_tokens"] == 32
+    assert [(c["sharing"], c["boundary"]) for c in result["candidates"]] == [
+        ("group", "across_rows")
+    ]
+    assert result["bound_unit"] == "flops" and result["predicted_peak_bytes"] > 0
+    peaks = [
+        shell("plan", rollouts, "--model", config, *options).result["predicted_peak_bytes"]
+        for options in ([], ["--dtype", "float64"], ["--gradient-checkpointing"])
+    ]
+    assert peaks[2] < peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [("rag.jsonl", (705_578, 91_343, 91_222)), ("airline.jsonl", (378_424, 281_171, 249_844))],
+)
+def test_plan_counts_tokens_of_real_rollouts(
+    file: str, counts: tuple[int, ...], shell: Shell, shared_data: Callable[[str], Path]
+) -> None:
+    result = shell("plan", shared_data(file), "--json").result
+    names = ("logical_tokens", "group_tokens", "unique_tokens")
+    assert tuple(result[name] for name in names) == counts
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_plan_reads_the_shape_that_the_model_has(family: str, tmp_path: Path) -> None:
+    """The planner reads config.json itself, without transformers; both must see one model."""
+    model = tiny_model(family, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    options = Runtime(gradient_checkpointing=True)
+    loaded = load_model(tmp_path, options)
+    assert read_shape(tmp_path, options) == wrap(loaded).host.shape
+    assert read_shape(tmp_path / "config.json", Runtime()) == replace(
+        wrap(loaded).host.shape, checkpointed=False
+    )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_plan_is_the_one_that_runs(loss: Any, shell: Shell, tmp_path: Path, config: Path) -> None:
+    """Candidates and costs are those of `policy.plan`, for losses that couple tokens as well.
+
+    Rollouts are trained from their system tokens on, so that in short rows every one of them has
+    trained tokens in several rows.
+    """
+    everything = [
+        changed(r, loss_mask=np.arange(len(r)) > 0, reference_logprobs=-np.ones(len(r)))
+        for r in made_up_rollouts()
+    ]
+    file = write_rollouts(tmp_path / "everything.jsonl", everything)
+    arguments = ("plan", file, "--model", config, "--max-row-tokens", 24, "--loss", loss)
+    result = shell(*arguments).result
+    policy = wrap(load_model(config, Runtime()), Config(max_row_tokens=24))
+    plan = policy.plan(RolloutBatch(everything), LossOptions(loss=loss).make())
+    assert result["candidates"] == [asdict(candidate) for candidate in plan.candidates]
+    assert (result["sharing"], result["boundary"], result["rows"]) == (
+        *(plan.sharing, plan.boundary),
+        len(plan.rows),
+    )
+    assert result["bound"] == plan.bound
+    costs = [candidate["cost"] for candidate in result["candidates"] if candidate["cost"]]
+    alone = shell(*arguments, "--loss", "likelihood").result["candidates"]
+    dearer = costs != [candidate["cost"] for candidate in alone if candidate["cost"]]
+    assert dearer == (loss in ("gspo", "dpo", "simpo")), "only coupled tokens cost another forward"
+
+
+def test_plan_needs_no_torch(rollouts: Path, config: Path) -> None:
+    code = (
+        "import sys; from forkpoint.cli import main; "
+        f"assert main(['plan', {str(rollouts)!r}, '--model', {str(config)!r}]) == 0; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# What it estimates, and what it reads ------------------------------------------------------------
+
+
+def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> None:
+    """What is shown of a stream is the sum of its batches' plans; one of them where asked for."""
+    made = made_up_rollouts(groups=6)
+    file = write_rollouts(tmp_path / "six.jsonl", made)
+    done = shell("plan", file, "--model", config, "--batch-rollouts", 6)
+    result = done.result
+    assert result["batches"] == 3 and "3 batches, each with a plan of its own" in done.out
+    assert "rows in visiting order" not in done.out
+    parts = [
+        shell(
+            "plan",
+            write_rollouts(tmp_path / f"{n}.jsonl", made[6 * n : 6 * n + 6]),
+            "--model",
+            config,
+        )
+        for n in range(3)
+    ]
+    for name in (
+        *("logical_tokens", "group_tokens", "unique_tokens", "trained_tokens", "groups"),
+        *("computed_tokens", "rows"),
+    ):
+        assert result[name] == sum(part.result[name] for part in parts)
+    for mode in ("none", "group", "tree"):
+        flops = sum(part.result["modes"][mode]["flops"] for part in parts)
+        assert result["modes"][mode]["flops"] == flops
+    peaks = [part.result["predicted_peak_bytes"] for part in parts]
+    assert result["predicted_peak_bytes"] == max(peaks) > 0
+    assert (result["batch"], result["candidates"]) == (0, parts[0].result["candidates"])
+    second = shell("plan", file, "--model", config, "--batch-rollouts", 6, "--batch", 1)
+    assert second.result["candidates"] == parts[1].result["candidates"]
+    assert second.result["computed_tokens"] == result["computed_tokens"]
+    own, whole = (done.out.split("rows in visiting order")[1] for done in (parts[1], second))
+    assert own.split("what sharing")[0].rstrip() == whole.split("what sharing")[0].rstrip()
+    by_tokens = shell("plan", file, "--batch-tokens", 150).result
+    assert 1 < by_tokens["batches"] < 6 and by_tokens["group_tokens"] == result["group_tokens"]
+    alone = shell("plan", file).result
+    assert alone["batches"] == 1 and alone["unique_tokens"] < result["unique_tokens"]
+    assert shell("plan", file, "--batch-tokens", 0).code == 2
+
+
+def test_plan_says_what_a_split_loses(shell: Shell, rollouts: Path) -> None:
+    done = shell("plan", rollouts)
+    result = done.result
+    found = {(row["kind"], row["count"]): row for row in result["splits"]}
+    assert set(found) == {
+        *(("microbatch", n) for n in (1, 2, 4, 8)),
+        *((kind, n) for kind in ("ranks", "ranks, dealt in turn") for n in (2, 4, 8)),
+    }
+    assert found["microbatch", 1]["group_tokens"] == result["modes"]["none"]["tokens"]
+    assert found["ranks", 2]["group_more"] > 0
+    assert "microbatches of 2, in the order of the file" in done.out
+    assert result["distributions"]["group_size"]["p50"] == 3
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "Llama3-8B"])
+def test_plan_knows_models_by_name(name: str, shell: Shell, rollouts: Path) -> None:
+    result = shell("plan", rollouts, "--model", name).result
+    assert result["bound_unit"] == "flops"
+    assert result["modes"]["none"]["flops"] / result["modes"]["none"]["tokens"] > 4e10
+    done = shell("plan", rollouts, "--model", "qwen9")
+    assert done.code == 2 and "are known: qwen3-0.6b, " in done.err
+
+
+def test_a_batch_that_cannot_be_planned_is_named(
+    shell: Shell, tmp_path: Path, config: Path
+) -> None:
+    made = made_up_rollouts(groups=2)
+    ids = [*made[3].token_ids.tolist()[:-1], VOCABULARY]
+    made[3] = changed(made[3], token_ids=ids, rollout_id=None)
+    file = write_rollouts(tmp_path / "two.jsonl", made)
+    done = shell("plan", file, "--model", config, "--batch-rollouts", 3)
+    assert done.code == 2
+    said = f"error: {file}, batch 1: Rollout '0': token_ids[{len(ids) - 1}] is 61, but"
+    assert done.err.startswith(said)
+
+
+def test_plan_takes_the_batches_of_a_trace(shell: Shell, tmp_path: Path) -> None:
+    made = made_up_rollouts(groups=4)
+    with record(tmp_path / "trace") as trace:
+        trace.add(made[:6])
+        trace.add(made[6:])
+    result = shell("plan", tmp_path / "trace").result
+    assert (result["batches"], result["groups"], result["format"]) == (2, 4, "trace")
+    assert shell("plan", tmp_path / "trace", "--batch-rollouts", 12).result["batches"] == 1
+    assert shell("plan", tmp_path / "trace", "--format", "verl").code == 2
