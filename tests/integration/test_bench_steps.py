@@ -104,6 +104,11 @@ def test_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(errors) == 6 and max(errors.values()) < 1e-4
     assert max(errors.values()) > 0, "gradients were compared with themselves"
     assert list(values(rows, "prompt that trained").values()) == [256]
+    alone, _ = bench(
+        "capacity", tmp_path / "alone", capsys, *options, "--only", "longest", "for like"
+    )
+    cases = {row["case"].partition(" ")[2].partition(":")[0] for row in alone}
+    assert cases == {"longest prompt", "like for like"}
 
 
 def test_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

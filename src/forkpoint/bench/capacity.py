@@ -18,6 +18,8 @@ from forkpoint.bench.steps import DENSE, GROUP, Deadline, Stepper
 from forkpoint.errors import PlanError
 
 STEP_TOKENS = 512
+# At their best both sides reach sizes at which one point takes minutes.
+COARSE_STEP_TOKENS = 16_384
 # Shares of the prompt in all tokens that are tried, in this order; published: 0.64.
 PROMPT_SHARES = (0.55, 0.6, 0.5)
 CHUNK_TOKENS = 8192
@@ -97,21 +99,33 @@ def capacity(
     host_bytes: int,
     most_tokens: int,
     long_prompt: int,
+    only: tuple[str, ...] = (),
     tiny: bool = False,
 ) -> Iterator[ResultRow]:
-    """The largest total lengths of each way, and one prompt of `long_prompt` tokens by chains."""
+    """The largest total lengths of each way, and one prompt of `long_prompt` tokens by chains.
+
+    With `only`, of the cases those that have one of these in their name.
+    """
     scale = SCALE_TINY if tiny else 1
-    step = max(16, STEP_TOKENS // scale)
+
+    def wanted(case: str) -> bool:
+        return not only or any(part in case for part in only)
+
     found: dict[str, int] = {}
     with capped(stepper, cap_bytes):
-        for ways, kind in ((LIKE_FOR_LIKE, "like for like"), (AT_THEIR_BEST, "at their best")):
+        for ways, kind, first_tokens, step_tokens in (
+            (LIKE_FOR_LIKE, "like for like", 16 * STEP_TOKENS, STEP_TOKENS),
+            (AT_THEIR_BEST, "at their best", 4 * COARSE_STEP_TOKENS, COARSE_STEP_TOKENS),
+        ):
+            most = most_tokens // scale
+            first, step = (min(max(16, n // scale), most) for n in (first_tokens, step_tokens))
             for way in ways:
                 case = f"{stepper.mode} {kind}: {way.name}"
-                if deadline.over(case):
+                if not wanted(case) or deadline.over(case):
                     continue
                 run = _Attempt(stepper, way, host_bytes, deadline, scale)
                 yield _row(case, "gradient over dense", run.gradient_error(), "1", run.checked)
-                tokens = largest(run, first=16 * step, most=most_tokens // scale, step=step)
+                tokens = largest(run, first=first, most=most, step=step)
                 found[f"{kind}: {way.name}"] = tokens
                 yield _row(case, "largest total", tokens, "tokens", run.note)
                 if tokens:
@@ -121,7 +135,7 @@ def capacity(
             name = f"{stepper.mode} like for like: offload"
             yield _row(name, "largest total over dense", offload / plain, "x", None)
     case = f"{stepper.mode} longest prompt"
-    if long_prompt and not deadline.over(case):
+    if long_prompt and wanted(case) and not deadline.over(case):
         yield from _long_prompt(stepper, case, long_prompt // scale, host_bytes, scale)
 
 

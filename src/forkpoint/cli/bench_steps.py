@@ -189,12 +189,15 @@ class CapacityBench(Steps):
         most_tokens: Look no further than this total length.
         long_prompt: Then train one prompt of so many tokens by chains, without the cap; 0 leaves
             it out.
+        only: Parts of the names of cases to measure, such as "longest prompt"; by default every
+            case.
     """
 
     device_gib: Annotated[float, arg(metavar="G")] = 80.0
     host_gib: Annotated[float, arg(metavar="G")] = 100.0
     most_tokens: Count = 131_072
     long_prompt: Count = 262_144
+    only: tuple[str, ...] = ()
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
         from forkpoint.bench.capacity import capacity
@@ -206,6 +209,7 @@ class CapacityBench(Steps):
             host_bytes=int(self.host_gib * GIB),
             most_tokens=self.most_tokens,
             long_prompt=self.long_prompt,
+            only=self.only,
             tiny=self.tiny,
         )
 

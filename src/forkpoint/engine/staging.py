@@ -132,12 +132,14 @@ class StreamTransfers:
         torch.cuda.current_stream(self.device).wait_event(arrived)
 
     def headroom_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        cached = (
-            stats["reserved_bytes"]["all"]["current"] - (stats["allocated_bytes"]["all"]["current"])
-        )
-        return free + cached - self.margin_bytes
+        reserved = stats["reserved_bytes"]["all"]["current"]
+        allocated = stats["allocated_bytes"]["all"]["current"]
+        # The device may have more than this process may take of it.
+        fraction = torch.cuda.get_per_process_memory_fraction(self.device)
+        free = min(free, int(fraction * total) - reserved)
+        return free + reserved - allocated - self.margin_bytes
 
     def drain(self) -> None:
         self._out.synchronize()
