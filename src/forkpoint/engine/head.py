@@ -1,11 +1,14 @@
 """Log-probs and entropies of chosen tokens from hidden states, with few logits alive at a time.
 
 A vocabulary is a hundred times wider than a hidden state, so the logits of a long row are the
-largest tensor of a training step. Here they exist for a chunk of tokens at a time: the forward
-keeps a few numbers per token (the largest logit, the sum of exponentials, the entropy), and the
-backward computes each chunk's logits again. The result is that of a linear layer followed by a
-log-softmax in float32. On CUDA a chunk is read once each way (head_triton), where there is Triton
-and neither a bias, whose gradient is a sum of unrounded ones, nor a softcap.
+largest tensor of a training step. Here few exist at a time. The forward goes over chunks of tokens
+and keeps a few numbers per token (the largest logit, the sum of exponentials, the entropy). With
+these every logit's gradient is known by itself, so that the backward can go over slices of the
+vocabulary: the weight's gradient is then one product over all tokens for each slice, where chunks
+of tokens would add to all of it again and again, in a float32 copy of the largest weight there is.
+The result is that of a linear layer followed by a log-softmax in float32. On CUDA logits are read
+once each way (head_triton), where there is Triton and neither a bias, whose gradient is a sum of
+unrounded ones, nor a softcap.
 """
 
 from importlib.util import find_spec
@@ -55,7 +58,7 @@ def token_logprobs(
     layer; float64 stays), everything after it in float32, or float64 for float64 operands. No
     tensor has more than `chunk_tokens` x V elements of logits, forward or backward. The results can
     be differentiated once, by `hidden_TC`, `weight_VC` and `bias_V`; a gradient nobody needs is not
-    computed. Weight and bias gradients are summed over chunks in float32 (float64 for float64).
+    computed. Hidden and bias gradients are summed in float32 (float64 for float64).
 
     Args:
         hidden_TC: floating point, [T, C]; T may be 0.
@@ -188,75 +191,80 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_logprobs_T = torch.zeros_like(max_T)
         gradients_T = grad_logprobs_T, grad_entropies_T
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden_TC = hidden_TC.new_empty(hidden_TC.shape) if needs_hidden else None
-        grad_weight_VC = _zeros(weight_VC, options) if needs_weight else None
-        grad_bias_V = _zeros(bias_V, options) if needs_bias else None
+        parts = _parts(len(labels_T), len(weight_VC), options.chunk_tokens)
+        several = needs_hidden and len(parts) > 1
+        grad_hidden_TC = _zeros(hidden_TC, options) if several else None
+        grad_weight_VC = torch.empty_like(weight_VC) if needs_weight else None
+        grad_bias_V = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
         # Backward may be called under autocast or outside it; what counts is where forward ran.
         with torch.autocast(hidden_TC.device.type, enabled=False):
-            weight = _cast(weight_VC, options)
-            bias = None if bias_V is None else _cast(bias_V, options)
-            for chunk in _chunks(labels_T, options):
-                hidden_cC = _cast(hidden_TC[chunk], options)
+            hidden = _cast(hidden_TC, options)
+            for part in parts:
+                weight = _cast(weight_VC[part], options)
+                bias = None if bias_V is None else _cast(bias_V[part], options)
                 if options.fused:
-                    grad_cV = _fused_gradient(ctx, chunk, hidden_cC, weight, *gradients_T)
+                    grad_Tv = _fused_gradient(ctx, part, hidden, weight, *gradients_T)
                 else:
-                    grad_cV = _gradient(ctx, chunk, hidden_cC, weight, bias, *gradients_T)
+                    grad_Tv = _gradient(ctx, part, hidden, weight, bias, *gradients_T)
                 if grad_bias_V is not None:
-                    grad_bias_V += grad_cV.sum(0)
-                grad_cV = grad_cV.to(hidden_cC.dtype)
-                if grad_hidden_TC is not None:
-                    grad_hidden_TC[chunk] = grad_cV @ weight
+                    grad_bias_V[part] = grad_Tv.sum(0)
+                grad_Tv = grad_Tv.to(hidden.dtype)
+                if needs_hidden and not several:
+                    grad_hidden_TC = grad_Tv @ weight
+                elif grad_hidden_TC is not None:
+                    _add_product(grad_hidden_TC, grad_Tv, weight)
                 if grad_weight_VC is not None:
-                    _add_product(grad_weight_VC, grad_cV.T, hidden_cC)
+                    _put_product(grad_weight_VC[part], grad_Tv.T, hidden)
         return (
-            grad_hidden_TC,
-            _as_dtype_of(weight_VC, grad_weight_VC),
-            _as_dtype_of(bias_V, grad_bias_V),
+            None if grad_hidden_TC is None else grad_hidden_TC.to(hidden_TC.dtype),
+            grad_weight_VC,
+            grad_bias_V,
             *(None, None, None),
         )
 
 
 def _gradient(
     ctx: Any,
-    chunk: slice,
-    hidden_cC: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    part: slice,
+    hidden_TC: Tensor,
+    weight_vC: Tensor,
+    bias_v: Tensor | None,
     grad_logprobs_T: Tensor,
     grad_entropies_T: Tensor | None,
 ) -> Tensor:
-    """The gradient of a chunk's logits as the linear layer left them."""
+    """The gradient of a part of the logits as the linear layer left them."""
     *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
     options: _Options = ctx.options
-    temperature_c = None if temperature_T is None else temperature_T[chunk]
-    logits_cV, tanh_cV = _logits(hidden_cC, weight, bias, temperature_c, options)
+    logits_Tv, tanh_Tv = _logits(hidden_TC, weight_vC, bias_v, temperature_T, options)
     # d logprob / d logit_j = [j is the label] - p_j
     # d entropy / d logit_j = -p_j * (log p_j + entropy)
-    factor_c = grad_logprobs_T[chunk, None]
-    logits_cV.sub_(max_T[chunk, None])
+    factor_T1 = grad_logprobs_T[:, None]
+    logits_Tv.sub_(max_T[:, None])
     if grad_entropies_T is None:
-        grad_cV = logits_cV.exp_().mul_(-factor_c / sum_T[chunk, None])
+        grad_Tv = logits_Tv.exp_().mul_(-factor_T1 / sum_T[:, None])
     else:
-        logprobs_cV = logits_cV.sub_(sum_T[chunk, None].log())
-        grad_cV = logprobs_cV.clamp_(min=_NO_PROBABILITY).exp()
-        logprobs_cV.add_(entropies_T[chunk, None]).mul_(grad_entropies_T[chunk, None])
-        grad_cV.mul_(logprobs_cV.add_(factor_c).neg_())
-    grad_cV.scatter_add_(-1, labels_T[chunk, None], factor_c)
+        logprobs_Tv = logits_Tv.sub_(sum_T[:, None].log())
+        grad_Tv = logprobs_Tv.clamp_(min=_NO_PROBABILITY).exp()
+        logprobs_Tv.add_(entropies_T[:, None]).mul_(grad_entropies_T[:, None])
+        grad_Tv.mul_(logprobs_Tv.add_(factor_T1).neg_())
+    inside_T1 = ((labels_T >= part.start) & (labels_T < part.stop))[:, None]
+    at_T1 = (labels_T[:, None] - part.start).clamp_(0, len(weight_vC) - 1)
+    grad_Tv.scatter_add_(-1, at_T1, factor_T1 * inside_T1)
     # Back through the temperature, the cap and the scale.
-    if temperature_c is not None:
-        grad_cV.div_(temperature_c[:, None])
-    if tanh_cV is not None:
-        grad_cV.mul_(tanh_cV.square_().neg_().add_(1))
+    if temperature_T is not None:
+        grad_Tv.div_(temperature_T[:, None])
+    if tanh_Tv is not None:
+        grad_Tv.mul_(tanh_Tv.square_().neg_().add_(1))
     if options.logit_scale is not None:
-        grad_cV.mul_(options.logit_scale)
-    return grad_cV
+        grad_Tv.mul_(options.logit_scale)
+    return grad_Tv
 
 
 def _fused_gradient(
     ctx: Any,
-    chunk: slice,
-    hidden_cC: Tensor,
-    weight: Tensor,
+    part: slice,
+    hidden_TC: Tensor,
+    weight_vC: Tensor,
     grad_logprobs_T: Tensor,
     grad_entropies_T: Tensor | None,
 ) -> Tensor:
@@ -264,21 +272,16 @@ def _fused_gradient(
     from forkpoint.engine.head_triton import softmax_gradient_
 
     *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
-    scale_T = _scale(labels_T, temperature_T, ctx.options)
-    entropies_T = None if grad_entropies_T is None else entropies_T
-
-    def here(x_T: Tensor | None) -> Tensor | None:
-        return None if x_T is None else x_T[chunk].contiguous()
-
     return softmax_gradient_(
-        F.linear(hidden_cC, weight),
-        labels_T[chunk],
-        here(scale_T),
-        max_T[chunk],
-        sum_T[chunk],
-        here(entropies_T),
-        grad_logprobs_T[chunk].contiguous(),
-        here(grad_entropies_T),
+        F.linear(hidden_TC, weight_vC),
+        labels_T,
+        part.start,
+        _scale(labels_T, temperature_T, ctx.options),
+        max_T,
+        sum_T,
+        None if grad_entropies_T is None else entropies_T,
+        grad_logprobs_T.contiguous(),
+        None if grad_entropies_T is None else grad_entropies_T.contiguous(),
         _NO_PROBABILITY,
     )
 
@@ -299,16 +302,26 @@ def _chunks(labels_T: Tensor, options: _Options) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(labels_T), size)]
 
 
+def _parts(tokens: int, vocab: int, chunk_tokens: int) -> list[slice]:
+    """Slices of the vocabulary, about equal: each for all tokens has no more logits than a chunk.
+
+    Unless they are narrow, their widths are multiples of 64, as matrix products like them.
+    """
+    widest = max(1, chunk_tokens * vocab // max(1, tokens))
+    widest -= widest % 64 if widest >= 64 else 0
+    if widest >= vocab:
+        return [slice(0, vocab)]
+    width = -(-vocab // -(-vocab // widest))
+    width = min(widest, -(-width // 64) * 64)
+    return [slice(begin, min(vocab, begin + width)) for begin in range(0, vocab, width)]
+
+
 def _cast(operand: Tensor, options: _Options) -> Tensor:
     return operand if options.matmul_dtype is None else operand.to(options.matmul_dtype)
 
 
-def _zeros(parameter: Tensor, options: _Options) -> Tensor:
-    return parameter.new_zeros(parameter.shape, dtype=options.softmax_dtype)
-
-
-def _as_dtype_of(parameter: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    return None if parameter is None or grad is None else grad.to(parameter.dtype)
+def _zeros(like: Tensor, options: _Options) -> Tensor:
+    return like.new_zeros(like.shape, dtype=options.softmax_dtype)
 
 
 def _logits(
@@ -331,11 +344,21 @@ def _logits(
     return logits_cV, tanh_cV
 
 
-def _add_product(sum_VC: Tensor, left_Vc: Tensor, right_cC: Tensor) -> None:
-    """sum_VC += left_Vc @ right_cC, rounding no product to 16 bits where the device can add it."""
-    if sum_VC.dtype == right_cC.dtype:
-        sum_VC.addmm_(left_Vc, right_cC)
-    elif sum_VC.is_cuda:
-        torch.addmm(sum_VC, left_Vc, right_cC, out_dtype=sum_VC.dtype, out=sum_VC)
+def _add_product(sum_TC: Tensor, left_Tv: Tensor, right_vC: Tensor) -> None:
+    """sum_TC += left_Tv @ right_vC, rounding no product to 16 bits where the device can add it."""
+    if sum_TC.dtype == right_vC.dtype:
+        sum_TC.addmm_(left_Tv, right_vC)
+    elif sum_TC.is_cuda:
+        torch.addmm(sum_TC, left_Tv, right_vC, out_dtype=sum_TC.dtype, out=sum_TC)
     else:
-        sum_VC += left_Vc @ right_cC
+        sum_TC += left_Tv @ right_vC
+
+
+def _put_product(out_vC: Tensor, left_vT: Tensor, right_TC: Tensor) -> None:
+    """out_vC = left_vT @ right_TC, rounded to 16 bits no more than the device has to."""
+    if out_vC.dtype == right_TC.dtype:
+        torch.mm(left_vT, right_TC, out=out_vC)
+    elif out_vC.is_cuda:
+        torch.mm(left_vT, right_TC, out_dtype=out_vC.dtype, out=out_vC)
+    else:
+        out_vC.copy_(left_vT @ right_TC)

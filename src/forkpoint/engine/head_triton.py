@@ -52,26 +52,25 @@ def _stats_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    logits, scale, labels, maxima, sums, entropies, grad_logprobs, grad_entropies,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr,
-    SCALED: tl.constexpr, ENTROPY: tl.constexpr,
+    logits, scale, labels, maxima, sums, entropies, grad_logprobs, grad_entropies, first, width,
+    BLOCK: tl.constexpr, LEAST: tl.constexpr, SCALED: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = logits + t * VOCAB + v
+    at = logits + t * width + v
     factor = tl.load(scale + t) if SCALED else 1.0
-    x = tl.load(at, mask=v < VOCAB, other=0.0).to(tl.float32) * factor
+    x = tl.load(at, mask=v < width, other=0.0).to(tl.float32) * factor
     total = tl.load(sums + t)
     y = x - tl.load(maxima + t)
     share = tl.exp(y) / total
     wanted = tl.load(grad_logprobs + t)
     # d logprob / d logit_j = [j is the label] - p_j
-    gradient = tl.where(v == tl.load(labels + t), wanted, 0.0) - share * wanted
+    gradient = tl.where(v == tl.load(labels + t) - first, wanted, 0.0) - share * wanted
     if ENTROPY:
         # d entropy / d logit_j = -p_j * (log p_j + entropy)
         logprob = tl.maximum(y - tl.log(total), LEAST)
         gradient -= share * (logprob + tl.load(entropies + t)) * tl.load(grad_entropies + t)
-    tl.store(at, (gradient * factor).to(logits.dtype.element_ty), mask=v < VOCAB)
+    tl.store(at, (gradient * factor).to(logits.dtype.element_ty), mask=v < width)
 
 
 def softmax_stats(
@@ -111,6 +110,7 @@ def softmax_stats(
 def softmax_gradient_(
     logits_cV: Tensor,
     labels_c: Tensor,
+    first: int,
     scale_c: Tensor | None,
     max_c: Tensor,
     sum_c: Tensor,
@@ -119,11 +119,14 @@ def softmax_gradient_(
     grad_entropies_c: Tensor | None,
     least: float,
 ) -> Tensor:
-    """Overwrite logits with their gradient, in their dtype; arguments as in `softmax_stats`."""
+    """Overwrite logits with their gradient, in their dtype; arguments as in `softmax_stats`.
+
+    They are those of a part of the vocabulary, from the entry `first` on.
+    """
     assert logits_cV.is_contiguous()
-    tokens, vocab = logits_cV.shape
+    tokens, width = logits_cV.shape
     entropy = grad_entropies_c is not None and entropies_c is not None
-    _gradient_kernel[(tokens, triton.cdiv(vocab, _BLOCK))](  # pyright: ignore[reportIndexIssue]
+    _gradient_kernel[(tokens, triton.cdiv(width, _BLOCK))](  # pyright: ignore[reportIndexIssue]
         logits_cV,
         max_c if scale_c is None else scale_c,
         labels_c,
@@ -132,7 +135,8 @@ def softmax_gradient_(
         entropies_c if entropy else sum_c,
         grad_logprobs_c,
         grad_entropies_c if entropy else sum_c,
-        VOCAB=vocab,
+        first,
+        width,
         SCALED=scale_c is not None,
         ENTROPY=entropy,
         LEAST=least,

@@ -32,6 +32,10 @@ KEEPING_IS_WORTH = 0.02
 # shows, in steps of an eighth, and so many below the first that fits.
 FEW_ROWS = 16
 SHORTER_TRIED = 4
+# Longer rows are preferred to shorter ones that are predicted to cost so little less: a row costs
+# something besides that no meter sees (benchmarks/results/step-grid-h200.jsonl, 6144/6144 N=4:
+# 2.61 s of two rows were 2.75 s of four).
+LONGER_IS_WORTH = 0.01
 # Rows are cut no shorter than this to fit a budget.
 LEAST_ROW_TOKENS = 64
 
@@ -127,7 +131,9 @@ class Builder:
                 break
             tokens = max(least, tokens * (7 if few else 6) // 8)
         if found:
-            return min(found, key=_cost_with_preference)
+            # In order of their rows' lengths, the longest first.
+            most = min(_cost_with_preference(plan) for plan in found) * (1 + LONGER_IS_WORTH)
+            return next(plan for plan in found if _cost_with_preference(plan) <= most)
         remedy = "lower max_row_tokens" if given else "checkpoint activations"
         if not given and boundary == "in_row":
             remedy = "use boundary='across_rows', which cuts rollouts into chains of rows"
