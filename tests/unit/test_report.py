@@ -85,6 +85,7 @@ def test_plots(tmp_path: Path) -> None:
         begin = path.read_bytes()[:200]
         assert begin.startswith(b"\x89PNG") if path.suffix == ".png" else b"<?xml" in begin
     before = {path: path.read_bytes() for path in written if path.suffix == ".svg"}
+    assert not any(b"mathdefault" in content for content in before.values())
     write_plots(both, tmp_path / "plots")
     assert all(path.read_bytes() == content for path, content in before.items())
 

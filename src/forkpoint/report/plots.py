@@ -104,6 +104,9 @@ def draw_chart(axes: "Axes", chart: Chart) -> None:
         )
     if chart.log and any(value for series in chart.series for value in series.values):
         axes.set_yscale("log")
+        # Powers of ten are written in TeX by default, which parse_math leaves as it is.
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter("")
     elif chart.zero:
         axes.axhline(0, color="#5b6675", linewidth=0.8)
     axes.set(xlabel="step", ylabel=chart.y_label)
