@@ -51,6 +51,14 @@ def test_step_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any("4 rollouts, scaled by 1;" in (row["note"] or "") for row in rows)
 
 
+@pytest.mark.parametrize("what", ["step-grid", "memory"])
+def test_splits_by_name(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    count = {"step-grid": "--counts", "memory": "--count"}[what]
+    options = ("--splits", "10240/2048", "6144/6144", count, "4")
+    rows, _ = bench(what, tmp_path, capsys, *options)
+    assert {row["case"].split(" ")[1] for row in rows} == {"10240/2048", "6144/6144"}
+
+
 def test_predictions_stand_beside_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,8 +20,9 @@ from forkpoint.errors import PlanError
 STEP_TOKENS = 512
 # At their best both sides reach sizes at which one point takes minutes.
 COARSE_STEP_TOKENS = 16_384
-# Shares of the prompt in all tokens that are tried, in this order; published: 0.64.
-PROMPT_SHARES = (0.55, 0.6, 0.5)
+# Shares of the prompt in all tokens that are tried, in this order. Offloading gains with the
+# prompt's share until the host's memory is full; the published figure is for 0.64.
+PROMPT_SHARES = (0.64, 0.55)
 CHUNK_TOKENS = 8192
 LONG_RESPONSE = 1024
 
@@ -33,14 +34,21 @@ class Way:
     name: str
     options: dict[str, object] = field(default_factory=dict)
     shares: tuple[float, ...] = PROMPT_SHARES
+    first_tokens: int = 16 * STEP_TOKENS
+    """The size that is tried first."""
 
 
 LIKE_FOR_LIKE = (
     Way("dense", dict(DENSE), shares=(0.5,)),
-    Way("offload", {**GROUP, "residency": "offload"}),
+    Way("offload", {**GROUP, "residency": "offload"}, first_tokens=32 * STEP_TOKENS),
 )
 AT_THEIR_BEST = (
-    Way("dense, checkpointing full", {**DENSE, "checkpointing": "full"}, shares=(0.5,)),
+    Way(
+        "dense, checkpointing full",
+        {**DENSE, "checkpointing": "full"},
+        shares=(0.5,),
+        first_tokens=4 * COARSE_STEP_TOKENS,
+    ),
     Way(
         "dense, chains, recompute, checkpointing full",
         {
@@ -51,6 +59,7 @@ AT_THEIR_BEST = (
             "checkpointing": "full",
         },
         shares=(0.5,),
+        first_tokens=4 * COARSE_STEP_TOKENS,
     ),
     Way(
         "shared, chains, recompute, checkpointing full",
@@ -60,6 +69,8 @@ AT_THEIR_BEST = (
             "residency": "recompute",
             "checkpointing": "full",
         },
+        shares=(0.55,),
+        first_tokens=4 * COARSE_STEP_TOKENS,
     ),
     Way(
         "shared, chains, offload, checkpointing full",
@@ -69,6 +80,8 @@ AT_THEIR_BEST = (
             "residency": "offload",
             "checkpointing": "full",
         },
+        shares=(0.55,),
+        first_tokens=4 * COARSE_STEP_TOKENS,
     ),
 )
 
@@ -113,13 +126,14 @@ def capacity(
 
     found: dict[str, int] = {}
     with capped(stepper, cap_bytes):
-        for ways, kind, first_tokens, step_tokens in (
-            (LIKE_FOR_LIKE, "like for like", 16 * STEP_TOKENS, STEP_TOKENS),
-            (AT_THEIR_BEST, "at their best", 4 * COARSE_STEP_TOKENS, COARSE_STEP_TOKENS),
+        for ways, kind, step_tokens in (
+            (LIKE_FOR_LIKE, "like for like", STEP_TOKENS),
+            (AT_THEIR_BEST, "at their best", COARSE_STEP_TOKENS),
         ):
             most = most_tokens // scale
-            first, step = (min(max(16, n // scale), most) for n in (first_tokens, step_tokens))
             for way in ways:
+                sizes = way.first_tokens, step_tokens
+                first, step = (min(max(16, n // scale), most) for n in sizes)
                 case = f"{stepper.mode} {kind}: {way.name}"
                 if not wanted(case) or deadline.over(case):
                     continue

@@ -7,8 +7,8 @@ import torch
 from forkpoint.bench.cells import cell_row, cell_rows, out_of_memory, peak_prediction
 from forkpoint.bench.rows import ResultRow
 from forkpoint.bench.shapes import SCALE_TINY, make_group
-from forkpoint.bench.step_grid import SPLITS
-from forkpoint.bench.steps import DENSE, GROUP, Deadline, Dense, Stepper, Timed
+from forkpoint.bench.step_grid import chosen_splits
+from forkpoint.bench.steps import DENSE, GROUP, Deadline, Dense, Stepper, Timed, repeats_for
 from forkpoint.policy import Policy
 from forkpoint.rollouts import RolloutBatch
 
@@ -20,15 +20,18 @@ def memory(
     tiny: bool = False,
     count: int = 16,
     wave_tokens: int = 1,
+    splits: tuple[str, ...] = (),
 ) -> Iterator[ResultRow]:
     """Peaks and times of keep, offload and recompute beside dense, for the grid's four splits.
+
+    With `splits`, as 2048/10240, for those alone.
 
     No checkpointing and no chains on either side. A row below the prompt holds as many responses as
     fit in `wave_tokens`, and at least one, which is as published. On CUDA "B drained" is the second
     half of phase B: by then the copies out are through.
     """
     scale = SCALE_TINY if tiny else 1
-    for prompt, response in SPLITS:
+    for prompt, response in chosen_splits(splits):
         p, r = max(2, prompt // scale), max(2, response // scale)
         batch = make_group(p, [r] * count, vocab=stepper.vocab)
         label = f"{stepper.mode} {prompt}/{response} N={count}"
@@ -50,9 +53,12 @@ def memory(
             case = f"{label} {residency}"
             plan = policy.plan(batch)
             try:
-                stepper.step(policy, batch, plan)
+                first_ms = stepper.step(policy, batch, plan).typical_ms
                 shared = Timed(plan)
-                peaks = _peaks(stepper, policy, batch, shared, repeats=2)
+                # Of long steps the one whose peaks are looked at is enough.
+                peaks = _peaks(
+                    stepper, policy, batch, shared, repeats=repeats_for(first_ms, most=2)
+                )
             except torch.OutOfMemoryError as error:
                 yield out_of_memory("memory", case, error)
                 continue

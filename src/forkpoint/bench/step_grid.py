@@ -24,14 +24,16 @@ def step_grid(
     *,
     tiny: bool = False,
     counts: tuple[int, ...] = COUNTS,
-    small: bool = True,
+    splits: tuple[str, ...] = (),
 ) -> Iterator[ResultRow]:
     """The grid of splits and counts, by the planner's choice, and where sharing gains least.
 
-    One dense baseline a split; small cells alternate dense and shared.
+    One dense baseline a split; small cells alternate dense and shared. `splits` are names of
+    splits, as 2048/10240, and "small"; without any, all.
     """
     scale = SCALE_TINY if tiny else 1
-    cells = [(p, r, n) for p, r in SPLITS for n in counts]
+    cells = [(p, r, n) for p, r in chosen_splits(splits) for n in counts]
+    small = not splits or "small" in splits
     cells += [cell for cell in SMALL if small and cell not in cells]
     baselines: dict[tuple[int, int], tuple[Dense, Policy, RolloutBatch]] = {}
     for prompt, response, count in cells:
@@ -44,7 +46,7 @@ def step_grid(
         try:
             fresh = count <= 4 or (p, r) not in baselines
             if fresh:
-                baselines[p, r] = best_dense(stepper, batch, repeats=2)
+                baselines[p, r] = best_dense(stepper, batch, repeats=1)
             dense, dense_policy, some = baselines[p, r]
             shared = repeated(stepper, policy, batch)
             if fresh:
@@ -59,3 +61,8 @@ def step_grid(
             continue
         yield from cell_rows("step-grid", case, shared, dense)
         yield from peak_prediction("step-grid", case, stepper, shared)
+
+
+def chosen_splits(names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """The grid's splits of these names, as 2048/10240; all without a name."""
+    return [(p, r) for p, r in SPLITS if not names or f"{p}/{r}" in names]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from forkpoint.bench.steps import Deadline, Stepper
 
 GIB = 1 << 30
+Split = Literal["2048/10240", "6144/6144", "8192/4096", "10240/2048"]
 Layers = DisallowNone[
     Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all of the shape)")]
 ]
@@ -128,14 +129,23 @@ class StepGrid(Steps):
 
     Attributes:
         counts: How many rollouts a prompt has; several may be named.
+        splits: Prompt and response, of which several may be named; small are the cells where
+            sharing gains least. By default all.
     """
 
     counts: tuple[Literal[2, 4, 8, 16, 32], ...] = (4, 8, 16, 32)
+    splits: tuple[Split | Literal["small"], ...] = ()
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
         from forkpoint.bench.step_grid import step_grid
 
-        return step_grid(self.stepper("llama3-8b"), deadline, tiny=self.tiny, counts=self.counts)
+        return step_grid(
+            self.stepper("llama3-8b"),
+            deadline,
+            tiny=self.tiny,
+            counts=self.counts,
+            splits=self.splits,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +172,12 @@ class MemoryBench(Steps):
     Attributes:
         count: How many rollouts the prompt has.
         wave_tokens: The most tokens in a row of responses, which holds at least one.
+        splits: Prompt and response, of which several may be named. By default all.
     """
 
     count: Count = 16
     wave_tokens: Count = 1
+    splits: tuple[Split, ...] = ()
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
         from forkpoint.bench.memory import memory
@@ -176,6 +188,7 @@ class MemoryBench(Steps):
             tiny=self.tiny,
             count=self.count,
             wave_tokens=self.wave_tokens,
+            splits=self.splits,
         )
 
 
