@@ -209,6 +209,19 @@ def nemo_rl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
+def nemo_rl_critic(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Train data of PPO, whose values are shifted: entry i is what was expected before token i."""
+
+    def rows(name: str) -> np.ndarray:
+        return right([np.broadcast_to(getattr(r, name), len(r)) for r in rollouts], JUNK)
+
+    return nemo_rl(rollouts) | {
+        "rewards": np.zeros(len(rollouts), np.float32),
+        "values": rows("old_values").astype(np.float32),
+        "returns": rows("returns").astype(np.float32),
+    }
+
+
 def prime_rl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
         "token_ids": [r.token_ids.tolist() for r in rollouts],
@@ -263,6 +276,41 @@ def slime(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "rollout_log_probs": [v.tolist() for v in _responses(rollouts, "old_logprobs")],
         "ref_log_probs": [v.tolist() for v in _responses(rollouts, "reference_logprobs")],
         "sample_indices": list(range(len(rollouts))),
+    }
+
+
+def slime_critic(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Train data of PPO: rewards are as the environment gave them, advantages are per token."""
+    return slime(rollouts) | {
+        "rewards": [0.0] * len(rollouts),
+        "advantages": [v.tolist() for v in _responses(rollouts, "advantage")],
+        "values": [v.tolist() for v in _responses(rollouts, "old_values")],
+        "returns": [v.tolist() for v in _responses(rollouts, "returns")],
+    }
+
+
+def slime_train_data(table: dict[str, Any], version: int) -> dict[str, Any]:
+    """What save_debug_train_data writes of it: a rank's columns, or since version 2 samples."""
+    columns = {
+        name: [torch.tensor(row) if isinstance(row, list) else row for row in column]
+        for name, column in table.items()
+    }
+    if version == 1:
+        return {"rollout_id": 3, "rank": 0, "rollout_data": columns}
+    whole = {"raw_reward": columns.pop("raw_reward")}
+    columns["sample_index"] = columns.pop("sample_indices")
+    samples = [
+        {"data_parallel_rank": 0, **dict(zip(columns, row, strict=True))}
+        for row in zip(*columns.values(), strict=True)
+    ]
+    layout = [{"rank": 0, "data_parallel_rank": 0, "micro_batch_indices": [[0], [1]]}]
+    return {
+        "format_version": 2,
+        "rollout_id": 3,
+        "rank": 0,
+        "samples": samples,
+        "dp_shards": layout,
+        **whole,
     }
 
 

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from damaged_records import (
     COUNT,
+    NEMO_CRITIC,
     OPENRLHF,
     OPENRLHF_CRITIC,
+    SLIME_CRITIC,
     TRL,
     VERL,
     VERL_CRITIC,
@@ -222,6 +224,10 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
                                 ["values has 5 entries, but responses has 6"]),
     "returns of another width": (edited(OPENRLHF_CRITIC, cut("returns", 2)),
                                  ["returns has 10 entries, but action_mask has 12"]),
+    "values of another width (NeMo RL)": (edited(NEMO_CRITIC, cut("values", 3)),
+                                          ["values has 10 entries, but input_ids has 13"]),
+    "values of fewer rows (slime)": (edited(SLIME_CRITIC, shorter("values")),
+                                     [f"values has {COUNT - 1} rows, but tokens has {COUNT}"]),
     "values of fewer rows": (edited(VERL_CRITIC, shorter("values")),
                              [f"values has {COUNT - 1} rows, but responses has {COUNT}"]),
     "values that are whole rows": (edited(VERL_CRITIC, lambda t: t.update(

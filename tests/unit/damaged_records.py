@@ -90,6 +90,7 @@ def critic(make: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, A
 
 
 VERL_CRITIC, OPENRLHF_CRITIC = critic(dumps.verl_critic), critic(dumps.openrlhf_critic)
+NEMO_CRITIC, SLIME_CRITIC = critic(dumps.nemo_rl_critic), critic(dumps.slime_critic)
 
 # name: (writer, parts of the message, the field it counts as when skipped or None where it is of
 # the whole file)
@@ -157,6 +158,15 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
                            ["returns[", "-inf"], "returns"),
     "values for one token too few": (edited(lambda r: dumps.listed(VERL_CRITIC(r)), put(
         "values", [0.5] * 5)), ["values has 5 entries, but responses has 6"], "values"),
+    "a value of NaN (NeMo RL)": (edited(NEMO_CRITIC, at("values", 3, np.nan)),
+                                 ["old_values[3]", "nan", "the record's values"], "values"),
+    "an infinite return (NeMo RL)": (edited(NEMO_CRITIC, at("returns", 3, np.inf)),
+                                     ["returns[3]", "inf"], "returns"),
+    "a value of NaN (slime)": (edited(SLIME_CRITIC, at("values", 0, np.nan)),
+                               ["old_values[", "nan", "the record's values"], "values"),
+    "returns for fewer tokens (slime)": (edited(SLIME_CRITIC, put("returns", [0.5])),
+                                         ["returns has 1 entries, but the response has"],
+                                         "returns"),
     # lengths
     "log-probs too short": (edited(PRIME, put("logprobs", [-1.0])), ["logprobs has 1 entries"],
                             "logprobs"),

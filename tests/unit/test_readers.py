@@ -135,8 +135,18 @@ def test_verl_takes_what_there_is(tmp_path: Path) -> None:
     assert any("advantages are the rewards" in note for note in file.notes)
 
 
-@pytest.mark.parametrize("container", ["torch", "safetensors", "parquet", "json"])
-@pytest.mark.parametrize("make", [dumps.verl_critic, dumps.openrlhf_critic])
+CRITICS = [dumps.verl_critic, dumps.openrlhf_critic, dumps.nemo_rl_critic, dumps.slime_critic]
+
+
+@pytest.mark.parametrize(
+    ("make", "container"),
+    [
+        (make, container)
+        for make in CRITICS
+        for container in ("torch", "safetensors", "parquet", "json")
+        if (make, container) != (dumps.slime_critic, "safetensors")  # rows of several lengths
+    ],
+)
 def test_what_a_critic_gave(make: Any, container: str, tmp_path: Path) -> None:
     """Values and returns stand at the tokens that they are of; padding is not read."""
     wanted, path = dumps.with_critic(truth()), tmp_path / "x"
@@ -160,7 +170,7 @@ def test_what_a_critic_gave(make: Any, container: str, tmp_path: Path) -> None:
     losses.ValueLoss().check(one)
 
 
-@pytest.mark.parametrize("make", [dumps.verl_critic, dumps.openrlhf_critic])
+@pytest.mark.parametrize("make", CRITICS)
 def test_returns_without_values_are_no_critics(make: Any, tmp_path: Path) -> None:
     """Where there is no critic, trainers write advantages as returns as well."""
     table = make(dumps.with_critic(truth()))
@@ -349,6 +359,18 @@ def test_slime_samples(tmp_path: Path) -> None:
         np.testing.assert_allclose(
             [found[n].advantage for n in members], (own - own.mean()) / own.std()
         )
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_slime_train_data(version: int, tmp_path: Path) -> None:
+    """save_debug_train_data, of PPO: columns, and samples with the layout of ranks beside them."""
+    wanted = dumps.with_critic(truth())
+    value = dumps.slime_train_data(dumps.slime_critic(wanted), version)
+    file = open_rollouts(write_torch(tmp_path / "3_0.pt", value))
+    found = file.read()
+    assert file.format == "slime" and file.notes == FORMATS["slime"].notes
+    same(found, wanted)
+    assert all(r.old_values is not None and r.returns is not None for r in found)
 
 
 def test_bfloat16_is_read(tmp_path: Path) -> None:

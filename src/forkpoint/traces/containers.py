@@ -104,6 +104,8 @@ def _tables(value: Any, where: str) -> Iterator[Part]:
             yield from _tables(item, f"{where}, item {n}")
     elif isinstance(value, Mapping) and isinstance(value.get("samples"), list):
         yield from _tables(value["samples"], where)
+    elif isinstance(value, Mapping) and isinstance(value.get("rollout_data"), Mapping):
+        yield where, value["rollout_data"]  # slime's train data, before it wrote samples
     elif isinstance(value, Mapping) and isinstance(value.get("batch"), Mapping):
         yield (
             where,

@@ -1,4 +1,4 @@
-"""NeMo RL: train data of GRPO. Imports no torch."""
+"""NeMo RL: train data of GRPO and PPO. Imports no torch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from forkpoint.traces.record import Record, group_of
 
 
 def _nemo_rl(record: Record) -> Iterator[Rollout]:
-    """Train data of GRPO: padded on the right to input_lengths, entries at their tokens."""
+    """Train data of GRPO or PPO: padded on the right to input_lengths, entries at their tokens."""
     record.refuse_media(*MEDIA)
     name = "input_ids" if record.has("input_ids") else "token_ids"
     ids, length = record.ids(name), record.number("input_lengths")
@@ -35,10 +35,13 @@ def _nemo_rl(record: Record) -> Iterator[Rollout]:
         values = record.floats(column, len(ids), name)
         return None if values is None else values[:end]
 
+    # Shifted already: entry i of values is of the state in which token i was chosen.
+    critic = record.has("values")
     yield made(
         record,
         {"token_ids": name, "loss_mask": mask, "advantage": "advantages",
-         "old_logprobs": old, "reference_logprobs": "reference_policy_logprobs"},
+         "old_logprobs": old, "reference_logprobs": "reference_policy_logprobs",
+         "old_values": "values"},
         token_ids=ids[:end],
         loss_mask=trained[:end] & (kept != 0.0),
         advantage=entries("advantages")
@@ -47,6 +50,8 @@ def _nemo_rl(record: Record) -> Iterator[Rollout]:
         reward=record.number("rewards"),
         old_logprobs=entries(old),
         reference_logprobs=entries("reference_policy_logprobs"),
+        returns=entries("returns") if critic else None,
+        old_values=entries("values"),
         group_id=group_of(before_first(ids[:end], trained[:end])),
     )  # fmt: skip
 

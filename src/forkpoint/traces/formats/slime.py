@@ -45,16 +45,20 @@ def _slime(record: Record) -> Iterator[Rollout]:
     advantage = response("advantages")
     if advantage is None and record.has("rewards"):  # train data's are normalised already
         advantage = record.number("rewards")
+    # Where there is no critic, slime's returns are the rewards that advantages were made of.
+    critic = record.has("values")
     yield made(
         record,
         {"token_ids": "tokens", "loss_mask": name, "advantage": "advantages",
-         "old_logprobs": old, "reference_logprobs": "ref_log_probs"},
+         "old_logprobs": old, "reference_logprobs": "ref_log_probs", "old_values": "values"},
         token_ids=ids,
         loss_mask=spread(trained, prompt, len(ids)),
         advantage=advantage,
         reward=record.number("reward"),
         old_logprobs=response(old),
         reference_logprobs=response("ref_log_probs"),
+        returns=response("returns") if critic else None,
+        old_values=response("values"),
         group_id=record.text("group_index") or group_of(ids[:prompt]),
     )  # fmt: skip
 
