@@ -147,9 +147,10 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
             "rollout have a few; look at what wrote the line."
         ) from None
     if not isinstance(record, dict):
+        listed = " Write the items of the list one a line." if isinstance(record, list) else ""
         raise RolloutError(
             f"{where} is {short(record)}; each line holds one JSON object with the keys "
-            f"{', '.join(REQUIRED)}."
+            f"{', '.join(REQUIRED)}.{listed}"
         )
     return record
 

@@ -151,6 +151,14 @@ def bad_inside(folder: Path) -> Path:
     return pickled(folder, proto)
 
 
+def cut_inside(folder: Path) -> Path:
+    """A DataProto whose tensors are half a torch file."""
+    inner = io.BytesIO()
+    torch.save(tensors(TRL(truth())), inner)
+    half = inner.getvalue()[: inner.tell() // 2]
+    return pickled(folder, dumps.stand_ins()["DataProto"]((half, {}, {})))
+
+
 def legacy(folder: Path, value: Any) -> Path:
     path = folder / "x.pt"
     torch.save(value, path, _use_new_zipfile_serialization=False)
@@ -158,7 +166,8 @@ def legacy(folder: Path, value: Any) -> Path:
 
 
 FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
-    "torch cut short": (lambda f: truncated(torch_file(f)), ["x.pt", "again"]),
+    "torch cut short": (lambda f: truncated(torch_file(f)), ["x.pt is cut short", "again"]),
+    "a DataProto whose tensors are cut short": (cut_inside, ["x.pkl is cut short", "no end"]),
     "torch with a flipped token": (flip_token, ["x.pt is damaged", "checksum"]),
     "torch that runs code": (lambda f: write_torch(f / "x.pt", {"a": Bad(f / "ran")}),
                              ["could run code", "exec", "torch.save"]),

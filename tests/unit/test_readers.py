@@ -405,6 +405,32 @@ def test_a_trace_is_read_as_one_list(tmp_path: Path) -> None:
     assert load_rollouts(tmp_path / "t", format="trace") == found
 
 
+def test_a_record_of_the_format_that_was_asked_for_is_not_taken_for_another(tmp_path: Path) -> None:
+    table = dumps.trl(truth())
+    table["advantages"][4] = np.nan
+    with pytest.raises(RolloutError, match="advantages is nan") as caught:
+        load_rollouts(write_torch(tmp_path / "x.pt", tensors(table)), format="trl")
+    assert "as asked" not in str(caught.value)
+
+
+def test_a_trace_is_given_as_its_folder(tmp_path: Path) -> None:
+    with record(tmp_path / "t") as trace:
+        with pytest.raises(RolloutError, match=r"t holds no rollouts: it has no whole batch yet"):
+            load_rollouts(tmp_path / "t")
+        trace.add(truth())
+    for name in ("manifest.jsonl", "batch-000000.safetensors"):
+        with pytest.raises(RolloutError, match=rf"{name} is a part of a trace.* Give its folder"):
+            load_rollouts(tmp_path / "t" / name)
+        with pytest.raises(RolloutError, match="is a part of a trace"):
+            load_rollouts(tmp_path / "t" / name, on_error="skip")
+    # A file of rollouts may have any name, and lie anywhere.
+    own = write_json(tmp_path / "t" / "mine.jsonl", rows_of(dumps.own(truth())))
+    same(load_rollouts(own), truth())
+    (tmp_path / "s").mkdir()
+    own = write_json(tmp_path / "s" / "manifest.jsonl", rows_of(dumps.own(truth())))
+    same(load_rollouts(own), truth())
+
+
 def test_skipping_counts_what_it_skips(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = rows_of(dumps.own(truth()))
     rows[1]["loss_mask"] = rows[1]["loss_mask"][:-1]
@@ -440,8 +466,13 @@ def test_arguments_that_are_refused(tmp_path: Path) -> None:
         load_rollouts(path, format="tlr")
     with pytest.raises(ConfigError, match="on_error is 'ignore'"):
         load_rollouts(path, on_error="ignore")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(RolloutError, match="line 1: there is no prompts"):
+    with pytest.raises(
+        RolloutError, match=r"line 1: there is no prompts.* as asked, and .* is .forkp"
+    ):
         load_rollouts(path, format="verl")
+    unknown = write_json(tmp_path / "y.jsonl", [{"text": "a"}])
+    with pytest.raises(RolloutError, match=r"read as 'verl', as asked, .* of no format that is kn"):
+        load_rollouts(unknown, format="verl")
     assert set(FORMATS) >= {"forkpoint", "verl", "trl", "openrlhf", "nemo-rl", "prime-rl", "slime"}
 
 

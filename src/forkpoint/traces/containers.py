@@ -23,6 +23,9 @@ SHARED = "meta_info"
 _PARQUET_MAGIC = b"PAR1"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGICS = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""Text, though no JSON lines; the reader of lines says what to do."""
 _TORCH_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
 """What files of torch before 1.6 hold near their beginning."""
 _ROWS = 1024
@@ -66,6 +69,11 @@ def container_of(path: Path) -> str:
             f"{path}: binary transport files (prime-rl's msgpack) have no names of fields, and "
             "their order changes between versions. Decode them with the trainer's own classes and "
             "write each sample as one JSON object a line with msgspec.structs.asdict."
+        )
+    if b"\0" in head and not head.startswith((*_COMPRESSED, *_UTF_16)):
+        raise RolloutError(
+            f"{path} is of no kind that is read: it begins with {short(head[:8])}. Give JSON lines "
+            "(plain, gzip or zstd), parquet, safetensors, a torch file or a pickle."
         )
     return "JSON lines"
 

@@ -10,7 +10,6 @@ import io
 import math
 import pickle
 import re
-import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from importlib import import_module
@@ -21,6 +20,7 @@ import numpy as np
 
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts import short
+from forkpoint.traces.archives import check_archive
 
 DATA_PROTO = 'torch.save({"batch": dict(data.batch.items()), "non_tensor_batch": ' + (
     'data.non_tensor_batch, "meta_info": data.meta_info}, path)'
@@ -113,7 +113,7 @@ def load_torch(source: Path | BinaryIO, where: str) -> Any:
     """What torch.save wrote, with arrays for tensors. Raises RolloutError, naming `where`."""
     import torch
 
-    size = _check_archive(source, where)
+    size = check_archive(source, where)
     allowed: list[Any] = [(made, name) for name, made in {**SHELLS, **_numpy()}.items()]
     allowed += {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdOSU"}
     try:
@@ -237,7 +237,7 @@ class _Unpickler(pickle.Unpickler):
     def _storage(self, content: bytes) -> Any:
         import torch
 
-        _check_archive(io.BytesIO(content), self.where)
+        check_archive(io.BytesIO(content), self.where)
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
@@ -256,46 +256,6 @@ def _numpy() -> dict[str, Any]:
         found[f"{package}.multiarray.scalar"] = multiarray.scalar
         found[f"{package}.numeric._frombuffer"] = numeric._frombuffer
     return found
-
-
-def _check_archive(source: Path | BinaryIO, where: str) -> int:
-    """The bytes of a file; where it is an archive, checked by its checksums, as torch checks none.
-
-    Raises RolloutError where it is damaged, or holds more than it can without being compressed,
-    which torch's are not.
-    """
-    if isinstance(source, Path):
-        size = source.stat().st_size
-    else:
-        size = source.seek(0, io.SEEK_END)
-        source.seek(0)
-    try:
-        if not zipfile.is_zipfile(source):
-            return size
-        with zipfile.ZipFile(source) as archive:
-            entries = archive.infolist()
-            if sum(entry.file_size for entry in entries) > size:
-                largest = max(entries, key=lambda entry: entry.file_size)
-                raise RolloutError(
-                    f"{where}: {largest.filename} in it declares {largest.file_size} bytes, and "
-                    f"the whole file has {size}. torch.save does not compress; write it again."
-                )
-            damaged = archive.testzip()
-    except RolloutError:
-        raise
-    except Exception as error:  # zipfile's are of many kinds as well
-        raise RolloutError(
-            f"{where} is cut short or damaged: {error}. Copy or write the file again."
-        ) from None
-    finally:
-        if not isinstance(source, Path):
-            source.seek(0)
-    if damaged is not None:
-        raise RolloutError(
-            f"{where} is damaged: the checksum of {damaged} in it is wrong. Copy or write the file "
-            "again."
-        )
-    return size
 
 
 def _refused(where: str, what: str) -> RolloutError:

@@ -13,9 +13,9 @@ import numpy as np
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts import Rollout, short
 from forkpoint.traces.containers import SHARED, container_of, parts
-from forkpoint.traces.formats import Format, detect, named
+from forkpoint.traces.formats import Format, detect, named, of_another_format
 from forkpoint.traces.record import Record, RecordError, WrongRows
-from forkpoint.traces.trace import is_trace, open_trace
+from forkpoint.traces.trace import is_trace, open_trace, refuse_part_of_trace
 
 OnError = Literal["raise", "skip"]
 MOST_MESSAGES = 10
@@ -103,12 +103,12 @@ class RolloutFile:
         if self.skipped.count:
             _log.warning("%s: %s; first: %s", self.path, self.skipped, self.skipped.messages[0])
         if not count:
-            what = (
-                f"all of its records were skipped ({self.skipped}); first: "
-                f"{self.skipped.messages[0]}"
-                if self.skipped.count
-                else "it is empty or has only blank lines. Look at what wrote it."
-            )
+            what = "it is empty or has only blank lines. Look at what wrote it."
+            if self.container == "trace":
+                what = "it has no whole batch yet. Wait for its recorder, or record again."
+            if self.skipped.count:
+                what = f"all of its records were skipped ({self.skipped}); first: "
+                what += self.skipped.messages[0]
             raise RolloutError(f"{self.path} holds no rollouts: {what}")
 
     def read(self) -> list[Rollout]:
@@ -127,6 +127,7 @@ class RolloutFile:
             if isinstance(value, RecordError):
                 yield value
                 continue
+            refuse_part_of_trace(value, self.path)
             if format is None:
                 format = detect(value, where)
             self.format, self.notes = format.name, format.notes
@@ -140,6 +141,8 @@ class RolloutFile:
                         if item.rewarded:
                             self._rewarded.add(count)
                         count += 1
+                    elif self._asked:
+                        made = of_another_format(made, format, value)
                     yield made
 
     def _trace(self) -> Iterator[Rollout]:

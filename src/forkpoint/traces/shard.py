@@ -22,6 +22,8 @@ from forkpoint.errors import TraceError
 from forkpoint.rollouts import Rollout, RolloutBatch
 
 LOSS_INPUT = "loss_inputs."
+ARRAYS = frozenset({"token_ids", "offsets", "loss_mask", "temperatures"})
+"""What every shard has, and no file that is read as rollouts."""
 _METADATA = "forkpoint"
 Arrays = dict[str, NDArray[Any]]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forkpoint.errors import TraceError
+from forkpoint.errors import RolloutError, TraceError
 from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.traces import manifest, shard
 
@@ -181,3 +181,12 @@ class Trace:
 def is_trace(path: Path) -> bool:
     """Whether `path` is a folder with a manifest."""
     return (path / manifest.MANIFEST).is_file()
+
+
+def refuse_part_of_trace(values: Mapping[str, Any], path: Path) -> None:
+    """Raises RolloutError where a file's values are those of a manifest or of a shard."""
+    if values.get("kind") == manifest.KIND or values.keys() >= shard.ARRAYS:
+        raise RolloutError(
+            f"{path} is a part of a trace, which is read as a whole. Give its folder, "
+            f"{path.parent}."
+        )

@@ -1,8 +1,10 @@
 """Files of rollouts that cannot be read, or written."""
 
 import gzip
+import io
 from pathlib import Path
 
+import numpy as np
 import zstandard
 
 from bad_inputs.kind import GOOD, Kind, file_kind, with_field
@@ -11,6 +13,13 @@ from forkpoint.errors import ConfigError, RolloutError
 
 ROLLOUT = Rollout([1, 2], [0, 1], 1.0, rollout_id="b")
 TWO = f"{GOOD}\n{GOOD}\n".encode()
+
+
+def numpy_archive() -> bytes:
+    content = io.BytesIO()
+    np.savez(content, input_ids=np.ones(3, np.int64))
+    return content.getvalue()
+
 
 FILES = (
     Kind(
@@ -63,7 +72,7 @@ FILES = (
         f"[{GOOD}]",
         message="bad.jsonl, line 1 is [{'advantage': 0.5, 'loss_mask': [0, 1, 1], 'rollout_id': "
         "'a', 'token_ids': [1, 2, 3]}]; each line holds one JSON object with the keys "
-        "token_ids, loss_mask, advantage.",
+        "token_ids, loss_mask, advantage. Write the items of the list one a line.",
         means="The file is one JSON array, not JSON lines.",
         remedy="Write its entries one a line, without the brackets around them.",
     ),
@@ -128,6 +137,45 @@ FILES = (
         means="Bytes were changed or added since it was compressed.",
         remedy="Copy it again from where it was written.",
         file="bad.jsonl.gz",
+    ),
+    file_kind(
+        "A file of another kind",
+        b"\x93NUMPY\x01\x00v\x00{'descr': '<i8'}",
+        message="bad.npy is of no kind that is read: it begins with b'\\x93NUMPY\\x01\\x00'. Give "
+        "JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file or a pickle.",
+        means="The file is binary, and of none of these kinds.",
+        remedy="Write what it holds with torch.save or safetensors, under a trainer's names.",
+        file="bad.npy",
+    ),
+    file_kind(
+        "An archive of something else than a torch file",
+        numpy_archive(),
+        message="bad.npz is a zip archive of something else than a torch file: it holds "
+        "['input_ids.npy']. Arrays are read from safetensors and from what torch.save writes.",
+        means="Torch files are zip archives, and so are numpy's .npz and many others.",
+        remedy="Write the arrays with torch.save or safetensors.",
+        file="bad.npz",
+    ),
+    file_kind(
+        "A torch file that is cut short",
+        b"PK\x03\x04" + bytes(60),
+        message="bad.pt is cut short: it begins as an archive, as torch files do, and the archive "
+        "has no end. Copy or write the file again.",
+        means="The end of the archive is missing, and with it the list of what it holds.",
+        remedy="Copy it again; look whether the disk was full when it was written.",
+        file="bad.pt",
+    ),
+    Kind(
+        name="A format that the file is not of",
+        error=RolloutError,
+        message="bad.jsonl, line 1: there is no prompts; the record has ['advantage', 'loss_mask', "
+        "'rollout_id', 'token_ids']. It was read as 'verl', as asked, and by its keys it is "
+        "'forkpoint'.",
+        means="The keys are those of another trainer than the one that was named.",
+        remedy="Leave the format out, or name the one that the message says.",
+        prepare=lambda _: Path("bad.jsonl").write_text(GOOD),
+        call=lambda: load_rollouts("bad.jsonl", format="verl"),
+        argv=("plan", "bad.jsonl", "--format", "verl"),
     ),
     file_kind(
         "A rollout_id twice in a file",

@@ -8,8 +8,9 @@ import pytest
 from steps import forked_batch
 
 from bad_inputs.kind import Kind
+from forkpoint import load_rollouts
 from forkpoint.cli import main
-from forkpoint.errors import ConfigError, TraceError
+from forkpoint.errors import ConfigError, RolloutError, TraceError
 from forkpoint.traces import open_trace, record
 from forkpoint.traces.lock import LOCK, FolderLock
 
@@ -109,6 +110,17 @@ TRACES = (
         remedy="Look at what records; a batch is there once add has returned.",
         argv=("plan", "trace"),
         prepare=lambda _: record("trace").close(),
+    ),
+    Kind(
+        name="A file out of a trace",
+        error=RolloutError,
+        message="trace/batch-000001.safetensors is a part of a trace, which is read as a whole. "
+        "Give its folder, trace.",
+        means="Its arrays lie as the trace needs them, and the manifest has their checksums.",
+        remedy="Give the folder; plan --batch N shows one batch of it.",
+        prepare=lambda _: recorded(),
+        call=lambda: load_rollouts("trace/batch-000001.safetensors"),
+        argv=("plan", "trace/batch-000001.safetensors"),
     ),
     trace_kind(
         "A file in place of a folder to record into",

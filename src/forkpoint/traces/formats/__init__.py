@@ -17,6 +17,7 @@ from forkpoint.traces.formats.prime_rl import PRIME_RL
 from forkpoint.traces.formats.slime import SLIME
 from forkpoint.traces.formats.trl import TRL, TRL_ASYNC
 from forkpoint.traces.formats.verl import VERL, VERL_TEXT
+from forkpoint.traces.record import RecordError
 
 FORMATS = {
     format.name: format
@@ -38,8 +39,8 @@ def detect(keys: Iterable[str], where: str) -> Format:
 
     Raises RolloutError where it is of none, or might be of several.
     """
-    found = frozenset(key for key in keys if isinstance(key, str))
-    fits = [format for format in FORMATS.values() if format.matches(found)]
+    found = _names(keys)
+    fits = _likely(found)
     if not fits and "token_ids" in found:
         return FORKPOINT  # which says what is missing
     if len(fits) == 1:
@@ -52,8 +53,30 @@ def detect(keys: Iterable[str], where: str) -> Format:
     known = "; ".join(
         f"{format.name}: {' or '.join(', '.join(sorted(s)) for s in format.signatures)}"
         for format in FORMATS.values()
+        if format is not FORKPOINT
     )
     raise RolloutError(
         f"{where} is of no format that is known; its keys are {short(sorted(found))}. forkpoint's "
-        f"own has token_ids, loss_mask, advantage. Known by their keys are {known}."
+        f"own has token_ids, loss_mask, advantage. Known by their keys are {known}. Rename the "
+        "keys, or name the format (format=, --format) to see what it lacks."
     )
+
+
+def of_another_format(error: RecordError, format: Format, keys: Iterable[str]) -> RecordError:
+    """The error of a record that was read as the format that was asked for, saying so where its
+    keys are not of that one."""
+    others = _likely(keys)
+    if format in others:
+        return error
+    seen = " or ".join(repr(other.name) for other in others) or "of no format that is known"
+    text = f"{error} It was read as {format.name!r}, as asked, and by its keys it is {seen}."
+    return RecordError.of(RolloutError(text), error.field)
+
+
+def _likely(keys: Iterable[str]) -> list[Format]:
+    found = _names(keys)
+    return [format for format in FORMATS.values() if format.matches(found)]
+
+
+def _names(keys: Iterable[str]) -> frozenset[str]:
+    return frozenset(key for key in keys if isinstance(key, str))
