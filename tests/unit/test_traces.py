@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,12 +112,13 @@ def test_tensors_of_a_loop_are_kept_as_numbers(tmp_path: Path) -> None:
     """With a graph, in 16 bits, as scalars of either kind: what lies about in a training loop."""
     leaf = torch.tensor([0.5, -1.25], requires_grad=True)
     half = torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16)
-    inputs = {"graph": leaf * 2, "half": half, "one": (leaf.sum() * 2).bfloat16()}
+    eighth = half.to(torch.float8_e4m3fn)
+    inputs = {"graph": leaf * 2, "half": half, "one": (leaf.sum() * 2).bfloat16(), "8": eighth}
     with record(tmp_path / "t") as trace:
         trace.add(some(), inputs)
     (step,) = open_trace(tmp_path / "t")
     assert step.loss_inputs["graph"].tolist() == [1.0, -2.5]
-    assert step.loss_inputs["half"].tolist() == [[1.0, 3.0]]
+    assert step.loss_inputs["half"].tolist() == step.loss_inputs["8"].tolist() == [[1.0, 3.0]]
     assert step.loss_inputs["half"].dtype == np.float32
     assert step.loss_inputs["one"] == -1.5
 
@@ -284,6 +286,31 @@ def test_damage_is_named(damage: str, tmp_path: Path) -> None:
     assert said in str(caught.value) and str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("lost", [2, 3, 4])
+def test_lines_that_are_missing_at_the_end(lost: int, tmp_path: Path) -> None:
+    """Nothing in the lines that are left says so; the files of the other batches do."""
+    path = recorded(tmp_path / "t", batches=4)
+    lines = (path / "manifest.jsonl").read_bytes().splitlines(keepends=True)
+    (path / "manifest.jsonl").write_bytes(b"".join(lines[:-lost]))
+    said = f"lists {4 - lost} batches, and batch-000003.safetensors is there: lines are missing"
+    with pytest.raises(TraceError, match=said):
+        open_trace(path)
+    with pytest.raises(TraceError, match=said):
+        record(path, resume=True)
+
+
+def test_a_file_without_its_line_is_a_batch_that_was_not_finished(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "t", batches=3)
+    lines = (path / "manifest.jsonl").read_bytes().splitlines(keepends=True)
+    (path / "manifest.jsonl").write_bytes(b"".join(lines[:-1]))
+    trace = open_trace(path)
+    assert len(list(trace)) == 2
+    with record(path, resume=True) as recorder:
+        recorder.add(some(seed=7))
+        recorder.add(some(seed=8))
+    assert trace.refresh() == 2 and list(trace[2].batch) == some(seed=7)
+
+
 def test_a_manifest_replaced_while_it_is_read(tmp_path: Path) -> None:
     trace = open_trace(recorded(tmp_path / "t"))
     shutil.copy(recorded(tmp_path / "o") / "manifest.jsonl", tmp_path / "t" / "manifest.jsonl")
@@ -306,6 +333,8 @@ def test_what_the_recorder_refuses(tmp_path: Path) -> None:
         record(tmp_path / "o", resume=True)
     with pytest.raises(ConfigError, match="loss is <function"):
         record(tmp_path / "l", loss=lambda outputs, batch: 0)
+    with pytest.raises(ConfigError, match=r"model is 'ok.json' of type str"):
+        record(tmp_path / "m", model="ok.json")
     with pytest.raises(ConfigError, match=r"notes is .*object"):
         record(tmp_path / "n", notes={"x": object()})
 
@@ -324,6 +353,10 @@ def test_a_batch_that_cannot_be_kept_leaves_the_trace_as_it_was(tmp_path: Path) 
             ({"x": Odd(object())}, "the loss input 'x'"),
             ({"x": np.array(["a"])}, "array of <U1"),
             ({3: 1}, "is named 3"),
+            ({"x": torch.eye(2).to_sparse()}, r"'x' is a tensor on cpu of the layout torch.sparse"),
+            ({"x": torch.ones(2, device="meta")}, "'x' is a tensor on meta"),
+            ([0.5], r"loss_inputs is \[0.5\] of type list; it takes a mapping"),
+            ([], r"loss_inputs is \[\] of type list"),
         ):
             with pytest.raises(ConfigError, match=said):
                 trace.add(some(), inputs)
@@ -336,6 +369,39 @@ def test_a_batch_that_cannot_be_kept_leaves_the_trace_as_it_was(tmp_path: Path) 
     assert len(list(open_trace(tmp_path))) == 2
     with pytest.raises(TraceError, match="is closed"):
         trace.add(some())
+
+
+class Filling:
+    """A file on a disk that has room for so many bytes more."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, content: Any) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(content[: self.room])
+        self.room -= written
+        return written
+
+
+@pytest.mark.parametrize("room", [0, 1, 100])
+def test_a_disk_that_is_full_for_a_while(room: int, tmp_path: Path) -> None:
+    """Half a line of the manifest is taken back, and the loop can go on with another batch."""
+    with record(tmp_path) as trace:
+        trace.add(some())
+        file = trace._file
+        trace._file = Filling(file, room)  # type: ignore
+        with pytest.raises(OSError, match="No space left"):
+            trace.add(some(seed=1))
+        assert len(trace) == 1 == len(list(open_trace(tmp_path)))
+        trace._file = file
+        assert trace.add(some(seed=2)) == 1
+    read = open_trace(tmp_path)
+    assert [list(step.batch) for step in read] == [some(), some(seed=2)] and not read.unfinished
 
 
 # One recorder at a time --------------------------------------------------------------------------

@@ -7,6 +7,7 @@ that it names is on disk. Imports no torch.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,35 @@ SCHEMA = 1
 """The version that is written. Older ones that can be read would be listed in `read_line`."""
 MANIFEST = "manifest.jsonl"
 KIND = "forkpoint trace"
+_SHARD = re.compile(r"batch-(\d{6,})\.safetensors")
 
 
 def shard_name(index: int) -> str:
     """The file of batch `index`."""
     return f"batch-{index:06d}.safetensors"
+
+
+def last_shard(folder: Path) -> int:
+    """The number of the last batch that has a file, -1 where none has one."""
+    names = (entry.name for entry in folder.glob("batch-*.safetensors"))
+    return max((int(found[1]) for name in names if (found := _SHARD.fullmatch(name))), default=-1)
+
+
+def check_end(path: Path, batches: int, last: int) -> None:
+    """Whether lines are missing at the end of a manifest, which the lines that are left cannot say.
+
+    Args:
+        path: the manifest.
+        batches: how many it lists.
+        last: what last_shard gave before it was read. A recorder is one file ahead of it at most.
+
+    Raises TraceError where there are files of more batches.
+    """
+    if last > batches:
+        raise TraceError(
+            f"{path} lists {batches} batches, and {shard_name(last)} is there: lines are missing "
+            "at its end. Take a copy of the trace as it was recorded."
+        )
 
 
 def sha256(content: bytes) -> str:

@@ -115,7 +115,7 @@ class Recorder:
             batch: what one step was trained on.
             loss_inputs: what the loss was given besides, by name: numbers, text, dataclasses such
                 as `losses.Denominators`, mappings and lists of these, and arrays or tensors, which
-                are kept as numbers: bfloat16 as float32.
+                are kept as numbers: bfloat16 and narrower as float32.
 
         Returns the batch's number.
 
@@ -123,6 +123,9 @@ class Recorder:
             RolloutError: no rollouts, or extras that JSON cannot give back.
             ConfigError: a loss input that cannot be kept, named.
             TraceError: the recorder is closed.
+
+        Whatever is raised, by a full disk for one, the trace has the batches that it had before,
+        and the same or another batch can be added.
         """
         if self._file.closed:
             raise TraceError(
@@ -131,6 +134,11 @@ class Recorder:
             )
         if not isinstance(batch, RolloutBatch):
             batch = RolloutBatch(batch)
+        if loss_inputs is not None and not isinstance(loss_inputs, Mapping):
+            raise ConfigError(
+                f"loss_inputs is {short(loss_inputs)} of type {type(loss_inputs).__name__}; it "
+                'takes a mapping of names to values, such as {"scale": 0.5}.'
+            )
         for position, rollout in enumerate(batch):
             check_extras(rollout, position)
         arrays, values = _split(loss_inputs or {})
@@ -166,13 +174,14 @@ class Recorder:
 
     def _begin(self, settings: dict[str, Any]) -> None:
         self._trace, self._previous, self._batches = settings["trace"], "", 0
-        self._file = self._manifest.open("ab")
+        self._file, self._end = self._manifest.open("ab", buffering=0), 0
         header = {"kind": manifest.KIND, "schema": manifest.SCHEMA, "forkpoint": _version()}
         self._append({**header, **settings})
         _flush_folder(self.path)
 
     def _go_on(self, settings: dict[str, Any]) -> bool:
         """Open the trace that is there at its end; False where not even its header is whole."""
+        last = manifest.last_shard(self.path)
         lines, end = manifest.read_lines(self._manifest, 0, "", 1)
         for entry in self.path.glob(f".batch-*{_TEMPORARY}"):
             entry.unlink()
@@ -193,17 +202,26 @@ class Recorder:
             )
         self._trace, self._previous = header["trace"], lines[-1]["checksum"]
         self._batches = len(lines) - 1
-        self._file = self._manifest.open("r+b")
+        manifest.check_end(self._manifest, self._batches, last)
+        self._file, self._end = self._manifest.open("r+b", buffering=0), end
         self._file.truncate(end)
         self._file.seek(end)
         return True
 
     def _append(self, values: dict[str, Any]) -> None:
         line = manifest.sealed(values, self._previous)
-        self._file.write(manifest.encode(line))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._previous = line["checksum"]
+        content = memoryview(manifest.encode(line))
+        try:
+            left = content
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except BaseException:
+            # After half a line, or one of a batch that was not added, the next would be refused.
+            self._file.truncate(self._end)
+            self._file.seek(self._end)
+            raise
+        self._previous, self._end = line["checksum"], self._end + len(content)
 
 
 def _version() -> str:
@@ -228,9 +246,10 @@ def settings_of(model: Any, loss: Any, optimizer: Any, notes: Any) -> dict[str, 
     kept: dict[str, Any] = {}
     for name, value in settings.items():
         if value is not None and not isinstance(value, Mapping):
+            argument = name.removesuffix("_config")
             raise ConfigError(
-                f"{name} is {short(value)} of type {type(value).__name__}, whose settings are not "
-                "known. Give them as a mapping."
+                f"{argument} is {short(value)} of type {type(value).__name__}, whose settings are "
+                "not known. Give them as a mapping."
             )
         kept[name] = _as_json(value, name)
     return kept
@@ -244,7 +263,7 @@ def _split(inputs: Mapping[str, Any]) -> tuple[dict[str, NDArray[Any]], dict[str
         if not isinstance(name, str):
             raise ConfigError(f"a loss input is named {short(name)}; names are text.")
         if hasattr(value, "__array__") and np.ndim(value):
-            array = _array(value)
+            array = _array(value, name)
             if array.dtype.kind not in "biuf":
                 raise ConfigError(
                     f"the loss input {name!r} is an array of {array.dtype}; it takes booleans, "
@@ -256,12 +275,19 @@ def _split(inputs: Mapping[str, Any]) -> tuple[dict[str, NDArray[Any]], dict[str
     return arrays, values
 
 
-def _array(value: Any) -> NDArray[Any]:
+def _array(value: Any, name: str) -> NDArray[Any]:
     """An array, or the numbers of a tensor, wherever it is and whatever hangs on it."""
     torch = sys.modules.get("torch")  # there is no tensor where it has not been imported
     if torch is not None and isinstance(value, torch.Tensor):
+        if value.is_nested or value.layout != torch.strided or value.is_meta:
+            raise ConfigError(
+                f"the loss input {name!r} is a tensor on {value.device} of the layout "
+                f"{'nested' if value.is_nested else value.layout}; it takes dense tensors that "
+                "hold numbers. Give value.to_dense(), or a list of numbers."
+            )
         value = value.detach().cpu()
-        if value.dtype == torch.bfloat16:  # which numpy has not
+        known = (torch.float16, torch.float32, torch.float64)
+        if value.dtype.is_floating_point and value.dtype not in known:  # numpy has no others
             value = value.float()
     return np.asarray(value)
 

@@ -67,6 +67,7 @@ class Trace:
                 f"{path} is no trace: there is no {manifest.MANIFEST} in it. Give the folder that "
                 "was given to forkpoint.record."
             )
+        last = manifest.last_shard(path)
         lines, self._end = manifest.read_lines(self._manifest, 0, "", 1)
         if not lines:
             raise TraceError(
@@ -92,6 +93,7 @@ class Trace:
         self.entries: list[TraceEntry] = []
         self._checksum: str = header["checksum"]
         self._take(lines[1:])
+        manifest.check_end(self._manifest, len(self), last)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -148,6 +150,7 @@ class Trace:
         Raises TraceError where the manifest has been changed, also in what was read before.
         """
         known = len(self.entries)
+        last = manifest.last_shard(self.path)
         lines, end = manifest.read_lines(self._manifest, 0, "", 1)
         sums = [line["checksum"] for line in lines]
         if self._checksum not in sums[known : known + 1]:
@@ -156,6 +159,7 @@ class Trace:
             )
         self._end = end
         self._take(lines[known + 1 :])
+        manifest.check_end(self._manifest, len(self), last)
         return len(self.entries) - known
 
     def verify(self) -> None:

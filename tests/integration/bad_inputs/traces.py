@@ -3,14 +3,16 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from steps import forked_batch
 
 from bad_inputs.kind import Kind
 from forkpoint import load_rollouts
 from forkpoint.cli import main
-from forkpoint.errors import ConfigError, RolloutError, TraceError
+from forkpoint.errors import ConfigError, ForkpointError, RolloutError, TraceError
 from forkpoint.traces import open_trace, record
 from forkpoint.traces.lock import LOCK, FolderLock
 
@@ -26,10 +28,11 @@ def trace_kind(
     means: str,
     remedy: str,
     prepare: Callable[[], object] | None = None,
+    error: type[ForkpointError] = TraceError,
 ) -> Kind:
     return Kind(
         name=name,
-        error=TraceError,
+        error=error,
         message=message,
         means=means,
         remedy=remedy,
@@ -69,6 +72,17 @@ def without_a_line() -> None:
     path = Path("trace/manifest.jsonl")
     first, _, last = path.read_text().splitlines(keepends=True)
     path.write_text(first + last)
+
+
+def adding(loss_inputs: Any) -> None:
+    with record("trace") as recorder:
+        recorder.add(BATCH, loss_inputs)
+
+
+def without_the_end() -> None:
+    recorded()
+    path = Path("trace/manifest.jsonl")
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
 
 
 def closed() -> None:
@@ -164,6 +178,33 @@ TRACES = (
         "recorded.",
         means="Every line has a checksum, and carries that of the line before it.",
         remedy="Copy the trace again; nothing in it is to be edited.",
+    ),
+    trace_kind(
+        "A manifest that lacks its end",
+        lambda: open_trace("trace"),
+        prepare=without_the_end,
+        message="trace/manifest.jsonl lists 0 batches, and batch-000001.safetensors is there: "
+        "lines are missing at its end. Take a copy of the trace as it was recorded.",
+        means="A batch has its line before the next one is written, so at most one file is ahead.",
+        remedy="Copy the trace again, the manifest last if it is still being recorded.",
+    ),
+    trace_kind(
+        "Loss inputs without names",
+        lambda: adding([0.5]),
+        message="loss_inputs is [0.5] of type list; it takes a mapping of names to values, such as "
+        '{"scale": 0.5}.',
+        error=ConfigError,
+        means="A replay gives them back to the loss by name.",
+        remedy="Name them as the loss does.",
+    ),
+    trace_kind(
+        "A loss input that is a sparse tensor",
+        lambda: adding({"mask": torch.eye(2).to_sparse()}),
+        message="the loss input 'mask' is a tensor on cpu of the layout torch.sparse_coo; it takes "
+        "dense tensors that hold numbers. Give value.to_dense(), or a list of numbers.",
+        error=ConfigError,
+        means="Tensors are kept as arrays of numbers.",
+        remedy="Give value.to_dense().",
     ),
     folder_kind(
         "A folder that holds a replay already",
