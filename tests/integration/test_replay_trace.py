@@ -73,7 +73,7 @@ def test_the_command_takes_the_recorded_loss(shell: Shell, tmp_path: Path) -> No
     arguments = ("replay", tmp_path / "trace", "--model", config, "--steps", 3, "--json")
     done = shell(*arguments, "--output", tmp_path / "run")
     assert done.code == 0, done.err
-    assert done.result["rollouts"] == 9
+    assert done.result["rollouts"] == 9 and done.result["format"] == "trace"
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["fixed"]["loss"] == repr(LogLikelihood())
     other = shell(*arguments, "--loss", "grpo").result
@@ -167,3 +167,4 @@ def test_a_report_of_a_trace(shell: Shell, tmp_path: Path) -> None:
     done = shell("report", tmp_path / "trace", "--output", tmp_path / "page.html", "--json")
     assert done.code == 0, done.err
     assert done.result["figures"] == [["forest", "schedule", "counts"]]
+    assert done.result["format"] == "trace" and done.result["skipped"]["records"] == 0

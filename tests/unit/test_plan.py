@@ -176,12 +176,6 @@ def test_peak_bytes_count_the_rows_open_at_once_and_the_arena() -> None:
     ("options", "shape", "message"),
     [
         (
-            {"memory_budget_bytes": 1000},
-            None,
-            "memory_budget_bytes is 1000, but without a model shape bytes cannot be predicted; "
-            "name the model, or limit max_row_tokens instead.",
-        ),
-        (
             {"memory_budget_bytes": 1000, "max_row_tokens": 2000},
             SHAPE,
             "rows of 2000 tokens are predicted to need 7341952 bytes and memory_budget_bytes is "
@@ -212,8 +206,17 @@ def test_what_does_not_fit_is_refused_with_both_values(options, shape, message: 
 
 def test_every_reason_is_named_where_nothing_fits() -> None:
     with pytest.raises(PlanError) as refused:
-        make_plan(batch_of(group()), None, Config(memory_budget_bytes=1000))
+        make_plan(batch_of(group()), SHAPE, Config(memory_budget_bytes=1000))
     assert str(refused.value).count("memory_budget_bytes is 1000") == 9
+
+
+def test_a_budget_without_a_shape_is_refused_once() -> None:
+    with pytest.raises(PlanError) as refused:
+        make_plan(batch_of(group()), None, Config(memory_budget_bytes=1000))
+    assert str(refused.value) == (
+        "memory_budget_bytes is 1000, but without a model shape bytes cannot be predicted; name "
+        "the model, or limit max_row_tokens instead."
+    )
 
 
 def test_a_combination_that_does_not_fit_is_left_out_and_said_so() -> None:

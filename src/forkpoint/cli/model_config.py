@@ -18,8 +18,10 @@ def config_path(model: Path) -> Path:
     Raises ConfigError where there is none.
     """
     if not model.exists():
+        named = "By that name a shape is known, which plan and report can count with and nothing "
+        named = f"{named}can run. " if str(model).lower() in MODELS else ""
         raise ConfigError(
-            f"the model {model} does not exist. Give a folder with a transformers model's "
+            f"the model {model} does not exist. {named}Give a folder with a transformers model's "
             "config.json and weights, or a config.json alone for random weights; nothing is "
             "downloaded."
         )

@@ -115,9 +115,12 @@ class Plan:
                     shown = plan
                 totals.add(plan)
         if shown is None:
+            batches, most = "one batch", "0"
+            if totals.batches > 1:
+                batches = f"{totals.batches} batches"
+                most = f"a whole number from 0 to {totals.batches - 1}"
             raise ConfigError(
-                f"batch is {self.batch}, and {self.file} is read as {totals.batches} batches; it "
-                f"takes a whole number from 0 to {totals.batches - 1}."
+                f"batch is {self.batch}, and {self.file} is read as {batches}; it takes {most}."
             )
         show_source(source, out)
         if totals.batches > 1:

@@ -22,6 +22,7 @@ from forkpoint.cli.options import (
     Reading,
     Runtime,
     WholeNumber,
+    show_source,
 )
 from forkpoint.cli.output import Output, options, plain
 from forkpoint.cli.selection import Selection
@@ -131,7 +132,7 @@ class Replay:
         rate = Rate(
             schedule=training.schedule, warmup_steps=training.warmup_steps, steps=training.steps
         )
-        trace = self._trace()
+        trace = self._trace(out)
         batch = None if trace else self.selection.load(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
             from forkpoint.bench.rows import environment
@@ -188,7 +189,7 @@ class Replay:
         )
         return 0
 
-    def _trace(self) -> "Trace | None":
+    def _trace(self, out: Output) -> "Trace | None":
         """The trace that the file is, if it is one; options that a trace has no use for raise."""
         if not is_trace(self.file):
             return None
@@ -202,6 +203,7 @@ class Replay:
                 f"{self.file} is a trace, whose batches are replayed as they are: "
                 f"{', '.join(unused)} has no meaning here. Leave it out."
             )
+        show_source(self.reading.open(self.file, None), out)
         return open_trace(self.file)
 
     def _batches(

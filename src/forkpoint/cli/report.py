@@ -18,8 +18,9 @@ from forkpoint.cli.options import (
     Reading,
     load_batch,
     recorded_batches,
+    show_source,
 )
-from forkpoint.cli.output import Output
+from forkpoint.cli.output import Output, options
 from forkpoint.cli.plan import AnyModel
 from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan, make_plan
@@ -68,8 +69,7 @@ class Report:
             raise ConfigError(
                 "there is nothing to report on; give the folder of a replay, or a file of rollouts."
             )
-        if not self.output.parent.is_dir():
-            raise ConfigError(f"The folder {self.output.parent} does not exist. Create it first.")
+        self._check()
         chapters = [self._chapter(path, out) for path in self.inputs]
         page = render_page(" · ".join(chapter.title for chapter in chapters), chapters)
         self.output.write_text(page, encoding="utf-8")
@@ -91,8 +91,35 @@ class Report:
         )
         return 0
 
+    def _check(self) -> None:
+        """Refuse what would fail once all is read, and options that nothing here has a use for."""
+        if not self.output.parent.is_dir():
+            raise ConfigError(f"The folder {self.output.parent} does not exist. Create it first.")
+        if self.output.is_dir():
+            raise ConfigError(
+                f"output is {self.output}, which is a folder. Give the name of a file, such as "
+                f"{self.output / 'report.html'}."
+            )
+        if self.plots is not None and self.plots.exists() and not self.plots.is_dir():
+            raise ConfigError(
+                f"plots is {self.plots}, which is a file. Give a folder; it need not exist."
+            )
+        if not all(_is_replay(path) for path in self.inputs):
+            return
+        given, usual = options(self), options(Report(inputs=self.inputs))
+        unused = [
+            name
+            for name in given
+            if given[name] != usual[name] and name not in ("output", "plots", "json")
+        ]
+        if unused:
+            raise ConfigError(
+                f"{', '.join(map(str, self.inputs))} is a replay, which is shown as it was run: "
+                f"{', '.join(unused)} has no meaning here. Leave it out."
+            )
+
     def _chapter(self, path: Path, out: Output) -> Chapter:
-        if path.is_dir() and not is_trace(path):
+        if _is_replay(path):
             return replay_chapter(read_run(path))
         shape = None if self.model is None else read_shape(self.model, self.memory)
         config = self.planning.config()
@@ -106,7 +133,13 @@ class Report:
         # Batches of a trace are those of optimizer steps, which share nothing with each other.
         recorded = is_trace(path) and self.limit is None
         if recorded and self.reading == Reading():
+            show_source(self.reading.open(path, None), out)
             batches = map(planned, recorded_batches(path))
             return rollouts_chapter(path.name, batches, recorded=True)
         batch = load_batch(path, self.limit, self.reading, out)
         return rollouts_chapter(path.name, [planned(batch)])
+
+
+def _is_replay(path: Path) -> bool:
+    """Whether it is read as a replay's folder: traces are folders as well."""
+    return path.is_dir() and not is_trace(path)

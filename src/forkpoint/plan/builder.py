@@ -55,6 +55,11 @@ class Builder:
         self.coupling, self.calibration = coupling, calibration
         if calibration is not None and shape is not None:
             calibration.check_shape(shape)
+        if config.memory_budget_bytes is not None and shape is None:
+            raise PlanError(
+                f"memory_budget_bytes is {config.memory_budget_bytes}, but without a model shape "
+                "bytes cannot be predicted; name the model, or limit max_row_tokens instead."
+            )
         self.fingerprint = fingerprint(batch)
         self._edges_of: tuple[Forest, IntArray] | None = None
         # The hidden states of one path do not depend on the temperature, but its log-probs do.
@@ -103,11 +108,6 @@ class Builder:
             return self._priced(self._build(sharing, boundary, tokens))
         if not given:
             tokens = max(tokens, min(LARGEST_ROW_TOKENS, int(self.tree_order.new_edges.sum())))
-        if self.shape is None:
-            raise PlanError(
-                f"memory_budget_bytes is {budget}, but without a model shape bytes cannot be "
-                "predicted; name the model, or limit max_row_tokens instead."
-            )
         # A row that holds whole paths is no shorter than the longest of them.
         least = self.longest if boundary == "in_row" else LEAST_ROW_TOKENS
         found: list[Plan] = []

@@ -77,6 +77,17 @@ MODEL_FILES = (
         remedy="Download it first, and give its folder.",
     ),
     Kind(
+        name="A model's name where one is to run",
+        error=ConfigError,
+        message="the model qwen3-8b does not exist. By that name a shape is known, which plan and "
+        "report can count with and nothing can run. Give a folder with a transformers model's "
+        "config.json and weights, or a config.json alone for random weights; nothing is "
+        "downloaded.",
+        means="Names stand for sizes, not for weights.",
+        remedy="Download the model and give its folder, or count with forkpoint plan.",
+        argv=("replay", "ok.jsonl", "--model", "qwen3-8b"),
+    ),
+    Kind(
         name="A folder without a model",
         error=ConfigError,
         message="the folder model has no config.json. Give the folder that a model's "

@@ -61,6 +61,13 @@ OPTIONS = (
         remedy="Batches are counted from 0.",
     ),
     option_kind(
+        "A batch beyond the only one",
+        argv=("plan", "ok.jsonl", "--batch", "1"),
+        message="batch is 1, and ok.jsonl is read as one batch; it takes 0.",
+        means="A file of few tokens is one batch, unless an option cuts it.",
+        remedy="Leave --batch out, or cut the file with --batch-rollouts or --batch-tokens.",
+    ),
+    option_kind(
         "A batch before the first one",
         argv=("plan", "ok.jsonl", "--batch", "-1"),
         message="batch is -1; batches are counted from 0, so it takes a whole number of at least "

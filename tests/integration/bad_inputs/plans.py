@@ -92,9 +92,8 @@ PLANS = (
             *("plan", "ok.jsonl", "--sharing", "group", "--boundary", "mixed"),
             *("--memory-budget-bytes", "9"),
         ),
-        message="no plan fits this batch:\n"
-        "  group + mixed: memory_budget_bytes is 9, but without a model shape bytes cannot "
-        "be predicted; name the model, or limit max_row_tokens instead.",
+        message="memory_budget_bytes is 9, but without a model shape bytes cannot be predicted; "
+        "name the model, or limit max_row_tokens instead.",
         means="Bytes depend on the model.",
         remedy="Give --model, or limit the tokens of a row.",
     ),
