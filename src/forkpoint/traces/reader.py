@@ -45,9 +45,13 @@ class Skipped:
         if len(self.messages) < MOST_MESSAGES:
             self.messages.append(str(error))
 
+    @property
+    def why(self) -> str:
+        """The fields that were wrong, each with how often it was."""
+        return ", ".join(f"{field} {count:,}" for field, count in self.fields.most_common())
+
     def __str__(self) -> str:
-        why = ", ".join(f"{field} {count}" for field, count in self.fields.most_common())
-        return f"{self.count:,} skipped ({why})"
+        return f"{self.count:,} skipped ({self.why})"
 
 
 class RolloutFile:
@@ -100,14 +104,14 @@ class RolloutFile:
             count += 1
             if count == self._limit:
                 break
-        if self.skipped.count:
+        if self.skipped.count and count:
             _log.warning("%s: %s; first: %s", self.path, self.skipped, self.skipped.messages[0])
         if not count:
             what = "it is empty or has only blank lines. Look at what wrote it."
             if self.container == "trace":
                 what = "it has no whole batch yet. Wait for its recorder, or record again."
             if self.skipped.count:
-                what = f"all of its records were skipped ({self.skipped}); first: "
+                what = f"all of its records were skipped, {self.skipped.why}; first: "
                 what += self.skipped.messages[0]
             raise RolloutError(f"{self.path} holds no rollouts: {what}")
 
