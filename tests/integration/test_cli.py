@@ -98,6 +98,16 @@ def test_defects_are_not_taken_for_errors_of_users(
         shell("plan", rollouts)
 
 
+def test_what_the_system_refuses_names_the_path(shell: Shell, rollouts: Path) -> None:
+    too_long = rollouts.parent / ("a" * 300)
+    done = shell("report", rollouts, "--output", too_long)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        f"error: {too_long} cannot be read or written: File name too long. Look at the path, who "
+        "may use it, and the room on its disk.\n"
+    )
+
+
 def test_interrupt(
     shell: Shell, rollouts: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

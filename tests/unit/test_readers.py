@@ -456,7 +456,7 @@ def test_skipping_counts_what_it_skips(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_skipping_all_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_json(tmp_path / "x.jsonl", [{"token_ids": [], "loss_mask": []}] * 3)
-    with pytest.raises(RolloutError, match=r"all of its records were skipped, advantage 3; first: "):
+    with pytest.raises(RolloutError, match=r"all of its records were skipped, advantage 3; first"):
         load_rollouts(path, on_error="skip")
     assert not caplog.text, "it is said twice"
 

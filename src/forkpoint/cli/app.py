@@ -73,8 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output (head, a pager) has enough. The code is the one that rich exits
         # with where the pipe breaks below a table.
         return OUTPUT_CLOSED
-    except (ForkpointError, OSError) as error:
+    except ForkpointError as error:
         print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except OSError as error:
+        print(f"error: {_of_system(error)}", file=sys.stderr)
         return USER_ERROR
 
 
@@ -111,6 +114,16 @@ def _read(arguments: list[str]) -> Command:
     ]
     every: Any = functools.reduce(operator.or_, listed)
     return tyro.cli(every, prog="forkpoint", description=DESCRIPTION, args=arguments, config=config)
+
+
+def _of_system(error: OSError) -> str:
+    """What the system refused, on which path."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return (
+        f"{error.filename} cannot be read or written: {error.strerror}. Look at the path, who may "
+        "use it, and the room on its disk."
+    )
 
 
 def _unframed(report: str) -> str:

@@ -168,6 +168,11 @@ class Plan:
             value = getattr(given, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
+        if given.batch_rollouts is not None and given.batch_tokens != Batching().batch_tokens:
+            raise ConfigError(
+                f"batch_rollouts is {given.batch_rollouts} and batch_tokens {given.batch_tokens}; "
+                "a batch is of so many rollouts, or of so many tokens. Leave one of the two out."
+            )
         if recorded and self.limit is None and given == Batching():
             return recorded_batches(self.file)
         if given.batch_rollouts is not None:

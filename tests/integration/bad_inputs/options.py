@@ -68,6 +68,14 @@ OPTIONS = (
         remedy="Leave --batch out, or cut the file with --batch-rollouts or --batch-tokens.",
     ),
     option_kind(
+        "Batches by rollouts and by tokens",
+        argv=("plan", "ok.jsonl", "--batch-rollouts", "4", "--batch-tokens", "100"),
+        message="batch_rollouts is 4 and batch_tokens 100; a batch is of so many rollouts, or of "
+        "so many tokens. Leave one of the two out.",
+        means="Either says where a batch ends.",
+        remedy="Leave one of the two out.",
+    ),
+    option_kind(
         "A batch before the first one",
         argv=("plan", "ok.jsonl", "--batch", "-1"),
         message="batch is -1; batches are counted from 0, so it takes a whole number of at least "
