@@ -189,6 +189,9 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
     "images": (edited(VERL, lambda t: t.update(multi_modal_inputs=np.array(
         [{"pixel_values": 1} if n == ROW else None for n in range(COUNT)], object))),
         ["multi_modal_inputs holds media"], "multi_modal_inputs"),
+    "a mask of another trainer": (edited(OPENRLHF, lambda t: t.update(
+        loss_mask=[[1] * 12 if n == ROW else None for n in range(COUNT)])),
+        ["there is a loss_mask besides action_mask"], "loss_mask"),
     "several rewards": (edited(lambda r: dumps.slime_samples(r),
                                lambda t: t["samples"][ROW].update(reward={"a": 1, "b": 2})),
                         ["reward is {'a': 1, 'b': 2}"], "reward"),

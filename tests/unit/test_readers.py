@@ -332,6 +332,33 @@ def test_openrlhf_objects(tmp_path: Path) -> None:
     assert file.format == "openrlhf"
 
 
+def test_openrlhf_samples_of_text_alone(tmp_path: Path) -> None:
+    """Each an Experience of one, whose images are a list of None where there are none."""
+    rows = [
+        {k: torch.from_numpy(v[n]) for k, v in dumps.openrlhf(truth()).items() if np.ndim(v) == 2}
+        for n in range(len(truth()))
+    ]
+    none = {"images": [None], "mm_train_inputs": [None], "prompts": ["text"], "info": {}}
+    same(load_rollouts(write_torch(tmp_path / "x.pt", [row | none for row in rows])), truth())
+    for media in ({"images": ["a.png"]}, {"mm_train_inputs": [{"pixel_values": torch.ones(2)}]}):
+        with pytest.raises(RolloutError, match=rf"item 0: {next(iter(media))} holds media"):
+            load_rollouts(write_torch(tmp_path / "x.pt", [row | none | media for row in rows]))
+
+
+@pytest.mark.parametrize(
+    "media", [np.ones((2, 2)), np.array(1), "a.png", {"pixel_values": [1]}, [None, 0]], ids=repr
+)
+def test_media_are_refused_in_any_form(media: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.pkl"
+    row = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0], "advantage": 1.0}
+    for nothing in (None, [], {}, [None, None], {"pixel_values": None}, np.array([None])):
+        path.write_bytes(pickle.dumps([row | {"mm_kwargs": nothing}]))
+        assert len(load_rollouts(path)) == 1
+    path.write_bytes(pickle.dumps([row | {"mm_kwargs": media}]))
+    with pytest.raises(RolloutError, match="mm_kwargs holds media"):
+        load_rollouts(path)
+
+
 def test_nemo_rl_lines(tmp_path: Path) -> None:
     """train_data_step1.jsonl: each line is a batch of one, and samples can be masked."""
     table = dumps.nemo_rl(truth())

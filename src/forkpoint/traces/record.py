@@ -129,8 +129,7 @@ class Record:
     def refuse_media(self, *names: str) -> None:
         """Raises RecordError where there are images and the like: rollouts here are tokens only."""
         for name in names:
-            value = self.values.get(name)
-            if value is not None and (not hasattr(value, "__len__") or len(value)):
+            if not _is_nothing(self.values.get(name)):
                 raise self.fail(
                     name,
                     f"{name} holds media besides the tokens, and two rollouts with the same tokens "
@@ -166,6 +165,15 @@ class Record:
     def _check_length(self, name: str, array: Array, length: int, of: str) -> None:
         if len(array) != length:
             raise self.fail(name, f"{name} has {len(array)} entries, but {of} has {length}.")
+
+
+def _is_nothing(value: Any) -> bool:
+    """None, what is empty, or holds None alone, as trainers write where there is only text."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist() if value.dtype == object else [0] * value.size
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return value is None or (isinstance(value, list | tuple) and all(v is None for v in value))
 
 
 def unpadded(record: Record, name: str, mask: NDArray[np.bool_], side: str) -> slice:

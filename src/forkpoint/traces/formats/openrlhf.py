@@ -11,6 +11,12 @@ from forkpoint.traces.record import Record, group_of, spread, unpadded
 def _openrlhf(record: Record) -> Iterator[Rollout]:
     """An Experience: the A entries of the action arrays belong to the last A tokens of the row."""
     record.refuse_media(*MEDIA)
+    if record.has("loss_mask"):  # a field of SkyRL's Experience, which has the same other names
+        raise record.fail(
+            "loss_mask",
+            "there is a loss_mask besides action_mask, which OpenRLHF's Experience has not; which "
+            "tokens are trained is not clear. Leave it out, or make action_mask of the two.",
+        )
     ids = record.ids("sequences")
     attended = record.mask("attention_mask", len(ids), "sequences")
     inside = unpadded(record, "attention_mask", attended, "either")
