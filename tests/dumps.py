@@ -6,11 +6,7 @@ numbers that would show if they were read.
 """
 
 import gzip
-import io
 import json
-import pickle
-import sys
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +19,7 @@ import safetensors.numpy
 import torch
 import zstandard
 
-from forkpoint import Rollout
+from forkpoint import Rollout, RolloutBatch
 
 PADDING = 5
 JUNK = -77.0
@@ -420,90 +416,25 @@ def write_parquet(path: Path, table: dict[str, Any]) -> Path:
     return path
 
 
-class DataProto:
-    """verl's class by its name, with the state that it pickles."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def __getstate__(self) -> Any:
-        return self.state
+# What was read ----------------------------------------------------------------------------------
 
 
-def verl_pickle(rollouts: Sequence[Rollout], way: str, temperature: float = 1.0) -> bytes:
-    """A DataProto as save_to_disk pickles it, with its tensors in one of verl's ways."""
-    table = verl(rollouts)
-    uid = table.pop("uid")
-    if way == "numpy":
-        entries = {k: (str(v.dtype), v.shape, v.view(np.uint8).ravel()) for k, v in table.items()}
-        batch: Any = ((len(rollouts),), None, entries)
-    else:
-        file = io.BytesIO()
-        kinds = stand_ins()
-        tensor_dict = kinds["TensorDict"](tensors(table), consolidated=way == "consolidated")
-        torch.save(tensor_dict, file)
-        batch = file.getvalue()
-    settings = {"temperature": temperature, "reward_extra_keys": ["acc", "format"], "metrics": {}}
-    proto = stand_ins()["DataProto"]((batch, {"uid": uid}, settings))
-    return pickle.dumps(proto)
-
-
-def add_module(name: str) -> Any:
-    """An empty module of that name, and those above it, so that pickling finds what is put in."""
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        full = ".".join(parts[:end])
-        sys.modules.setdefault(full, types.ModuleType(full))
-    return sys.modules[name]
-
-
-def stand_ins() -> dict[str, Any]:
-    """Modules by the names of verl's and tensordict's, whose objects pickle as theirs do."""
-    if "verl.protocol" in sys.modules:
-        return {
-            "DataProto": sys.modules["verl.protocol"].DataProto,
-            "TensorDict": sys.modules["tensordict._td"].TensorDict,
-        }
-    for name in ("verl.protocol", "tensordict._td", "tensordict._reductions"):
-        add_module(name)
-    DataProto.__module__ = "verl.protocol"
-    sys.modules["verl.protocol"].DataProto = DataProto
-
-    def consolidated(metadata: Any, storage: Any) -> None: ...
-
-    def make(kind: Any, state: Any) -> None: ...
-
-    class TensorDict:
-        def __init__(self, entries: dict[str, torch.Tensor], consolidated: bool) -> None:
-            self.entries, self.consolidated = entries, consolidated
-
-        def __reduce__(self) -> Any:
-            if not self.consolidated:
-                size = torch.Size([len(next(iter(self.entries.values())))])
-                return make, (TensorDict, {"_tensordict": self.entries, "_batch_size": size})
-            leaves, pieces, begin = {}, [], 0
-            for name, tensor in self.entries.items():
-                raw = tensor.contiguous().view(-1).view(torch.uint8)
-                pad = -len(raw) % 8
-                end = begin + len(raw) + pad
-                leaves[name] = (str(tensor.dtype), list(tensor.shape), "cpu", begin, end, pad)
-                pieces += [raw, torch.zeros(pad, dtype=torch.uint8)]
-                begin = end
-            metadata = {
-                "cls": "TensorDict",
-                "non_tensors": {},
-                "leaves": leaves,
-                "cls_metadata": {},
-            }
-            return consolidated, (metadata, torch.cat(pieces))
-
-    for function, name in (
-        (consolidated, "_rebuild_tensordict_files_consolidated"),
-        (make, "_make_td"),
-    ):
-        function.__module__ = "tensordict._reductions"
-        function.__qualname__ = function.__name__ = name
-        setattr(sys.modules["tensordict._reductions"], name, function)
-    TensorDict.__module__, TensorDict.__qualname__ = "tensordict._td", "TensorDict"
-    sys.modules["tensordict._td"].TensorDict = TensorDict
-    return stand_ins()
+def same(found: list[Rollout], wanted: list[Rollout], *without: str) -> None:
+    """All fields are equal, groups as the same partition: not every format names them."""
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        for name in ("token_ids", "loss_mask", "old_logprobs", "reference_logprobs"):
+            if name not in without:
+                a, b = getattr(one, name), getattr(other, name)
+                assert a is not None and b is not None, name
+                np.testing.assert_allclose(
+                    np.where(other.loss_mask, a, 0) if name.endswith("logprobs") else a,
+                    np.where(other.loss_mask, b, 0) if name.endswith("logprobs") else b,
+                    rtol=0,
+                    atol=0,
+                    err_msg=name,
+                )
+        if "advantage" not in without:
+            assert one.advantage == other.advantage
+    groups = RolloutBatch(replace(r, rollout_id=None) for r in found).group_index
+    assert groups.tolist() == RolloutBatch(wanted).group_index.tolist()

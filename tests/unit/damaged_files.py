@@ -30,6 +30,7 @@ from damaged_records import (
 import dumps
 from dumps import rows_of, tensors, truth, write_json, write_parquet, write_torch
 from forkpoint import ForkpointError
+from stand_ins import stand_ins
 
 
 class Bad:
@@ -147,7 +148,7 @@ def bad_inside(folder: Path) -> Path:
     """A harmless DataProto whose tensors are a torch file that runs code."""
     inner = io.BytesIO()
     torch.save({"x": Bad(folder / "ran")}, inner)
-    proto = dumps.stand_ins()["DataProto"]((inner.getvalue(), {}, {}))
+    proto = stand_ins()["DataProto"]((inner.getvalue(), {}, {}))
     return pickled(folder, proto)
 
 
@@ -156,7 +157,7 @@ def cut_inside(folder: Path) -> Path:
     inner = io.BytesIO()
     torch.save(tensors(TRL(truth())), inner)
     half = inner.getvalue()[: inner.tell() // 2]
-    return pickled(folder, dumps.stand_ins()["DataProto"]((half, {}, {})))
+    return pickled(folder, stand_ins()["DataProto"]((half, {}, {})))
 
 
 def legacy(folder: Path, value: Any) -> Path:

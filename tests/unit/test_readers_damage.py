@@ -22,10 +22,10 @@ from damaged_records import COUNT, EVERY_ROW, RECORDS, ROW, TRL, VERL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import dumps
 from dumps import tensors, truth, write_torch
 from forkpoint import ForkpointError, RolloutError, load_rollouts
 from forkpoint.traces import open_rollouts
+from stand_ins import verl_pickle
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -80,8 +80,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "torch": torch_file,
     "old torch": lambda f: legacy(f, tensors(VERL(truth()))),
     "pickle": lambda f: pickled(f, VERL(truth())),
-    "DataProto": lambda f: raw(f, "x.pkl", dumps.verl_pickle(truth(), "consolidated")),
-    "DataProto of numpy": lambda f: raw(f, "x.pkl", dumps.verl_pickle(truth(), "numpy")),
+    "DataProto": lambda f: raw(f, "x.pkl", verl_pickle(truth(), "consolidated")),
+    "DataProto of numpy": lambda f: raw(f, "x.pkl", verl_pickle(truth(), "numpy")),
     "safetensors": safe,
     "parquet": parquet,
     "gzip": lambda f: lines(f, ".gz"),

@@ -1,0 +1,213 @@
+"""What single trainers write besides batches of columns: critics, objects, samples, lines."""
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dumps
+from dumps import prompt_of, rows_of, same, tensors, truth, write_json, write_torch
+from forkpoint import RolloutBatch, RolloutError, load_rollouts, losses
+from forkpoint.traces import FORMATS, open_rollouts
+from stand_ins import add_module
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+CRITICS = [dumps.verl_critic, dumps.openrlhf_critic, dumps.nemo_rl_critic, dumps.slime_critic]
+
+
+@pytest.mark.parametrize(
+    ("make", "container"),
+    [
+        (make, container)
+        for make in CRITICS
+        for container in ("torch", "safetensors", "parquet", "json")
+        if (make, container) != (dumps.slime_critic, "safetensors")  # rows of several lengths
+    ],
+)
+def test_what_a_critic_gave(make: Any, container: str, tmp_path: Path) -> None:
+    """Values and returns stand at the tokens that they are of; padding is not read."""
+    wanted, path = dumps.with_critic(truth()), tmp_path / "x"
+    if container == "torch":
+        write_torch(path, tensors(make(wanted)))
+    elif container == "safetensors":
+        dumps.write_safetensors(path, make(wanted))
+    elif container == "parquet":
+        dumps.write_parquet(path, make(wanted))
+    else:
+        write_json(path, rows_of(make(wanted)))
+    found = load_rollouts(path)
+    same(found, wanted)
+    one, other = RolloutBatch(found), RolloutBatch(wanted)
+    assert one.returns is not None and other.returns is not None
+    assert one.old_values is not None and other.old_values is not None
+    own = other.loss_mask
+    assert (one.returns[own] == other.returns[own]).all()
+    assert (one.old_values[own] == other.old_values[own]).all()
+    assert [type(r.returns) for r in found] == [type(r.returns) for r in wanted]
+    losses.ValueLoss().check(one)
+
+
+@pytest.mark.parametrize("make", CRITICS)
+def test_returns_without_values_are_no_critics(make: Any, tmp_path: Path) -> None:
+    """Where there is no critic, trainers write advantages as returns as well."""
+    table = make(dumps.with_critic(truth()))
+    values = table.pop("values")
+    found = load_rollouts(write_torch(tmp_path / "x.pt", tensors(table)))
+    same(found, truth())
+    assert all(r.returns is None and r.old_values is None for r in found)
+    del table["returns"]
+    table["values"] = values  # before advantages and returns are estimated
+    found = load_rollouts(write_torch(tmp_path / "y.pt", tensors(table)))
+    assert all(r.returns is None and r.old_values is not None for r in found)
+
+
+# TRL's own files ---------------------------------------------------------------------------------
+
+
+def test_a_batch_of_trl() -> None:
+    """What TRL 1.16.0's GRPOTrainer handed to its loss (tests/fixtures/make_trl.py)."""
+    values = json.loads((FIXTURES / "trl-batch.json").read_text())
+    file = open_rollouts(FIXTURES / "trl-batch.pt")
+    found = file.read()
+    assert (file.format, file.container, len(found)) == ("trl", "torch", 6)
+    for n, rollout in enumerate(found):
+        prompt = [
+            i for i, m in zip(values["prompt_ids"][n], values["prompt_mask"][n], strict=True) if m
+        ]
+        count = sum(values["completion_mask"][n])
+        assert rollout.token_ids.tolist() == prompt + values["completion_ids"][n][:count]
+        assert rollout.loss_mask.tolist() == [0] * len(prompt) + [1] * count
+        assert rollout.advantage == values["advantages"][n]
+        assert rollout.old_logprobs is not None and rollout.reference_logprobs is not None
+        own = slice(len(prompt), None)
+        assert rollout.old_logprobs[own].tolist() == values["old_per_token_logps"][n][:count]
+        assert rollout.reference_logprobs[own].tolist() == values["ref_per_token_logps"][n][:count]
+    # The padding token was sampled as well, so that ids would have told padding wrongly.
+    assert 0 in found[0].token_ids.tolist() and 0 in values["prompt_ids"][3]
+    assert [len(group) for group in RolloutBatch(found).groups()] == [3, 3]
+
+
+@pytest.mark.parametrize("suffix", ["pt", "pkl", "jsonl"])
+def test_samples_of_async_trl(suffix: str) -> None:
+    """Objects of TRL 1.16.0's RolloutSample, by torch.save, pickle.dump and as JSON."""
+    file = open_rollouts(FIXTURES / f"trl-async.{suffix}")
+    found = file.read()
+    assert file.format == "trl-async"
+    assert [r.token_ids.tolist() for r in found[:2]] == [
+        [2, 3, 4, 5, 5, 5],
+        [2, 3, 4, 6, 6, 6, 6, 6],
+    ]
+    assert [r.loss_mask.astype(int).tolist() for r in found[:2]] == [
+        [0, 0, 0, 1, 1, 1],
+        [0, 0, 0, 1, 0, 0, 1, 1],
+    ]
+    assert found[1].old_logprobs is not None
+    assert found[1].old_logprobs.tolist() == [0, 0, 0, -0.5, 0, 0, -0.5, -0.5]
+    assert [r.advantage for r in found] == [0.5, -0.5, 0.5, -0.5]
+    assert [r.group_id for r in found] == ["0", "0", "1", "1"]
+
+
+def test_completions_that_are_masked_stay_in_their_group(tmp_path: Path) -> None:
+    """TRL masks truncated completions wholly; an importance ratio becomes weights."""
+    table = tensors(dumps.trl(truth()))
+    table["completion_mask"][0] = 0
+    table["importance_sampling_ratio"] = torch.full((len(truth()), 1), 0.25)
+    del table["old_per_token_logps"]
+    found = load_rollouts(write_torch(tmp_path / "x.pt", table))
+    first = truth()[0]
+    assert len(found[0]) == prompt_of(first) and not found[0].loss_mask.any()
+    groups = RolloutBatch(found).group_index.tolist()
+    assert groups == RolloutBatch(truth()).group_index.tolist()
+    assert {r.weights for r in found} == {0.25} and found[1].old_logprobs is None
+
+
+# Other ways of the same formats ------------------------------------------------------------------
+
+
+def test_openrlhf_objects(tmp_path: Path) -> None:
+    """A list of Experience objects, of which the class is not there to be imported."""
+    name = "openrlhf.trainer.ppo_utils.experience"
+    kind = type("Experience", (), {"__module__": name})
+    add_module(name).Experience = kind
+    made = []
+    for part in (truth()[:4], truth()[4:]):
+        one: Any = kind()
+        one.__dict__.update(tensors(dumps.openrlhf(part)))
+        made.append(one)
+    path = write_torch(tmp_path / "x.pt", made)
+    file = open_rollouts(path)
+    same(file.read(), truth())
+    assert file.format == "openrlhf"
+
+
+def test_openrlhf_samples_of_text_alone(tmp_path: Path) -> None:
+    """Each an Experience of one, whose images are a list of None where there are none."""
+    rows = [
+        {k: torch.from_numpy(v[n]) for k, v in dumps.openrlhf(truth()).items() if np.ndim(v) == 2}
+        for n in range(len(truth()))
+    ]
+    none = {"images": [None], "mm_train_inputs": [None], "prompts": ["text"], "info": {}}
+    same(load_rollouts(write_torch(tmp_path / "x.pt", [row | none for row in rows])), truth())
+    for media in ({"images": ["a.png"]}, {"mm_train_inputs": [{"pixel_values": torch.ones(2)}]}):
+        with pytest.raises(RolloutError, match=rf"item 0: {next(iter(media))} holds media"):
+            load_rollouts(write_torch(tmp_path / "x.pt", [row | none | media for row in rows]))
+
+
+@pytest.mark.parametrize(
+    "media", [np.ones((2, 2)), np.array(1), "a.png", {"pixel_values": [1]}, [None, 0]], ids=repr
+)
+def test_media_are_refused_in_any_form(media: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.pkl"
+    row = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0], "advantage": 1.0}
+    for nothing in (None, [], {}, [None, None], {"pixel_values": None}, np.array([None])):
+        path.write_bytes(pickle.dumps([row | {"mm_kwargs": nothing}]))
+        assert len(load_rollouts(path)) == 1
+    path.write_bytes(pickle.dumps([row | {"mm_kwargs": media}]))
+    with pytest.raises(RolloutError, match="mm_kwargs holds media"):
+        load_rollouts(path)
+
+
+def test_nemo_rl_lines(tmp_path: Path) -> None:
+    """train_data_step1.jsonl: each line is a batch of one, and samples can be masked."""
+    table = dumps.nemo_rl(truth())
+    table["token_ids"] = table.pop("input_ids")
+    table["token_loss_mask"] = table.pop("token_mask")
+    table["sample_loss_mask"] = table.pop("sample_mask")
+    table["sample_loss_mask"][2] = 0
+    lines = [{k: [v] for k, v in row.items()} | {"idx": n} for n, row in enumerate(rows_of(table))]
+    found = load_rollouts(write_json(tmp_path / "train_data_step1.jsonl", lines))
+    wanted = truth()
+    assert not found[2].loss_mask.any()
+    found[2] = replace(found[2], loss_mask=wanted[2].loss_mask, advantage=wanted[2].advantage)
+    same(found, wanted)
+
+
+def test_slime_samples(tmp_path: Path) -> None:
+    value = dumps.slime_samples(truth())
+    value["samples"][3]["remove_sample"] = True
+    found = load_rollouts(write_torch(tmp_path / "3.pt", value))
+    assert not found[3].loss_mask.any()
+    found[3] = replace(found[3], loss_mask=truth()[3].loss_mask)
+    same(found, truth(), "advantage", "reference_logprobs")
+    for members in RolloutBatch(truth()).groups():
+        own = np.array([truth()[n].advantage for n in members])
+        np.testing.assert_allclose(
+            [found[n].advantage for n in members], (own - own.mean()) / own.std()
+        )
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_slime_train_data(version: int, tmp_path: Path) -> None:
+    """save_debug_train_data, of PPO: columns, and samples with the layout of ranks beside them."""
+    wanted = dumps.with_critic(truth())
+    value = dumps.slime_train_data(dumps.slime_critic(wanted), version)
+    file = open_rollouts(write_torch(tmp_path / "3_0.pt", value))
+    found = file.read()
+    assert file.format == "slime" and file.notes == FORMATS["slime"].notes
+    same(found, wanted)
+    assert all(r.old_values is not None and r.returns is not None for r in found)

@@ -1,0 +1,262 @@
+"""Recorders: what they refuse, a full disk, and one at a time."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made_traces import recorded, some
+
+import forkpoint
+from forkpoint import ConfigError, Rollout, RolloutError, TraceError, losses
+from forkpoint.traces import lock, open_rollouts, open_trace, record
+from forkpoint.traces.lock import FolderLock
+
+SOURCE = Path(forkpoint.__file__).parents[1]
+
+
+def test_what_the_recorder_refuses(tmp_path: Path) -> None:
+    recorded(tmp_path / "t")
+    with pytest.raises(TraceError, match="is not empty"):
+        record(tmp_path / "t")
+    with pytest.raises(TraceError, match=r"loss {'clip': 0.2}, and now it is {'clip': 0.3}"):
+        record(tmp_path / "t", loss=losses.GRPO(clip=0.3), resume=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(TraceError, match="is a file"):
+        record(tmp_path / "file")
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "mine.txt").write_text("x")
+    with pytest.raises(TraceError, match=r"holds 'mine.txt'"):
+        record(tmp_path / "o", resume=True)
+    with pytest.raises(ConfigError, match="loss is <function"):
+        record(tmp_path / "l", loss=lambda outputs, batch: 0)
+    with pytest.raises(ConfigError, match=r"model is 'ok.json' of type str"):
+        record(tmp_path / "m", model="ok.json")
+    with pytest.raises(ConfigError, match=r"notes is .*object"):
+        record(tmp_path / "n", notes={"x": object()})
+
+
+@dataclass
+class Odd:
+    x: object
+
+
+def test_a_batch_that_cannot_be_kept_leaves_the_trace_as_it_was(tmp_path: Path) -> None:
+    with record(tmp_path) as trace:
+        trace.add(some())
+        before = sorted(p.name for p in tmp_path.iterdir())
+        for inputs, said in (
+            ({"x": object()}, "the loss input 'x'"),
+            ({"x": Odd(object())}, "the loss input 'x'"),
+            ({"x": np.array(["a"])}, "array of <U1"),
+            ({3: 1}, "is named 3"),
+            ({"x": torch.eye(2).to_sparse()}, r"'x' is a tensor on cpu of the layout torch.sparse"),
+            ({"x": torch.ones(2, device="meta")}, "'x' is a tensor on meta"),
+            ([0.5], r"loss_inputs is \[0.5\] of type list; it takes a mapping"),
+            ([], r"loss_inputs is \[\] of type list"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                trace.add(some(), inputs)
+        with pytest.raises(RolloutError, match="extras"):
+            trace.add([Rollout([1, 2], [0, 1], 1.0, extras={"x": (1, 2)})])
+        with pytest.raises(RolloutError, match="no rollouts"):
+            trace.add([])
+        assert sorted(p.name for p in tmp_path.iterdir()) == before and len(trace) == 1
+        trace.add(some())
+    assert len(list(open_trace(tmp_path))) == 2
+    with pytest.raises(TraceError, match="is closed"):
+        trace.add(some())
+
+
+class Filling:
+    """A file on a disk that has room for so many bytes more."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, content: Any) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(content[: self.room])
+        self.room -= written
+        return written
+
+
+@pytest.mark.parametrize("room", [0, 1, 100])
+def test_a_disk_that_is_full_for_a_while(room: int, tmp_path: Path) -> None:
+    """Half a line of the manifest is taken back, and the loop can go on with another batch."""
+    with record(tmp_path) as trace:
+        trace.add(some())
+        file = trace._file
+        trace._file = Filling(file, room)  # type: ignore
+        with pytest.raises(OSError, match="No space left"):
+            trace.add(some(seed=1))
+        assert len(trace) == 1 == len(list(open_trace(tmp_path)))
+        trace._file = file
+        assert trace.add(some(seed=2)) == 1
+    read = open_trace(tmp_path)
+    assert [list(step.batch) for step in read] == [some(), some(seed=2)] and not read.unfinished
+
+
+# One recorder at a time --------------------------------------------------------------------------
+
+
+def test_a_second_recorder_is_refused(tmp_path: Path) -> None:
+    """Also one that resumes, and leaves what the first is writing; readers are never kept out."""
+    path = tmp_path / "t"
+    with record(path) as first:
+        first.add(some())
+        (path / ".batch-000001.safetensors.tmp").write_bytes(b"half of what it is adding")
+        before = {entry.name: entry.read_bytes() for entry in path.iterdir()}
+        for resume in (False, True):
+            with pytest.raises(TraceError, match=rf"{path} is .* by process {os.getpid()} on .*; "):
+                record(path, resume=resume)
+        assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before
+        reader = open_trace(path)
+        first.add(some(seed=1))
+        assert reader.refresh() == 1 and len(list(reader)) == 2
+        assert open_rollouts(path).read()
+    assert not (path / ".lock").exists()
+    with record(path, resume=True) as again:
+        first.close()  # which has nothing to let go any more
+        with pytest.raises(TraceError, match="is being recorded into"):
+            record(path, resume=True)
+        again.add(some(seed=2))
+    assert len(open_trace(path)) == 3
+
+
+def test_what_is_refused_leaves_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    for _ in range(2):
+        with pytest.raises(TraceError, match=r"holds 'mine\.txt'"):
+            record(tmp_path)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_recorder_that_is_killed_leaves_no_lock(end: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)],
+        env={"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert writer.stdout is not None and writer.stdout.readline()
+    with pytest.raises(TraceError, match=f"by process {writer.pid} on {socket.gethostname()}; "):
+        record(path, resume=True)
+    assert len(open_trace(path)) >= 1, "a reader is not kept out"
+    writer.send_signal(end)
+    writer.wait()
+    writer.stdout.close()
+    assert (path / ".lock").exists()
+    with record(path, resume=True) as trace:
+        assert len(trace) >= 1
+    assert not (path / ".lock").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_forked_process_does_not_let_go(tmp_path: Path) -> None:
+    """Such as a loader of data, which has all that its parent had open."""
+    held = FolderLock(tmp_path)
+    assert held.take() is None
+    child = multiprocessing.get_context("fork").Process(target=held.release)
+    child.start()
+    child.join()
+    assert child.exitcode == 0 and FolderLock(tmp_path).take() is not None
+    held.release()
+    other = FolderLock(tmp_path)
+    assert other.take() is None
+    other.release()
+
+
+def test_a_lock_that_was_taken_away_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One holder lets go, and another begins, between opening the file and locking it."""
+    first, second, third = (FolderLock(tmp_path) for _ in range(3))
+    assert first.take() is None
+    real = lock._lock
+
+    def between(handle: int) -> None:
+        monkeypatch.setattr(lock, "_lock", real)
+        first.release()
+        assert third.take() is None
+        real(handle)  # of the file that is gone
+
+    monkeypatch.setattr(lock, "_lock", between)
+    assert second.take() == f"process {os.getpid()} on {socket.gethostname()}"
+    third.release()
+    assert second.take() is None
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Recording goes on, and says that nothing keeps a second recorder out."""
+
+    def without(handle: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock, "_lock", without)
+    monkeypatch.setattr(lock, "_unlock", without)
+    recorded(tmp_path / "t")
+    assert "cannot be locked (No locks available)" in caplog.text
+    assert len(open_trace(tmp_path / "t")) == 3
+
+
+# Killed ------------------------------------------------------------------------------------------
+
+WRITER = """
+import sys, forkpoint
+from forkpoint.synthetic import synthetic_rollouts
+rollouts = synthetic_rollouts(groups=2, rollouts_per_group=3, prompt_tokens=400, response_tokens=50)
+with forkpoint.record(sys.argv[1], resume=True) as trace:
+    while True:
+        n = trace.add(rollouts, {"step": len(trace)})
+        print(n, flush=True)
+"""
+
+
+def test_a_killed_recorder_loses_at_most_the_unfinished_batch(tmp_path: Path) -> None:
+    """Twelve kills at random moments, each going on where the one before was killed."""
+    random, path, told = np.random.default_rng(0), tmp_path / "t", -1
+    for _ in range(12):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)],
+            env={"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert writer.stdout is not None
+        wanted = told + int(random.integers(1, 20))
+        while (line := writer.stdout.readline()) and int(line) < wanted:
+            told = int(line)
+        told = int(line)
+        try:  # not right after a line, where nothing is being written
+            writer.wait(timeout=float(random.uniform(0, 0.02)))
+        except subprocess.TimeoutExpired:
+            writer.kill()
+        told = max([told, *map(int, writer.stdout.read().split())])
+        writer.wait()
+        writer.stdout.close()
+        trace = open_trace(path)
+        # What was told is there; the batch after it may have been whole when the kill came.
+        assert told + 1 <= len(trace) <= told + 2
+        assert [step.loss_inputs["step"] for step in trace] == list(range(len(trace)))
+        told = len(trace) - 1
+    assert told > 20
