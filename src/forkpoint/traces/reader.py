@@ -3,18 +3,19 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts import Rollout, short
-from forkpoint.traces.containers import SHARED, container_of, parts
+from forkpoint.traces.containers import container_of, parts
 from forkpoint.traces.formats import Format, detect, named, of_another_format
-from forkpoint.traces.record import Record, RecordError, WrongRows
+from forkpoint.traces.record import Record, RecordError
+from forkpoint.traces.samples import samples
 from forkpoint.traces.trace import is_trace, open_trace, refuse_part_of_trace
 
 OnError = Literal["raise", "skip"]
@@ -135,7 +136,7 @@ class RolloutFile:
             if format is None:
                 format = detect(value, where)
             self.format, self.notes = format.name, format.notes
-            for item in _rows(where, value, format, self._tokenizer):
+            for item in samples(where, value, format, self._tokenizer):
                 for made in _rollouts(item, format):
                     if isinstance(made, Rollout):
                         twice = _seen_before(made, item.where, str(self.path), seen)
@@ -220,48 +221,6 @@ def _rollouts(record: Record, format: Format) -> Iterator[Rollout | RecordError]
         yield from format.rollouts(record)
     except RecordError as error:
         yield error
-
-
-def _rows(
-    where: str,
-    table: Mapping[str, Any],
-    format: Format,
-    tokenizer: Callable[[str], list[int]] | None,
-) -> Iterator[Record]:
-    """The samples of a table, or the one sample that it is."""
-    settings = table.get(SHARED)
-    shared: dict[str, Any] = dict(settings) if isinstance(settings, Mapping) else {}
-    key = next((name for name in format.key if table.get(name) is not None), None)
-    if key is None or not _nested(table[key], text=format.text):
-        yield Record(where, {**shared, **table}, tokenizer)
-        return
-    count = len(table[key])
-    columns: dict[str, Any] = {}
-    for name, value in table.items():
-        if not isinstance(value, list) and not (isinstance(value, np.ndarray) and value.ndim):
-            shared[name] = value
-        elif len(value) == count:
-            columns[name] = value
-        elif isinstance(value, list) and not value:
-            shared[name] = None  # a field that was never filled
-        else:  # an error if the format has a use for it
-            shared[name] = WrongRows(
-                f"{name} has {len(value)} rows, but {key} has {count}. Where {key} holds lists, "
-                "each is a rollout, and every other list has as many entries; one rollout has one "
-                "list of ids."
-            )
-    for row in range(count):
-        values = {**shared, **{name: column[row] for name, column in columns.items()}}
-        yield Record(f"{where}, row {row}", values, tokenizer)
-
-
-def _nested(value: Any, *, text: bool) -> bool:
-    """Whether the values of many samples are in it: rows of tokens, or texts where one is text."""
-    if isinstance(value, np.ndarray) and value.ndim != 1:
-        return value.ndim > 1
-    if not isinstance(value, list | np.ndarray) or not len(value):
-        return False
-    return isinstance(value[0], str if text else list | tuple | np.ndarray)
 
 
 def _seen_before(
