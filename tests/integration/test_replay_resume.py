@@ -184,7 +184,11 @@ CHANGES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
         lambda: {"optimizer": lambda p: torch.optim.AdamW(p, lr=0.5)},
         ("optimizer.lr was 0.01 and is now 0.5",),
     ),
-    "steps": (lambda: {"steps": 3}, ("steps was 2 and is now 3", "rate.steps")),
+    "steps": (lambda: {"steps": 3}, ("input:\n  steps was 2 and is now 3\nResume",)),
+    "steps of the rate alone": (
+        lambda: {"rate": Rate(schedule="cosine", warmup_steps=1, steps=3)},
+        ("input:\n  rate.steps was 2 and is now 3\nResume",),
+    ),
     "groups": (lambda: {"groups_per_step": 1}, ("groups_per_step was 2 and is now 1",)),
     "clipping": (lambda: {"max_grad_norm": None}, ("max_grad_norm was 0.5 and is now None",)),
     "baseline": (lambda: {"baseline": False}, ("baseline was True and is now False",)),

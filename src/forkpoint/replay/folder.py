@@ -107,7 +107,7 @@ class ReplayFolder:
 
     def _compare(self, now: dict[str, Any]) -> None:
         before = read_manifest(self.path)["fixed"]
-        changed = differences(before, now)
+        changed = differences(_said_once(before, now), _said_once(now, before))
         if changed:
             more = f"\nand {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
             raise ConfigError(
@@ -228,6 +228,14 @@ def differences(before: Any, now: Any, name: str = "") -> list[str]:
     if before == now:
         return []
     return [f"{name} was {short(before)} and is now {short(now)}"]
+
+
+def _said_once(fixed: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The same without the rate's steps where, in both, they are those of the replay."""
+    if any(one["rate"]["steps"] != one["steps"] for one in (fixed, other)):
+        return fixed
+    rate = {name: value for name, value in fixed["rate"].items() if name != "steps"}
+    return {**fixed, "rate": rate}
 
 
 def finite(value: Any) -> Any:
