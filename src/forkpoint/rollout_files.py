@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from forkpoint.errors import RolloutError
+from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts import Rollout, check_rollouts, short
 
 _FIELDS = tuple(field.name for field in fields(Rollout))
@@ -31,6 +31,17 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _BLOCK_BYTES = 1 << 18
 
 
+def as_path(path: str | os.PathLike[str], of: str) -> Path:
+    """The path as an object. Raises ConfigError for what is none."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise ConfigError(
+            f"path is {short(path)} of type {type(path).__name__}; it takes the path of {of}, as "
+            "text or a pathlib.Path."
+        ) from None
+
+
 def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> None:
     """Writes rollouts, one JSON object a line, so that `load_rollouts` gives equal ones.
 
@@ -39,9 +50,9 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
 
     Raises RolloutError for another suffix, a missing folder, a path that is a directory, no
     rollouts, things that are none, a rollout_id that is there twice, and extras that JSON cannot
-    give back as they are.
+    give back as they are; and ConfigError for what is no path.
     """
-    path = Path(path)
+    path = as_path(path, "a file")
     if path.suffix not in _SUFFIXES:
         raise RolloutError(
             f"{path} ends in {path.suffix!r}; allowed are {', '.join(_SUFFIXES)}. Rename the file."

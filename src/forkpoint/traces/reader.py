@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.rollout_files import as_path
 from forkpoint.rollouts import Rollout, short
 from forkpoint.traces.containers import container_of, parts
 from forkpoint.traces.formats import Format, detect, named, of_another_format
@@ -182,7 +183,7 @@ def open_rollouts(
         named(format)
     if tokenizer is not None and not callable(tokenizer):
         tokenizer = _tokenizer(Path(tokenizer))
-    return RolloutFile(Path(path), format, on_error, limit, tokenizer)
+    return RolloutFile(as_path(path, "a file"), format, on_error, limit, tokenizer)
 
 
 def load_rollouts(

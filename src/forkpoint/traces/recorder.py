@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from forkpoint.errors import ConfigError, TraceError
-from forkpoint.rollout_files import check_extras
+from forkpoint.rollout_files import as_path, check_extras
 from forkpoint.rollouts import Rollout, RolloutBatch, short
 from forkpoint.traces import manifest, shard
 from forkpoint.traces.kept import settings_of, split_inputs
@@ -50,11 +50,12 @@ def record(
     always possible.
 
     Raises:
-        ConfigError: settings that JSON cannot keep.
+        ConfigError: settings that JSON cannot keep, or a path that is none.
         TraceError: `path` is being recorded into, holds something already, or with `resume` is no
             trace, has been changed, or was recorded with other settings.
     """
-    return Recorder(Path(path), settings_of(model, loss, optimizer, notes), resume=resume)
+    settings = settings_of(model, loss, optimizer, notes)
+    return Recorder(as_path(path, "a folder"), settings, resume=resume)
 
 
 class Recorder:

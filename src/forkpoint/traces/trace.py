@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forkpoint.errors import RolloutError, TraceError
+from forkpoint.rollout_files import as_path
 from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.traces import manifest, shard
 
@@ -47,9 +48,10 @@ def open_trace(path: str | os.PathLike[str]) -> "Trace":
     """The trace that `forkpoint.record` writes, or wrote, into the folder `path`.
 
     Raises TraceError where there is none, where its manifest has been changed, and where it was
-    written by a newer schema. Shards are checked when they are read.
+    written by a newer schema; ConfigError for what is no path. Shards are checked when they are
+    read.
     """
-    return Trace(Path(path))
+    return Trace(as_path(path, "a trace's folder"))
 
 
 class Trace:

@@ -67,6 +67,11 @@ def recorded() -> None:
         recorder.add(BATCH)
 
 
+def nameless() -> None:
+    nothing: Any = None
+    record(nothing)
+
+
 def without_a_line() -> None:
     recorded()
     path = Path("trace/manifest.jsonl")
@@ -142,6 +147,15 @@ TRACES = (
         message="ok.jsonl is a file; a trace is a folder. Give another path.",
         means="A trace has a file for every batch, and one that lists them.",
         remedy="Give a name that is not taken.",
+    ),
+    trace_kind(
+        "Something else than a path",
+        nameless,
+        message="path is None of type NoneType; it takes the path of a folder, as text or a "
+        "pathlib.Path.",
+        means="Nothing says where. Often a setting or an environment variable is missing.",
+        remedy="Give the path; load_rollouts, save_rollouts and open_trace take the same.",
+        error=ConfigError,
     ),
     trace_kind(
         "A folder to record into that is in use",
