@@ -4,6 +4,7 @@ import logging
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,6 +160,18 @@ def test_verl_text_needs_a_tokenizer(tmp_path: Path) -> None:
     assert [r.token_ids.tolist() for r in found[:2]] == [list(b"abcd"), list(b"ababcd")]
     assert found[0].loss_mask.tolist() == [0, 0, 1, 1]
     assert [r.advantage for r in found] == [-1, -1, 1, 1]
+
+
+@pytest.mark.parametrize("format", [None, "trl"])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_tokenizer_without_text_is_refused(format: Any, on_error: Any, tmp_path: Path) -> None:
+    path = write_torch(tmp_path / "x.pt", tensors(dumps.trl(truth())))
+    with pytest.raises(ConfigError, match=r"x.pt is of format 'trl', which has token ids, and a"):
+        load_rollouts(path, format=format, on_error=on_error, tokenizer=lambda text: [1])
+    with record(tmp_path / "t") as trace:
+        trace.add(truth())
+    with pytest.raises(ConfigError, match=r"t is of format 'trace', which has token ids, and a"):
+        open_rollouts(tmp_path / "t", on_error=on_error, tokenizer=lambda text: [1])
 
 
 def test_a_tokenizer_by_its_file(tmp_path: Path) -> None:

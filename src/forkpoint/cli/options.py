@@ -148,7 +148,7 @@ class Reading:
         format: How its fields are named, by the trainer that wrote it. auto sees it.
         on_error: What is done at a record that cannot be read: stop there, or leave it out and say
             how many were left out and why.
-        tokenizer: A tokenizer.json, for files that hold text instead of token ids.
+        tokenizer: A tokenizer.json, for files that hold text; with token ids it is refused.
     """
 
     format: FormatName = "auto"

@@ -83,6 +83,8 @@ class RolloutFile:
                 "has the format 'trace', and nothing else has it."
             )
         self.format = "trace" if self.container == "trace" else format
+        if self.container == "trace" and tokenizer is not None:
+            raise _no_text(path, "trace")
         self.skipped = Skipped()
         self.notes: tuple[str, ...] = ()
         self._asked, self._on_error, self._limit = format, on_error, limit
@@ -136,6 +138,8 @@ class RolloutFile:
             refuse_part_of_trace(value, self.path)
             if format is None:
                 format = detect(value, where)
+            if self._tokenizer is not None and not format.text:
+                raise _no_text(self.path, format.name)
             self.format, self.notes = format.name, format.notes
             for item in samples(where, value, format, self._tokenizer):
                 for made in _rollouts(item, format):
@@ -205,8 +209,8 @@ def load_rollouts(
             out, and logs as a warning how many and why. `open_rollouts` has them as an object. A
             file that is damaged as a whole is an error either way.
         limit: at most this many rollouts; what lies beyond is not looked at.
-        tokenizer: for files that hold text: a function from text to token ids, or the path of a
-            tokenizer.json.
+        tokenizer: for files that hold text, and refused for others: a function from text to token
+            ids, or the path of a tokenizer.json.
 
     Raises RolloutError, naming the file, record and field, for anything that is not a rollout, for
     a rollout_id that is there twice, and for a file that is missing, empty, damaged, of no known
@@ -251,6 +255,13 @@ def _normalise(rollouts: list[Rollout], which: set[int]) -> None:
         for n, reward in zip(members, rewards.tolist(), strict=True):
             advantage = (reward - float(rewards.mean())) / spread if spread > 0 else 0.0
             rollouts[n] = replace(rollouts[n], advantage=advantage)
+
+
+def _no_text(path: Path, format: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is of format {format!r}, which has token ids, and a tokenizer is for files that "
+        "hold text. Leave it out (tokenizer=, --tokenizer)."
+    )
 
 
 def _tokenizer(path: Path) -> Callable[[str], list[int]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import zstandard
+from tokenizers import Tokenizer, models
 
 from bad_inputs.kind import GOOD, Kind, file_kind, with_field
 from forkpoint import Rollout, load_rollouts, save_rollouts
@@ -19,6 +20,12 @@ def numpy_archive() -> bytes:
     content = io.BytesIO()
     np.savez(content, input_ids=np.ones(3, np.int64))
     return content.getvalue()
+
+
+def words() -> None:
+    """A tokenizer.json, with which ok.jsonl is read."""
+    made = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    made.save("tokenizer.json")
 
 
 FILES = (
@@ -260,6 +267,17 @@ FILES = (
         means="Such a file could not be read again.",
         remedy="Look for a filter that took everything out.",
         call=lambda: save_rollouts("rollouts.jsonl", []),
+    ),
+    Kind(
+        name="A tokenizer for a file of token ids",
+        error=ConfigError,
+        message="ok.jsonl is of format 'forkpoint', which has token ids, and a tokenizer is for "
+        "files that hold text. Leave it out (tokenizer=, --tokenizer).",
+        means="Nothing would be made with it: the ids are those that were trained on.",
+        remedy="Leave it out; where several files are given, read those of ids on their own.",
+        prepare=lambda _: words(),
+        call=lambda: load_rollouts("ok.jsonl", tokenizer="tokenizer.json"),
+        argv=("plan", "ok.jsonl", "--tokenizer", "tokenizer.json"),
     ),
     Kind(
         name="extras that JSON cannot hold",
