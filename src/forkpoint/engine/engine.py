@@ -262,7 +262,7 @@ class Engine:
         roots: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         residency = Residency(plan, prepared, self.host, arena, self.staging) if training else None
         with residency.within() if residency else nullcontext():
-            for step, (phase, index) in enumerate(plan.schedule(backward=training)):
+            for phase, index in plan.schedule(backward=training):
                 inputs = prepared[index]
                 leaf = not inputs.row.children
                 timer.mark("B" if leaf else "A" if phase == "F" else "C")
@@ -272,7 +272,7 @@ class Engine:
                 if phase == "B":
                     assert guard is not None and residency is not None
                     tensors, gradients = roots.pop(index)
-                    residency.before_backward(step)
+                    residency.before_backward(index)
                     # Frozen layers under a row without trained tokens leave it nothing to do.
                     if tensors:
                         guard.began = True

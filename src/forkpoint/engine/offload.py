@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from forkpoint.engine.halfway import Halfway
 from forkpoint.engine.staging import Staging
 
 
@@ -91,9 +92,12 @@ class OffloadedRow:
         staging.transfers.begin_row()
 
     @contextmanager
-    def packing(self) -> Iterator[None]:
-        """Around the row's forward."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+    def packing(self, halfway: Halfway | None = None) -> Iterator[None]:
+        """Around the row's forward; `halfway` is told what is saved and asked for."""
+        hooks = self._pack, self._unpack
+        if halfway is not None:
+            hooks = halfway.counted(*hooks)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
             yield
         self._of.clear()
         for reference in self._saved:

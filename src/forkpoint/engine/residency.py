@@ -4,16 +4,21 @@ A row that is recomputed has two forwards. The first is for its boundary state a
 the last layer's, and what autograd would save is dropped as it comes, rather than not recorded, so
 that both forwards run the same code (compiled for autograd, where blocks are compiled) and give the
 same bits. The second writes nothing that the children have read.
+
+An offloaded row is fetched from the middle of the backward before its own on. At the beginning of
+that one memory is fullest, with all of its row's activations alive.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from forkpoint.engine.boundary import Arena
+from forkpoint.engine.halfway import Halfway
 from forkpoint.engine.host import Host
 from forkpoint.engine.offload import OffloadedRow, OffloadStats, storage_id
 from forkpoint.engine.rows import RowInputs
@@ -39,7 +44,7 @@ class Residency:
         """`staging` may be None where the plan offloads no row."""
         self.rows: tuple[Row, ...] = plan.rows
         self.layers: int = host.shape.layers
-        self._steps = plan.schedule()
+        self._follower = _followers(plan)
         self._arena = arena
         self._staging = staging
         self._open: dict[int, OffloadedRow] = {}
@@ -75,11 +80,19 @@ class Residency:
         if phase == "F" and residency == "recompute":
             with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
                 yield
-        elif residency == "offload":
+            return
+        follower = self._follower.get(row)
+        halfway = None
+        if follower is not None:
+            halfway = Halfway(self._stays, self._open[follower].prefetch)
+        if residency == "offload":
             assert self._staging is not None and self.stats is not None
             offloaded = OffloadedRow(self._staging, self._stays, self.layers, self.stats)
             self._open[row] = offloaded
-            with offloaded.packing():
+            with offloaded.packing(halfway):
+                yield
+        elif halfway is not None:
+            with torch.autograd.graph.saved_tensors_hooks(*halfway.counted()):
                 yield
         else:
             yield
@@ -92,16 +105,24 @@ class Residency:
         held = storage_id(tensor) in self._held or self._arena.holds(tensor)
         return held or is_copy_of_leaf(tensor)
 
-    def before_backward(self, step: int) -> None:
-        """Fetch ahead: for this row, and for the next where its backward follows at once."""
-        for _, row in self._steps[step : step + 2]:
-            if self._steps[step][0] == "B" and row in self._open:
-                self._open[row].prefetch()
+    def before_backward(self, row: int) -> None:
+        """Fetch ahead what the backward before this one has not: it may not have come to half."""
+        if row in self._open:
+            self._open[row].prefetch()
 
     def after_backward(self, row: int) -> None:
         offloaded = self._open.pop(row, None)
         if offloaded is not None:
             offloaded.close()
+
+
+def _followers(plan: Plan) -> dict[int, int]:
+    """By row: the offloaded row whose backward comes right after its own."""
+    return {
+        row: after
+        for (phase, row), (next_phase, after) in pairwise(plan.schedule())
+        if phase == next_phase == "B" and plan.rows[after].residency == "offload"
+    }
 
 
 def is_copy_of_leaf(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ def play(plan: Plan, meter: Meter) -> Played:
     """What a step costs: computation in order, and waiting for copies that are not done by then.
 
     A copy out begins with its row's forward and is over when its bytes are through; a row comes
-    back from the beginning of the step before its backward on, and the backward ends no earlier
+    back from the middle of the step before its backward on, and the backward ends no earlier
     than the last layer's share of its work after the last byte.
     """
     layers = plan.shape.layers if plan.shape else 1
@@ -51,7 +51,7 @@ def play(plan: Plan, meter: Meter) -> Played:
                 out = meter.copy(meter.kept_bytes(row), out=True) or 0.0
                 out_free = sent[index] = max(out_free, begin) + out
         phases["B" if not row.children else "A" if step == "F" else "C"] += now - begin
-        before = begin
+        before = (begin + now) / 2
     return Played(now, phases)
 
 

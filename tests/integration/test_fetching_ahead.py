@@ -1,0 +1,250 @@
+"""When an offloaded row is fetched: in the second half of the backward before its own.
+
+Earlier than that memory is fullest, with all that the row before has saved; later the copy would be
+waited for. Gradients are those of rows that are kept, bit for bit.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from steps import clear_gradients, forked_batch
+from steps import gradients as gradients_of
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
+from forkpoint.engine.halfway import Halfway
+from forkpoint.engine.offload import OffloadStats
+from forkpoint.engine.staging import PlainTransfers, Staging
+from forkpoint.plan.plan import Plan
+from forkpoint.testing import tiny_model
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+LAYERS = 12
+GROUP = Config(sharing="group", boundary="across_rows", max_row_tokens=24)
+MIXED = Config(sharing="tree", boundary="mixed", max_row_tokens=24)
+POLICIES = ("none", "selective", "full")
+
+
+def waves_batch() -> RolloutBatch:
+    """A prompt, and responses that take two rows."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 61, 24).tolist()
+    return RolloutBatch(
+        Rollout(prompt + rng.integers(0, 61, 10).tolist(), [0] * 24 + [1] * 10, 1.0 - n)
+        for n in range(4)
+    )
+
+
+@dataclass
+class Log:
+    """What a step did, in order: its events, and within them layers and fetches."""
+
+    entries: list[str] = field(default_factory=list)
+    inputs: dict[str, list[StorageWeakRef]] = field(default_factory=dict)
+    """Of the MLPs, which these save, by the event that they are made in."""
+    given_back: dict[str, float] = field(default_factory=dict)
+    """By row: the share of those of the running row that was free when the first was fetched."""
+
+    def event(self) -> str:
+        return next(entry for entry in reversed(self.entries) if entry[:2] in ("F ", "R ", "B "))
+
+    def within(self, event: str) -> list[str]:
+        begin = self.entries.index(event) + 1
+        steps = (i for i, e in enumerate(self.entries) if i >= begin and e[1] == " ")
+        return self.entries[begin : next(steps, None)]
+
+    def fetched_in(self, row: str) -> list[str]:
+        """The backwards in which storages of a row were fetched."""
+        events, found = "", []
+        for entry in self.entries:
+            if entry[1] == " ":
+                events = entry
+            elif entry == f"fetch {row}" and events not in found:
+                found.append(events)
+        return found
+
+
+class Logged(PlainTransfers):
+    def __init__(self, log: Log) -> None:
+        super().__init__(torch.device("cpu"))
+        self.log = log
+        self.row_at: dict[int, str] = {}
+
+    def out(self, source: Tensor, host: Tensor) -> None:
+        self.row_at[host.data_ptr()] = self.log.event()[2:]
+        return super().out(source, host)
+
+    def back(self, host: Tensor, after: None) -> tuple[Tensor, None]:
+        row, running = self.row_at[host.data_ptr()], self.log.event()
+        if row not in self.log.given_back:
+            inputs = self.log.inputs[f"F {running[2:]}"]
+            self.log.given_back[row] = sum(ref.expired() for ref in inputs) / len(inputs)
+        self.log.entries.append(f"fetch {row}")
+        return super().back(host, after)
+
+
+def logged_step(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Any,
+    config: Config,
+    batch: RolloutBatch,
+    plan: Callable[[Plan], Plan] = lambda plan: plan,
+) -> tuple[Log, OffloadStats | None, dict[str, Tensor | None], Plan]:
+    log, policy = Log(), wrap(model, config)
+    policy._kept.staging = Staging(Logged(log))
+    policy.observer = log.entries.append
+    layer_of = {layer.mlp: index for index, layer in enumerate(model.model.layers)}
+    kind = type(model.model.layers[0].mlp)
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def watched(module: nn.Module, x: Tensor) -> Tensor:
+        if log.event()[0] != "B":
+            log.inputs.setdefault(log.event(), []).append(StorageWeakRef(x.untyped_storage()))
+            x.register_hook(lambda _: log.entries.append(f"layer {layer_of[module]}"))
+        return forward(module, x)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", watched)
+        clear_gradients(model)
+        chosen = plan(policy.plan(batch))
+        stats = policy.forward_backward(batch, losses.GRPO(), plan=chosen)
+    assert policy._kept.staging.mark() == (0, 0)
+    return log, stats.offload, gradients_of(model), chosen
+
+
+def same_bits(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[n]) for n, x in a.items() if x is not None)  # type: ignore[arg-type]
+
+
+def layers_before_fetch(log: Log, event: str, row: str) -> int:
+    within = log.within(event)
+    assert f"fetch {row}" in within, f"nothing of {row} is fetched in {event}"
+    before = within[: within.index(f"fetch {row}")]
+    return sum(entry.startswith("layer") for entry in before)
+
+
+@pytest.mark.parametrize("checkpointing", POLICIES)
+def test_the_last_wave_fetches_at_its_half(
+    monkeypatch: pytest.MonkeyPatch, checkpointing: str
+) -> None:
+    model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch()
+    config = replace(GROUP, checkpointing=checkpointing)
+    _, _, kept, _ = logged_step(monkeypatch, model, replace(config, residency="keep"), batch)
+    log, stats, found, _ = logged_step(
+        monkeypatch, model, replace(config, residency="offload"), batch
+    )
+    events = [entry for entry in log.entries if entry[1] == " "]
+    assert events == ["F A0", "F B0", "B B0", "F B1", "B B1", "B A0"]
+    assert log.fetched_in("A0") == ["B B1", "B A0"]
+    # What head and last norm save is asked for first; beside inputs of blocks alone that is much.
+    least = LAYERS // 3 if checkpointing == "full" else LAYERS // 2 - 1
+    assert least <= layers_before_fetch(log, "B B1", "A0") <= LAYERS // 2 + 1
+    if checkpointing == "none":
+        assert log.given_back["A0"] >= 0.4
+    assert stats is not None and stats.on_demand == 0 and stats.prefetched > 0
+    assert same_bits(found, kept)
+
+
+@pytest.mark.parametrize("checkpointing", POLICIES)
+def test_whatever_becomes_of_the_row_before(
+    monkeypatch: pytest.MonkeyPatch, checkpointing: str
+) -> None:
+    """Rows below an offloaded one that are kept, recomputed or offloaded themselves."""
+    layers = 6
+    model, batch = tiny_model("llama", num_hidden_layers=layers), forked_batch()
+    config = replace(MIXED, checkpointing=checkpointing)
+    _, _, kept, _ = logged_step(monkeypatch, model, replace(config, residency="keep"), batch)
+    pairs = set()
+    for ways in (("keep", "offload"), ("offload", "recompute"), ("recompute", "keep")):
+
+        def chosen(plan: Plan, ways: tuple[str, ...] = ways) -> Plan:
+            """Residencies in turn by depth, and every root offloaded."""
+            rows, depths = [], []
+            for row in plan.rows:
+                depths.append(depths[row.parent] + 1 if row.parent >= 0 else 0)
+                way = ("offload", *ways)[depths[-1] % 3]
+                rows.append(replace(row, residency=way if row.children else "keep"))
+            return replace(plan, rows=tuple(rows))
+
+        offloading = replace(config, residency="offload")
+        log, stats, found, plan = logged_step(monkeypatch, model, offloading, batch, chosen)
+        assert same_bits(found, kept), ways
+        assert stats is not None and stats.on_demand == 0, ways
+        for (phase, row), (then, after) in pairwise(plan.schedule()):
+            if then != "B" or plan.rows[after].residency != "offload":
+                continue
+            assert phase == "B"
+            event, name = f"B {plan.row_names[row]}", plan.row_names[after]
+            assert log.fetched_in(name) in ([event], [event, f"B {name}"]), ways
+            before = layers_before_fetch(log, event, name)
+            least = 1 if checkpointing == "full" else layers // 2 - 1
+            assert least <= before < layers, (ways, event, before)
+            pairs.add(plan.rows[row].residency)
+    assert pairs == {"keep", "offload", "recompute"}
+
+
+def test_where_half_is_never_asked_for_the_row_s_own_backward_begins_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch()
+    monkeypatch.setattr(Halfway, "_asked", lambda *_: None)
+    log, stats, _, _ = logged_step(monkeypatch, model, replace(GROUP, residency="offload"), batch)
+    assert log.fetched_in("A0") == ["B A0"]
+    assert log.within("B A0")[0] == "fetch A0"
+    assert stats is not None and stats.on_demand == 0 and stats.prefetched > 0
+
+
+# The count by itself ------------------------------------------------------------------------------
+
+
+class Twice(torch.autograd.Function):
+    """Asks for what it saved two times."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> Tensor:
+        assert ctx.saved_tensors[0] is not None and ctx.saved_tensors[0] is not None
+        return gradients[0]
+
+
+def test_half_is_of_bytes_and_each_counts_once() -> None:
+    called: list[int] = []
+    weight = torch.ones(1000, requires_grad=True)
+    halfway = Halfway(lambda x: x.shape == (1000,), lambda: called.append(halfway.asked_bytes))
+    with torch.autograd.graph.saved_tensors_hooks(*halfway.counted()):
+        x = weight[:40].clone()
+        for _ in range(4):
+            x = Twice.apply(x)
+        y = (weight * torch.ones(1000)).sum() + x.exp().sum()
+    # 4 times 40 floats, the output of exp, and nothing of the weight.
+    assert halfway.saved_bytes == 5 * 160
+    y.backward()
+    assert called == [3 * 160] and halfway.asked_bytes == halfway.saved_bytes
+    assert weight.grad is not None and torch.isfinite(weight.grad).all()
+
+
+def test_counting_keeps_nothing_alive() -> None:
+    """A node's own output that it saves is free when the graph is, with or without a backward."""
+    x = torch.ones(10, requires_grad=True)
+    for backward in (False, True):
+        halfway = Halfway(lambda _: False, lambda: None)
+        with torch.autograd.graph.saved_tensors_hooks(*halfway.counted()):
+            y = (x * 2).exp()
+        saved = StorageWeakRef(y.untyped_storage())
+        if backward:
+            y.sum().backward()
+        del y
+        assert halfway.saved_bytes > 0 and saved.expired()
