@@ -43,7 +43,7 @@ def memory(
         dense = stepper.step(alone, one)
         scaled = Dense(dense, count / 2, f"2 rollouts, scaled by {count / 2:.4g}")
         kept_ms = None
-        for residency in ("keep", "recompute", "offload"):
+        for residency in ("keep", "offload", "recompute"):
             policy = stepper.configured(
                 **GROUP,
                 max_row_tokens=max(p, r),
@@ -56,9 +56,8 @@ def memory(
                 first_ms = stepper.step(policy, batch, plan).typical_ms
                 shared = Timed(plan)
                 # Of long steps the one whose peaks are looked at is enough.
-                peaks = _peaks(
-                    stepper, policy, batch, shared, repeats=repeats_for(first_ms, most=2)
-                )
+                repeats = repeats_for(first_ms, budget_ms=6_000.0, most=2)
+                peaks = _peaks(stepper, policy, batch, shared, repeats=repeats)
             except torch.OutOfMemoryError as error:
                 yield out_of_memory("memory", case, error)
                 continue
