@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from steps import clear_gradients, forked_batch
+from steps import ACROSS, clear_gradients, forked_batch
 from steps import gradients as gradients_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 LAYERS = 12
 GROUP = Config(sharing="group", boundary="across_rows", max_row_tokens=24)
-MIXED = Config(sharing="tree", boundary="mixed", max_row_tokens=24)
 POLICIES = ("none", "selective", "full")
 
 
@@ -161,7 +160,7 @@ def test_whatever_becomes_of_the_row_before(
     """Rows below an offloaded one that are kept, recomputed or offloaded themselves."""
     layers = 6
     model, batch = tiny_model("llama", num_hidden_layers=layers), forked_batch()
-    config = replace(MIXED, checkpointing=checkpointing)
+    config = replace(ACROSS, checkpointing=checkpointing)
     _, _, kept, _ = logged_step(monkeypatch, model, replace(config, residency="keep"), batch)
     pairs = set()
     for ways in (("keep", "offload"), ("offload", "recompute"), ("recompute", "keep")):

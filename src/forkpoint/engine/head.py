@@ -358,7 +358,7 @@ def _put_product(out_vC: Tensor, left_vT: Tensor, right_TC: Tensor) -> None:
     """out_vC = left_vT @ right_TC, rounded to 16 bits no more than the device has to."""
     if out_vC.dtype == right_TC.dtype:
         torch.mm(left_vT, right_TC, out=out_vC)
-    elif out_vC.is_cuda:
+    elif out_vC.is_cuda and out_vC.dtype == torch.float32:
         torch.mm(left_vT, right_TC, out_dtype=out_vC.dtype, out=out_vC)
     else:
         out_vC.copy_(left_vT @ right_TC)

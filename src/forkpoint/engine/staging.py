@@ -135,11 +135,12 @@ class StreamTransfers:
         free, total = torch.cuda.mem_get_info(self.device)
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         reserved = stats["reserved_bytes"]["all"]["current"]
-        allocated = stats["allocated_bytes"]["all"]["current"]
+        # What copies still read counts: it was given back, and is nobody's until they are done.
+        active = stats["active_bytes"]["all"]["current"]
         # The device may have more than this process may take of it.
         fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         free = min(free, int(fraction * total) - reserved)
-        return free + reserved - allocated - self.margin_bytes
+        return free + reserved - active - self.margin_bytes
 
     def drain(self) -> None:
         self._out.synchronize()
