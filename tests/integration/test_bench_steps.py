@@ -7,7 +7,7 @@ import pytest
 
 from forkpoint import save_rollouts
 from forkpoint.bench.capacity import largest
-from forkpoint.bench.plots import draw_all, read_rows
+from forkpoint.bench.plots import draw_all, latest, read_rows
 from forkpoint.cli import main
 from forkpoint.errors import ConfigError
 from forkpoint.synthetic import synthetic_rollouts
@@ -154,6 +154,17 @@ def test_figures_are_drawn_from_rows(tmp_path: Path, capsys: pytest.CaptureFixtu
     names = ["step-grid", "memory", "capacity", "predicted"]
     assert drawn == [str(folder / f"{name}.svg") for name in names]
     assert all("<svg" in Path(path).read_text(encoding="utf-8")[:500] for path in drawn)
+
+
+def test_the_last_row_of_a_figure_counts_unless_it_is_void() -> None:
+    row = {"bench": "memory", "case": "a", "metric": "m"}
+    rows = [
+        {**row, "value": 1.0},
+        {**row, "case": "b", "value": 2.0, "note": None},
+        {**row, "value": 3.0, "note": "rows of 64 tokens"},
+        {**row, "case": "b", "value": 4.0, "note": "void: something else ran"},
+    ]
+    assert [found["value"] for found in latest(rows)] == [3.0, 2.0]
 
 
 def test_what_is_no_row_is_refused(tmp_path: Path) -> None:

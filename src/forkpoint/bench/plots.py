@@ -11,7 +11,10 @@ from matplotlib.figure import Figure
 from forkpoint.errors import ConfigError
 
 Row = dict[str, Any]
-COLOURS = ("#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#666666")
+COLOURS = (
+    *("#1f77b4", "#d95f02", "#1b9e77", "#7570b3"),
+    *("#e7298a", "#666666", "#a6761d", "#66c2a5"),
+)
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
@@ -34,12 +37,25 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
     return rows
 
 
+def latest(rows: list[Row]) -> list[Row]:
+    """Of rows of one figure of one case the last, in the order of the cases' first rows.
+
+    A row whose note begins with "void" does not count.
+    """
+    found: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        if not (row.get("note") or "").startswith("void"):
+            found[row["bench"], row["case"], row["metric"]] = row
+    return list(found.values())
+
+
 def draw_all(rows: list[Row], folder: Path) -> list[Path]:
     """One SVG for each figure that the rows have data for.
 
     Raises:
         ConfigError: there is none.
     """
+    rows = latest(rows)
     drawn = []
     for name, draw in (
         ("step-grid", _step_grid),
@@ -70,15 +86,20 @@ def _step_grid(rows: list[Row]) -> Figure | None:
         return None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for index, (name, points) in enumerate(sorted(found.items())):
+    splits = sorted({name.split(" ")[1] for name in found})
+    for name, points in sorted(found.items()):
         counts, values, bounds = zip(*sorted(points), strict=True)
-        colour = COLOURS[index % len(COLOURS)]
-        axes.plot(counts, values, marker="o", color=colour, label=name)
+        mode, split = name.split(" ")
+        colour = COLOURS[splits.index(split) % len(COLOURS)]
+        filled = colour if mode == "compiled" else "white"
+        axes.plot(counts, values, marker="o", color=colour, markerfacecolor=filled, label=name)
         axes.plot(counts, bounds, linestyle="--", color=colour, linewidth=1)
+    every = sorted({point[0] for points in found.values() for point in points})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(every, [str(count) for count in every])
     axes.set_xlabel("rollouts of a prompt")
     axes.set_ylabel("step, times dense (dashed: counted bound)")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7)
     return figure
 
 
@@ -95,7 +116,7 @@ def _memory(rows: list[Row]) -> Figure | None:
     bounds = [row["bound"] for row in found]
     axes.plot(bounds, names, "k|", markersize=14, label="share of suffix and boundary")
     axes.invert_yaxis()
-    axes.set_xlabel("peak of phase B over dense, weights and gradients not counted")
+    axes.set_xlabel("peak of phase B over dense, without weights")
     axes.legend(fontsize=8)
     return figure
 
