@@ -118,8 +118,9 @@ class OffloadedRow:
         self.staging.release(self._mark)
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
+        # What stays is detached: a node that saved its own output itself would keep itself alive.
         if not self._movable(tensor):
-            return tensor
+            return tensor.detach()
         storage = tensor.untyped_storage()
         key = storage_id(tensor)
         known = self._of.get(key)
@@ -129,7 +130,7 @@ class OffloadedRow:
             host = self.staging.take(nbytes)
             if host is None:
                 self.stats.left_bytes += nbytes
-                return tensor
+                return tensor.detach()
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             sent = self.staging.transfers.out(whole, host)
             stored = _Stored(host, sent)
