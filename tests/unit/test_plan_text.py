@@ -142,6 +142,20 @@ def test_explain_in_full() -> None:
     ]
 
 
+def test_what_was_looked_at_has_its_predicted_speed_up() -> None:
+    plan = make_plan(batch_of([[*range(40), n] for n in range(8)]), SHAPE)
+    dense = min(c.cost for c in plan.candidates if c.sharing == "none" and c.cost)
+    text = plan.explain()
+    assert "predicted speed-up" in text
+    for candidate in plan.candidates:
+        assert candidate.cost
+        line = f"{candidate.sharing} +│ {candidate.boundary} +│ +{dense / candidate.cost:.3f}x"
+        assert re.search(line, text)
+    assert dense > plan.cost
+    shared = make_plan(batch_of([[1, 2, 3], [1, 2, 4]]), SHAPE, Config(sharing="tree")).explain()
+    assert "cost against the plan" in shared, "nothing dense was looked at"
+
+
 def test_explain_cuts_long_tables_short_and_says_so() -> None:
     batch = batch_of([[1, 2, 3 + i, 3 + i, 3 + i] for i in range(60)])
     config = Config(sharing="group", boundary="across_rows", max_row_tokens=5)
