@@ -58,6 +58,18 @@ def test_speed_is_dense_over_shared() -> None:
     assert "2.50x" in figure.caption
 
 
+def test_a_step_with_compilation_does_not_hide_the_others() -> None:
+    made = [step.to_dict() for step in steps([0.0] * 5)]
+    made[0]["shared"]["ms"] = 9_000.0
+    figure = speed_figure([ReplayStep.from_dict(step) for step in made])
+    times = {series.name: list(series.values) for series in figure.charts[1].series}
+    assert times["shared"] == [None, *[step["shared"]["ms"] for step in made[1:]]]
+    assert None not in times["dense"]
+    assert figure.notes and figure.notes[0].startswith("Not drawn: 1 time of a step above 4")
+    assert figure.table.rows[0][3] == 9_000.0, "it is among the numbers"
+    assert not speed_figure(steps([0.0] * 5)).notes
+
+
 def test_numbers_that_are_none_are_gaps() -> None:
     figure = loss_figure(steps([0.0] * 3, loss=math.nan))
     assert list(figure.charts[0].series[1].values) == [None] * 3

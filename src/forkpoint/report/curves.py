@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from forkpoint.replay.records import ReplayStep
 from forkpoint.replay.trend import LIMIT, Trend, trend
@@ -10,6 +10,10 @@ from forkpoint.report.figure import Chart, Figure, Series, Table
 
 LEAST_STEPS = 20
 """Fewer steps say nothing about a trend."""
+UNUSUAL = 4
+"""What is so many times the median is not drawn."""
+
+Values = Sequence[float | None]
 
 
 def drift_trend(steps: Sequence[ReplayStep]) -> Trend | None:
@@ -20,6 +24,13 @@ def drift_trend(steps: Sequence[ReplayStep]) -> Trend | None:
     return trend(means)
 
 
+def _usual(*columns: Values) -> Callable[[Values], list[float | None]]:
+    """Puts gaps where values are far above every column's median: the others are to be seen."""
+    known = [[v for v in values if v is not None and math.isfinite(v)] for values in columns]
+    most = UNUSUAL * max((statistics.median(values) for values in known if values), default=0.0)
+    return lambda given: [None if v is not None and v > most else v for v in given]
+
+
 def speed_figure(steps: Sequence[ReplayStep]) -> Figure:
     """Time of a step in both ways, and their ratio beside the counted bound."""
     x = [step.step for step in steps]
@@ -28,13 +39,15 @@ def speed_figure(steps: Sequence[ReplayStep]) -> Figure:
     bounds = [step.bound for step in steps]
     ratios = [None if d is None else d / s for d, s in zip(dense, shared, strict=True)]
     compared = dense[0] is not None
-    times = [Series(name="shared", values=shared, color="shared", style="points")]
+    usual = _usual(shared, dense)
+    times = [Series(name="shared", values=usual(shared), color="shared", style="points")]
     if compared:
-        times.insert(0, Series(name="dense", values=dense, color="dense", style="points"))
+        times.insert(0, Series(name="dense", values=usual(dense), color="dense", style="points"))
     charts = [Chart(x=x, y_label="step, ms", series=tuple(times), zero=True)]
     bound = Series(name="counted bound", values=bounds, color="bound", style="dashed")
     if compared:
-        speed = Series(name="dense / shared", values=ratios, color="shared", style="points")
+        drawn = _usual(ratios)(ratios)
+        speed = Series(name="dense / shared", values=drawn, color="shared", style="points")
         charts.insert(0, Chart(x=x, y_label="speed-up", series=(bound, speed), zero=True))
     else:
         charts.insert(0, Chart(x=x, y_label="bound", series=(bound,), zero=True))
@@ -45,12 +58,21 @@ def speed_figure(steps: Sequence[ReplayStep]) -> Figure:
             f"Median speed-up of a step {statistics.median(known):.2f}x. {caption} Dense is packed "
             "rows with the same head, kernels and loss. The first step includes warm-up."
         )
+    unusual = sum(a != b for v in (shared, dense) for a, b in zip(v, usual(v), strict=True))
+    notes = ()
+    if unusual:
+        notes = (
+            f"Not drawn: {unusual} {'time' if unusual == 1 else 'times'} of a step above {UNUSUAL} "
+            "times the median, such as with compilation, and ratios likewise. They are among the "
+            "numbers.",
+        )
     return Figure(
         name="speed",
         title="Speed-up against the bound",
         caption=caption,
         kind="chart",
         charts=tuple(charts),
+        notes=notes,
         table=Table(
             columns=(
                 *("step", "tokens given", "tokens run", "shared (ms)", "dense (ms)", "speed-up"),
