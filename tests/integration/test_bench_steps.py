@@ -177,13 +177,16 @@ def test_what_is_no_row_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 1, 15, 16, 17, 100, 1023, 1024, 5000])
-def test_the_largest_that_fits(limit: int) -> None:
+@pytest.mark.parametrize("first", [1, 16, 90, 512, 9000])
+def test_the_largest_that_fits(limit: int, first: int) -> None:
     tried: list[int] = []
 
     def fits(size: int) -> bool:
         tried.append(size)
         return size <= limit
 
-    found = largest(fits, first=64, most=1024, step=16)
+    found = largest(fits, first=first, most=1030, step=16)
     assert found == min(limit, 1024) // 16 * 16
-    assert all(size % 16 == 0 for size in tried) and len(tried) < 12
+    assert all(size % 16 == 0 and 0 < size <= 1024 for size in tried) and len(tried) < 14
+    if abs(found - first) <= 16:
+        assert len(tried) <= 4, "begun near the answer it does not take long"

@@ -24,6 +24,8 @@ COARSE_STEP_TOKENS = 16_384
 # prompt's share until the host's memory is full; the published figure is for 0.64.
 PROMPT_SHARES = (0.64, 0.55)
 CHUNK_TOKENS = 8192
+# Of what the device holds besides, where a search begins: the head's logits and workspaces.
+UNSEEN_BYTES = 3 << 30
 LONG_RESPONSE = 1024
 
 
@@ -34,20 +36,17 @@ class Way:
     name: str
     options: dict[str, object] = field(default_factory=dict)
     shares: tuple[float, ...] = PROMPT_SHARES
-    first_tokens: int = 16 * STEP_TOKENS
-    """The size that is tried first."""
 
 
 LIKE_FOR_LIKE = (
     Way("dense", dict(DENSE), shares=(0.5,)),
-    Way("offload", {**GROUP, "residency": "offload"}, first_tokens=32 * STEP_TOKENS),
+    Way("offload", {**GROUP, "residency": "offload"}),
 )
 AT_THEIR_BEST = (
     Way(
         "dense, checkpointing full",
         {**DENSE, "checkpointing": "full"},
         shares=(0.5,),
-        first_tokens=4 * COARSE_STEP_TOKENS,
     ),
     Way(
         "dense, chains, recompute, checkpointing full",
@@ -59,7 +58,6 @@ AT_THEIR_BEST = (
             "checkpointing": "full",
         },
         shares=(0.5,),
-        first_tokens=4 * COARSE_STEP_TOKENS,
     ),
     Way(
         "shared, chains, recompute, checkpointing full",
@@ -70,7 +68,6 @@ AT_THEIR_BEST = (
             "checkpointing": "full",
         },
         shares=(0.55,),
-        first_tokens=4 * COARSE_STEP_TOKENS,
     ),
     Way(
         "shared, chains, offload, checkpointing full",
@@ -81,7 +78,6 @@ AT_THEIR_BEST = (
             "checkpointing": "full",
         },
         shares=(0.55,),
-        first_tokens=4 * COARSE_STEP_TOKENS,
     ),
 )
 
@@ -89,12 +85,21 @@ AT_THEIR_BEST = (
 def largest(fits: Callable[[int], bool], *, first: int, most: int, step: int) -> int:
     """The largest multiple of `step` up to `most` that fits, if all smaller ones do; 0 for none.
 
-    Doubles from `first` until something does not fit, then halves what lies between.
+    Begins at `first`, goes up or down by steps that double until it is past the answer, then halves
+    what lies between: few attempts where `first` is near it.
     """
-    low, high = 0, max(step, first // step * step)
-    while high <= most and fits(high):
-        low, high = high, high * 2
-    high = min(high, most // step * step + step)
+    most -= most % step
+    low, high = 0, most + step
+    at, stride = min(max(step, first - first % step), most), step
+    while low < at < high:
+        if fits(at):
+            low, at = at, at + stride
+        else:
+            high, at = at, at - stride
+        if low and high <= most:
+            break
+        stride *= 2
+        at = min(max(at, step), most)
     while high - low > step:
         middle = (low + high) // (2 * step) * step
         if fits(middle):
@@ -131,14 +136,20 @@ def capacity(
             (AT_THEIR_BEST, "at their best", COARSE_STEP_TOKENS),
         ):
             most = most_tokens // scale
+            step = min(max(16, step_tokens // scale), most)
             for way in ways:
-                sizes = way.first_tokens, step_tokens
-                first, step = (min(max(16, n // scale), most) for n in sizes)
                 case = f"{stepper.mode} {kind}: {way.name}"
                 if not wanted(case) or deadline.over(case):
                     continue
                 run = _Attempt(stepper, way, host_bytes, deadline, scale)
                 yield _row(case, "gradient over dense", run.gradient_error(), "1", run.checked)
+                room = cap_bytes - stepper.fixed_bytes - UNSEEN_BYTES
+                first = largest(
+                    lambda n, run=run, room=room: run.predicted_bytes(n) <= room,
+                    first=most // 2,
+                    most=most,
+                    step=step,
+                )
                 tokens = largest(run, first=first, most=most, step=step)
                 found[f"{kind}: {way.name}"] = tokens
                 yield _row(case, "largest total", tokens, "tokens", run.note)
@@ -174,6 +185,17 @@ class _Attempt:
             if self._fits(tokens, prompt, tokens - prompt):
                 return True
         return False
+
+    def predicted_bytes(self, tokens: int) -> int:
+        """What activations and boundary state are predicted to take, at this way's best share."""
+        return min(self._predicted(tokens, share) for share in self.way.shares)
+
+    def _predicted(self, tokens: int, share: float) -> int:
+        prompt = max(2, int(tokens * share) // 16 * 16)
+        batch = make_group(prompt, [tokens - prompt] * 2, vocab=self.stepper.vocab)
+        plan = self._policy(prompt, tokens - prompt).plan(batch)
+        assert plan.predicted_peak_bytes is not None
+        return plan.predicted_peak_bytes
 
     def _policy(self, prompt: int, response: int):
         options = {"max_row_tokens": max(prompt, response), **self.way.options}
