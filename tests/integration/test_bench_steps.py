@@ -127,6 +127,10 @@ def test_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, _ = bench("tree", tmp_path, capsys, str(tmp_path / "rollouts.jsonl"))
     (ratio,) = (row for row in rows if row["metric"] == "speed-up")
     assert ratio["bound"] > 1.5 and "2 of 2 groups" in ratio["note"]
+    each = [row["value"] for row in rows if row["metric"] == "dense step"]
+    assert len(each) == 2
+    (whole,) = (row["value"] for row in rows if row["metric"] == "dense step, sum")
+    assert sum(each) == pytest.approx(whole)
 
 
 def test_without_a_gpu_only_the_tiny_shapes_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,7 @@ def tree(
     # Both sides with rows as long as memory allows.
     policy = stepper.configured(sharing="tree", memory_budget_bytes=stepper.budget_bytes)
     alone = stepper.configured(**DENSE, memory_budget_bytes=stepper.budget_bytes)
+    case = f"{label} {stepper.mode} {file.name}"
     dense_ms = shared_ms = dense_flops = shared_flops = 0.0
     used = 0
     for group in fitting:
@@ -52,14 +53,20 @@ def tree(
         shared = stepper.step(policy, group)
         plan = shared.plan
         assert plan.shape is not None
+        flops = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
+        # As they come: whatever ends the bench, what was measured is kept.
+        alone_case = f"{case}, group {used}"
+        yield cell_row("tree", alone_case, "dense step", dense.typical_ms, "ms")
+        yield cell_row("tree", alone_case, "shared step", shared.typical_ms, "ms")
+        share = dense.typical_ms / shared.typical_ms / (flops[0] / flops[1])
+        yield cell_row("tree", alone_case, "share of bound", share, "1", bound=flops[0] / flops[1])
         dense_ms += dense.typical_ms
         shared_ms += shared.typical_ms
-        dense_flops += plan.dense.step_flops(plan.shape)
-        shared_flops += plan.shared.step_flops(plan.shape)
+        dense_flops += flops[0]
+        shared_flops += flops[1]
         used += 1
     if not used:
         return
-    case = f"{label} {stepper.mode} {file.name}"
     bound = dense_flops / shared_flops
     note = f"{used} of {len(groups)} groups, each a batch; at most {most_tokens} tokens a group"
     yield cell_row("tree", case, "dense step, sum", dense_ms, "ms", note=note)
