@@ -53,8 +53,11 @@ class Builder:
         coupling: IntArray | None,
         calibration: Calibration | None,
     ) -> None:
-        self.batch, self.shape, self.config = batch, shape, config
-        self.coupling, self.calibration = coupling, calibration
+        self.batch: RolloutBatch = batch
+        self.shape: ModelShape | None = shape
+        self.config: Config = config
+        self.coupling: IntArray | None = coupling
+        self.calibration: Calibration | None = calibration
         if calibration is not None and shape is not None:
             calibration.check_shape(shape)
         if config.memory_budget_bytes is not None and shape is None:
@@ -62,17 +65,18 @@ class Builder:
                 f"memory_budget_bytes is {config.memory_budget_bytes}, but without a model shape "
                 "bytes cannot be predicted; name the model, or limit max_row_tokens instead."
             )
-        self.fingerprint = fingerprint(batch)
+        self.fingerprint: str = fingerprint(batch)
         self._edges_of: tuple[Forest, IntArray] | None = None
         # The hidden states of one path do not depend on the temperature, but its log-probs do.
-        self.temperature_class = np.unique(batch.temperatures, return_inverse=True)[1].astype(
-            np.int64
+        classes = np.unique(batch.temperatures, return_inverse=True)[1]
+        self.temperature_class: IntArray = classes.astype(np.int64)
+        self.tree_order: SortedRollouts = sort_rollouts(
+            batch.token_ids, batch.offsets, self.temperature_class
         )
-        self.tree_order = sort_rollouts(batch.token_ids, batch.offsets, self.temperature_class)
         tree = build_forest(self.tree_order, len(batch))
         firsts = np.unique(batch.token_ids[batch.offsets[:-1]])
-        self.unique_tokens = self._unique_tokens(tree, len(firsts))
-        self.longest = int(self.tree_order.edges.max(initial=1))
+        self.unique_tokens: int = self._unique_tokens(tree, len(firsts))
+        self.longest: int = int(self.tree_order.edges.max(initial=1))
         self.orders: dict[str, SortedRollouts] = {"tree": self.tree_order}
 
     def _unique_tokens(self, tree: Forest, firsts: int) -> int:
