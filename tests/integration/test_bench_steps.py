@@ -117,6 +117,8 @@ def test_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     cases = {row["case"].partition(" ")[2].partition(":")[0] for row in alone}
     assert cases == {"longest prompt", "like for like"}
+    assert main(["bench", "capacity", *TINY, "--only", "shortest"]) == 2
+    assert "no case has shortest in its name; there are: " in capsys.readouterr().err
 
 
 def test_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,10 +105,9 @@ def _alternatives(
             )
         except UnsupportedError:
             continue
-        if len(case.prefixes) == 1:
-            found[f"dense_{kernel}"] = dense(inputs, chosen)
-            if case.small and chosen.ragged:
-                yield from _overhead(inputs, kernel, chosen)
+        found[f"dense_{kernel}"] = dense(inputs, chosen)
+        if case.small and chosen.ragged:
+            yield from _overhead(inputs, kernel, chosen)
         if chosen.ragged:
             # As in the published method, the copy of the keys and the sum of their gradients count.
             q, do = inputs.q[slots], inputs.do[slots]

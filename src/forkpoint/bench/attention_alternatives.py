@@ -27,7 +27,7 @@ def dense_calls(
     inputs: Inputs, chosen: Kernel, *, every: bool
 ) -> tuple[Callable[[], object], Callable[[], object], float]:
     case = inputs.case
-    lengths = [case.prefixes[0] + r for r in case.responses[0]]
+    lengths = [p + r for p, rs in zip(case.prefixes, case.responses, strict=True) for r in rs]
     timed = lengths if every else lengths[:DENSE_RESPONSES]
     if not chosen.ragged and len(set(timed)) > 1:
         timed = timed[:1]

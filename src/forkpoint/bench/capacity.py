@@ -15,7 +15,7 @@ from torch import Tensor
 from forkpoint.bench.rows import ResultRow
 from forkpoint.bench.shapes import SCALE_TINY, make_group
 from forkpoint.bench.steps import DENSE, GROUP, Deadline, Stepper
-from forkpoint.errors import PlanError
+from forkpoint.errors import ConfigError, PlanError
 
 STEP_TOKENS = 512
 # At their best both sides reach sizes at which one point takes minutes.
@@ -123,8 +123,21 @@ def capacity(
     """The largest total lengths of each way, and one prompt of `long_prompt` tokens by chains.
 
     With `only`, of the cases those that have one of these in their name.
+
+    Raises:
+        ConfigError: no case has.
     """
     scale = SCALE_TINY if tiny else 1
+    longest = f"{stepper.mode} longest prompt"
+    names = [
+        *(f"{stepper.mode} like for like: {way.name}" for way in LIKE_FOR_LIKE),
+        *(f"{stepper.mode} at their best: {way.name}" for way in AT_THEIR_BEST),
+        longest,
+    ]
+    if only and not any(part in name for part in only for name in names):
+        raise ConfigError(
+            f"no case has {' or '.join(only)} in its name; there are: {'; '.join(names)}."
+        )
 
     def wanted(case: str) -> bool:
         return not only or any(part in case for part in only)
@@ -159,9 +172,8 @@ def capacity(
         if plain and offload:
             name = f"{stepper.mode} like for like: offload"
             yield _row(name, "largest total over dense", offload / plain, "x", None)
-    case = f"{stepper.mode} longest prompt"
-    if long_prompt and wanted(case) and not deadline.over(case):
-        yield from _long_prompt(stepper, case, long_prompt // scale, host_bytes, scale)
+    if long_prompt and wanted(longest) and not deadline.over(longest):
+        yield from _long_prompt(stepper, longest, long_prompt // scale, host_bytes, scale)
 
 
 class _Attempt:
