@@ -30,7 +30,7 @@ from damaged_records import (
 import dumps
 from dumps import rows_of, tensors, truth, write_json, write_parquet, write_torch
 from forkpoint import ForkpointError
-from stand_ins import stand_ins
+from stand_ins import data_proto
 
 
 class Bad:
@@ -148,8 +148,7 @@ def bad_inside(folder: Path) -> Path:
     """A harmless DataProto whose tensors are a torch file that runs code."""
     inner = io.BytesIO()
     torch.save({"x": Bad(folder / "ran")}, inner)
-    proto = stand_ins()["DataProto"]((inner.getvalue(), {}, {}))
-    return pickled(folder, proto)
+    return raw(folder, "x.pkl", data_proto(inner.getvalue(), {}, {}))
 
 
 def cut_inside(folder: Path) -> Path:
@@ -157,7 +156,7 @@ def cut_inside(folder: Path) -> Path:
     inner = io.BytesIO()
     torch.save(tensors(TRL(truth())), inner)
     half = inner.getvalue()[: inner.tell() // 2]
-    return pickled(folder, stand_ins()["DataProto"]((half, {}, {})))
+    return raw(folder, "x.pkl", data_proto(half, {}, {}))
 
 
 def legacy(folder: Path, value: Any) -> Path:

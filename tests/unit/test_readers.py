@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,9 @@ def test_equal_prompts_share_from_the_first_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["numpy", "tensordict", "consolidated"])
 def test_verl_pickles(way: str, tmp_path: Path) -> None:
-    path = tmp_path / "batch.pkl"
+    path, installed = tmp_path / "batch.pkl", sys.modules.get("verl")
     path.write_bytes(verl_pickle(truth(), way, temperature=0.7))
+    assert sys.modules.get("verl") is installed, "the stand-in must not be found by other tests"
     found = load_rollouts(path)
     same(found, truth())
     assert {r.temperature for r in found} == {0.7} and found[0].group_id == truth()[0].group_id

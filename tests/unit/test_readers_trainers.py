@@ -14,7 +14,7 @@ import dumps
 from dumps import prompt_of, rows_of, same, tensors, truth, write_json, write_torch
 from forkpoint import RolloutBatch, RolloutError, load_rollouts, losses
 from forkpoint.traces import FORMATS, open_rollouts
-from stand_ins import add_module
+from stand_ins import importable
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CRITICS = [dumps.verl_critic, dumps.openrlhf_critic, dumps.nemo_rl_critic, dumps.slime_critic]
@@ -133,13 +133,13 @@ def test_openrlhf_objects(tmp_path: Path) -> None:
     """A list of Experience objects, of which the class is not there to be imported."""
     name = "openrlhf.trainer.ppo_utils.experience"
     kind = type("Experience", (), {"__module__": name})
-    add_module(name).Experience = kind
     made = []
     for part in (truth()[:4], truth()[4:]):
         one: Any = kind()
         one.__dict__.update(tensors(dumps.openrlhf(part)))
         made.append(one)
-    path = write_torch(tmp_path / "x.pt", made)
+    with importable(kind):
+        path = write_torch(tmp_path / "x.pt", made)
     file = open_rollouts(path)
     same(file.read(), truth())
     assert file.format == "openrlhf"
