@@ -7,7 +7,9 @@ import torch
 
 from forkpoint import Config, wrap
 from forkpoint.bench.shapes import SHAPES, make_group, make_model
-from forkpoint.losses import GRPO
+from forkpoint.engine.engine import Engine
+from forkpoint.engine.views import batch_denominators
+from forkpoint.losses import GRPO, GSPO
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +21,7 @@ PROMPT, RESPONSES = 1777, [512, 300, 41, 640, 1, 255]
 PLANS = {
     "one-row": {"boundary": "in_row"},
     "waves": {"boundary": "across_rows", "max_row_tokens": 1800},
+    "short-waves": {"boundary": "across_rows", "max_row_tokens": 1800, "max_wave_tokens": 700},
     "mixed": {"boundary": "mixed", "max_row_tokens": 1800},
     "chain-offload": {"boundary": "across_rows", "max_row_tokens": 500, "residency": "offload"},
     "recompute-checkpointing": {
@@ -44,3 +47,24 @@ def test_four_layers_of_an_8b(name: str, compiled: bool) -> None:
     report = wrap(model, Config(**options)).verify(batch, GRPO())
     print(report.table())
     assert report.passed, report.table()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns, and so does the mode
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("loss", [GRPO(), GSPO()], ids=["grpo", "gspo"])
+@pytest.mark.parametrize("name", ["one-row", "waves", "short-waves"])
+def test_the_host_never_waits_in_a_step(name: str, loss: Any, compiled: bool) -> None:
+    """From the first row to the last, in any phase; only what a step returns is read."""
+    model = make_model("llama3-8b", torch.device("cuda"), layers=2)
+    batch = make_group(PROMPT, RESPONSES, vocab=SHAPES["llama3-8b"]["vocab_size"])
+    options: Any = {"sharing": "group", "compile_blocks": compiled, **PLANS[name]}
+    policy = wrap(model, Config(**options))
+    plan = policy.plan(batch, loss)
+    policy.forward_backward(batch, loss, plan=plan)
+    engine = Engine(policy.host, policy.config)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.forward_backward(plan, batch, loss, batch_denominators(batch), 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forkpoint.config import Config
 from forkpoint.engine.boundary import Arena
+from forkpoint.engine.device import on_device
 from forkpoint.engine.guard import GradientGuard
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.offload import OffloadStats
@@ -233,7 +234,7 @@ class Engine:
         return (self.host.head, "entropies") if entropy else (self.host.head,)
 
     def _entries(self, values: IntArray) -> Tensor:
-        return torch.as_tensor(values, device=self.host.device)
+        return on_device(values, self.host.device)
 
     # The schedule --------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.engine.boundary import Arena, Capture
+from forkpoint.engine.device import on_device
 from forkpoint.engine.states import RowStates
 from forkpoint.forest import IntArray
 from forkpoint.ops.attention import ArenaSlice, AttentionTable
@@ -139,7 +140,7 @@ def _capture_runs(plan: Plan, row: Row) -> list[tuple[int, int, int]]:
 
 
 def prepare_rows(plan: Plan, batch: RolloutBatch, device: torch.device) -> list[RowInputs]:
-    """Turn every row of a plan into tensors, with one copy to the device a tensor."""
+    """Turn every row of a plan into tensors; the host waits for no copy of them."""
     forest = plan.forest
     first_token = forest.segment_tokens(batch.offsets)
     edge_offsets = forest.edge_offsets
@@ -175,13 +176,11 @@ def prepare_rows(plan: Plan, batch: RolloutBatch, device: torch.device) -> list[
         prepared.append(
             RowInputs(
                 row=row,
-                input_ids=torch.as_tensor(ids.reshape(shape), device=device),
-                position_ids=torch.as_tensor(positions.reshape(shape), device=device),
-                head_slots=torch.as_tensor(slots, device=device),
-                head_labels=torch.as_tensor(label_of_edge[edges], device=device),
-                head_temperatures=(
-                    torch.as_tensor(temperature[edges], device=device) if warm else None
-                ),
+                input_ids=on_device(ids.reshape(shape), device),
+                position_ids=on_device(positions.reshape(shape), device),
+                head_slots=on_device(slots, device),
+                head_labels=on_device(label_of_edge[edges], device),
+                head_temperatures=on_device(temperature[edges], device) if warm else None,
                 trained_tokens=tokens,
                 trained_entry=entry_of_edge[token_edge[tokens]],
             )

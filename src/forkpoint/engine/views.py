@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forkpoint.engine.device import on_device
 from forkpoint.errors import RolloutError
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, LossBatch, LossOutputs
@@ -67,7 +68,7 @@ class LossViews:
         return self.of_tokens(tokens), tokens
 
     def _tensor(self, values: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(np.ascontiguousarray(values)).to(self.device, dtype)
+        return on_device(values, self.device, dtype)
 
 
 def batch_denominators(batch: RolloutBatch) -> Denominators:

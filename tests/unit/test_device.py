@@ -1,0 +1,40 @@
+"""How arrays become tensors on a device."""
+
+import numpy as np
+import pytest
+import torch
+
+from forkpoint.engine.device import on_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [np.arange(6).reshape(2, 3), np.arange(6.0)[::2], np.array([True, False]), np.zeros(0)],
+    ids=["integers", "strided", "booleans", "empty"],
+)
+def test_shape_dtype_and_values_are_the_array_s(values: np.ndarray) -> None:
+    found = on_device(values, CPU)
+    assert found.shape == values.shape and found.is_contiguous()
+    np.testing.assert_array_equal(found.numpy(), values, strict=True)
+
+
+def test_another_dtype_is_rounded_to_once() -> None:
+    found = on_device(np.array([0.1, 1e-3]), CPU, torch.float32)
+    assert found.dtype == torch.float32
+    assert found.tolist() == np.float32([0.1, 1e-3]).tolist()
+    assert on_device(np.zeros(0), CPU, torch.int64).dtype == torch.int64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("count", [0, 1, 100_000])
+def test_the_host_waits_for_no_copy(count: int) -> None:
+    values = np.random.default_rng(0).integers(0, 1000, count)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = on_device(values, torch.device("cuda"), torch.int32)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found.is_cuda and found.tolist() == values.tolist()
