@@ -16,6 +16,7 @@ from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.engine.views import batch_denominators, check_range
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
+from forkpoint.hosts.modules import one_walk
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.outputs import PerToken
@@ -105,6 +106,7 @@ class Policy:
             calibration=self._calibration(),
         )
 
+    @one_walk()
     def forward_backward(
         self,
         batch: RolloutBatch,
@@ -169,6 +171,7 @@ class Policy:
             offload=result.offload,
         )
 
+    @one_walk()
     def score(
         self, batch: RolloutBatch, *, entropy: bool = False, plan: Plan | None = None
     ) -> Scores:

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 from forkpoint.errors import UnsupportedError
 from forkpoint.forest import IntArray
 from forkpoint.hosts.families import Family
-from forkpoint.hosts.modules import every_module
+from forkpoint.hosts.modules import every_module, every_parameter
 
 # Rotary embeddings whose frequencies depend on positions alone. Dynamic and longrope change them
 # beyond a length, and are refused for longer rollouts; so are unknown ones.
@@ -131,8 +131,8 @@ def check_adapters(model: nn.Module) -> None:
 
 def check_parameters(model: nn.Module) -> None:
     """Plain floating-point tensors, in memory, all on one device."""
-    devices: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
+    devices: dict[torch.device, str] = {}
+    for name, parameter in every_parameter(model):
         if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
             raise UnsupportedError(
                 f"parameter {name} is a {type(parameter).__name__}; sharded and quantized "
@@ -143,15 +143,16 @@ def check_parameters(model: nn.Module) -> None:
                 f"parameter {name} has dtype {parameter.dtype}; quantized parameters have not been "
                 f"shown exact. Allowed are {', '.join(map(str, FLOATING))}."
             )
-        devices.setdefault(str(parameter.device), name)
+        devices.setdefault(parameter.device, name)
     if len(devices) > 1:
-        found = ", ".join(f"{name} on {device}" for device, name in sorted(devices.items()))
+        ordered = sorted((str(device), name) for device, name in devices.items())
+        found = ", ".join(f"{name} on {device}" for device, name in ordered)
         raise UnsupportedError(
             f"the model's parameters lie on {len(devices)} devices ({found}); put them all on one."
         )
-    if "meta" in devices:
+    if meta := devices.get(torch.device("meta")):
         raise UnsupportedError(
-            f"the parameters ({devices['meta']} and all others) lie on the meta device, without "
+            f"the parameters ({meta} and all others) lie on the meta device, without "
             "values; initialise or load the model before wrapping it."
         )
 
@@ -320,7 +321,7 @@ def check_trainable(model: nn.Module) -> None:
             "forward_backward was called under torch.inference_mode, where nothing has gradients; "
             "leave it, or use policy.score for log-probs alone."
         )
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trainable = [(name, p) for name, p in every_parameter(model) if p.requires_grad]
     if not trainable:
         raise UnsupportedError(
             "no parameter of the model requires a gradient; unfreeze some, or use policy.score for "

@@ -30,7 +30,7 @@ from forkpoint.hosts.linear_attention import (
     recurrent_forwards,
     recurrent_modules,
 )
-from forkpoint.hosts.modules import one_walk
+from forkpoint.hosts.modules import every_module, every_parameter, one_walk
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.cost import ModelShape
@@ -161,7 +161,7 @@ class TransformersHost:
         return weight
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters()
+        return iter(every_parameter(self.model))
 
     def check(self, batch: RolloutBatch, *, training: bool) -> None:
         self._check_idle()
@@ -209,7 +209,7 @@ class TransformersHost:
     def entered(self) -> Iterator[None]:
         self._check_idle()
         self._recomputes = refusals.checkpointed(self.causal)
-        found = [getattr(module, "config", None) for module in self.causal.modules()]
+        found = [getattr(module, "config", None) for _, module in every_module(self.causal)]
         configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}
         with ExitStack() as stack:
             for config in configs.values():
