@@ -18,7 +18,7 @@ from made_traces import recorded, some
 
 import forkpoint
 from forkpoint import ConfigError, Rollout, RolloutError, TraceError, losses, save_rollouts
-from forkpoint.traces import lock, open_rollouts, open_trace, record
+from forkpoint.traces import lock, manifest, open_rollouts, open_trace, record, recorder
 from forkpoint.traces.lock import FolderLock
 
 SOURCE = Path(forkpoint.__file__).parents[1]
@@ -119,6 +119,59 @@ def test_a_disk_that_is_full_for_a_while(room: int, tmp_path: Path) -> None:
         assert trace.add(some(seed=2)) == 1
     read = open_trace(tmp_path)
     assert [list(step.batch) for step in read] == [some(), some(seed=2)] and not read.unfinished
+
+
+class Interrupt(BaseException):
+    """What Ctrl-C is, which no test runner knows."""
+
+
+class InterruptAt:
+    """Raises at one moment of what the recorder's own modules run: a line, or a return."""
+
+    def __init__(self, moment: int) -> None:
+        self.left, self.before = moment, sys.gettrace()
+
+    def __enter__(self) -> "InterruptAt":
+        sys.settrace(self._traced)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
+
+    def _traced(self, frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in (recorder.__file__, manifest.__file__):
+            return None
+        if event in ("line", "return"):
+            self.left -= 1
+            if self.left == 0:
+                raise Interrupt
+        return self._traced
+
+
+# Between a with block and its end, where Python itself lets no signal in, a file stays open.
+@pytest.mark.filterwarnings("ignore:.*safetensors.tmp:pytest.PytestUnraisableExceptionWarning")
+def test_interrupted_at_any_moment(tmp_path: Path) -> None:
+    """The trace and its recorder know of the same batches, and go on with the next."""
+    for moment in range(1, 1000):
+        path, told = tmp_path / str(moment), InterruptAt(moment)
+        with record(path) as trace:
+            trace.add(some())
+            try:
+                with told:
+                    trace.add(some(seed=1))
+            except Interrupt:
+                pass
+            had = len(trace)
+            assert had == len(open_trace(path)) and had in (1, 2)
+            trace.add(some(seed=2))
+        with record(path, resume=True) as trace:
+            trace.add(some(seed=3))
+        wanted = [some(), some(seed=1), some(seed=2), some(seed=3)]
+        assert [list(step.batch) for step in open_trace(path)] == wanted[:had] + wanted[2:]
+        if told.left > 0:
+            assert had == 2 and moment > 40, "it was interrupted before"
+            return
+    raise AssertionError("adding a batch has no end")
 
 
 # One recorder at a time --------------------------------------------------------------------------

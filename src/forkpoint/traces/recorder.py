@@ -121,7 +121,8 @@ class Recorder:
             TraceError: the recorder is closed.
 
         Whatever is raised, by a full disk for one, the trace has the batches that it had before,
-        and the same or another batch can be added.
+        and the same or another batch can be added. An interrupt may also come when the batch is in:
+        `len` of the recorder says so.
         """
         if self._file.closed:
             raise TraceError(
@@ -151,9 +152,9 @@ class Recorder:
                 "tokens": batch.logical_tokens,
                 "trained_tokens": batch.trained_tokens,
                 "loss_inputs": values,
-            }
+            },
+            self._batches + 1,
         )
-        self._batches += 1
         return self._batches - 1
 
     def _open(self, settings: dict[str, Any], *, resume: bool) -> None:
@@ -172,7 +173,7 @@ class Recorder:
         self._trace, self._previous, self._batches = settings["trace"], "", 0
         self._file, self._end = self._manifest.open("ab", buffering=0), 0
         header = {"kind": manifest.KIND, "schema": manifest.SCHEMA, "forkpoint": _version()}
-        self._append({**header, **settings})
+        self._append({**header, **settings}, 0)
         _flush_folder(self.path)
 
     def _go_on(self, settings: dict[str, Any]) -> bool:
@@ -204,20 +205,26 @@ class Recorder:
         self._file.seek(end)
         return True
 
-    def _append(self, values: dict[str, Any]) -> None:
+    def _append(self, values: dict[str, Any], batches: int) -> None:
+        """Write a line, after which the trace has so many batches."""
         line = manifest.sealed(values, self._previous)
         content = memoryview(manifest.encode(line))
+        before = self._previous, self._end, self._batches
+        after = line["checksum"], self._end + len(content), batches
         try:
             left = content
             while left:
                 left = left[self._file.write(left) :]
             os.fsync(self._file.fileno())
+            # An interrupt may come between any two lines: either both know of the batch, the
+            # manifest and this object, or neither does.
+            self._previous, self._end, self._batches = after
         except BaseException:
             # After half a line, or one of a batch that was not added, the next would be refused.
+            self._previous, self._end, self._batches = before
             self._file.truncate(self._end)
             self._file.seek(self._end)
             raise
-        self._previous, self._end = line["checksum"], self._end + len(content)
 
 
 def _version() -> str:
