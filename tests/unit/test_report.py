@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,10 @@ def test_the_command_on_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (("nowhere.jsonl",), "does not exist"),
         ((".",), "holds no replay"),
         (("rollouts.jsonl", "--output", "no/page.html"), "does not exist"),
+        (("rollouts.jsonl", "--output", "./rollouts.jsonl"), "would be replaced"),
+        (("trace", "--output", "trace/manifest.jsonl"), "would be replaced"),
     ],
-    ids=["file", "folder", "output"],
+    ids=["file", "folder", "output", "the input", "a file of the input"],
 )
 def test_what_cannot_be_reported(
     arguments: tuple[str, ...],
@@ -146,6 +149,22 @@ def test_what_cannot_be_reported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_rollouts(tmp_path / "rollouts.jsonl", list(made_up()))
+    with forkpoint.record("trace") as trace:
+        trace.add(made_up())
     assert main(["report", *arguments]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.glob("*.html"))
+    assert len(forkpoint.load_rollouts("rollouts.jsonl")) == 12 == len(made_up())
+    assert main(["report", "trace", "--output", "trace/page.html"]) == 0
+    assert main(["report", "trace", "--output", "trace/page.html"]) == 0, "it is made again"
+    assert len(forkpoint.load_rollouts("trace")) == 12
+
+
+def test_ids_that_utf_8_cannot_write(tmp_path: Path) -> None:
+    """Half of a surrogate pair, which JSON can hold."""
+    made = [replace(rollout, group_id="a\ud800b", rollout_id=None) for rollout in made_up()]
+    with forkpoint.record(tmp_path / "trace") as trace:
+        trace.add(made)
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "trace"), "--output", str(page)]) == 0
+    assert "a?b" in page.read_text(encoding="utf-8")

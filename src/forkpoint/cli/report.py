@@ -72,18 +72,20 @@ class Report:
         self._check()
         chapters = [self._chapter(path, out) for path in self.inputs]
         page = render_page(" · ".join(chapter.title for chapter in chapters), chapters)
-        self.output.write_text(page, encoding="utf-8")
+        # Ids are text as JSON has it, of which UTF-8 cannot write all (halves of surrogate pairs).
+        content = page.encode("utf-8", errors="replace")
+        self.output.write_bytes(content)
         plots = [] if self.plots is None else write_plots(chapters, self.plots)
         for chapter in chapters:
             out.show(f"{chapter.title}: {chapter.subtitle}")
             for tile in chapter.tiles:
                 out.show(f"  {tile.value} {tile.label} ({tile.remark})")
-        out.show(f"written: {self.output}, {len(page.encode()):,} bytes")
+        out.show(f"written: {self.output}, {len(content):,} bytes")
         out.result(
             {
                 "command": "report",
                 "output": self.output,
-                "bytes": len(page.encode()),
+                "bytes": len(content),
                 "inputs": list(self.inputs),
                 "figures": [[figure.name for figure in c.figures] for c in chapters],
                 "plots": plots,
@@ -99,6 +101,11 @@ class Report:
             raise ConfigError(
                 f"output is {self.output}, which is a folder. Give the name of a file, such as "
                 f"{self.output / 'report.html'}."
+            )
+        if (read := self._overwritten()) is not None:
+            raise ConfigError(
+                f"output is {self.output}, which is what the report is made of ({read}), and would "
+                "be replaced. Give another name, such as report.html."
             )
         if self.plots is not None and self.plots.exists() and not self.plots.is_dir():
             raise ConfigError(
@@ -117,6 +124,19 @@ class Report:
                 f"{', '.join(map(str, self.inputs))} is a replay, which is shown as it was run: "
                 f"{', '.join(unused)} has no meaning here. Leave it out."
             )
+
+    def _overwritten(self) -> Path | None:
+        """The input that writing the page would damage: itself, or a file of its folder."""
+        if not self.output.exists():
+            return None
+        for path in self.inputs:
+            if path.is_dir():  # where another report may lie
+                of_it = self.output.parent.samefile(path) and self.output.suffix != ".html"
+            else:
+                of_it = path.exists() and self.output.samefile(path)
+            if of_it:
+                return path
+        return None
 
     def _chapter(self, path: Path, out: Output) -> Chapter:
         if _is_replay(path):
