@@ -135,6 +135,24 @@ def test_a_reader_that_has_enough(form: tuple[str, ...], rollouts: Path) -> None
     assert done.stderr == "" and done.returncode == 1
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "ascii:surrogateescape"])
+def test_output_that_is_no_utf_8(encoding: str, rollouts: Path, tmp_path: Path) -> None:
+    """As a pipe is on Windows, or in a container without a locale: frames are of other lines."""
+    path = rollouts.rename(tmp_path / "größe.jsonl")
+    done = subprocess.run(
+        [sys.executable, "-m", "forkpoint", "plan", str(path)],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode(encoding.partition(":")[0])
+    shown = "größe.jsonl" if encoding == "cp1252" else "gr??e.jsonl"
+    assert f"what sharing saves on {shown}" in text
+    assert "+---" in text and "| rollouts " in text and "+-- " in text
+    assert json.loads(text.splitlines()[-1])["command"] == "plan"
+
+
 def test_progress_on_a_terminal(rollouts: Path, config: Path) -> None:
     """Progress goes to stderr, if that is a terminal; stdout has the result alone."""
     terminal, stderr = pty.openpty()

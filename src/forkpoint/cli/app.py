@@ -19,6 +19,7 @@ from forkpoint.cli.bench_steps import Plot as PlotBench
 from forkpoint.cli.calibrate import Calibrate
 from forkpoint.cli.demo import Demo
 from forkpoint.cli.doctor import Doctor
+from forkpoint.cli.output import write_anything
 from forkpoint.cli.plan import Plan
 from forkpoint.cli.replay import Replay
 from forkpoint.cli.report import Report
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Errors in what was given are one message on stderr; any other is a defect and is raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    write_anything(sys.stdout)
     try:
         if arguments == ["--version"]:
             print(f"forkpoint {__version__}")

@@ -1,5 +1,7 @@
 """What a command writes: tables for people, then one JSON line. Imports no torch."""
 
+import codecs
+import io
 import json
 import math
 import sys
@@ -20,6 +22,28 @@ from rich.progress import (
 )
 
 NARROW = 100
+_FRAMES = {**dict.fromkeys("─━═╌╍┄┅┈┉", "-"), **dict.fromkeys("│┃║╎╏┆┇┊┋", "|"), "…": "."}
+
+
+def _plainer(error: UnicodeError) -> tuple[str, int]:
+    """What is written for characters that an encoding lacks: frames of tables stay frames."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    plainer = (_FRAMES.get(c, "+" if "\u2500" <= c <= "\u257f" else "?") for c in lacking)
+    return "".join(plainer), error.end
+
+
+codecs.register_error("forkpoint", _plainer)
+
+
+def write_anything(stream: Any) -> None:
+    """Let a text stream write what its encoding lacks in other characters, where it would raise.
+
+    That is so where output goes to a file or a pipe under a locale without UTF-8, as on Windows,
+    and for names of files that are no UTF-8.
+    """
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors="forkpoint")
 
 
 class Output:
