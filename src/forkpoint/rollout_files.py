@@ -90,16 +90,21 @@ def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _lines(file: BufferedReader, path: Path) -> Iterator[bytes]:
     """The lines of a plain or compressed file, without their line feeds."""
-    rest = b""
+    begun: list[bytes] = []  # of one line, put together once: it may be a whole batch
     try:
         for block in _blocks(file):
-            *lines, rest = (rest + block).split(b"\n")
-            yield from lines
+            first, *others = block.split(b"\n")
+            begun.append(first)
+            if others:
+                *lines, last = others
+                yield b"".join(begun)
+                yield from lines
+                begun = [last]
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise RolloutError(
             f"{path} is cut short or damaged: {error}. Copy or write the file again."
         ) from None
-    yield rest
+    yield b"".join(begun)
 
 
 def _blocks(file: BufferedReader) -> Iterator[bytes]:

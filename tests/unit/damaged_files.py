@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import torch
 from damaged_records import (
     COUNT,
@@ -138,6 +141,13 @@ def flip_page(folder: Path) -> Path:
     return flipped(path, path.stat().st_size // 5)
 
 
+def column_twice(folder: Path) -> Path:
+    ids, path = pyarrow.array([[1, 2]]), folder / "x.parquet"
+    table = pyarrow.Table.from_arrays([ids, ids], names=["token_ids", "token_ids"])
+    pyarrow.parquet.write_table(table, path)
+    return path
+
+
 def raw(folder: Path, name: str, content: bytes) -> Path:
     path = folder / name
     path.write_bytes(content)
@@ -220,6 +230,8 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "safetensors cut in the header": (lambda f: truncated(safe(f), 0.05), ["x.safetensors"]),
     "safetensors with a flipped header": (lambda f: flipped(safe(f), 30), ["x.safetensors"]),
     "parquet cut short": (lambda f: truncated(parquet(f)), ["x.parquet", "again"]),
+    "parquet with a column twice": (column_twice, ["x.parquet has the column 'token_ids' more"]),
+    "a device": (lambda _: Path(os.devnull), ["is a pipe or a device", "to a file first"]),
     "parquet with a flipped page": (flip_page, ["x.parquet", "again"]),
     "gzip cut short": (lambda f: truncated(lines(f, ".gz")), ["cut short or damaged"]),
     "zstd cut short": (lambda f: truncated(lines(f, ".zst")), ["cut short or damaged"]),

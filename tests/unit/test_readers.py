@@ -192,6 +192,24 @@ def test_a_tokenizer_by_its_file(tmp_path: Path) -> None:
         load_rollouts(path, tokenizer=tmp_path / "tokenizer.json")
 
 
+@pytest.mark.parametrize("suffix", ["pt", "pkl"])
+def test_tensors_of_other_classes_are_read(suffix: str, tmp_path: Path) -> None:
+    """What a loop may hold as a parameter, and ids as verl's engine holds them, without padding."""
+    table = tensors(dumps.verl(truth()))
+    wanted = load_rollouts(write_torch(tmp_path / "wanted.pt", table))
+    table["advantages"] = torch.nn.Parameter(table["advantages"])
+    if suffix == "pt":
+        table["prompts"] = torch.nested.as_nested_tensor(
+            list(table["prompts"]), layout=torch.jagged
+        )
+        assert load_rollouts(write_torch(tmp_path / "x.pt", table)) == wanted
+        return
+    # A pickle names the function that makes one, which is none of those that are called.
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(table))
+    with pytest.raises(RolloutError, match=r"it names torch\._utils\._rebuild_parameter"):
+        load_rollouts(tmp_path / "x.pkl")
+
+
 def test_bfloat16_is_read(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
@@ -271,6 +289,22 @@ def test_skipping_counts_what_it_skips(tmp_path: Path, caplog: pytest.LogCapture
         load_rollouts(path)
     assert len(list(reader)) == len(kept), "it can be read again"
     assert reader.skipped.count == 4
+
+
+def test_skipping_what_is_before_the_first_known_record(tmp_path: Path) -> None:
+    """A heading, or a damaged first record, tells no format; the next one does."""
+    rows = [{"kind": "heading"}, {"loss_mask": [0]}, *rows_of(dumps.trl(truth()))]
+    path = write_json(tmp_path / "x.jsonl", rows)
+    with pytest.raises(RolloutError, match=r"line 1 is of no format that is known"):
+        load_rollouts(path)
+    reader = open_rollouts(path, on_error="skip")
+    same(reader.read(), truth())
+    assert reader.format == "trl" and reader.skipped.fields == {"format": 2}
+    path = write_json(tmp_path / "y.jsonl", rows[:2])
+    with pytest.raises(
+        RolloutError, match=r"all of its .* format 2; first: .* line 1 is of no for"
+    ):
+        load_rollouts(path, on_error="skip")
 
 
 def test_skipping_all_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -172,6 +172,24 @@ def test_media_are_refused_in_any_form(media: Any, tmp_path: Path) -> None:
         load_rollouts(path)
 
 
+@pytest.mark.parametrize("count", [1, 7])
+def test_padding_of_prime_rl_is_no_rollout(count: int, tmp_path: Path) -> None:
+    """Microbatches are filled up with tokens of id 1, whose positions begin at 0 once more."""
+    filling = {"input_ids": 1, "temperatures": 1.0}
+    table = {
+        name: np.append(column, np.full(count, filling.get(name, 0), column.dtype))
+        for name, column in dumps.prime_rl_microbatch(truth()).items()
+    }
+    table["position_ids"][-count:] = np.arange(count)
+    path = write_torch(tmp_path / "x.pt", tensors(table))
+    same(load_rollouts(path), truth())
+    for name, value in (("input_ids", 2), ("inference_logprobs", -0.5)):
+        changed = table | {name: table[name].copy()}
+        changed[name][-1] = value
+        path = write_torch(tmp_path / "x.pt", tensors(changed))
+        assert len(load_rollouts(path)) == len(truth()) + 1, "it may be a rollout"
+
+
 def test_nemo_rl_lines(tmp_path: Path) -> None:
     """train_data_step1.jsonl: each line is a batch of one, and samples can be masked."""
     table = dumps.nemo_rl(truth())

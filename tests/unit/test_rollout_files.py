@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint import load_rollouts, save_rollouts
+from forkpoint import load_rollouts, rollout_files, save_rollouts
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts import MAX_TOKEN_ID, Rollout, RolloutBatch
 
@@ -249,3 +250,17 @@ def test_real_files(tmp_path, name, rollouts, groups, tokens):
     batch.check_vocabulary(8192)
     save_rollouts(tmp_path / "copy.jsonl.zst", batch)
     assert load_rollouts(tmp_path / "copy.jsonl.zst") == loaded
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_lines_of_many_blocks(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines end anywhere in a block, and a long one takes time in proportion to its length."""
+    monkeypatch.setattr(rollout_files, "_BLOCK_BYTES", 64)
+    long = Rollout(range(1, 300_000), [0] + [1] * 299_998, 0.5)
+    rollouts = [*(Rollout(range(1, n), [0] * (n - 1), 0.5) for n in range(2, 60)), long]
+    path = tmp_path / f"x{suffix}"
+    save_rollouts(path, [*rollouts, rollouts[7]])
+    began = time.process_time()
+    assert load_rollouts(path) == [*rollouts, rollouts[7]]
+    # Each block copying what there is of the line would take ten times as long, and more.
+    assert time.process_time() - began < 4

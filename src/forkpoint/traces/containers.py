@@ -43,6 +43,11 @@ def container_of(path: Path) -> str:
             f"{path} is a directory. Give the path of one file of rollouts in it, or the folder of "
             "a recorded trace."
         )
+    if not path.is_file():
+        raise RolloutError(
+            f"{path} is a pipe or a device, of which nothing can be read twice, and files are: to "
+            "see of which kind they are, and then for the rollouts. Write it to a file first."
+        )
     with path.open("rb") as file:
         head = file.read(64)
     length = int.from_bytes(head[:8], "little")
@@ -184,12 +189,20 @@ def _parquet(path: Path) -> Iterator[Part]:
     row = 0
     try:
         with ParquetFile(path, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise RolloutError(
+                    f"{path} has the column {short(twice)} more than once. Write it with one "
+                    "column of each name."
+                )
             for batch in file.iter_batches(batch_size=_ROWS):
-                names = batch.schema.names
-                columns = [_column(batch.column(name)) for name in names]
+                columns = [_column(column) for column in batch.columns]
                 for values in zip(*columns, strict=True):
                     yield f"{path}, row {row}", dict(zip(names, values, strict=True))
                     row += 1
+    except RolloutError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise RolloutError(
             f"{path} cannot be read as parquet, after {row} rows: {short(str(error))}. Copy or "

@@ -10,6 +10,7 @@ import io
 import math
 import pickle
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from importlib import import_module
@@ -162,7 +163,8 @@ def plain(value: Any, where: str, size: int) -> Any:
         return [plain(entry, where, size) for entry in value]
     if isinstance(value, Array):
         return value.view(np.ndarray)
-    if type(value).__module__ == "torch" and hasattr(value, "is_nested"):
+    torch = sys.modules.get("torch")  # there is no tensor where it has not been imported
+    if torch is not None and isinstance(value, torch.Tensor):
         return _array(value, where, size)
     return value
 

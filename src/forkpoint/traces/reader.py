@@ -33,7 +33,8 @@ class Skipped:
     """What was left out of a file, and why.
 
     count: how many records.
-    fields: how many for each field that was wrong ("JSON" for lines that are no JSON object).
+    fields: how many for each field that was wrong ("JSON" for lines that are no JSON object,
+        "format" for records of no known format, before the first that is of one).
     messages: the first errors, whole.
     """
 
@@ -137,7 +138,13 @@ class RolloutFile:
                 continue
             refuse_part_of_trace(value, self.path)
             if format is None:
-                format = detect(value, where)
+                try:
+                    format = detect(value, where)
+                except RolloutError as error:
+                    if self._on_error == "raise":
+                        raise
+                    yield RecordError.of(error, "format")
+                    continue
             if self._tokenizer is not None and not format.text:
                 raise _no_text(self.path, format.name)
             self.format, self.notes = format.name, format.notes

@@ -13,6 +13,9 @@ from forkpoint.rollouts import Rollout, short
 from forkpoint.traces.formats.base import MEDIA, Format, before_first, made
 from forkpoint.traces.record import Record, group_of
 
+PADDING_ID = 1
+"""What prime-rl fills microbatches up with, whatever the tokenizer's own padding is."""
+
 
 def _prime_rl(record: Record) -> Iterator[Rollout]:
     record.refuse_media(*MEDIA)
@@ -78,7 +81,7 @@ def _two_parts(record: Record) -> Rollout:
 
 
 def _microbatch(record: Record) -> Iterator[Rollout]:
-    """Samples packed into one row: they begin where positions begin again at 0."""
+    """Samples packed into one row: they begin where positions begin again at 0; padding ends it."""
     ids = record.ids("input_ids")
     positions = record.ids("position_ids")
     if len(positions) != len(ids) or not len(ids) or positions[0] != 0:
@@ -113,7 +116,21 @@ def _microbatch(record: Record) -> Iterator[Rollout]:
         sample = Record(f"{record.where}, tokens {begin} to {end - 1}", part)
         own = sample.ids("input_ids")
         trained = sample.mask("loss_mask", len(own), "input_ids")
+        if begin > 0 and end == len(ids) and _is_padding(sample, own, trained):
+            return
         yield _sample(sample, "input_ids", "loss_mask", "inference_logprobs", own, trained)
+
+
+def _is_padding(record: Record, ids: Any, trained: Any) -> bool:
+    """Whether the last part of a microbatch only fills it up to a multiple of some length.
+
+    It stands where a sample would, with positions of its own: tokens of id 1 of which none is
+    trained and none has a log-prob, which is no rollout of a model.
+    """
+    if trained.any() or (ids != PADDING_ID).any():
+        return False
+    logprobs = record.floats("inference_logprobs", len(ids), "input_ids")
+    return logprobs is not None and not logprobs.any()
 
 
 def _temperature(record: Record, trained: Any) -> float | None:
