@@ -1,8 +1,7 @@
-"""Files that trainers' own code wrote, where that code is installed.
+"""Files that trainers' own code wrote: kept ones, and new ones where that code is installed.
 
-verl 0.9.1 and OpenRLHF 0.11.2 can be installed without what they run on GPUs (`pip install
---no-deps`, and then what their import asks for: for verl tensordict, ray and codetiming, for
-OpenRLHF pylatexenc).
+The kept ones were written with verl 0.9.1 and OpenRLHF 0.11.2; make_verl_openrlhf.py in
+tests/fixtures says how little has to be installed. Those of TRL are in test_readers_trainers.py.
 """
 
 from pathlib import Path
@@ -13,14 +12,50 @@ import torch
 
 import dumps
 from dumps import same, tensors, truth
-from forkpoint import load_rollouts
+from forkpoint import RolloutError, load_rollouts
 from forkpoint.traces import open_rollouts
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+ORDER = np.random.default_rng(1).permutation(len(truth()))
+
+
+@pytest.mark.parametrize("name", ["verl-batch.pkl", "verl-batch-numpy.pkl"])
+def test_a_batch_of_verl(name: str) -> None:
+    """Batches that DataProto joined, put into another order, and saved in its two ways."""
+    rollouts = [truth()[n] for n in ORDER]
+    file = open_rollouts(FIXTURES / name)
+    found = file.read()
+    assert (file.container, file.format) == ("pickle", "verl")
+    same(found, rollouts)
+    assert [r.group_id for r in found] == [r.group_id for r in rollouts]
+    assert {r.temperature for r in found} == {0.7}
+
+
+def test_lines_of_verl() -> None:
+    """What its trainer's _write_generations logs with rollout_data_dir."""
+    reader = open_rollouts(FIXTURES / "verl-lines.jsonl", tokenizer=lambda text: [*text.encode()])
+    found = reader.read()
+    assert reader.format == "verl-text"
+    texts = [bytes(r.token_ids.tolist()).decode() for r in found]
+    assert texts == ['Why? übe"cause', "Why? üso\nsaid", "How?\u2028"]
+    assert [int(r.loss_mask.sum()) for r in found] == [8, 7, 3]
+    assert found[0].group_id == found[1].group_id != found[2].group_id
+    assert [r.advantage for r in found] == [1.0, -1.0, 0.0]
+    with pytest.raises(RolloutError, match=r"line 1: the record holds text and no token ids"):
+        load_rollouts(FIXTURES / "verl-lines.jsonl")
+
+
+def test_an_experience_of_openrlhf() -> None:
+    """Samples of several lengths that concat_experiences padded."""
+    file = open_rollouts(FIXTURES / "openrlhf-experience.pt")
+    same(file.read(), truth())
+    assert (file.container, file.format) == ("torch", "openrlhf")
 
 
 def test_what_verl_saves_of_a_batch(tmp_path: Path) -> None:
     """DataProto.save_to_disk: left-padded prompts, shuffled rows, tool tokens out of the mask."""
     verl = pytest.importorskip("verl", reason="verl is not installed", exc_type=ImportError)
-    rollouts = [truth()[n] for n in np.random.default_rng(1).permutation(len(truth()))]
+    rollouts = [truth()[n] for n in ORDER]
     table = tensors(dumps.verl(rollouts))
     own = {name: x for name, x in table.items() if isinstance(x, torch.Tensor)}
     other = {name: np.array(x, object) for name, x in table.items() if name not in own}

@@ -225,7 +225,7 @@ class _Unpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if full in SHELLS:
             return SHELLS[full]
-        known = {**_numpy(), "collections.OrderedDict": OrderedDict}
+        known = {**_numpy(), "collections.OrderedDict": OrderedDict, "torch.Size": tuple}
         if full in known:
             return known[full]
         if full == "torch._utils._rebuild_tensor_v2":
