@@ -31,6 +31,10 @@ class Transfers(Protocol):
         """uint8 [nbytes] of host memory that the device can copy to and from."""
         ...
 
+    def taken_bytes(self, nbytes: int) -> int:
+        """What a buffer of so many bytes takes of the host's memory."""
+        ...
+
     def begin_row(self) -> None:
         """From here on host memory may be written that earlier copies back have read."""
         ...
@@ -66,6 +70,9 @@ class PlainTransfers:
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def taken_bytes(self, nbytes: int) -> int:
+        return nbytes
 
     def begin_row(self) -> None:
         pass
@@ -104,6 +111,10 @@ class StreamTransfers:
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    @staticmethod
+    def taken_bytes(nbytes: int) -> int:
+        return 1 << max(0, nbytes - 1).bit_length()  # the next power of two
 
     def begin_row(self) -> None:
         self._out.wait_stream(self._in)
@@ -164,7 +175,8 @@ class Staging:
     @property
     def held_bytes(self) -> int:
         """Host memory taken, in use or not."""
-        return sum(len(c) for c in (*self._chunks, *(buffer for _, buffer in self._alone)))
+        buffers = (*self._chunks, *(buffer for _, buffer in self._alone))
+        return sum(self.transfers.taken_bytes(len(buffer)) for buffer in buffers)
 
     def mark(self) -> tuple[int, int]:
         return self._top
@@ -179,9 +191,8 @@ class Staging:
 
         What does not fit in a chunk gets memory of its own, for as long as its row needs it.
         """
-        size = self.transfers.chunk_bytes
         chunk, offset = self._top
-        if nbytes > size:
+        if nbytes > self.transfers.chunk_bytes:
             if not self._may_grow(nbytes):
                 return None
             buffer = self.transfers.host_buffer(nbytes)
@@ -189,17 +200,31 @@ class Staging:
             self._top = (chunk, offset + ALIGNMENT_BYTES)
             self._alone.append(((chunk, offset), buffer))
             return buffer
-        if offset + nbytes > size:
+        while chunk < len(self._chunks) and offset + nbytes > len(self._chunks[chunk]):
             chunk, offset = chunk + 1, 0
+        begin = offset
         if chunk == len(self._chunks):
-            if not self._may_grow(size):
+            size = self._next_chunk_bytes(nbytes)
+            if size is None:
                 return None
             self._chunks.append(self.transfers.host_buffer(size))
-        self._top = (chunk, offset + -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-        return self._chunks[chunk][offset : offset + nbytes]
+            # The offset is not 0 if all that was taken so far has memory of its own.
+            begin = offset if offset + nbytes <= size else 0
+        end = begin + -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._top = (chunk, max(offset, end))
+        return self._chunks[chunk][begin : begin + nbytes]
+
+    def _next_chunk_bytes(self, nbytes: int) -> int | None:
+        """Of a chunk that holds `nbytes`; under a limit the last ones are the largest that fit."""
+        size = self.transfers.chunk_bytes
+        while size >= nbytes and not self._may_grow(size):
+            size //= 2
+        return size if size >= max(1, nbytes) else None
 
     def _may_grow(self, nbytes: int) -> bool:
-        return self.limit_bytes is None or self.held_bytes + nbytes <= self.limit_bytes
+        if self.limit_bytes is None:
+            return True
+        return self.held_bytes + self.transfers.taken_bytes(nbytes) <= self.limit_bytes
 
 
 def staging_for(device: torch.device, *, limit_bytes: int | None = None) -> Staging:
