@@ -1,6 +1,8 @@
 """Plans priced by made-up calibrations: what is chosen is what the numbers say. Needs no torch."""
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -252,6 +254,69 @@ def test_files_of_other_kinds_are_refused(text: str, message: str, tmp_path: Pat
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         Calibration.load(path)
+
+
+DAMAGES: dict[str, tuple[Callable[[dict], object], str]] = {
+    "a list for a curve": (lambda v: v.update(block=[1, 2]), "AttributeError"),
+    "a curve without sizes": (lambda v: v["block"].pop("at"), "TypeError: .*'at'"),
+    "no sizes": (
+        lambda v: v.update(part={"at": [], "forward": [], "backward": []}),
+        "part has no or not equally many sizes and figures",
+    ),
+    "figures missing": (
+        lambda v: v["head"].update(forward=[1.0]),
+        "head has no or not equally many sizes and figures",
+    ),
+    "sizes that descend": (lambda v: v["block"].update(at=[9, 1]), r"\(9, 1\), which does not asc"),
+    "a size of 0": (lambda v: v["causal"].update(at=[0, 9]), "causal.at holds 0; .* above 0"),
+    "words": (lambda v: v["rest"].update(backward=["a", "b"]), "holds 'a', which is no number"),
+    "NaN": (lambda v: v["block"].update(forward=[math.nan, 1.0]), "block.forward holds nan"),
+    "negative times": (lambda v: v["block"].update(forward=[-5.0, 1.0]), "-5.0; .* of at least 0"),
+    "a rate of 0": (lambda v: v["causal"].update(forward=[0.0, 0.0]), "causal.forward holds 0.0"),
+    "no bandwidth": (lambda v: v.update(out_bytes_per_ms=0), "out_bytes_per_ms holds 0"),
+    "a policy missing": (lambda v: v["kept_bytes"].pop("selective"), "KeyError: 'selective'"),
+    "half of what is kept": (lambda v: v["kept_bytes"].update(full=[1.0]), "has 1 numbers"),
+    "no shape": (lambda v: v.update(shape=None), "TypeError"),
+    "another shape": (lambda v: v["shape"].update(depth=1), "TypeError: .*'depth'"),
+    "a shape of no layers": (lambda v: v["shape"].update(layers=0), "layers is 0"),
+    "a device that is none": (lambda v: v.update(device=3), "device is 3"),
+    "neither compiled nor not": (lambda v: v.update(compiled="no"), "compiled is 'no'"),
+    "versions without names": (lambda v: v.update(versions=[]), r"versions is \[\]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
+    change, message = DAMAGES[damage]
+    path = tmp_path / "calibration.json"
+    made_up().save(path)
+    values = json.loads(path.read_text(encoding="utf-8"))
+    change(values)
+    path.write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as refused:
+        Calibration.load(path)
+    text = str(refused.value)
+    assert text.startswith(f"the calibration {path} is damaged (")
+    assert text.endswith("; run forkpoint calibrate again.")
+
+
+def test_a_file_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "calibration.json"
+    made_up().save(path)
+    whole = path.read_text(encoding="utf-8")
+    write = Path.write_text
+
+    def full_disk(self: Path, text: str, **options: str) -> int:
+        write(self, text[:100], **options)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        made_up(seconds=2.0).save(path)
+    assert path.read_text(encoding="utf-8") == whole
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ launches by their visible pairs and lengths, of its head by labelled tokens, and
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from forkpoint.plan.plan import Plan
 
 SCHEMA = 1
 FOLDER_VARIABLE = "FORKPOINT_CALIBRATIONS"
+CURVES = ("block", "rest", "head", "causal", "rectangle", "part")
+RATES = ("causal", "rectangle")
 
 
 @dataclass(frozen=True)
@@ -122,14 +126,20 @@ class Calibration:
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
-        path.write_text(text + "\n", encoding="utf-8")
+        # Whole or not at all: policies find the file by themselves, and refuse half of one.
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(text + "\n", encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> "Calibration":
         """Read what `save` wrote.
 
         Raises:
-            ConfigError: there is no such file, or it is of another kind or version.
+            ConfigError: there is no such file, or it is damaged, or of another kind or version.
         """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -148,14 +158,65 @@ class Calibration:
                 f"{SCHEMA}; run forkpoint calibrate again."
             )
         del values["schema"]
-        for name in ("block", "rest", "head", "causal", "rectangle", "part"):
-            values[name] = Curve(**{k: tuple(v) for k, v in values[name].items()})
-        shape = values["shape"]
-        values["shape"] = ModelShape(**{**shape, "windows": tuple(shape["windows"])})
-        for name in ("measured_layers", "working_bytes"):
-            values[name] = tuple(values[name])
-        values["kept_bytes"] = {k: tuple(v) for k, v in values["kept_bytes"].items()}
-        return cls(**values)
+        try:
+            found = cls(**_from_json_values(values))
+            found._check_values()
+        except (AttributeError, ConfigError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the calibration {path} is damaged ({type(error).__name__}: {error}); run "
+                "forkpoint calibrate again."
+            ) from None
+        return found
+
+    def _check_values(self) -> None:
+        """Raises ValueError or TypeError for what no measurement gives, so that no plan rests on
+        it."""
+        for name, wanted in (("device", str), ("compiled", bool), ("versions", Mapping)):
+            if not isinstance(getattr(self, name), wanted):
+                raise TypeError(f"{name} is {getattr(self, name)!r}")
+        for name in CURVES:
+            curve: Curve = getattr(self, name)
+            sizes = {len(curve.at), len(curve.forward), len(curve.backward)}
+            if len(sizes) > 1 or 0 in sizes:
+                raise ValueError(f"{name} has no or not equally many sizes and figures")
+            _check_numbers(f"{name}.at", curve.at, positive=True)
+            if any(a >= b for a, b in pairwise(curve.at)):
+                raise ValueError(f"{name}.at is {curve.at}, which does not ascend")
+            for way in ("forward", "backward"):
+                _check_numbers(f"{name}.{way}", getattr(curve, way), positive=name in RATES)
+        for name in ("out_bytes_per_ms", "back_bytes_per_ms"):
+            _check_numbers(name, (getattr(self, name),), positive=True)
+        for policy in ("none", "selective", "full"):
+            _check_numbers(f"kept_bytes.{policy}", self.kept_bytes[policy], count=2)
+        _check_numbers("working_bytes", self.working_bytes, count=2)
+        _check_numbers("measured_layers", self.measured_layers, count=2)
+        _check_numbers("seconds", (self.seconds,))
+
+
+def _from_json_values(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a calibration from what JSON holds of them."""
+    values = dict(given)
+    for name in CURVES:
+        values[name] = Curve(**{k: tuple(v) for k, v in values[name].items()})
+    shape = values["shape"]
+    values["shape"] = ModelShape(**{**shape, "windows": tuple(shape["windows"])})
+    for name in ("measured_layers", "working_bytes"):
+        values[name] = tuple(values[name])
+    values["kept_bytes"] = {k: tuple(v) for k, v in values["kept_bytes"].items()}
+    return values
+
+
+def _check_numbers(
+    name: str, values: Sequence[Any], *, count: int | None = None, positive: bool = False
+) -> None:
+    if count is not None and len(values) != count:
+        raise ValueError(f"{name} has {len(values)} numbers, and there are {count}")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} holds {value!r}, which is no number")
+        if not math.isfinite(value) or value < 0 or (positive and value == 0):
+            least = "above 0" if positive else "of at least 0"
+            raise ValueError(f"{name} holds {value}; it takes finite numbers {least}")
 
 
 def _comparable(shape: ModelShape) -> dict[str, Any]:
