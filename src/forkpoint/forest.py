@@ -171,13 +171,18 @@ class Forest:
     def token_edges(self, offsets: IntArray) -> IntArray:
         """[T] for each token of the batch, the edge whose label it is; -1 for first tokens."""
         edges = np.full(int(offsets[-1]), -1, np.int64)
-        firsts = self.edge_offsets
-        for rollout, leaf in enumerate(self.leaf.tolist()):
-            base = int(offsets[rollout]) + 1
-            for segment in self.path(leaf):
-                begin, length = base + int(self.start[segment]), int(self.length[segment])
-                first = int(firsts[segment])
-                edges[begin : begin + length] = np.arange(first, first + length)
+        firsts = self.edge_offsets[:-1]
+        # All rollouts at once, from their last segments up.
+        here = self.leaf >= 0
+        segment, base = self.leaf[here], np.asarray(offsets, np.int64)[:-1][here] + 1
+        while len(segment):
+            length = self.length[segment]
+            step = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+            token = np.repeat(base + self.start[segment], length) + step
+            edges[token] = np.repeat(firsts[segment], length) + step
+            segment = self.parent[segment]
+            here = segment >= 0
+            segment, base = segment[here], base[here]
         return edges
 
     def segment_tokens(self, offsets: IntArray) -> IntArray:

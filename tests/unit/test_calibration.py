@@ -2,16 +2,19 @@
 
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint import Config, ConfigError, ModelShape, Rollout, RolloutBatch
+from forkpoint import Config, ConfigError, ModelShape, Plan, Rollout, RolloutBatch
+from forkpoint.forest import build_forest
 from forkpoint.plan import make_plan
 from forkpoint.plan.calibration import (
     FOLDER_VARIABLE,
@@ -20,7 +23,9 @@ from forkpoint.plan.calibration import (
     calibration_path,
     find_calibration,
 )
-from forkpoint.plan.predict import play
+from forkpoint.plan.meters import CountedMeter, Meter
+from forkpoint.plan.predict import arena_bytes, fit_rows, peak_bytes, play
+from strategies import batches
 
 SHAPE = ModelShape(
     layers=4,
@@ -188,6 +193,76 @@ def test_some_rows_are_kept_where_some_fit() -> None:
     assert ways.count("recompute") == 3
     # The first are the cheapest to run again: their queries see the fewest keys.
     assert ways[:3] == ["recompute"] * 3
+
+
+def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
+    """Residency as `fit_rows` chooses it, row by row, by its definition."""
+    room = budget - arena_bytes(plan, SHAPE)
+    kept = [meter.kept_bytes(row) for row in plan.rows]
+    price = [meter.forward(r, boundary_only=True) / max(1, kept[r.index]) for r in plan.rows]
+    ways = [row.residency for row in plan.rows]
+    for row in plan.rows:
+        above, parent = [], row.parent
+        while parent >= 0:
+            above += [parent] if ways[parent] == "keep" else []
+            parent = plan.rows[parent].parent
+        over = sum(kept[r] for r in above) + kept[row.index] + meter.working_bytes(row) - room
+        for index in sorted(above, key=lambda r: price[r]):
+            if over > 0:
+                ways[index] = "recompute"
+                over -= kept[index]
+    return ways
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(
+    batches(),
+    st.integers(1, 12),
+    st.sampled_from(["mixed", "across_rows"]),
+    st.floats(0.05, 1.1),
+    st.sets(st.integers(0, 20)),
+)
+def test_rows_are_let_go_as_defined(batch, tokens, boundary, share, moved) -> None:
+    config = Config(sharing="tree", boundary=boundary, max_row_tokens=tokens)
+    plan = make_plan(batch, SHAPE, config)
+    rows = (
+        replace(r, residency="offload") if r.children and r.index in moved else r for r in plan.rows
+    )
+    plan = replace(plan, rows=tuple(rows))
+    meter = CountedMeter(plan, [0] * len(plan.rows))
+    budget = int(peak_bytes(plan, meter, SHAPE) * share)
+    fitted = fit_rows(plan, meter, SHAPE, budget, "recompute")
+    assert [row.residency for row in fitted.rows] == as_defined(plan, meter, budget)
+
+
+def test_a_long_chain_is_fitted_in_no_time() -> None:
+    """The rows around each row are not looked through one by one."""
+    plan = make_plan(
+        group(1, 20_000, 1),
+        SHAPE,
+        Config(sharing="none", boundary="across_rows", max_row_tokens=1, residency="keep"),
+    )
+    meter = CountedMeter(plan, [0] * len(plan.rows))
+    begin = time.perf_counter()
+    fitted = fit_rows(plan, meter, SHAPE, peak_bytes(plan, meter, SHAPE) // 2, "recompute")
+    assert time.perf_counter() - begin < 10
+    assert {row.residency for row in fitted.rows} == {"keep", "recompute"}
+
+
+@pytest.mark.parametrize("boundary", ["mixed", "across_rows"])
+def test_a_budget_builds_a_forest_once(boundary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the same for rows of every length that are tried."""
+    built: list[int] = []
+
+    def counting(*arguments: Any) -> Any:
+        built.append(1)
+        return build_forest(*arguments)
+
+    monkeypatch.setattr("forkpoint.plan.builder.build_forest", counting)
+    config = Config(sharing="group", boundary=boundary, memory_budget_bytes=6_000_000)
+    plan = make_plan(group(1000, 500, 3), SHAPE, config)
+    assert plan.max_row_tokens < 1000, "rows were not shortened, so that nothing is shown"
+    assert len(built) == 2, "the one of the counts, and the groups'"
 
 
 def test_waiting_for_copies_by_hand() -> None:

@@ -67,6 +67,7 @@ class Builder:
             )
         self.fingerprint: str = fingerprint(batch)
         self._edges_of: tuple[Forest, IntArray] | None = None
+        self._forests: dict[str, Forest] = {}
         # The hidden states of one path do not depend on the temperature, but its log-probs do.
         classes = np.unique(batch.temperatures, return_inverse=True)[1]
         self.temperature_class: IntArray = classes.astype(np.int64)
@@ -99,6 +100,12 @@ class Builder:
                 )
         return self.orders[sharing]
 
+    def forest(self, sharing: str) -> Forest:
+        """The forest of an order that is cut nowhere: the same whatever the rows' lengths."""
+        if sharing not in self._forests:
+            self._forests[sharing] = build_forest(self.order(sharing), len(self.batch))
+        return self._forests[sharing]
+
     def build(self, sharing: str, boundary: str) -> Plan:
         """One combination within the limits of the configuration, with its price."""
         if self.config.max_wave_tokens is not None and boundary != "across_rows":
@@ -111,7 +118,7 @@ class Builder:
         tokens = given or max(DEFAULT_ROW_TOKENS, self.longest)
         budget = self.config.memory_budget_bytes
         if budget is None:
-            return self._priced(self._build(sharing, boundary, tokens))
+            return self._priced(*self._metered(sharing, boundary, tokens))
         if not given:
             tokens = max(tokens, min(LARGEST_ROW_TOKENS, int(self.tree_order.new_edges.sum())))
         # A row that holds whole paths is no shorter than the longest of them.
@@ -119,9 +126,10 @@ class Builder:
         found: list[Plan] = []
         shorter = 0
         while True:
-            plan = self._priced(self._build(sharing, boundary, tokens))
+            plan, meter = self._metered(sharing, boundary, tokens)
+            plan = self._priced(plan, meter)
             few = len(plan.rows) <= FEW_ROWS
-            ways = self._fitted(plan, budget)
+            ways = self._fitted(plan, meter, budget)
             needed = min(_peak(way) for way in ways)
             found += [way for way in ways if _peak(way) <= budget]
             # Rows a little shorter than what fits may divide the work more evenly. Where there are
@@ -148,17 +156,21 @@ class Builder:
             f"memory_budget_bytes is {budget}; raise the budget, or {remedy}."
         )
 
-    def _fitted(self, plan: Plan, budget: int) -> list[Plan]:
+    def _metered(self, sharing: str, boundary: str, tokens: int) -> tuple[Plan, Meter]:
+        plan = self._build(sharing, boundary, tokens)
+        return plan, self._meter(plan)
+
+    def _fitted(self, plan: Plan, meter: Meter, budget: int) -> list[Plan]:
         """The plan as it is and, where residency is auto, with rows not kept so that it fits."""
         if self.config.residency != "auto" or _peak(plan) <= budget:
             return [plan]
-        meter = self._meter(plan)
         ways = ["recompute"]
         # Without a measured bandwidth a copy has no price.
         if meter.copy(1, out=True) is not None:
             ways.append("offload")
         assert self.shape is not None
-        return [self._priced(fit_rows(plan, meter, self.shape, budget, way)) for way in ways]
+        fitted = (fit_rows(plan, meter, self.shape, budget, way) for way in ways)
+        return [self._priced(way, meter) for way in fitted]
 
     def _meter(self, plan: Plan) -> Meter:
         if plan.shape is None:
@@ -173,8 +185,7 @@ class Builder:
             self._edges_of = forest, forest.token_edges(self.batch.offsets)
         return self._edges_of[1]
 
-    def _priced(self, plan: Plan) -> Plan:
-        meter = self._meter(plan)
+    def _priced(self, plan: Plan, meter: Meter) -> Plan:
         cost = plan_cost(plan, self.batch, self.coupling, meter)
         measured = isinstance(meter, MeasuredMeter)
         return replace(
@@ -194,7 +205,7 @@ class Builder:
         if boundary == "in_row" and not (padded and sharing == "none"):
             forest, rows = rows_of_whole_paths(order, len(self.batch), tokens)
         else:
-            forest = build_forest(order, len(self.batch))
+            forest = self.forest(sharing)
             if boundary == "in_row" and self.longest > tokens:
                 rows_of_whole_paths(order, len(self.batch), tokens)  # raises, saying why
             if boundary == "mixed" and not padded:

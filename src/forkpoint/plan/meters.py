@@ -32,7 +32,11 @@ ROW_TOKENS = 180
 
 
 class Meter(Protocol):
-    """Prices of the rows of one plan, in one unit."""
+    """Prices of the rows of one plan, in one unit.
+
+    They are the same wherever activations of rows are meanwhile: a meter of a plan serves those
+    that differ from it in residency alone.
+    """
 
     unit: str
 
@@ -66,6 +70,7 @@ class CountedMeter:
         self.plan: Plan = plan
         self.shape: ModelShape = plan.shape
         self.labelled_of_row: Sequence[int] = labelled_of_row
+        self._parts_of: dict[int, tuple[float, float, float]] = {}
 
     def forward(self, row: Row, *, boundary_only: bool = False) -> float:
         linear, head, attention = self._parts(row)
@@ -95,6 +100,11 @@ class CountedMeter:
 
     def _parts(self, row: Row) -> tuple[float, float, float]:
         """FLOPs of a forward: blocks without attention, head, attention."""
+        if row.index not in self._parts_of:
+            self._parts_of[row.index] = self._counted(row)
+        return self._parts_of[row.index]
+
+    def _counted(self, row: Row) -> tuple[float, float, float]:
         shape, segments = self.shape, list(row.segments)
         start, length = self.plan.forest.start[segments], self.plan.forest.length[segments]
         every = {w: visible_pairs(start, length, w) for w in set(shape.windows)}

@@ -158,14 +158,16 @@ class Plan:
         row_of_segment = np.full(len(self.forest), -1, np.int64)
         for row in self.rows:
             row_of_segment[list(row.segments)] = row.index
+        edge = self.forest.token_edges(offsets)
+        trained = np.flatnonzero(np.asarray(loss_mask, bool) & (edge >= 0))
+        row = np.repeat(row_of_segment, self.forest.length)[edge[trained]]
+        rollout = np.searchsorted(offsets, trained, side="right") - 1
         found = np.full(self.rollouts, -1, np.int64)
-        for rollout, leaf in enumerate(self.forest.leaf.tolist()):
-            base = int(offsets[rollout]) + 1
-            for segment in self.forest.path(leaf):
-                begin = base + int(self.forest.start[segment])
-                if loss_mask[begin : begin + int(self.forest.length[segment])].any():
-                    row = int(row_of_segment[segment])
-                    found[rollout] = row if found[rollout] in (-1, row) else -2
+        if len(trained):
+            # Tokens of one rollout lie back to back.
+            first = np.flatnonzero(np.diff(rollout, prepend=-1))
+            least, most = np.minimum.reduceat(row, first), np.maximum.reduceat(row, first)
+            found[rollout[first]] = np.where(least == most, least, -2)
         return found
 
     def check_batch(self, batch: RolloutBatch) -> None:

@@ -4,7 +4,9 @@ The schedule is played with a meter's prices: each forward and backward takes it
 of offloaded rows run beside, one at a time in each direction.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -119,21 +121,39 @@ def fit_rows(plan: Plan, meter: Meter, shape: ModelShape, budget: int, residency
     At each row that would be too much, of the rows open around it those go first that are cheapest
     to have back for each byte. Where even that is not enough the plan stays above the budget.
     """
-    rows = list(plan.rows)
     room = budget - arena_bytes(plan, shape)
-    kept = [meter.kept_bytes(row) for row in rows]
-    price = [meter.forward(row, boundary_only=True) / max(1, kept[row.index]) for row in rows]
-    for row in rows:
-        above = []
-        parent = row.parent
-        while parent >= 0:
-            if rows[parent].residency == "keep":
-                above.append(parent)
-            parent = rows[parent].parent
-        over = sum(kept[r] for r in above) + kept[row.index] + meter.working_bytes(row) - room
-        for index in sorted(above, key=lambda r: price[r]):
-            if over <= 0:
-                break
-            rows[index] = replace(rows[index], residency=residency)
-            over -= kept[index]
+    holds: list[int] = []
+    """What each row keeps while rows below it run."""
+    opened: list[int] = []
+    cheapest: list[tuple[float, int]] = []
+    held = 0
+    moved: set[int] = set()
+    for row in plan.rows:
+        # Rows lie in visiting order, so those open around one are a stack.
+        while opened and opened[-1] != row.parent:
+            held -= holds[opened.pop()]
+        kept = meter.kept_bytes(row)
+        over = held + kept + meter.working_bytes(row) - room
+        while over > 0 and cheapest:
+            index = -heappop(cheapest)[1]
+            # Rows that have closed meanwhile are left in the heap until they come up.
+            if _is_open(opened, index):
+                moved.add(index)
+                held -= holds[index]
+                over -= holds[index]
+                holds[index] = 0
+        keeps = bool(row.children) and row.residency == "keep"
+        holds.append(kept if keeps else 0)
+        if row.children:
+            opened.append(row.index)
+            held += holds[-1]
+        if keeps:
+            price = meter.forward(row, boundary_only=True) / max(1, kept)
+            heappush(cheapest, (price, -row.index))
+    rows = [replace(r, residency=residency) if r.index in moved else r for r in plan.rows]
     return replace(plan, rows=tuple(rows))
+
+
+def _is_open(opened: list[int], row: int) -> bool:
+    at = bisect_left(opened, row)
+    return at < len(opened) and opened[at] == row
