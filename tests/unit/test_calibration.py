@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from forkpoint import Config, ConfigError, ModelShape, Plan, Rollout, RolloutBatch
 from forkpoint.forest import build_forest
 from forkpoint.plan import make_plan
+from forkpoint.plan.builder import Builder
 from forkpoint.plan.calibration import (
     FOLDER_VARIABLE,
     Calibration,
@@ -24,6 +25,7 @@ from forkpoint.plan.calibration import (
     find_calibration,
 )
 from forkpoint.plan.meters import CountedMeter, Meter
+from forkpoint.plan.planner import _chosen
 from forkpoint.plan.predict import arena_bytes, fit_rows, peak_bytes, play
 from strategies import batches
 
@@ -153,6 +155,22 @@ def test_residency_is_what_costs_less_within_the_budget(
     kept = replace(plan, rows=tuple(replace(row, residency="keep") for row in plan.rows))
     assert ("R A0" in plan.events()) == (residency == "recompute")
     assert kept.events() == tuple(e for e in plan.events() if e[0] != "R")
+
+
+def test_keeping_is_preferred_between_combinations_too() -> None:
+    """Offloading the prompt is predicted to save less than the tenth that it has to."""
+    batch = group(500, 500, 3)
+    config = Config(sharing="group", memory_budget_bytes=1_000_000)
+    builder = Builder(batch, SHAPE, config, None, made_up())
+    kept, moved = (builder.build("group", boundary) for boundary in ("in_row", "across_rows"))
+    assert {row.residency for row in kept.rows} == {"keep"}
+    assert {row.residency for row in moved.rows} == {"keep", "offload"}
+    assert 0.9 * kept.cost < moved.cost < 0.96 * kept.cost
+    plan = make_plan(batch, SHAPE, config, calibration=made_up())
+    assert (plan.boundary, plan.cost) == ("in_row", kept.cost)
+    # Not where dense training would be predicted to be faster.
+    dense = replace(moved, sharing="none")
+    assert _chosen([dense, kept]) is dense
 
 
 def test_without_a_calibration_what_is_not_kept_is_recomputed() -> None:

@@ -146,8 +146,8 @@ class Builder:
             tokens = max(least, tokens * (7 if few else 6) // 8)
         if found:
             # In order of their rows' lengths, the longest first.
-            most = min(_cost_with_preference(plan) for plan in found) * (1 + LONGER_IS_WORTH)
-            return next(plan for plan in found if _cost_with_preference(plan) <= most)
+            most = min(cost_with_preference(plan) for plan in found) * (1 + LONGER_IS_WORTH)
+            return next(plan for plan in found if cost_with_preference(plan) <= most)
         remedy = "lower max_row_tokens" if given else "checkpoint activations"
         if not given and boundary == "in_row":
             remedy = "use boundary='across_rows', which cuts rollouts into chains of rows"
@@ -255,7 +255,8 @@ class Builder:
         return int(labelled.sum())
 
 
-def _cost_with_preference(plan: Plan) -> float:
+def cost_with_preference(plan: Plan) -> float:
+    """Its cost, and KEEPING_IS_WORTH besides where some row is not kept."""
     keeps = all(row.residency == "keep" for row in plan.rows)
     return plan.cost * (1 if keeps else 1 + KEEPING_IS_WORTH)
 

@@ -1,11 +1,12 @@
 """From a batch to a plan: build the combinations asked for, price them, take the cheapest."""
 
+import math
 from dataclasses import replace
 
 from forkpoint.config import Config
 from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
-from forkpoint.plan.builder import Builder
+from forkpoint.plan.builder import Builder, cost_with_preference
 from forkpoint.plan.calibration import Calibration
 from forkpoint.plan.cost import ModelShape
 from forkpoint.plan.plan import Candidate, Plan
@@ -59,14 +60,19 @@ def make_plan(
         reasons = "\n".join(f"  {c.sharing} + {c.boundary}: {c.refused}" for c in candidates)
         raise PlanError(f"no plan fits this batch:\n{reasons}")
     plan = _chosen(plans)
-    dense = next((c.cost for c in candidates if c.sharing == "none" and c.cost is not None), None)
+    dense = min((p.cost for p in plans if p.sharing == "none"), default=None)
     return replace(plan, candidates=tuple(candidates), reason=_reason(plan, dense, config))
 
 
 def _chosen(plans: list[Plan]) -> Plan:
-    """The simplest of those that are as cheap as any, within noise; never dearer than dense."""
-    cheapest = min(plan.cost for plan in plans)
-    return next(plan for plan in plans if plan.cost <= cheapest * (1 + NOISE))
+    """The simplest of those that are as cheap as any, within noise; never dearer than dense.
+
+    As within a combination, plans that keep all activations are preferred.
+    """
+    dense = min((plan.cost for plan in plans if plan.sharing == "none"), default=math.inf)
+    able = [plan for plan in plans if plan.cost <= dense * (1 + NOISE)]
+    cheapest = min(cost_with_preference(plan) for plan in able)
+    return next(plan for plan in able if cost_with_preference(plan) <= cheapest * (1 + NOISE))
 
 
 def _reason(plan: Plan, dense: float | None, config: Config) -> str:
