@@ -28,7 +28,8 @@ class Config:
     """The most tokens that go through the model in one forward; None lets the planner choose."""
     max_wave_tokens: int | None = None
     """With boundary across_rows, the most tokens in a row of segments that nothing lies below; one
-    that is longer has a row of its own. None is max_row_tokens."""
+    that is longer has a row of its own. None is max_row_tokens, which such rows keep to in any
+    case."""
     memory_budget_bytes: int | None = None
     """The most bytes that activations and boundary state may take together; None is no limit."""
     residency: Literal["auto", "keep", "offload", "recompute"] = "auto"

@@ -188,6 +188,22 @@ def test_peak_bytes_count_the_rows_open_at_once_and_the_arena() -> None:
             "1000; raise the budget, or checkpoint activations.",
         ),
         (
+            {"memory_budget_bytes": 1000, "max_row_tokens": 1049},
+            SHAPE,
+            "is 1000; raise the budget, or use boundary='across_rows', which cuts rollouts into "
+            "chains of rows.",
+        ),
+        (
+            {"memory_budget_bytes": 1000, "boundary": "mixed", "checkpointing": "full"},
+            SHAPE,
+            "is 1000; raise the budget, or take fewer rollouts at a time.",
+        ),
+        (
+            {"memory_budget_bytes": 1000, "boundary": "mixed", "residency": "keep"},
+            SHAPE,
+            "is 1000; raise the budget, or leave residency to the planner (residency='auto').",
+        ),
+        (
             {"max_row_tokens": 1000},
             SHAPE,
             "has 1049 tokens to run and a row holds at most 1000: a rollout within one row "
@@ -315,6 +331,10 @@ def test_waves_may_be_shorter_than_other_rows() -> None:
     assert [row.slots for row in make_plan(batch, config=by_one).rows] == [100] + [30] * 5
     by_two = dataclasses.replace(config, max_wave_tokens=60, waves="padded")
     assert [row.slots for row in make_plan(batch, config=by_two).rows] == [100, 60, 60, 30]
+    for waves in ("packed", "padded"):
+        longer = dataclasses.replace(config, max_wave_tokens=500, waves=waves)
+        rows = make_plan(batch, config=longer).rows
+        assert [row.slots for row in rows] == [100, 90, 60], "both limits hold"
     auto = make_plan(batch, config=Config(sharing="group", max_wave_tokens=60))
     assert auto.boundary == "across_rows"
     reasons = {c.boundary: c.refused for c in auto.candidates if c.refused}

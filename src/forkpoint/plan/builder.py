@@ -148,13 +148,26 @@ class Builder:
             # In order of their rows' lengths, the longest first.
             most = min(cost_with_preference(plan) for plan in found) * (1 + LONGER_IS_WORTH)
             return next(plan for plan in found if cost_with_preference(plan) <= most)
-        remedy = "lower max_row_tokens" if given else "checkpoint activations"
-        if not given and boundary == "in_row":
-            remedy = "use boundary='across_rows', which cuts rollouts into chains of rows"
         raise PlanError(
             f"rows of {tokens} tokens are predicted to need {needed} bytes and "
-            f"memory_budget_bytes is {budget}; raise the budget, or {remedy}."
+            f"memory_budget_bytes is {budget}; raise the budget, or "
+            f"{self._remedy(boundary, tokens)}."
         )
+
+    def _remedy(self, boundary: str, tokens: int) -> str:
+        """What may help where rows of so many tokens are too much; nothing that is so already."""
+        config, shape = self.config, self.shape
+        whole = boundary == "in_row" and tokens <= self.longest
+        if config.max_row_tokens is not None and tokens > LEAST_ROW_TOKENS and not whole:
+            return "lower max_row_tokens"
+        if boundary == "in_row":
+            return "use boundary='across_rows', which cuts rollouts into chains of rows"
+        if config.residency == "keep":
+            return "leave residency to the planner (residency='auto')"
+        checkpointed = shape is not None and shape.checkpointed
+        if config.checkpointing != "full" and not checkpointed:
+            return "checkpoint activations"
+        return "take fewer rollouts at a time"
 
     def _metered(self, sharing: str, boundary: str, tokens: int) -> tuple[Plan, Meter]:
         plan = self._build(sharing, boundary, tokens)

@@ -108,9 +108,9 @@ def rows_across(
     Every row takes as many of the segments waiting below the rows open around it as fit, in order;
     what lies below the row's own segments waits for its child rows. With `padded`, segments with
     nothing below them go into rows of their own, batch x longest. With `max_wave_tokens` they do as
-    well, and these hold at most so many tokens, or one segment.
+    well, and these hold at most so many tokens, or one segment; never more than `max_row_tokens`.
     """
-    wave_tokens = max_wave_tokens or max_row_tokens
+    wave_tokens = min(max_wave_tokens or max_row_tokens, max_row_tokens)
     forest = forest.chained(max_row_tokens)
     below, length = forest.children(), forest.length.tolist()
     drafts: list[_Draft] = []
