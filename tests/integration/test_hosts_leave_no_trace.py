@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forkpoint import wrap
+from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.testing import lifted_upcasts, tiny_model
 
 pytestmark = quiet_peft
@@ -135,3 +137,17 @@ def test_hooks_of_the_user_run_as_in_any_forward() -> None:
     stats = wrap(model, ACROSS).forward_backward(BATCH, LOSS)
     assert len(whole) == len(calls["model"]) == len(calls["model.layers.0"]) == 7
     assert len(stats.plan.rows) == 7
+
+
+def test_compiled_blocks_get_their_own_forwards_back() -> None:
+    """One set on an instance, as unwrapping leaves them, too; and whatever ended the step."""
+    blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    own = types.MethodType(nn.Linear.forward, blocks[0])
+    blocks[0].forward = own
+    compiled = CompiledBlocks(blocks)
+    for _ in range(2):
+        with pytest.raises(KeyError), compiled.entered():
+            assert all(vars(block)["forward"] is not own for block in blocks)
+            raise KeyError
+        assert vars(blocks[0])["forward"] is own
+        assert "forward" not in vars(blocks[1])

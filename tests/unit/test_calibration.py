@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint import Config, ConfigError, ModelShape, Plan, Rollout, RolloutBatch
+from forkpoint import Config, ConfigError, ModelShape, Plan, PlanError, Rollout, RolloutBatch
 from forkpoint.forest import build_forest
 from forkpoint.plan import make_plan
 from forkpoint.plan.builder import Builder
@@ -423,6 +423,16 @@ def test_another_model_is_refused() -> None:
         make_plan(group(9, 3, 2), other, calibration=made_up())
     deeper = replace(SHAPE, layers=9, windows=(0,) * 9)
     assert make_plan(group(9, 3, 2), deeper, calibration=made_up()).predicted_ms
+
+
+def test_the_file_that_the_configuration_names_is_read(tmp_path: Path) -> None:
+    made_up().save(tmp_path / "c.json")
+    plan = make_plan(group(9, 3, 2), SHAPE, Config(calibration=tmp_path / "c.json"))
+    assert plan.cost_unit == "ms" and plan.rests_on == made_up().describe()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make_plan(group(9, 3, 2), SHAPE, Config(calibration=tmp_path / "none.json"))
+    with pytest.raises(PlanError, match="without a model shape plans are priced in tokens"):
+        make_plan(group(9, 3, 2), None, Config(calibration=str(tmp_path / "c.json")))
 
 
 def test_calibrations_are_found_by_device_and_shape(

@@ -32,7 +32,11 @@ class CompiledBlocks:
             for block in self.blocks:
                 if block not in self._compiled:
                     self._compiled[block] = torch.compile(block.forward, dynamic=True)
-                stack.callback(vars(block).pop, "forward", None)
+                attributes = vars(block)
+                # Adapted or unwrapped modules may have one set on the instance.
+                own = {"forward": attributes["forward"]} if "forward" in attributes else {}
+                stack.callback(attributes.update, own)
+                stack.callback(attributes.pop, "forward", None)
                 block.forward = self._compiled[block]
                 if vars(block).get("gradient_checkpointing", False) and block.training:
                     stack.callback(setattr, block, "gradient_checkpointing", True)

@@ -58,7 +58,12 @@ class Builder:
         self.config: Config = config
         self.coupling: IntArray | None = coupling
         self.calibration: Calibration | None = calibration
-        if calibration is not None and shape is not None:
+        if calibration is not None:
+            if shape is None:
+                raise PlanError(
+                    f"a calibration is given ({calibration.describe()}), but without a model shape "
+                    "plans are priced in tokens; name the model, or give no calibration."
+                )
             calibration.check_shape(shape)
         if config.memory_budget_bytes is not None and shape is None:
             raise PlanError(

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 from forkpoint.config import Config
 from forkpoint.errors import PlanError
@@ -35,13 +36,17 @@ def make_plan(
         coupling: int64 [N], which rollouts a loss couples (same entry): where their trained tokens
             lie in several rows the loss costs one more forward. None couples nothing.
         calibration: what was measured for this model on the device that it will run on; with it
-            plans are priced in milliseconds instead of FLOPs.
+            plans are priced in milliseconds instead of FLOPs. None reads the file that the
+            configuration names, if it names one.
 
     Raises:
-        PlanError: no combination fits the limits; every reason is named.
+        PlanError: no combination fits the limits; every reason is named. Or there is a budget in
+            bytes or a calibration, which say nothing without a shape.
         ConfigError: the calibration is of another model shape.
     """
     config = config or Config()
+    if calibration is None and config.calibration is not None:
+        calibration = Calibration.load(Path(config.calibration))
     builder = Builder(batch, shape, config, coupling, calibration)
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
