@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +12,10 @@ from steps import forked_batch
 from bad_inputs.kind import Kind
 from bad_inputs.rollouts import policy
 from forkpoint import Config, Plan, RolloutBatch, losses, wrap
-from forkpoint.errors import ForkpointError, PlanError, UnsupportedError
+from forkpoint.errors import ConfigError, ForkpointError, PlanError, UnsupportedError
 from forkpoint.ops.attention import select_kernel
 from forkpoint.plan import make_plan
+from forkpoint.plan.calibration import Calibration
 from forkpoint.plan.plan import JSON_VERSION
 from forkpoint.testing import tiny_model
 
@@ -32,6 +35,20 @@ def plan_kind(
 ) -> Kind:
     return Kind(
         name=name, error=error, message=message, means=means, remedy=remedy, call=call, argv=argv
+    )
+
+
+def calibration_kind(name: str, values: dict[str, Any], *, message: str, means: str) -> Kind:
+    return Kind(
+        name=name,
+        error=ConfigError,
+        message=message,
+        means=means,
+        remedy="Measure again with forkpoint calibrate, or leave the option out where no file lies "
+        "where policies look for it.",
+        call=lambda: Calibration.load(Path("calibration.json")),
+        argv=("plan", "ok.jsonl", "--calibration", "calibration.json"),
+        prepare=lambda _: Path("calibration.json").write_text(json.dumps(values)),
     )
 
 
@@ -96,6 +113,20 @@ PLANS = (
         "name the model, or limit max_row_tokens instead.",
         means="Bytes depend on the model.",
         remedy="Give --model, or limit the tokens of a row.",
+    ),
+    calibration_kind(
+        "A calibration of another version",
+        {"schema": 9},
+        message="calibration.json has schema 9 and this forkpoint reads calibrations of schema 1; "
+        "run forkpoint calibrate again.",
+        means="Another version of forkpoint wrote it, and measured other things.",
+    ),
+    calibration_kind(
+        "A damaged calibration",
+        {"schema": 1, **{item.name: None for item in fields(Calibration)}},
+        message="the calibration calibration.json is damaged (AttributeError: 'NoneType' object "
+        "has no attribute 'items'); run forkpoint calibrate again.",
+        means="A figure that plans are priced by is missing, or is one that no measurement gives.",
     ),
     plan_kind(
         "A plan of another batch",
