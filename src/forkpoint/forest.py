@@ -171,19 +171,31 @@ class Forest:
     def token_edges(self, offsets: IntArray) -> IntArray:
         """[T] for each token of the batch, the edge whose label it is; -1 for first tokens."""
         edges = np.full(int(offsets[-1]), -1, np.int64)
-        firsts = self.edge_offsets[:-1]
-        # All rollouts at once, from their last segments up.
-        here = self.leaf >= 0
-        segment, base = self.leaf[here], np.asarray(offsets, np.int64)[:-1][here] + 1
+        every = np.arange(self.edges)
+        firsts = self.edge_offsets
+        for rollout, segment in self.levels():
+            begin = np.asarray(offsets, np.int64)[rollout] + 1 + self.start[segment]
+            first, length = firsts[segment], self.length[segment]
+            for at, end, edge, last in zip(
+                begin.tolist(),
+                (begin + length).tolist(),
+                first.tolist(),
+                (first + length).tolist(),
+                strict=True,
+            ):
+                edges[at:end] = every[edge:last]
+        return edges
+
+    def levels(self) -> Iterator[tuple[IntArray, IntArray]]:
+        """Rollouts and a segment on the path of each, from their last segments up, level by level:
+        each pair of the two comes once."""
+        rollout = np.flatnonzero(self.leaf >= 0)
+        segment = self.leaf[rollout]
         while len(segment):
-            length = self.length[segment]
-            step = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
-            token = np.repeat(base + self.start[segment], length) + step
-            edges[token] = np.repeat(firsts[segment], length) + step
+            yield rollout, segment
             segment = self.parent[segment]
             here = segment >= 0
-            segment, base = segment[here], base[here]
-        return edges
+            rollout, segment = rollout[here], segment[here]
 
     def segment_tokens(self, offsets: IntArray) -> IntArray:
         """[S] where in the batch's flat tokens each segment's first token stands (one owner's)."""

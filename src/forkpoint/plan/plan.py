@@ -158,16 +158,14 @@ class Plan:
         row_of_segment = np.full(len(self.forest), -1, np.int64)
         for row in self.rows:
             row_of_segment[list(row.segments)] = row.index
-        edge = self.forest.token_edges(offsets)
-        trained = np.flatnonzero(np.asarray(loss_mask, bool) & (edge >= 0))
-        row = np.repeat(row_of_segment, self.forest.length)[edge[trained]]
-        rollout = np.searchsorted(offsets, trained, side="right") - 1
+        before = np.concatenate([[0], np.cumsum(loss_mask, dtype=np.int64)])
         found = np.full(self.rollouts, -1, np.int64)
-        if len(trained):
-            # Tokens of one rollout lie back to back.
-            first = np.flatnonzero(np.diff(rollout, prepend=-1))
-            least, most = np.minimum.reduceat(row, first), np.maximum.reduceat(row, first)
-            found[rollout[first]] = np.where(least == most, least, -2)
+        for rollout, segment in self.forest.levels():
+            begin = np.asarray(offsets, np.int64)[rollout] + 1 + self.forest.start[segment]
+            trained = before[begin + self.forest.length[segment]] > before[begin]
+            rollout, row = rollout[trained], row_of_segment[segment[trained]]
+            known = found[rollout]
+            found[rollout] = np.where((known == -1) | (known == row), row, -2)
         return found
 
     def check_batch(self, batch: RolloutBatch) -> None:
