@@ -51,6 +51,10 @@ class Config:
     """How many tokens' logits exist at a time in the head."""
     compile_blocks: bool | None = None
     """Whether decoder blocks are compiled, each on its own; None does so on CUDA."""
+    grad_accumulation_dtype: Literal["parameter", "float32"] = "parameter"
+    """What the gradients of a step's rows are summed in: each parameter's own dtype, in `.grad`, or
+    float32, which is added to `.grad` at the end and takes 4 bytes a parameter until then. A step
+    that fails before that leaves gradients as they were, without a copy."""
     restore_grads: bool = False
     """Copy existing gradients before each step, so that a failed step puts them back."""
 

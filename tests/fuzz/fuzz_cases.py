@@ -161,6 +161,7 @@ def draw_config(random: Generator, batch: RolloutBatch) -> Config:
         attention_kernel=one_of(random, ("auto", "auto", "auto", "reference")),
         head_chunk_tokens=one_of(random, (1, 7, 1024)),
         restore_grads=chance(random, 0.1),
+        grad_accumulation_dtype=one_of(random, ("parameter", "parameter", "float32")),
     )
 
 

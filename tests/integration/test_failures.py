@@ -33,6 +33,7 @@ from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 
 BATCH = forked_batch()
 RESTORING = replace(ACROSS, restore_grads=True)
+SUMMING = replace(ACROSS, grad_accumulation_dtype="float32")
 
 
 class ModelError(Exception):
@@ -169,7 +170,7 @@ def check_aftermath(
     """
     model = policy.host.model
     assert injector.target is not None
-    error_type, restore = injector.error, policy.config.restore_grads
+    error_type, restore = injector.error, policy.config in (RESTORING, SUMMING)
     clear_gradients(model)
     if accumulated:
         for parameter in model.parameters():
@@ -215,6 +216,7 @@ GRADS = [
     pytest.param(ACROSS, False, id="none"),
     pytest.param(ACROSS, True, id="accumulated"),
     pytest.param(RESTORING, True, id="restoring"),
+    pytest.param(SUMMING, True, id="summing"),
 ]
 
 

@@ -85,7 +85,11 @@ class Engine:
         """
         views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
-        guard = GradientGuard(parameters, restore=self.config.restore_grads)
+        guard = GradientGuard(
+            parameters,
+            restore=self.config.restore_grads,
+            float32_sums=self.config.grad_accumulation_dtype == "float32",
+        )
         prepared = self._prepare(plan, batch)
         coupling = loss.coupling(batch)
         with guard.protecting(), self.host.entered():
@@ -276,7 +280,7 @@ class Engine:
                     residency.before_backward(index)
                     # Frozen layers under a row without trained tokens leave it nothing to do.
                     if tensors:
-                        guard.began = True
+                        guard.begin()
                         torch.autograd.backward(tensors, gradients)
                     residency.after_backward(index)
                     del tensors, gradients

@@ -2,10 +2,12 @@
 
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+
+from forkpoint.engine.gradient_sums import GradientSums
 
 REDO = (
     "forkpoint: this step failed after some of its gradients had been added, so they were taken "
@@ -20,21 +22,39 @@ RESTORED = (
 class GradientGuard:
     """Takes gradients back if the block fails once a backward has begun."""
 
-    def __init__(self, parameters: list[nn.Parameter], *, restore: bool) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], *, restore: bool, float32_sums: bool = False
+    ) -> None:
+        """With `float32_sums` gradients stay as they are until all backwards are done."""
         self.parameters = parameters
+        self.sums: GradientSums | None = GradientSums(parameters) if float32_sums else None
         self.before: list[Tensor | None] = [p.grad for p in parameters]
         self.copies: list[Tensor | None] | None = None
         if restore:
             self.copies = [None if g is None else g.detach().clone() for g in self.before]
         self.began = False
+        """Whether a backward has begun."""
+        self.touched = False
+        """Whether gradients may have been added to."""
+
+    def begin(self) -> None:
+        """A backward is about to begin."""
+        self.began = True
+        self.touched = self.sums is None
 
     @contextmanager
     def protecting(self) -> Iterator["GradientGuard"]:
         try:
-            yield self
+            with self.sums.collecting() if self.sums else nullcontext():
+                yield self
+            if self.sums is not None:
+                self.touched = True
+                self.sums.add_to_gradients()
         except BaseException as error:
-            if self.began:
+            if self.touched:
                 self._take_back(error)
+            elif self.began:
+                error.add_note(RESTORED)
             if isinstance(error, torch.OutOfMemoryError):
                 # While it is handled, its traceback would keep alive what the step's frames hold:
                 # the very memory that a smaller step, tried within the except clause, needs.

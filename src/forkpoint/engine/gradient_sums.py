@@ -1,0 +1,61 @@
+"""Gradients of a step's backwards summed in float32, and rounded to the parameters' dtype once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class GradientSums:
+    """Takes what each backward leaves in `.grad` and adds it up, in float32 at least.
+
+    Autograd adds into `.grad` in the parameter's dtype: of many rows in bfloat16 each sum is
+    rounded to 8 bits, and what a row adds may be lost in it. While this collects, `.grad` is empty.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._sums: dict[nn.Parameter, Tensor] = {}
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Around the backwards; after it, however it ends, gradients are as they were before.
+
+        What was summed up is still here, unless an error ended it.
+        """
+        before = [p.grad for p in self.parameters]
+        handles = []
+        try:
+            for parameter in self.parameters:
+                parameter.grad = None
+                handles.append(parameter.register_post_accumulate_grad_hook(self._take))
+            yield
+        except BaseException:
+            self._sums.clear()
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        if parameter in self._sums:
+            self._sums[parameter].add_(gradient)
+        else:
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            self._sums[parameter] = gradient.detach().to(dtype)
+
+    def add_to_gradients(self) -> None:
+        """Add each sum to its parameter's gradient, and let it go."""
+        while self._sums:
+            parameter, total = self._sums.popitem()
+            if parameter.grad is None:
+                parameter.grad = total.to(parameter.dtype)
+            else:
+                # Into the tensor that is there: optimizers and buckets may hold on to it.
+                parameter.grad.detach().add_(total)

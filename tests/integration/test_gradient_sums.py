@@ -1,0 +1,97 @@
+"""Gradients of a step's rows summed in float32 instead of in the parameters' dtype."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from steps import ACROSS, clear_gradients, forked_batch, gradients
+from torch import Tensor, nn
+
+from forkpoint import Config, RolloutBatch, wrap
+from forkpoint.engine.gradient_sums import GradientSums
+from forkpoint.engine.views import batch_denominators
+from forkpoint.losses import GRPO
+from forkpoint.testing import tiny_model
+
+BATCH = forked_batch()
+FLOAT32: Any = {"grad_accumulation_dtype": "float32"}
+CONFIGS = {
+    "across": ACROSS,
+    "recompute": replace(ACROSS, residency="recompute", checkpointing="full"),
+    "offload": replace(ACROSS, residency="offload"),
+    "compiled": replace(ACROSS, compile_blocks=True),
+}
+
+
+def test_what_bfloat16_would_lose_is_kept() -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    for _ in range(1000):
+        parameter.sum().backward()
+    assert parameter.grad is not None and parameter.grad.item() == 256
+    parameter.grad = None
+    sums = GradientSums([parameter])
+    with sums.collecting():
+        for _ in range(1000):
+            parameter.sum().backward()
+    assert parameter.grad is None
+    sums.add_to_gradients()
+    assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
+    assert parameter.grad.item() == 1000
+
+
+def test_a_step_is_the_rounded_sum_of_its_rows() -> None:
+    """Each rollout is a row; its gradient alone is what a step of this row alone leaves."""
+    torch.manual_seed(0)
+    model = tiny_model("llama").bfloat16()
+    rollouts = [r for _ in range(4) for r in BATCH if len(r.token_ids) > 12]
+    batch = RolloutBatch(replace(r, rollout_id=f"r{i}") for i, r in enumerate(rollouts))
+    whole = batch_denominators(batch)
+    config = Config(sharing="none", boundary="in_row", max_row_tokens=int(batch.lengths.max()))
+    exact: dict[str, Tensor] = {}
+    for n in range(len(batch)):
+        wrap(model, config).forward_backward(batch.select([n]), GRPO(), denominators=whole)
+        for name, gradient in gradients(model).items():
+            assert gradient is not None
+            exact[name] = exact.get(name, 0) + gradient.double()
+        clear_gradients(model)
+    errors = {}
+    for dtype in ("parameter", "float32"):
+        policy = wrap(model, replace(config, grad_accumulation_dtype=dtype))
+        stats = policy.forward_backward(batch, GRPO())
+        assert len(stats.plan.rows) == len(batch)
+        found = gradients(model)
+        errors[dtype] = [float((found[n] - exact[n]).norm() / exact[n].norm()) for n in exact]
+        assert all(g is not None and g.dtype == torch.bfloat16 for g in found.values())
+        clear_gradients(model)
+    # Rounding once is off by at most 2^-9 of each entry.
+    assert max(errors["float32"]) <= 2**-9
+    assert sum(errors["parameter"]) > 1.5 * sum(errors["float32"])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+@pytest.mark.parametrize("name", CONFIGS)
+def test_they_are_those_of_ordinary_sums(name: str) -> None:
+    """In float64, over two steps; into the tensors that are there, and none for what is frozen."""
+    model = tiny_model("qwen3")
+    frozen = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    frozen.requires_grad_(False)
+    config = CONFIGS[name]
+    for _ in range(2):
+        wrap(model, config).forward_backward(BATCH, GRPO())
+    wanted = {n: None if g is None else g.clone() for n, g in gradients(model).items()}
+    clear_gradients(model)
+    policy = wrap(model, replace(config, **FLOAT32))
+    policy.forward_backward(BATCH, GRPO())
+    objects = {n: p.grad for n, p in model.named_parameters()}
+    policy.forward_backward(BATCH, GRPO())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is objects[parameter_name]
+        if parameter is frozen:
+            assert parameter.grad is None
+            continue
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float64
+        torch.testing.assert_close(
+            parameter.grad, wanted[parameter_name], rtol=1e-12, atol=1e-15, msg=parameter_name
+        )
