@@ -32,9 +32,9 @@ class GradientGuard:
         self.copies: list[Tensor | None] | None = None
         if restore:
             self.copies = [None if g is None else g.detach().clone() for g in self.before]
-        self.began = False
+        self.began: bool = False
         """Whether a backward has begun."""
-        self.touched = False
+        self.touched: bool = False
         """Whether gradients may have been added to."""
 
     def begin(self) -> None:
