@@ -22,6 +22,6 @@ def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype | Non
 
     A copy from memory that is not pinned would have it wait for all that the device has to do.
     """
-    host = torch.as_tensor(np.ascontiguousarray(values))
+    host = torch.as_tensor(np.ascontiguousarray(values), device="cpu")
     host = host if dtype is None else host.to(dtype)
     return to_device(host, device) if host.numel() else torch.empty_like(host, device=device)

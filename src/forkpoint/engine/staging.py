@@ -69,7 +69,7 @@ class PlainTransfers:
         self.least_bytes = 0
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def taken_bytes(self, nbytes: int) -> int:
         return nbytes
@@ -110,7 +110,7 @@ class StreamTransfers:
         self._in = torch.cuda.Stream(device)
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     @staticmethod
     def taken_bytes(nbytes: int) -> int:

@@ -275,7 +275,7 @@ def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
         if p.grad is not None
     ]
     if not norms:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -138,10 +138,10 @@ class _Call:
 @lru_cache(maxsize=8)  # the blocks of a row differ only near the starts and ends of its segments
 def _mask(queries: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
     """What to add to the scores of a block whose last query is at its last key."""
-    hidden = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    hidden = torch.ones(queries, keys, dtype=torch.bool, device="cpu").triu(keys - queries + 1)
     if window:
         hidden |= torch.ones_like(hidden).tril(keys - queries - window)
-    return torch.zeros(queries, keys, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(queries, keys, dtype=dtype, device="cpu").masked_fill_(hidden, -torch.inf)
 
 
 def _batch(x_THD: Tensor, at: int, batch: int, length: int) -> Tensor:

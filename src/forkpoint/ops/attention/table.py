@@ -115,18 +115,19 @@ class AttentionTable:
         Raises AssertionError for a table that breaks these rules: a planner's bug, not a user's.
         """
         _check(launches, cu, key_index)
-        cu_cpu = torch.tensor(cu, dtype=torch.int32)
+        # Where each tensor is to be is said: the user may have set another default device.
+        cu_cpu = torch.tensor(cu, dtype=torch.int32, device="cpu")
         row_gather = arena_gather = None
         if key_index is not None:
             # Split here, on the host, so that no layer needs masks, clamps or a sync for it.
             (row,), (other,) = np.nonzero(key_index >= 0), np.nonzero(key_index < 0)
-            row_gather = to_device(torch.tensor(np.stack([row, key_index[row]])), device)
+            row_gather = to_device(torch.from_numpy(np.stack([row, key_index[row]])), device)
             if other.size:
                 arena_gather = to_device(
-                    torch.tensor(np.stack([other, -1 - key_index[other]])), device
+                    torch.from_numpy(np.stack([other, -1 - key_index[other]])), device
                 )
         return cls(
-            torch.tensor(launches, dtype=torch.int64),
+            torch.tensor(launches, dtype=torch.int64, device="cpu"),
             cu_cpu,
             to_device(cu_cpu, device),
             row_gather,

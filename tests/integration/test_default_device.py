@@ -1,0 +1,59 @@
+"""Where the user has set a default device, tensors are still made where the model is.
+
+The meta device stands for any other: what is made there by mistake has no values, and fails.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hybrids import HYBRIDS, tiny_hybrid
+from steps import ACROSS, clear_gradients, forked_batch, gradients
+
+from forkpoint import Config, wrap
+from forkpoint.losses import GRPO, GSPO
+from forkpoint.testing import lifted_upcasts, tiny_model
+
+BATCH = forked_batch()
+CONFIGS = {
+    "across": ACROSS,
+    "in_row": Config(sharing="tree", boundary="in_row"),
+    "padded": replace(ACROSS, waves="padded"),
+    "offload": replace(ACROSS, residency="offload"),
+    "recompute": replace(ACROSS, residency="recompute", checkpointing="full"),
+    "float32 sums": replace(ACROSS, grad_accumulation_dtype="float32"),
+}
+# Full attention in every plan; windows, sinks, a delta rule and a selective scan.
+CASES = [("llama", name) for name in CONFIGS]
+CASES += [
+    (family, name)
+    for family in ("gemma3_text", "gpt_oss", "qwen3_5_text", "granitemoehybrid")
+    for name in ("across", "in_row")
+]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_a_step_is_the_same(family: str, name: str) -> None:
+    model = tiny_hybrid(family) if family in HYBRIDS else tiny_model(family)
+    if family == "gpt_oss":
+        model.set_experts_implementation("eager")  # the default's product has no float64
+    found: list[Any] = []
+    for device in ("cpu", "meta"):
+        with torch.device(device), lifted_upcasts(model):
+            policy = wrap(model, CONFIGS[name])
+            scores = policy.score(BATCH, entropy=True)
+            policy.forward_backward(BATCH, GRPO(kl=0.1))
+            policy.forward_backward(BATCH, GSPO())
+        found.append((scores.logprobs, scores.entropies, *gradients(model).values()))
+        clear_gradients(model)
+    for ours, wanted in zip(*found, strict=True):
+        assert (ours is None) == (wanted is None)
+        assert ours is None or torch.equal(ours, wanted)
+
+
+def test_verify_is_the_same() -> None:
+    model = tiny_model("llama")
+    with torch.device("meta"):
+        report = wrap(model, ACROSS).verify(BATCH, GRPO())
+    assert report.passed
