@@ -212,6 +212,9 @@ class TransformersHost:
         found = [getattr(module, "config", None) for _, module in every_module(self.causal)]
         configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}
         with ExitStack() as stack:
+            if self.device.type == "cuda":
+                # Kernels that are not torch's own are launched on the current device.
+                stack.enter_context(torch.cuda.device(self.device))
             for config in configs.values():
                 stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = ATTENTION_NAME

@@ -1,0 +1,38 @@
+"""A model on another CUDA device than the current one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from forkpoint import Config, wrap
+from forkpoint.bench.shapes import SHAPES, make_group, make_model
+from forkpoint.losses import GRPO
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.filterwarnings("ignore"),  # torch's compiler looks at what warns
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("residency", ["keep", "offload"])
+def test_a_step_runs_where_the_model_is(residency: str, compiled: bool) -> None:
+    """The same numbers as on the current device, up to sums in another order."""
+    batch = make_group(777, [300, 41, 512], vocab=SHAPES["llama3-8b"]["vocab_size"])
+    options: Any = {"boundary": "across_rows", "max_row_tokens": 500, "residency": residency}
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        model = make_model("llama3-8b", torch.device("cuda:0"), layers=2).to(device)
+        policy = wrap(model, Config(sharing="group", compile_blocks=compiled, **options))
+        scores = policy.score(batch)
+        stats = policy.forward_backward(batch, GRPO())
+        assert torch.cuda.current_device() == 0
+        assert {p.grad.device for p in model.parameters() if p.grad is not None} == {
+            torch.device(device)
+        }
+        norm = sum(float(p.grad.float().norm()) ** 2 for p in model.parameters()) ** 0.5
+        found.append((stats.loss, float(scores.logprobs.sum()), norm))
+        assert all(ms >= 0 for ms in stats.event_ms)
+    assert found[0] == pytest.approx(found[1], rel=1e-2)
