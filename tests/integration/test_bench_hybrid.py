@@ -32,7 +32,7 @@ def test_tiny_shapes_on_any_device(shell: Shell, tmp_path: Path) -> None:
     assert {row["case"] for row in rows.values()} == {"P70-R24-G3"}
     for side in ("dense", "shared"):
         assert rows[f"{side} nonfinite"]["value"] == 0 and rows[f"{side} step"]["value"] > 0
-    assert "2 rollouts, scaled by 1.5;" in rows["dense step"]["note"]
+    assert "3 rollouts, scaled by 1;" in rows["dense step"]["note"]
     assert rows["speed-up"]["baseline"] == "dense" and rows["speed-up"]["bound"] > 1.5
     ratio = rows["dense step"]["value"] / rows["shared step"]["value"]
     assert rows["speed-up"]["value"] == pytest.approx(ratio)

@@ -41,6 +41,8 @@ def cell_rows(
         p80=shared.quantile(0.8),
         note=how,
     )
+    if shared.planning_ms is not None:
+        yield row(f"{shared_name} planning", shared.planning_ms, "ms", note="not in the step")
     for phase, ms in sorted(shared.phase_ms.items()):
         yield row(f"{shared_name} phase {phase}", median(ms), "ms")
     flops = plan.shared.step_flops(plan.shape)
@@ -53,8 +55,8 @@ def cell_rows(
             "dense step",
             dense.ms,
             "ms",
-            p20=dense.timed.quantile(0.2) * dense.scale,
-            p80=dense.timed.quantile(0.8) * dense.scale,
+            p20=dense.quantile(0.2),
+            p80=dense.quantile(0.8),
             note=dense.note,
         )
         yield row("dense rate", rate, "TFLOP/s")

@@ -41,7 +41,7 @@ def memory(
         one = batch.select([0, 1])
         stepper.step(alone, one)
         dense = stepper.step(alone, one)
-        scaled = Dense(dense, count / 2, f"2 rollouts, scaled by {count / 2:.4g}")
+        scaled = Dense(dense, len(one), p + r, count / len(one))
         kept_ms = None
         for residency in ("keep", "offload", "recompute"):
             policy = stepper.configured(

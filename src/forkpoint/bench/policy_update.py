@@ -1,13 +1,22 @@
 """The update of a policy and the log-prob pass before it, beside dense."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from forkpoint.bench.cells import cell_row, cell_rows
 from forkpoint.bench.rows import ResultRow
 from forkpoint.bench.shapes import SCALE_TINY, make_group
-from forkpoint.bench.steps import DENSE, Deadline, Dense, Stepper, best_dense, repeated
+from forkpoint.bench.steps import (
+    DENSE,
+    DENSE_ROW_TOKENS,
+    Deadline,
+    Dense,
+    Stepper,
+    best_dense,
+    repeated,
+)
 from forkpoint.rollouts import RolloutBatch
 
 
@@ -36,7 +45,8 @@ def policy_update(
         lengths = [max(2, r // scale) for r in responses]
         batch = make_group(prompt // scale, lengths, vocab=stepper.vocab)
         policy = stepper.configured(memory_budget_bytes=stepper.budget_bytes)
-        dense, _, some = best_dense(stepper, batch, repeats=1, sample=8)
+        row_tokens = DENSE_ROW_TOKENS // scale
+        dense, _, some = best_dense(stepper, batch, repeats=1, sample=8, row_tokens=row_tokens)
         shared = repeated(stepper, policy, batch)
         yield from cell_rows("policy-update", case, shared, dense)
         yield from _score_rows(stepper, case, batch, some, dense)
@@ -56,8 +66,8 @@ def _score_rows(
     plan = shared.plan
     assert plan.shape is not None
     bound = plan.dense.forward_flops(plan.shape) / plan.shared.forward_flops(plan.shape)
-    whole = plain.typical_ms * plan.dense.forward_flops(plan.shape)
-    whole /= plain.plan.dense.forward_flops(plan.shape)
+    forward = plan.dense.forward_flops(plan.shape) / plain.plan.dense.forward_flops(plan.shape)
+    whole = replace(dense, scale=forward).scaled(plain.typical_ms)
     for metric, value, unit in (
         ("shared log-probs", shared.typical_ms, "ms"),
         ("dense log-probs", whole, "ms"),

@@ -8,7 +8,15 @@ import torch
 from forkpoint.bench.cells import cell_rows, out_of_memory, peak_prediction
 from forkpoint.bench.rows import ResultRow
 from forkpoint.bench.shapes import SCALE_TINY, make_group
-from forkpoint.bench.steps import Deadline, Dense, Stepper, best_dense, repeated, repeats_for
+from forkpoint.bench.steps import (
+    DENSE_ROW_TOKENS,
+    Deadline,
+    Dense,
+    Stepper,
+    best_dense,
+    repeated,
+    repeats_for,
+)
 from forkpoint.policy import Policy
 from forkpoint.rollouts import RolloutBatch
 
@@ -46,7 +54,8 @@ def step_grid(
         try:
             fresh = count <= 4 or (p, r) not in baselines
             if fresh:
-                baselines[p, r] = best_dense(stepper, batch, repeats=1)
+                row_tokens = DENSE_ROW_TOKENS // scale
+                baselines[p, r] = best_dense(stepper, batch, repeats=1, row_tokens=row_tokens)
             dense, dense_policy, some = baselines[p, r]
             shared = repeated(stepper, policy, batch)
             if fresh:

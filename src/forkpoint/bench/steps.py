@@ -19,6 +19,9 @@ from forkpoint.rollouts import RolloutBatch
 # What the planner is not given of the device: allocations of kernels, the compiler's workspaces,
 # what the allocator cannot use for being in pieces.
 RESERVED_BYTES = 8 << 30
+# Dense rows of short rollouts are tried up to this length. Longer ones gain nothing: in Llama3-8B's
+# shapes on an H200, rows of 12,288 and of 24,576 tokens take the same time a token.
+DENSE_ROW_TOKENS = 16_384
 DENSE = {"sharing": "none", "boundary": "in_row"}
 GROUP = {"sharing": "group", "boundary": "across_rows"}
 
@@ -48,6 +51,8 @@ class Timed:
     peak_bytes: int | None = None
     """The most that the device held during any of them."""
     stats: StepStats | None = None
+    planning_ms: float | None = None
+    """What making the plan took, which `ms` leaves out; None where the plan was given."""
 
     @property
     def typical_ms(self) -> float:
@@ -117,7 +122,14 @@ class Stepper:
 
     def step(self, policy: Policy, batch: RolloutBatch, plan: Plan | None = None) -> Timed:
         """One step, the device idle at both ends; gradients are zeroed beforehand, not freed."""
-        return self.repeat(policy, batch, repeats=1, into=Timed(plan or policy.plan(batch)))
+        into = self.planned(policy, batch) if plan is None else Timed(plan)
+        return self.repeat(policy, batch, repeats=1, into=into)
+
+    def planned(self, policy: Policy, batch: RolloutBatch) -> Timed:
+        """The plan of a batch and the time it took to make; no step yet."""
+        begin = time.perf_counter()
+        plan = policy.plan(batch)
+        return Timed(plan, planning_ms=(time.perf_counter() - begin) * 1e3)
 
     def repeat(self, policy: Policy, batch: RolloutBatch, *, repeats: int, into: Timed) -> Timed:
         """Steps added to those already timed."""
@@ -160,31 +172,59 @@ class Dense:
     """The baseline of a cell: some of its rollouts, run densely at their best, scaled to all."""
 
     timed: Timed
+    rollouts: int
+    """How many were run."""
+    row_tokens: int
+    """The most in one row."""
     scale: float
-    note: str
+    """The work of all rollouts over that of those that were run."""
+
+    @property
+    def note(self) -> str:
+        """What stands for the whole, for the rows of figures."""
+        run = f"{self.rollouts} rollouts, scaled by {self.scale:.4g}"
+        return f"{run}; rows of at most {self.row_tokens} tokens"
 
     @property
     def ms(self) -> float:
-        """Of the whole step: what comes before its first row is there once, and not scaled."""
-        typical, rows = self.timed.typical_ms, self.timed.rows_ms
-        return rows * self.scale + max(0.0, typical - rows)
+        """Of the whole step."""
+        return self.scaled(self.timed.typical_ms)
+
+    def scaled(self, ms: float) -> float:
+        """What so long a pass over the sample, a step or its log-probs alone, is for all rollouts.
+
+        What comes before a step's first row is there once, and not scaled.
+        """
+        before = max(0.0, self.timed.typical_ms - self.timed.rows_ms)
+        return before + (ms - before) * self.scale
+
+    def quantile(self, share: float) -> float:
+        return self.scaled(self.timed.quantile(share))
 
     def phase_ms(self, phase: str) -> float:
         return median(self.timed.phase_ms[phase]) * self.scale
 
 
 def best_dense(
-    stepper: Stepper, batch: RolloutBatch, *, repeats: int, sample: int = 4
+    stepper: Stepper,
+    batch: RolloutBatch,
+    *,
+    repeats: int,
+    sample: int = 4,
+    row_tokens: int = DENSE_ROW_TOKENS,
 ) -> tuple[Dense, Policy, RolloutBatch]:
-    """Dense with the row size that is fastest of those that fit: one rollout a row, or two.
+    """Dense with the row size that is fastest of those that fit.
 
-    The dense cost is linear in the rollouts: a sample is measured and scaled by counted FLOPs.
+    One rollout a row, two, and twice as many as long as such a row has no more than `row_tokens`.
+    The dense cost is linear in the rollouts: a sample is measured, of at least as many as the
+    longest rows hold, and scaled by counted FLOPs.
     """
+    longest = int(batch.lengths.max())
+    sample = max(sample, row_tokens // longest)
     some = batch.select(list(range(min(sample, len(batch)))))
     whole = stepper.configured(**DENSE).plan(batch)
     found: list[tuple[Timed, Policy]] = []
-    longest = int(batch.lengths.max())
-    for rows in (1, 2):
+    for rows in _rollouts_of_rows(longest, len(some), row_tokens):
         policy = stepper.configured(**DENSE, max_row_tokens=rows * longest)
         try:
             timed = stepper.step(policy, some)
@@ -193,12 +233,20 @@ def best_dense(
             torch.cuda.empty_cache()
             continue
         found.append((timed, policy))
+    if not found:
+        raise torch.OutOfMemoryError(f"dense training of one rollout of {longest} tokens")
     timed, policy = min(found, key=lambda f: f[0].typical_ms)
     assert whole.shape is not None
     scale = whole.dense.step_flops(whole.shape) / timed.plan.dense.step_flops(whole.shape)
-    rows = policy.config.max_row_tokens or 0
-    note = f"{len(some)} rollouts, scaled by {scale:.4g}; rows of at most {rows} tokens"
-    return Dense(timed, scale, note), policy, some
+    return Dense(timed, len(some), policy.config.max_row_tokens or 0, scale), policy, some
+
+
+def _rollouts_of_rows(longest: int, count: int, row_tokens: int) -> list[int]:
+    """How many rollouts a row holds in what is tried, of `count` of at most `longest` tokens."""
+    tried = [1, 2]
+    while tried[-1] < count and 2 * tried[-1] * longest <= row_tokens:
+        tried.append(2 * tried[-1])
+    return tried
 
 
 def repeats_for(first_ms: float, *, budget_ms: float = 12_000.0, most: int = 5) -> int:
@@ -216,4 +264,5 @@ def repeated(stepper: Stepper, policy: Policy, batch: RolloutBatch) -> Timed:
     repeats = repeats_for(first.typical_ms)
     if warm and repeats == 1 and first.typical_ms > 12_000:
         return first
-    return stepper.repeat(policy, batch, repeats=repeats, into=Timed(first.plan))
+    into = Timed(first.plan, planning_ms=first.planning_ms)
+    return stepper.repeat(policy, batch, repeats=repeats, into=into)
