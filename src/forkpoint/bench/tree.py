@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from forkpoint.bench.cells import cell_row
 from forkpoint.bench.rows import ResultRow
 from forkpoint.bench.steps import DENSE, Deadline, Stepper
@@ -25,13 +27,19 @@ def tree(
 
     `label` is the model's, for the rows. Groups whose rollouts have more than `most_tokens` in all
     are left out, and the note says how many; with the tiny model token ids are folded into its
-    vocabulary.
+    vocabulary. Groups of equal rewards have advantages of 0, and gradients of nothing but zeros: a
+    GPU takes less power and less time for these, so such groups get random advantages.
     """
     rollouts = load_rollouts(file)
     if tiny:
         rollouts = [replace(r, token_ids=r.token_ids % stepper.vocab) for r in rollouts]
     batch = RolloutBatch(rollouts)
-    groups = [batch.select(members.tolist()) for members in batch.groups()]
+    drawn, groups = 0, []
+    for members in batch.groups():
+        group = batch.select(members.tolist())
+        if all(not np.any(rollout.advantage) for rollout in group):
+            group, drawn = _with_advantages(group, seed=drawn), drawn + 1
+        groups.append(group)
     fitting = [g for g in groups if g.logical_tokens <= most_tokens and g.trained_tokens]
     if not fitting:
         raise ConfigError(
@@ -69,8 +77,16 @@ def tree(
         return
     bound = dense_flops / shared_flops
     note = f"{used} of {len(groups)} groups, each a batch; at most {most_tokens} tokens a group"
+    if drawn:
+        note += f"; advantages of {drawn} groups were all 0, and drawn at random"
     yield cell_row("tree", case, "dense step, sum", dense_ms, "ms", note=note)
     yield cell_row("tree", case, "shared step, sum", shared_ms, "ms", note=note)
     ratio = dense_ms / shared_ms
     yield cell_row("tree", case, "speed-up", ratio, "x", bound=bound, baseline="dense", note=note)
     yield cell_row("tree", case, "share of bound", ratio / bound, "1", bound=bound, note=note)
+
+
+def _with_advantages(group: RolloutBatch, *, seed: int) -> RolloutBatch:
+    """The same rollouts with random advantages, one each."""
+    rng = np.random.default_rng(seed)
+    return RolloutBatch(replace(rollout, advantage=float(rng.normal())) for rollout in group)
