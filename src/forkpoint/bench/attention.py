@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from forkpoint.bench.attention_alternatives import (
-    DENSE_RESPONSES,
     copied_keys,
     dense,
     dense_calls,
+    dense_lengths,
     flex_attention,
     graphed,
 )
@@ -97,6 +97,7 @@ def _alternatives(
     case = inputs.case
     best = min(speeds.values(), key=sum) if speeds else None
     found: dict[str, tuple[Timing, Timing, float]] = {}
+    timed: dict[str, int] = {}
     index, slots, launch, _ = inputs.copied()
     for kernel in kernels:
         try:
@@ -106,6 +107,8 @@ def _alternatives(
         except UnsupportedError:
             continue
         found[f"dense_{kernel}"] = dense(inputs, chosen)
+        lengths = dense_lengths(case, ragged=chosen.ragged, every=case.small)
+        timed[f"dense_{kernel}"] = len(lengths)
         if case.small and chosen.ragged:
             yield from _overhead(inputs, kernel, chosen)
         if chosen.ragged:
@@ -121,7 +124,7 @@ def _alternatives(
         note = f"{type(error).__name__}: {error}"[:120]
         yield _row(case, "flex/failed", "1 is yes", 1.0, note=note)
     for name, (forward, backward, factor) in found.items():
-        note = None if factor == 1 else f"{DENSE_RESPONSES} responses timed, scaled by {factor:g}"
+        note = None if factor == 1 else f"{timed[name]} responses timed, scaled by {factor:g}"
         yield _timed(case, f"{name}/forward", forward, factor, note)
         yield _timed(case, f"{name}/backward", backward, factor, note)
         if best is not None:

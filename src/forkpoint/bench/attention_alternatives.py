@@ -1,6 +1,6 @@
 """What shared-prefix attention is compared with: what users have without it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.bench.attention_cases import Inputs
+from forkpoint.bench.attention_cases import Case, Inputs
 from forkpoint.bench.rows import Timing, time_cuda
+from forkpoint.forest import IntArray
 from forkpoint.ops.attention import Kernel, Launch
 from forkpoint.plan.cost import visible_pairs
 
@@ -23,14 +24,20 @@ def dense(inputs: Inputs, chosen: Kernel) -> tuple[Timing, Timing, float]:
     return time_cuda(forward), time_cuda(backward), factor
 
 
+def dense_lengths(case: Case, *, ragged: bool, every: bool) -> list[int]:
+    """Tokens of each replicated sequence that is timed: a few, one where they differ and the kernel
+    takes none but equal ones."""
+    lengths = [p + r for p, rs in zip(case.prefixes, case.responses, strict=True) for r in rs]
+    timed = lengths if every else lengths[:DENSE_RESPONSES]
+    return timed if ragged or len(set(timed)) == 1 else timed[:1]
+
+
 def dense_calls(
     inputs: Inputs, chosen: Kernel, *, every: bool
 ) -> tuple[Callable[[], object], Callable[[], object], float]:
     case = inputs.case
-    lengths = [p + r for p, rs in zip(case.prefixes, case.responses, strict=True) for r in rs]
-    timed = lengths if every else lengths[:DENSE_RESPONSES]
-    if not chosen.ragged and len(set(timed)) > 1:
-        timed = timed[:1]
+    lengths = dense_lengths(case, ragged=True, every=True)
+    timed = dense_lengths(case, ragged=chosen.ragged, every=every)
     total, part = (
         visible_pairs(np.zeros(len(x), np.int64), np.asarray(x), 0) for x in (lengths, timed)
     )
@@ -81,13 +88,49 @@ def copied_keys(
         return (k, v, *chosen.forward(q, k, v, launch, **options))
 
     k, v, o, lse = forward()
+    runs = runs_of(index.cpu().numpy(), inputs.row.slot_begin)
+    backwards = []
+    # Which way to sum is faster depends on the sizes; the method has the faster one.
+    for add in (_index_add, sum_of_copies):
 
-    def backward() -> None:
-        _, dk, dv = chosen.backward(do, q, k, v, o, lse, launch, **options, deterministic=False)
-        for part in (dk, dv):
-            inputs.k.new_zeros(inputs.k.shape).index_add_(0, index, part)
+        def backward(add: Callable[..., Tensor] = add) -> None:
+            _, dk, dv = chosen.backward(do, q, k, v, o, lse, launch, **options, deterministic=False)
+            for part in (dk, dv):
+                add(part, index, runs, len(inputs.k))
 
-    return time_cuda(forward), time_cuda(backward), 1.0
+        backwards.append(time_cuda(backward))
+    return time_cuda(forward), min(backwards, key=lambda timing: timing.p50), 1.0
+
+
+def runs_of(index: IntArray, begins: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(begin in the copies, begin in the original, length) of each segment that was copied.
+
+    `begins` are where the original's segments begin.
+    """
+    starts = np.flatnonzero(np.isin(index, begins))
+    lengths = np.diff(np.append(starts, len(index)))
+    return [(int(a), int(index[a]), int(n)) for a, n in zip(starts, lengths, strict=True)]
+
+
+def _index_add(part: Tensor, index: Tensor, runs: object, length: int) -> Tensor:
+    return part.new_zeros(length, *part.shape[1:]).index_add_(0, index, part)
+
+
+def sum_of_copies(
+    part: Tensor, index: Tensor, runs: list[tuple[int, int, int]], length: int
+) -> Tensor:
+    """The same sum [length, ...] segment by segment, as the backward of torch.cat goes: everything
+    is read in order, without atomics. Each place of the original has been copied from."""
+    total = part.new_empty(length, *part.shape[1:])
+    written: set[int] = set()
+    for at, to, count in runs:
+        target, source = total[to : to + count], part[at : at + count]
+        if to in written:
+            target += source
+        else:
+            target.copy_(source)
+            written.add(to)
+    return total
 
 
 @cache

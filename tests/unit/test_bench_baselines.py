@@ -1,0 +1,71 @@
+"""What shared training is compared with: dense at its best, and said as it was measured."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from forkpoint.bench.attention_alternatives import dense_lengths, runs_of, sum_of_copies
+from forkpoint.bench.attention_cases import Case
+from forkpoint.bench.shapes import make_group, make_model
+from forkpoint.bench.steps import Dense, Stepper, Timed, best_dense
+from forkpoint.plan import make_plan
+
+
+def test_what_precedes_the_first_row_is_there_once_in_every_quantile() -> None:
+    plan = make_plan(make_group(8, [4] * 2, vocab=64))
+    timed = Timed(plan, ms=[110.0, 120.0, 130.0], phase_ms={"B": [90.0, 100.0, 110.0]})
+    dense = Dense(timed, rollouts=2, row_tokens=12, scale=8.0)
+    assert dense.ms == 20 + 8 * 100
+    assert dense.quantile(0.0) == 20 + 8 * 90 <= dense.ms <= dense.quantile(0.99) == 20 + 8 * 110
+    assert dense.scaled(50.0) == 20 + 8 * 30
+    assert replace(dense, scale=4.0).note == "2 rollouts, scaled by 4; rows of at most 12 tokens"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "sample", "tried"),
+    [
+        (40, 24, 8, {64, 128, 256, 512}),  # up to eight in a row, so that eight are run
+        (100, 50, 3, {150, 300}),  # four would be 600 tokens
+        (600, 100, 2, {700, 1400}),  # two in a row are always tried
+    ],
+)
+def test_dense_of_short_rollouts_has_long_rows_too(
+    prompt: int, response: int, sample: int, tried: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepper = Stepper(make_model("tiny", torch.device("cpu"), dtype=torch.float32, layers=1))
+    batch = make_group(prompt, [response] * 16, vocab=stepper.vocab)
+    rows: set[int] = set()
+
+    def repeat(policy, batch, *, repeats, into):
+        rows.add(policy.config.max_row_tokens)
+        assert len(batch) == sample
+        # The longest rows are the fastest.
+        into.ms.append(1e6 / policy.config.max_row_tokens)
+        return into
+
+    monkeypatch.setattr(stepper, "repeat", repeat)
+    dense, policy, some = best_dense(stepper, batch, repeats=1, sample=2, row_tokens=512)
+    assert rows == tried and policy.config.max_row_tokens == dense.row_tokens == max(tried)
+    assert len(some) == dense.rollouts == sample and dense.scale == pytest.approx(16 / sample)
+
+
+def test_sums_of_copied_keys() -> None:
+    # A prefix of 5 and responses of 2 and 3, of which the first lies right behind the prefix.
+    index = torch.tensor([*range(5), *range(5), 5, 6, *range(5), 7, 8, 9])
+    runs = runs_of(index.numpy(), (0, 5, 7))
+    assert runs == [(0, 0, 5), (5, 0, 5), (10, 5, 2), (12, 0, 5), (17, 7, 3)]
+    part = torch.randn(len(index), 2, 4, dtype=torch.float64)
+    wanted = torch.zeros(10, 2, 4, dtype=torch.float64).index_add_(0, index, part)
+    torch.testing.assert_close(sum_of_copies(part, index, runs, 10), wanted)
+
+
+def test_so_many_dense_sequences_are_timed() -> None:
+    ragged = Case("c", (100,), (tuple(np.arange(1, 9).tolist()),))
+    assert dense_lengths(ragged, ragged=True, every=False) == [101, 102]
+    # A kernel for equal lengths alone has one of them.
+    assert dense_lengths(ragged, ragged=False, every=False) == [101]
+    assert len(dense_lengths(ragged, ragged=True, every=True)) == 8
+    equal = Case("c", (100,), ((7,) * 8,))
+    assert dense_lengths(equal, ragged=False, every=False) == [107, 107]
