@@ -1,6 +1,7 @@
 """The benches of whole steps on a CPU, with a tiny model: they run, and rows say what they are."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from forkpoint import save_rollouts
 from forkpoint.bench.capacity import largest
 from forkpoint.bench.plots import draw_all, latest, read_rows
+from forkpoint.bench.steps import Stepper
 from forkpoint.cli import main
 from forkpoint.errors import ConfigError
 from forkpoint.synthetic import synthetic_rollouts
@@ -49,6 +51,20 @@ def test_step_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for case, ms in shared.items():
         assert 0 < sum(each[case] for each in phases) <= ms * 1.5
     assert any("4 rollouts, scaled by 1;" in (row["note"] or "") for row in rows)
+    assert set(values(rows, "shared planning")) == set(shared)
+
+
+def test_dense_says_what_it_was_scaled_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--counts", "4", "8", "--splits", "6144/6144")
+    rows, _ = bench("step-grid", tmp_path, capsys, *options)
+    notes = {row["case"]: row["note"] for row in rows if row["metric"] == "dense step"}
+    assert "4 rollouts, scaled by 1;" in notes["eager 6144/6144 N=4"]
+    assert "4 rollouts, scaled by 2;" in notes["eager 6144/6144 N=8"]
+    for row in rows:
+        if row["p20"] is not None:
+            assert row["p20"] <= row["value"] <= row["p80"]
 
 
 @pytest.mark.parametrize("what", ["step-grid", "memory"])
@@ -133,6 +149,31 @@ def test_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(each) == 2
     (whole,) = (row["value"] for row in rows if row["metric"] == "dense step, sum")
     assert sum(each) == pytest.approx(whole)
+    assert "at random" not in ratio["note"]
+
+
+def test_no_group_of_a_tree_bench_has_gradients_of_nothing_but_zeros(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts = synthetic_rollouts(
+        groups=2, rollouts_per_group=4, prompt_tokens=64, response_tokens=16
+    )
+    first = rollouts[0].group_id
+    equal = [replace(r, advantage=0.0) if r.group_id == first else r for r in rollouts]
+    save_rollouts(tmp_path / "rollouts.jsonl", equal)
+    norms: list[float] = []
+    repeat = Stepper.repeat
+
+    def watched(self, policy, batch, **options):
+        timed = repeat(self, policy, batch, **options)
+        norms.append(max(float(p.grad.abs().max()) for p in self.model.parameters()))
+        return timed
+
+    monkeypatch.setattr(Stepper, "repeat", watched)
+    rows, _ = bench("tree", tmp_path, capsys, str(tmp_path / "rollouts.jsonl"))
+    assert len(norms) == 8 and min(norms) > 0
+    (ratio,) = (row for row in rows if row["metric"] == "speed-up")
+    assert "advantages of 1 groups were all 0, and drawn at random" in ratio["note"]
 
 
 def test_without_a_gpu_only_the_tiny_shapes_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,6 +212,35 @@ def test_the_last_row_of_a_figure_counts_unless_it_is_void() -> None:
         {**row, "case": "b", "value": 4.0, "note": "void: something else ran"},
     ]
     assert [found["value"] for found in latest(rows)] == [3.0, 2.0]
+
+
+def test_what_ran_out_of_memory_has_no_earlier_figures() -> None:
+    row = {"bench": "step-grid", "case": "compiled 2048/10240 N=16", "bound": 2.0}
+    speed = {**row, "metric": "speed-up", "value": 1.5}
+    failed = {**row, "metric": "out of memory", "value": 1.0}
+    other = {**speed, "case": "compiled 2048/10240 N=8"}
+    assert latest([speed, other, failed]) == [other, failed]
+    assert latest([failed, speed]) == [speed]
+    assert latest([speed, {**failed, "note": "void: another process held it"}]) == [speed]
+
+
+def test_a_failure_is_drawn_and_ways_that_do_not_compare_stand_apart(tmp_path: Path) -> None:
+    grid = {"bench": "step-grid", "bound": 2.0}
+    found = {"bench": "capacity", "metric": "largest total", "value": 1.0}
+    rows = [
+        {**grid, "case": "compiled 2048/10240 N=8", "metric": "speed-up", "value": 1.5},
+        {**grid, "case": "compiled 2048/10240 N=16", "metric": "out of memory", "value": 1.0},
+        {**found, "case": "compiled like for like: dense"},
+        {**found, "case": "compiled like for like: offload"},
+        {**found, "case": "compiled at their best: shared, chains"},
+    ]
+    texts = []
+    for path in draw_all(rows, tmp_path):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        texts.append({line.strip() for line in lines if line.strip().startswith("<!--")})
+    assert "<!-- 2048/10240: out of memory -->" in texts[0] and "<!-- 16 -->" in texts[0]
+    assert "<!-- compiled like for like -->" in texts[1]
+    assert "<!-- compiled at their best (nothing to compare with yet) -->" in texts[1]
 
 
 def test_what_is_no_row_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from forkpoint.errors import ConfigError
 
 Row = dict[str, Any]
+OUT_OF_MEMORY = "out of memory"
 COLOURS = (
     *("#1f77b4", "#d95f02", "#1b9e77", "#7570b3"),
     *("#e7298a", "#666666", "#a6761d", "#66c2a5"),
@@ -40,12 +41,19 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
 def latest(rows: list[Row]) -> list[Row]:
     """Of rows of one figure of one case the last, in the order of the cases' first rows.
 
-    A row whose note begins with "void" does not count.
+    A row whose note begins with "void" does not count. A case that ran out of memory has no other
+    figures than those that were measured after that.
     """
     found: dict[tuple[str, str, str], Row] = {}
     for row in rows:
-        if not (row.get("note") or "").startswith("void"):
-            found[row["bench"], row["case"], row["metric"]] = row
+        if (row.get("note") or "").startswith("void"):
+            continue
+        bench, case, metric = row["bench"], row["case"], row["metric"]
+        if metric == OUT_OF_MEMORY:
+            found = {key: r for key, r in found.items() if key[:2] != (bench, case)}
+        else:
+            found.pop((bench, case, OUT_OF_MEMORY), None)
+        found[bench, case, metric] = row
     return list(found.values())
 
 
@@ -75,26 +83,41 @@ def draw_all(rows: list[Row], folder: Path) -> list[Path]:
 
 
 def _step_grid(rows: list[Row]) -> Figure | None:
-    """Speed-up over N for each split, the counted bound as a dashed line."""
+    """Speed-up over N for each split, the counted bound as a dashed line.
+
+    What ran out of memory is a cross at 0.
+    """
     found: dict[str, list[tuple[int, float, float]]] = {}
+    failed: dict[str, list[int]] = {}
     for row in rows:
-        if row["bench"] == "step-grid" and row["metric"] == "speed-up":
-            mode, split, count = row["case"].split(" ")
-            point = (int(count.removeprefix("N=")), row["value"], row["bound"])
+        if row["bench"] != "step-grid" or row["metric"] not in ("speed-up", OUT_OF_MEMORY):
+            continue
+        mode, split, count = row["case"].split(" ")
+        rollouts = int(count.removeprefix("N="))
+        if row["metric"] == OUT_OF_MEMORY:
+            failed.setdefault(split, []).append(rollouts)
+        else:
+            point = (rollouts, row["value"], row["bound"])
             found.setdefault(f"{mode} {split}", []).append(point)
     if not found:
         return None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    splits = sorted({name.split(" ")[1] for name in found})
+    splits = sorted({*failed, *(name.split(" ")[1] for name in found)})
     for name, points in sorted(found.items()):
         counts, values, bounds = zip(*sorted(points), strict=True)
         mode, split = name.split(" ")
         colour = COLOURS[splits.index(split) % len(COLOURS)]
         filled = colour if mode == "compiled" else "white"
         axes.plot(counts, values, marker="o", color=colour, markerfacecolor=filled, label=name)
-        axes.plot(counts, bounds, linestyle="--", color=colour, linewidth=1)
+        # Marked too: the line of a single cell has no length.
+        axes.plot(counts, bounds, "--_", color=colour, linewidth=1, markersize=9)
+    for split, counts in failed.items():
+        colour = COLOURS[splits.index(split) % len(COLOURS)]
+        label = f"{split}: out of memory"
+        axes.plot(counts, [0.0] * len(counts), "x", color=colour, label=label)
     every = sorted({point[0] for points in found.values() for point in points})
+    every = sorted({*every, *(count for counts in failed.values() for count in counts)})
     axes.set_xscale("log", base=2)
     axes.set_xticks(every, [str(count) for count in every])
     axes.set_xlabel("rollouts of a prompt")
@@ -122,14 +145,31 @@ def _memory(rows: list[Row]) -> Figure | None:
 
 
 def _capacity(rows: list[Row]) -> Figure | None:
-    found = [r for r in rows if r["bench"] == "capacity" and r["metric"] == "largest total"]
-    if not found:
+    """Largest totals, one part of the figure for each kind of comparison.
+
+    Ways with and without checkpointing or chains do not compare, and a part that lacks dense or
+    shared says so.
+    """
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["bench"] == "capacity" and row["metric"] == "largest total":
+            kinds.setdefault(row["case"].partition(":")[0], []).append(row)
+    if not kinds:
         return None
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.barh([r["case"] for r in found], [r["value"] for r in found], color=COLOURS[2])
-    axes.invert_yaxis()
-    axes.set_xlabel("largest total length that trained, tokens")
+    heights = [len(found) for found in kinds.values()]
+    figure = Figure(figsize=(7, 0.5 * sum(heights) + 1.3 * len(kinds)), layout="constrained")
+    parts = figure.subplots(
+        len(kinds), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    for axes, (kind, found) in zip(parts[:, 0], kinds.items(), strict=True):
+        ways = [row["case"].partition(":")[2].strip() or row["case"] for row in found]
+        axes.barh(ways, [row["value"] for row in found], color=COLOURS[2])
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", labelsize=7)
+        dense = [way.startswith("dense") for way in ways]
+        lacking = "" if any(dense) and not all(dense) else " (nothing to compare with yet)"
+        axes.set_title(f"{kind}{lacking}", fontsize=9, loc="left")
+    parts[-1, 0].set_xlabel("largest total length that trained, tokens")
     return figure
 
 
