@@ -1,6 +1,7 @@
 """The benches of whole steps on a CPU, with a tiny model: they run, and rows say what they are."""
 
 import json
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -266,3 +267,14 @@ def test_the_largest_that_fits(limit: int, first: int) -> None:
     assert all(size % 16 == 0 and 0 < size <= 1024 for size in tried) and len(tried) < 14
     if abs(found - first) <= 16:
         assert len(tried) <= 4, "begun near the answer it does not take long"
+
+
+def test_profiles_run_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "profile_step.py"
+    output = tmp_path / "profile.jsonl"
+    options = ["--shape", "tiny", "--layers", "1", "--cells", "96/32/4", "--longest", "0"]
+    monkeypatch.setattr("sys.argv", [str(script), *options, "--output", str(output)])
+    runpy.run_path(str(script), run_name="__main__")
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if row["metric"] == "step"]
+    assert len(steps) == 3 and all(row["value"] > 0 for row in steps)
