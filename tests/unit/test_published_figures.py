@@ -1,0 +1,114 @@
+"""The README's tables say what the last rows say, rounded and not otherwise."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from forkpoint.bench.plots import latest, read_rows
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+SPEED_UP, LOG_PROBS = "speed-up", "log-probs speed-up"
+GRID = "compiled {}/{} N={}"
+# What a row of the table begins with, its file, its cases and their metric.
+STEPS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "prompt 16,384, responses of 64": ("hybrid", ("P16384-R64-G9",), SPEED_UP),
+    "prompt 16,384, responses of 1,024": ("hybrid", ("P16384-R1024-G9",), SPEED_UP),
+    "prompt 8,192, responses of 4,096": ("hybrid", ("P8192-R4096-G9",), SPEED_UP),
+    "prompt 8,192, responses of 131 to 2,048": (
+        "policy-update",
+        ("qwen3-8b compiled P=8192 N=32 R~U(131,2048)",),
+        SPEED_UP,
+    ),
+    "the same, log-probs alone": (
+        "policy-update",
+        ("qwen3-8b compiled P=8192 N=32 R~U(131,2048)",),
+        LOG_PROBS,
+    ),
+    "prompt 8,192, responses of 2,048": (
+        "policy-update",
+        ("qwen3-8b compiled P=8192 N=32 R=2048",),
+        SPEED_UP,
+    ),
+    "prompt 7,168, responses of 1,024": (
+        "policy-update",
+        ("qwen3-4b compiled context 8192 n=4 R=1024",),
+        SPEED_UP,
+    ),
+    "agents' trees: airline dialogues, 25 groups of 4": (
+        "tree",
+        ("qwen3-4b compiled airline.jsonl",),
+        SPEED_UP,
+    ),
+    **{
+        f"prompt {p:,}, responses of {r:,}, N = 4 and 32": (
+            "step-grid",
+            (GRID.format(p, r, 4), GRID.format(p, r, 32)),
+            SPEED_UP,
+        )
+        for p, r in ((10_240, 2048), (8192, 4096), (6144, 6144))
+    },
+}
+
+
+def table(header: str) -> list[list[str]]:
+    """Cells of the README's table whose header begins so."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, found, rest = text.partition(f"\n| {header}")
+    assert found, header
+    lines = rest.split("\n")[2:]
+    rows = lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def numbers(cell: str) -> list[float]:
+    return [float(x.replace(",", "")) for x in re.findall(r"[\d,]*\d(?:\.\d+)?", cell)]
+
+
+def test_speed_ups_of_steps() -> None:
+    rows = table("model, random weights")
+    assert [row[1] for row in rows] == list(STEPS)
+    for _, what, speed_ups, bounds in rows:
+        name, cases, metric = STEPS[what]
+        found = {
+            (row["case"], row["metric"]): row
+            for row in latest(read_rows([RESULTS / f"{name}-h200.jsonl"]))
+        }
+        picked = [found[case, metric] for case in cases]
+        assert numbers(speed_ups) == [round(row["value"], 2) for row in picked], what
+        assert numbers(bounds) == [round(row["bound"], 2) for row in picked], what
+
+
+def test_attention() -> None:
+    rows = table("P | N |")
+    assert len(rows) == 4
+    last = {}
+    for row in read_rows([RESULTS / "attention-h200.jsonl"]):
+        last[row["case"], row["metric"], row["baseline"]] = row
+    for prompt, count, rates, speed_up, bound in rows:
+        p, n = int(numbers(prompt)[0]), int(numbers(count)[0])
+        case = f"dualkv/P{p}-N{n}-R2048-H32K8D128-bfloat16"
+        measured = [last[case, f"fa4/{way}_rate", None] for way in ("forward", "backward")]
+        assert numbers(rates) == [round(row["value"]) for row in measured]
+        ratio = last[case, "speedup", "dense_fa4"]
+        assert numbers(speed_up) == [round(ratio["value"], 2)]
+        assert numbers(bound) == [round(ratio["bound"], 2)]
+        # FlashAttention-4 is the fastest of the dense kernels, or dense is not at its best.
+        others = [last[case, "speedup", f"dense_{k}"]["value"] for k in ("cudnn", "fa2")]
+        assert ratio["value"] <= min(others)
+
+
+def test_optimizer_steps_on_a_cpu() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    (row,) = read_rows([RESULTS / "replay-cpu.jsonl"])
+    result = row["result"]
+    assert f"ran {row['value']:.2f} times faster shared than dense" in text
+    assert f"the counted bound is {row['bound']:.2f};" in text
+    moved, apart = result["rms_parameter_change"], result["max_parameter_difference"]
+    assert f"parameters, moved by {moved:.1e} (RMS), differ by at most {apart:.1e}" in text
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in RESULTS.glob("*.jsonl")))
+def test_every_file_of_rows_is_in_the_table(name: str) -> None:
+    assert f"`results/{name}`" in (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
