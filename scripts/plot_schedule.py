@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 
 from forkpoint.config import Config
 from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.cost import ModelShape
-from forkpoint.plan.planner import row_work
+from forkpoint.plan.cost import ModelShape, Work, visible_pairs
+from forkpoint.plan.layout import Row
 from forkpoint.rollouts import Rollout, RolloutBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 6_144, 2_048, 6
@@ -46,6 +46,13 @@ def group() -> RolloutBatch:
 
 
 Step = tuple[str, str, float, float, int]
+
+
+def row_work(plan: Plan, row: Row, labelled: int) -> Work:
+    """Work of one row's own edges."""
+    segments = list(row.segments)
+    pairs = visible_pairs(plan.forest.start[segments], plan.forest.length[segments], 0)
+    return Work(tokens=row.tokens, pairs={0: pairs}, labelled=labelled)
 
 
 def timeline(plan: Plan) -> list[Step]:

@@ -1,11 +1,12 @@
-"""Scripts in benchmarks/ say what they do without doing it."""
+"""Scripts that documents name run as they are named; asked for help they do nothing else."""
 
 import runpy
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -18,3 +19,17 @@ def test_help_measures_nothing(
         runpy.run_path(str(script), run_name="__main__")
     assert not ended.value.code and "usage:" in capsys.readouterr().out
     assert results == {p: p.stat().st_mtime_ns for p in (script.parent / "results").iterdir()}
+
+
+def test_the_picture_of_the_readme_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = ROOT / "scripts" / "plot_schedule.py"
+    output = tmp_path / "schedule.svg"
+    monkeypatch.setattr("sys.argv", [str(script), "--output", str(output)])
+    runpy.run_path(str(script), run_name="__main__")
+    kept = (ROOT / "docs" / "figures" / "schedule.svg").read_text(encoding="utf-8")
+    drawn = output.read_text(encoding="utf-8")
+    assert drawn.count("<path") == kept.count("<path") and drawn.count("<text") == kept.count(
+        "<text"
+    )
