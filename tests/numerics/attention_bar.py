@@ -61,6 +61,7 @@ class Case:
             softcap=self.softcap,
             window=self.window,
             deterministic=deterministic,
+            grouped=self.heads[0] != self.heads[1],
         )
 
 

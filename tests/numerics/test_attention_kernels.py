@@ -1,6 +1,8 @@
 """Kernels on their own: single launches, records, selection and refusals."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from forkpoint.ops.attention import (
     select_kernel,
     shared_attention,
 )
+from forkpoint.ops.attention.kernel import Asked
 from forkpoint.ops.attention.table import read_launches
 
 CPU = torch.device("cpu")
@@ -166,7 +169,38 @@ SIXTEEN = "it takes torch.bfloat16, torch.float16, not torch.float32"
             {"head_dim": 264},
             "it needs head dims of 8 to 256 in steps of 8, not 264 and 64",
         ),
-        ("fa4", (8, 0), {}, "it needs a GPU of compute capability 9.0 or newer, not 8.0"),
+        ("fa4", (8, 0), {}, "it needs a GPU of compute capability 9, 10 or 11, not 8.0"),
+        ("fa4", (12, 0), {}, "it needs a GPU of compute capability 9, 10 or 11, not 12.0"),
+        ("fa4", (9, 0), {"head_dim": 256, "value_dim": 256, "grouped": True, "window": 9}, None),
+        (
+            "fa4",
+            (9, 0),
+            {"head_dim": 192, "value_dim": 128, "grouped": True},
+            "it needs equal head dims of keys and values where query heads share them, not 192 "
+            "and 128",
+        ),
+        ("fa4", (10, 0), {"softcap": 30.0, "window": 9, "grouped": True}, None),
+        ("fa4", (10, 0), {"head_dim": 192, "value_dim": 128}, None),
+        ("fa4", (10, 3), {"head_dim": 256, "value_dim": 256}, None),
+        (
+            "fa4",
+            (10, 0),
+            {"head_dim": 192, "value_dim": 192},
+            "on compute capability 10 it needs head dims of at most 128, or 192 and 128, or 256 "
+            "and 256, not 192 and 192",
+        ),
+        (
+            "fa4",
+            (10, 0),
+            {"head_dim": 256, "value_dim": 256, "softcap": 30.0},
+            "on compute capability 10 it has no softcap with head dims of 256",
+        ),
+        (
+            "fa4",
+            (11, 0),
+            {"head_dim": 256, "value_dim": 256, "window": 9},
+            "on compute capability 11 it has no sliding window with head dims of 256",
+        ),
         ("fa2", (8, 0), {"head_dim": 256, "value_dim": 256, "deterministic": True}, None),
         ("fa2", (8, 0), {"window": 9}, None),
         ("fa2", (9, 0), {"dtype": torch.float32}, SIXTEEN),
@@ -285,17 +319,41 @@ def test_launches_that_a_record_does_not_claim_are_refused(
     assert able.launch_refusal(ragged) is able.launch_refusal(offset) is None
     # And the operator asks.
     weak = dataclasses.replace(BY_NAME["reference"], ragged=False)
-    monkeypatch.setattr(registry, "KERNELS", (weak,))
-    select_kernel.cache_clear()
-    try:
+    with only(weak, monkeypatch):
         x = torch.ones(5, 1, 4)
         table = AttentionTable.from_numpy(
             np.array([[0, 1, 0, 5, 0, 5, 3, 3, 0, 0, 2]]), np.array([0, 2, 5])
         )
         with pytest.raises(UnsupportedError, match="'reference' cannot serve: it takes sequences"):
             shared_attention(x, x, x, table=table, scale=1.0, kernel="reference")
+
+
+@contextmanager
+def only(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No other kernel, and no choices that were made before or are kept afterwards."""
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(registry, "KERNELS", (kernel,))
+            registry.forget_choices()
+            yield
     finally:
-        select_kernel.cache_clear()
+        registry.forget_choices()
+
+
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_the_operator_says_all_that_it_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Asked] = []
+    watched = dataclasses.replace(BY_NAME["reference"], refuses=asked.append)
+    table = AttentionTable.from_numpy(
+        np.array([[0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1]]), np.array([0, 5])
+    )
+    with only(watched, monkeypatch):
+        for heads in (1, 2):
+            q, k, v = torch.ones(5, 2, 4), torch.ones(5, heads, 4), torch.ones(5, heads, 3)
+            options = {"scale": 1.0, "softcap": 7.0, "kernel": name, "deterministic": True}
+            shared_attention(q, k, v, table=table, **options)
+    expected = Asked(CPU, torch.float32, 4, 3, 7.0, 0, True, grouped=True)
+    assert asked == [expected, expected._replace(grouped=False)]
 
 
 @pytest.mark.parametrize(

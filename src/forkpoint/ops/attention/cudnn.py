@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Kernel
+from forkpoint.ops.attention.kernel import Asked, Kernel
 from forkpoint.ops.attention.table import Launch
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -92,10 +92,11 @@ def _packed(x_BHTD: Tensor) -> Tensor:
     return x_BHTD.transpose(1, 2).flatten(0, 1)
 
 
-def _refuses_head_dims(head_dim: int, value_dim: int) -> str | None:
-    most = 256 if torch.cuda.get_device_capability() >= (9, 0) else 128
-    if head_dim % 8 or value_dim % 8 or max(head_dim, value_dim) > most:
-        return f"it needs head dims of at most {most} in steps of 8, not {head_dim} and {value_dim}"
+def _refuses(asked: Asked) -> str | None:
+    most = 256 if torch.cuda.get_device_capability(asked.device) >= (9, 0) else 128
+    dims = asked.head_dim, asked.value_dim
+    if max(dims) > most or any(dim % 8 for dim in dims):
+        return f"it needs head dims of at most {most} in steps of 8, not {dims[0]} and {dims[1]}"
     return None
 
 
@@ -120,8 +121,8 @@ KERNEL = Kernel(
     backward=backward,
     device_types=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    refuses_head_dims=_refuses_head_dims,
     refuses_device=_refuses_device,
+    refuses=_refuses,
     refuses_launch=_refuses_launch,
     # A plan for a new shape takes 30 ms on an H200, once forward and once backward; over the layers
     # of a model that is what its speed over FA2 wins back from about so many pairs on.

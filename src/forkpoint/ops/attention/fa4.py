@@ -1,9 +1,13 @@
-"""FlashAttention-4, from the optional package flash-attn-4: variable lengths on Hopper and newer.
+"""FlashAttention-4, from the optional package flash-attn-4: variable lengths on Hopper, Blackwell.
 
 Source: `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd` of flash-attn-4
 4.0.0b36, the functions beneath its own autograd function. Found there and by experiment:
 - q [Tq, H, D], k [Tk, K, D], v [Tk, K, E] with int32 cumulative lengths; lse float32 [H, Tq].
-- float16 and bfloat16; D and E from 8 to 256 in multiples of 8, equal where K < H.
+- float16 and bfloat16; D and E from 8 to 256 in multiples of 8. On compute capability 9 its
+  backward takes K < H with D equal to E alone.
+- On 10 and 11, by its source: D and E up to 128, or 192 and 128, or both 256, and the latter
+  without softcap or window. On 12 its backward has no softcap and is not deterministic, and which
+  head dims it takes nothing checks.
 - Causal masks and windows align to the end (bottom-right).
 - Its backward takes dO . O and lse from what it is given, so the merged ones are right.
 - An input whose address or strides are not multiples of 16 bytes is copied first.
@@ -19,7 +23,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Kernel
+from forkpoint.ops.attention.kernel import Asked, Kernel
 from forkpoint.ops.attention.table import Launch
 
 
@@ -105,8 +109,30 @@ def _refuses_device(device: torch.device) -> str | None:
     if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return "flash-attn-4 is not installed (pip install 'forkpoint[fa4]')"
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return f"it needs a GPU of compute capability 9.0 or newer, not {major}.{minor}"
+    if major not in (9, 10, 11):
+        return f"it needs a GPU of compute capability 9, 10 or 11, not {major}.{minor}"
+    return None
+
+
+def _refuses(asked: Asked) -> str | None:
+    dims = asked.head_dim, asked.value_dim
+    if asked.grouped and asked.head_dim != asked.value_dim:
+        return (
+            "it needs equal head dims of keys and values where query heads share them, not "
+            f"{dims[0]} and {dims[1]}"
+        )
+    major, _ = torch.cuda.get_device_capability(asked.device)
+    if major == 9:
+        return None
+    if max(dims) > 128 and dims not in ((192, 128), (256, 256)):
+        return (
+            f"on compute capability {major} it needs head dims of at most 128, or 192 and 128, or "
+            f"256 and 256, not {dims[0]} and {dims[1]}"
+        )
+    if dims == (256, 256) and asked.softcap:
+        return f"on compute capability {major} it has no softcap with head dims of 256"
+    if dims == (256, 256) and asked.window:
+        return f"on compute capability {major} it has no sliding window with head dims of 256"
     return None
 
 
@@ -118,6 +144,7 @@ KERNEL = Kernel(
     dtypes=(torch.bfloat16, torch.float16),
     refuses_head_dims=_refuses_head_dims,
     refuses_device=_refuses_device,
+    refuses=_refuses,
     softcap=True,
     window=True,
     causal_offset=True,

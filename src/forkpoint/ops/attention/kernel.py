@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,20 @@ class Backward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class Asked(NamedTuple):
+    """What a kernel is asked for, but for its launches."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    softcap: float
+    window: int
+    deterministic: bool
+    grouped: bool = False
+    """Whether query heads share key-value heads."""
+
+
 def _no_refusal(*_: object) -> str | None:
     return None
 
@@ -73,6 +87,8 @@ class Kernel:
     """Why a head dim D with value dim E cannot be served ("it needs ..."), or None."""
     refuses_device: Callable[[torch.device], str | None] = _no_refusal
     """Why a device of the right type cannot be served (package missing, old chip), or None."""
+    refuses: Callable[[Asked], str | None] = _no_refusal
+    """Why it cannot serve what the claims below, each by itself, would let it, or None."""
     refuses_launch: Callable[[Launch], str | None] = _no_refusal
     """Why a launch cannot be served, beyond what is below ("it needs ..."), or None."""
     softcap: bool = False
@@ -95,8 +111,12 @@ class Kernel:
         softcap: float,
         window: int,
         deterministic: bool,
+        grouped: bool = False,
     ) -> str | None:
-        """Why it cannot serve such attention, worded to follow its name; None if it can."""
+        """Why it cannot serve such attention, worded to follow its name; None if it can.
+
+        `grouped` says whether query heads share key-value heads.
+        """
         if self.device_types is not None and device.type not in self.device_types:
             return f"it runs on {', '.join(self.device_types)}, not on {device.type}"
         if dtype not in self.dtypes:
@@ -107,7 +127,10 @@ class Kernel:
             return f"it has no sliding window (asked for {window})"
         if deterministic and not self.deterministic:
             return "its backward is not deterministic"
-        return self.refuses_head_dims(head_dim, value_dim) or self.refuses_device(device)
+        refusal = self.refuses_head_dims(head_dim, value_dim) or self.refuses_device(device)
+        return refusal or self.refuses(
+            Asked(device, dtype, head_dim, value_dim, softcap, window, deterministic, grouped)
+        )
 
     def launch_refusal(self, launch: Launch) -> str | None:
         """Why it cannot serve this launch of an attention that it serves; None if it can."""

@@ -301,7 +301,8 @@ def _select(
     deterministic: bool,
 ) -> list[Kernel]:
     """The kernel of each launch, the same in forward and backward."""
-    asked = (q.device, q.dtype, q.shape[2], v.shape[2], softcap, window, deterministic)
+    grouped = q.shape[1] != v.shape[1]
+    asked = (q.device, q.dtype, q.shape[2], v.shape[2], softcap, window, deterministic, grouped)
     return [launch_kernel(kernel, launch, *asked) for launch in launches]
 
 

@@ -29,12 +29,13 @@ def launch_kernel(
     softcap: float,
     window: int,
     deterministic: bool,
+    grouped: bool = False,
 ) -> Kernel:
     """The kernel for one launch: partial results merge whatever kernels they come from.
 
     Raises UnsupportedError as `select_kernel`, and where a named kernel cannot serve the launch.
     """
-    asked = (device, dtype, head_dim, value_dim, softcap, window, deterministic)
+    asked = (device, dtype, head_dim, value_dim, softcap, window, deterministic, grouped)
     if name != "auto":
         chosen = select_kernel(name, *asked)
         refusal = chosen.launch_refusal(launch)
@@ -73,6 +74,7 @@ def select_kernel(
     softcap: float,
     window: int,
     deterministic: bool,
+    grouped: bool = False,
 ) -> Kernel:
     """The kernel of that name, or for "auto" the first of KERNELS that can serve.
 
@@ -81,7 +83,7 @@ def select_kernel(
     """
     refusals = {
         kernel.name: kernel.refusal(
-            device, dtype, head_dim, value_dim, softcap, window, deterministic
+            device, dtype, head_dim, value_dim, softcap, window, deterministic, grouped
         )
         for kernel in KERNELS
     }
