@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from yardstick import Truth, label, measure, step_faults, value_faults
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, wrap
+from forkpoint.hosts import linear_attention
 from forkpoint.hosts.linear_attention import recurrent_modules
 from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.losses.base import as_loss
@@ -258,6 +259,34 @@ def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         report = wrap(wide_hybrid(torch.float32), config).verify(long_prompts(), losses.GRPO())
     assert report.passed, report.table()
+
+
+def test_autocast_gives_the_delta_rule_what_the_stock_model_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """16 bits, which are all that kernels for it take, though the hidden states are float32."""
+    model = tiny_hybrid("qwen3_5_text").float()
+    modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    stock, shared = [], []
+    plain, operation = modeling.torch_chunk_gated_delta_rule, linear_attention.gated_delta_rule
+
+    def seen(function: Callable[..., Any], found: list[torch.dtype]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*given: Any, **options: Any) -> Any:
+            found.extend(x.dtype for x in given[:3])
+            return function(*given, **options)
+
+        return wrapped
+
+    for module in model.modules():  # older versions of transformers
+        if "chunk_gated_delta_rule" in vars(module):
+            module.chunk_gated_delta_rule = seen(module.chunk_gated_delta_rule, stock)
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", seen(plain, stock))
+    monkeypatch.setattr(linear_attention, "gated_delta_rule", seen(operation, shared))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.tensor([[1, 2, 3]]))
+        wrap(model).forward_backward(forked_batch(), GRPO())
+    assert set(stock) == set(shared) == {torch.bfloat16}
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -38,12 +38,14 @@ def gated_delta_net(
     context = _row_of(module, cache_params, attention_mask, kwargs)
     hidden_BLC = hidden_states
     mixed_TC, z_TGE, b_TG, a_TG = (x.flatten(0, 1) for x in _projected(module, hidden_BLC))
+    # Under autocast that of the products, not of the hidden states: kernels take 16 bits.
+    kind = mixed_TC.dtype
     # Written out: what calls it would be a piece of compiled code of its own.
     mixed_TC, windows_FWC, slots_F = _gathered(module, mixed_TC, context)
     weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
     mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, slots_F)
     sizes = [module.key_dim, module.key_dim, module.value_dim]
-    mixed_TC = F.silu(mixed_TC).to(hidden_BLC.dtype)
+    mixed_TC = F.silu(mixed_TC).to(kind)
     # Kernels want each by itself; compiled code writes them so at once.
     q, k, v = (x.contiguous() for x in mixed_TC.split(sizes, -1))
     dtype = accumulate_dtype(v.dtype)
