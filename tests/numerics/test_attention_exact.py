@@ -98,13 +98,14 @@ def test_a_window_over_several_blocks_of_a_long_segment(window: int, kernel: str
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_windowed_row_without_ancestors_needs_no_gathering(kernel: str) -> None:
+@pytest.mark.parametrize("window", [7, 29, 30, 31, 40])
+def test_a_windowed_row_without_ancestors_needs_no_gathering(window: int, kernel: str) -> None:
     forest = make_forest([-1, -1], [30, 41])
     x = make_inputs(forest, (4, 2), (8, 8), torch.float64)
     found, _ = shared_attention(
-        x.q, x.k, x.v, table=forest.table(), scale=SCALE, window=7, kernel=kernel
+        x.q, x.k, x.v, table=forest.table(), scale=SCALE, window=window, kernel=kernel
     )
-    expected, _ = path_attention(forest, x, scale=SCALE, window=7)
+    expected, _ = path_attention(forest, x, scale=SCALE, window=window)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 

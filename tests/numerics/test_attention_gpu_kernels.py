@@ -353,6 +353,7 @@ SUMS = [
     *[(count, 2, 64, BF16, BF16) for count in range(1, 10)],
     *[(2, 3, dim, BF16, BF16) for dim in (8, 80, 96, 128, 192, 256)],
     *[(5, 2, 64, FP16, FP16), (5, 2, 64, BF16, torch.float32), (3, 1, 64, torch.float32, BF16)],
+    *[(count, 2, 64, torch.float32, torch.float32) for count in (2, 6)],
 ]
 
 
@@ -363,7 +364,7 @@ SUMS = [
     reason="there is no CUDA device, nor Triton with its interpreter (TRITON_INTERPRET=1)",
 )
 @pytest.mark.parametrize("over", [False, True], ids=["into_new", "over_the_first"])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("weighted", "sinks"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("count", "heads", "dim", "given", "wanted"), SUMS, ids=str)
 def test_fused_sums(
     count: int,
@@ -372,6 +373,7 @@ def test_fused_sums(
     given: torch.dtype,
     wanted: torch.dtype,
     weighted: bool,
+    sinks: bool,
     over: bool,
 ) -> None:
     """Within one rounding of the sum in float64, of parts that are ranges and may be strided."""
@@ -393,6 +395,8 @@ def test_fused_sums(
     for (begin, part), lse in zip(parts, lses, strict=True):
         view = total[:, begin : begin + len(part)]
         view.copy_(torch.logaddexp(view, lse))
+    if sinks:
+        total += 0.7
 
     expected = torch.zeros(tokens, heads, dim, dtype=torch.float64, device=device)
     magnitude = expected.clone()
@@ -405,8 +409,9 @@ def test_fused_sums(
         magnitude[here] += term.abs()
     with poisoned(device):
         options = {"lses_HT": lses, "total_HT": total} if weighted else {}
-        found = sum_parts(parts, wanted, **options)
-    in_place = over and count <= MOST_PARTS and given == wanted
+        found = sum_parts(parts, wanted, alone_is_whole=not sinks, **options)
+    # In float32 each turn goes over the one before.
+    in_place = over and given == wanted and (count <= MOST_PARTS or wanted == torch.float32)
     assert (found.data_ptr() == parts[0][1].data_ptr()) == in_place
     assert found.dtype == wanted and found.is_contiguous()
     info, eps = torch.finfo(wanted), torch.finfo(torch.float32).eps

@@ -154,6 +154,25 @@ def test_refuses_a_dtype_that_no_kernel_takes() -> None:
     )
 
 
+def test_auto_leaves_small_launches_to_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = dataclasses.replace(BY_NAME["reference"], name="first", auto_pairs=13)
+    last = dataclasses.replace(BY_NAME["reference"], name="last", ragged=False)
+    monkeypatch.setattr(registry, "KERNELS", (first, last))
+    asked = (CPU, torch.float32, 8, 8, 0.0, 0, False)
+    registry.forget_choices()
+    try:
+        for lengths, expected in (
+            ([(3, 4)], "last"),
+            ([(3, 4), (3, 4)], "first"),
+            ([(1, 4), (3, 2)], "first"),  # ragged, so that no other serves
+        ):
+            launch = one_launch(lengths, False)
+            assert registry.launch_kernel("auto", launch, *asked).name == expected
+        assert registry.launch_kernel("first", one_launch([(1, 1)], False), *asked).name == "first"
+    finally:
+        registry.forget_choices()
+
+
 SIXTEEN = "it takes torch.bfloat16, torch.float16, not torch.float32"
 
 
@@ -269,6 +288,7 @@ def test_cudnn_takes_equal_lengths_only() -> None:
     cudnn = BY_NAME["cudnn"]
     assert "equal length" in (cudnn.launch_refusal(one_launch([(2, 3), (3, 3)], False)) or "")
     assert "more keys" in (cudnn.launch_refusal(one_launch([(2, 3)], True)) or "")
+    assert "equal length" in (cudnn.launch_refusal(one_launch([(2, 3), (2, 4)], False)) or "")
     assert cudnn.launch_refusal(one_launch([(2, 3), (2, 3)], False)) is None
     for name in ("fa4", "fa2"):
         assert BY_NAME[name].launch_refusal(one_launch([(2, 3), (3, 5)], True)) is None

@@ -28,7 +28,9 @@ from forkpoint.ops.attention import (
     select_kernel,
     shared_attention,
 )
-from forkpoint.ops.attention.source import RowSum
+from forkpoint.ops.attention.merge import Part, merge
+from forkpoint.ops.attention.source import RowSum, Source
+from forkpoint.ops.attention.table import read_launches
 
 FOREST = make_forest([-1, 0, 0, 2], [5, 7, 3, 6], external=[0])
 SCALE = 0.3
@@ -127,6 +129,21 @@ def test_launches_without_wanted_gradients_are_not_run(backward_calls: list[int]
     assert calls("sinks", arena_grads=False) == []
 
 
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("wanted", [("q",), ("sinks",), ("k",)])
+def test_the_arena_gets_its_gradients_whatever_the_row_wants(
+    wanted: tuple[str, ...], window: int
+) -> None:
+    x = inputs()
+    expected = expected_gradients(x, window)
+    for name in x.NAMES:
+        getattr(x, name).requires_grad_(name in wanted)
+    arena = arena_of(x)
+    attend(x, arena, window)[0].backward(x.do)
+    torch.testing.assert_close(arena.grad_k, expected["arena_k"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(arena.grad_v, expected["arena_v"], rtol=0, atol=1e-12)
+
+
 def test_a_row_whose_launches_leave_keys_out_gets_zeros_for_them() -> None:
     """No planner makes such a row, but a gradient is never uninitialised memory."""
     x = inputs(sinks=False)
@@ -146,6 +163,58 @@ def test_parts_in_16_bit_are_summed_in_float32() -> None:
         total.add(torch.ones_like(like[:3]), 3)  # each would be lost beside 256 in bfloat16
     assert total.result().dtype == torch.bfloat16
     assert total.result()[:, 0, 0].tolist() == [256, 256, 256, 260, 260, 260]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gathered_parts_in_16_bit_are_summed_in_float32(deterministic: bool) -> None:
+    """As windowed layers add them: a token of the row is read by several segments."""
+    like = torch.zeros(3, 1, 1, dtype=torch.bfloat16)
+    total = RowSum(like)
+    part = torch.tensor([256, 1, 1, 1, 1, 7], dtype=torch.bfloat16)[:, None, None]
+    total.add_at(torch.tensor([2, 2, 2, 2, 2, 0]), part, deterministic)
+    assert total.result().dtype == torch.bfloat16
+    assert total.result()[:, 0, 0].tolist() == [7, 0, 260]
+    arena_grad = torch.full((2, 1, 1), 0.5)
+    source = Source(like, like[:2], None, torch.tensor([[0, 1, 5], [1, 1, 0]]), arena_grad)
+    table = FOREST.table(4)
+    (launch,) = read_launches(table.launches, table.cu_cpu, table.cu_device)
+    source.add_grad(launch, part, False, deterministic)
+    assert arena_grad[:, 0, 0].tolist() == [7.5, 257.5]
+
+
+def test_the_merge_rounds_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [(0, 90), (10, 70), (30, 40)]
+    parts = [
+        Part(
+            begin,
+            torch.randn(length, 2, 16, generator=generator).bfloat16(),
+            3 * torch.randn(2, length, generator=generator),
+        )
+        for begin, length in lengths
+    ]
+    wide = [Part(begin, o.double(), lse.double()) for begin, o, lse in parts]
+    expected, _ = merge(wide, None, torch.float64)
+    found, _ = merge(parts, None, torch.bfloat16)
+    rounding = torch.finfo(torch.bfloat16).eps / 2 * expected.abs() + 1e-5
+    assert ((found.double() - expected).abs() <= rounding).all()
+
+
+def test_the_gradient_of_sinks_is_summed_in_float32() -> None:
+    """Products of 16 bits are not rounded before they are summed over the head dim and queries."""
+    forest = make_forest([-1], [3_000])
+    x = make_inputs(forest, (2, 1), (64, 64), torch.bfloat16, sinks=True)
+    x.do.abs_()
+    x.v.data.abs_()  # so that nothing cancels and what rounding loses is one-sided or small
+    table = forest.table()
+    o, lse = shared_attention(x.q, x.k, x.v, table=table, sinks=x.sinks, scale=SCALE)
+    o.backward(x.do)
+    assert x.sinks is not None and x.sinks.grad is not None
+    share = (x.sinks.detach().double()[:, None] - lse.double()).exp()
+    expected = -(share * (x.do.double() * o.detach().double()).sum(-1).T).sum(-1)
+    torch.testing.assert_close(
+        x.sinks.grad.double(), expected, rtol=torch.finfo(torch.bfloat16).eps / 2 + 1e-4, atol=0
+    )
 
 
 @pytest.mark.parametrize("wrap", ["plain", "checkpoint"])

@@ -1,6 +1,7 @@
 """Attention tables: what each query reads through its launches, against what its path says."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from forkpoint.plan.layout import (
     COLUMNS,
     GATHERED,
     OWN,
+    Reach,
     Row,
     Table,
     full_table,
@@ -198,3 +200,19 @@ def test_a_window_of_one_reads_nothing_above() -> None:
         table = windowed_table(plan.forest, row, plan.arena_of, 1)
         assert table.key_index is not None
         assert table.key_index.tolist() == list(range(row.slots))
+
+
+def test_keys_of_the_row_do_not_run_on_from_those_of_the_arena() -> None:
+    """Though the one's first slot is the number that follows the other's last."""
+    # A prompt of 3 edges; below it a leaf of 3, and a fork of 2 with two leaves of 1.
+    lists = [[1, 2, 3, 4, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8]]
+    plan = plan_of(lists, sharing="tree", boundary="across_rows")
+    forest = plan.forest
+    assert forest.length.tolist() == [3, 2, 1, 1, 3]
+    row = replace(plan.rows[1], segments=(4, 1, 2, 3), slot_begin=(0, 3, 5, 6), slots=7, width=0)
+    reach = Reach(forest, row, {0: 0})
+    assert reach.above(1) == reach.above(4) == ((ARENA, 0, 3),)
+    assert reach.above(3) == ((ARENA, 0, 3), (OWN, 3, 5))
+    table = full_table(forest, row, {0: 0})
+    path = [*((ARENA, i) for i in range(3)), (OWN, 3), (OWN, 4), (OWN, 6)]
+    assert visible(table)[6] == Counter(path)
