@@ -6,6 +6,7 @@ below, errors are those of the precision.
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from steps import ACROSS, clear_gradients, gradients, step_error
 from torch import nn
 
 from forkpoint import Config, wrap
+from forkpoint.ops.attention import KERNELS, registry
+from forkpoint.ops.attention.kernel import Asked
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 
 pytestmark = quiet_peft
@@ -265,3 +268,23 @@ def test_lifted_upcasts_lift_the_limit_of_float32_norms_and_leave_no_trace(famil
         raise ZeroDivisionError
     assert module.torch is torch
     assert "float" not in vars(torch.Tensor)
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_attention_is_deterministic_where_torch_is_asked_to_be(
+    asked_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of CUDA add in any order unless they are told not to."""
+    asked: list[Asked] = []
+    reference = next(kernel for kernel in KERNELS if kernel.name == "reference")
+    monkeypatch.setattr(registry, "KERNELS", (replace(reference, refuses=asked.append),))
+    registry.forget_choices()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(asked_for)
+    try:
+        wrap(tiny_model("llama")).forward_backward(BATCH, LOSS)
+    finally:
+        torch.use_deterministic_algorithms(before)
+        monkeypatch.undo()
+        registry.forget_choices()
+    assert {one.deterministic for one in asked} == {asked_for}

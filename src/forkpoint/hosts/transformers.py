@@ -89,6 +89,7 @@ def forkpoint_attention(
         softcap=softcap or 0.0,
         window=window,
         kernel=context.kernel,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return o_THE.view(batch, length, *o_THE.shape[1:]), None
 
