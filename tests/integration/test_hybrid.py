@@ -160,6 +160,32 @@ def test_frozen_layers_below_a_state() -> None:
                     assert float((parameter.grad - wanted).norm()) <= 1e-10 * norm, name
 
 
+@pytest.mark.parametrize(
+    ("family", "trained"),
+    [
+        *(("qwen3_5_text", n) for n in ("A_log", "dt_bias", "in_proj_a", "in_proj_b", "conv1d")),
+        *(("granitemoehybrid", n) for n in ("A_log", "dt_bias", "in_proj", "conv1d", "mamba.D")),
+    ],
+)
+def test_one_parameter_of_a_layer_learns(family: str, trained: str) -> None:
+    """Of what a state is made with, only some requires gradients, and states handed on do."""
+    model, loss = tiny_hybrid(family), LOSSES["grpo"]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0." in name and trained in name)
+    with lifted_upcasts(model):
+        own = dense_run(model, acceptance_batch(), LogLikelihood()).logprobs_T
+        batch = with_logprobs(acceptance_batch(), own)
+        dense = dense_run(model, batch, as_loss(loss))
+        config = Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN)
+        wrap(model, config).forward_backward(batch, loss)
+    learns = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert learns
+    for name, found in learns.items():
+        wanted = dense.gradients[name]
+        assert found is not None and wanted is not None and wanted.norm() > 0
+        assert float((found - wanted).norm() / wanted.norm()) <= 1e-10, name
+
+
 def test_agent_conversations(shared_data: Callable[[str], Path]) -> None:
     groups = {"airline-0", "airline-5", "airline-15"}
     batch = slice_of(shared_data("airline.jsonl"), groups, drop=(20, 1270), most=200)
