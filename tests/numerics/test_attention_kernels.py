@@ -248,6 +248,25 @@ SIXTEEN = "it takes torch.bfloat16, torch.float16, not torch.float32"
             {"head_dim": 20},
             "it needs head dims of at most 256 in steps of 8, not 20 and 64",
         ),
+        (
+            "cudnn",
+            (8, 0),
+            {"head_dim": 136},
+            "it needs head dims of at most 128 in steps of 8, not 136 and 64",
+        ),
+        ("cudnn", (10, 0), {"head_dim": 192, "value_dim": 128}, None),
+        (
+            "cudnn",
+            (10, 0),
+            {"head_dim": 256, "value_dim": 256},
+            "it needs head dims of at most 128 in steps of 8, not 256 and 256",
+        ),
+        (
+            "cudnn",
+            (12, 0),
+            {"head_dim": 192, "value_dim": 128},
+            "it needs head dims of at most 128 in steps of 8, not 192 and 128",
+        ),
         ("cudnn", (7, 5), {}, "it needs a GPU of compute capability 8.0 or newer, not 7.5"),
     ],
 )
@@ -260,6 +279,7 @@ def test_records_of_the_cuda_kernels(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_100)
     monkeypatch.setattr(fa4, "find_spec", lambda package: package)
     asked = {
         "device": torch.device("cuda:0"),
@@ -271,6 +291,15 @@ def test_records_of_the_cuda_kernels(
         "deterministic": False,
     }
     assert BY_NAME[name].refusal(**(asked | changes)) == reason
+
+
+def test_old_cudnn_on_blackwell_has_no_latent_head_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    asked = Asked(torch.device("cuda:0"), torch.bfloat16, 192, 128, 0.0, 0, False)
+    for version, expected in ((91_002, "at most 128"), (None, "at most 128"), (91_100, "")):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda found=version: found)
+        refusal = BY_NAME["cudnn"].refuses(asked)
+        assert (expected in refusal) if refusal else not expected
 
 
 def test_fa4_and_cudnn_refuse_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

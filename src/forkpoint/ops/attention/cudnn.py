@@ -4,7 +4,9 @@ Source: `aten::_scaled_dot_product_cudnn_attention` and its backward, found by e
 2.11:
 - Tensors are [B, H, T, D] in any strides with a last dimension of stride 1, so equal packed
   sequences go in as views; K may be less than H. lse is float32 [B, H, T, 1].
-- float16 and bfloat16; D up to 256 (up to 128 before Hopper) in multiples of 8.
+- float16 and bfloat16; D and E up to 256 on Hopper and up to 128 on other chips, in multiples of 8.
+  On compute capability 10 cuDNN 9.11 takes 192 and 128 as well. The operator itself checks none of
+  it: these are what torch's attention asks for before it calls it (`check_cudnn_tensor_shapes`).
 - is_causal aligns top-left, so it is used where there are as many keys as queries. No softcap; no
   window.
 - A plan is built for each new shape (tens of milliseconds) and kept. torch's variable-length entry
@@ -20,6 +22,9 @@ from torch import Tensor
 
 from forkpoint.ops.attention.kernel import Asked, Kernel
 from forkpoint.ops.attention.table import Launch
+
+_LATENT_ON_BLACKWELL = 91_100
+"""The first cuDNN with head dims of 192 and 128 there."""
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -92,9 +97,16 @@ def _packed(x_BHTD: Tensor) -> Tensor:
     return x_BHTD.transpose(1, 2).flatten(0, 1)
 
 
+def _version() -> int:
+    return torch.backends.cudnn.version() or 0
+
+
 def _refuses(asked: Asked) -> str | None:
-    most = 256 if torch.cuda.get_device_capability(asked.device) >= (9, 0) else 128
+    capability = torch.cuda.get_device_capability(asked.device)
+    most = 256 if capability == (9, 0) else 128
     dims = asked.head_dim, asked.value_dim
+    if capability[0] == 10 and dims == (192, 128) and _version() >= _LATENT_ON_BLACKWELL:
+        return None
     if max(dims) > most or any(dim % 8 for dim in dims):
         return f"it needs head dims of at most {most} in steps of 8, not {dims[0]} and {dims[1]}"
     return None
