@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import dataclass
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from forkpoint.ops.recurrence import (
     short_convolution,
 )
 from forkpoint.plan import make_plan
-from forkpoint.plan.recurrence import convolution_layout, state_layout
+from forkpoint.plan.recurrence import ConvolutionLayout, convolution_layout, state_layout
 from strategies import batches
 
 NAMES = ("q", "k", "v", "g", "beta", "initial")
@@ -202,6 +203,34 @@ def test_a_row_of_segments_is_its_paths(batch: RolloutBatch, kernel: str) -> Non
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)],
+    ids=str,
+)
+def test_autocast_casts_the_convolution_as_any(dtype: torch.dtype, expected: torch.dtype) -> None:
+    layout = ConvolutionLayout(np.asarray([0]), np.asarray([[-1, 0]]), np.zeros((0, 1), np.int64))
+    table, x_TC = ConvolutionTable(layout), torch.randn(3, 4, dtype=dtype)
+    weight_CW, bias_C = torch.randn(4, 2, dtype=dtype), torch.randn(4, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        x_TC, windows_FWC, _ = gathered_inputs(x_TC, table)
+        found = short_convolution(x_TC, weight_CW, bias_C, windows_FWC, table.slots)
+    assert found.dtype == expected
+
+
+def test_gradients_of_inputs_that_are_read_often_are_rounded_once() -> None:
+    """Two children read the parent's last input, and the row itself does: 256 + 1 + 1."""
+    layout = ConvolutionLayout(
+        np.asarray([1, 2]), np.asarray([[0, 1], [0, 2]]), np.zeros((0, 1), np.int64)
+    )
+    x_TC = torch.zeros(3, 1, dtype=torch.bfloat16, requires_grad=True)
+    again, windows, _ = gathered_inputs(x_TC, ConvolutionTable(layout))
+    grads = torch.tensor([[[256.0], [0]], [[1], [0]]]).bfloat16()
+    torch.autograd.backward([again, windows], [torch.ones_like(again), grads])
+    assert x_TC.grad is not None
+    assert x_TC.grad.flatten().tolist() == [258, 1, 1]
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
@@ -291,7 +320,7 @@ def test_fla_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     asked = (torch.device("cuda"), torch.bfloat16, 128, 128, False)
     assert "pip install 'forkpoint[fla]'" in (record.refusal(*asked) or "")
     monkeypatch.setattr(fla, "find_spec", lambda name: name)
-    monkeypatch.setattr(fla, "_version", lambda package: (0, 5, 1))
+    monkeypatch.setattr(fla, "_version", lambda *names: (0, 5, 1))
     assert "0.5.1 has not been shown exact; install 0.6" in (record.refusal(*asked) or "")
     assert "key dims of at most 256, not 512" in (record.refusal(*asked[:2], 512, 128, False) or "")
     assert "not deterministic" in (record.refusal(*asked[:4], True) or "")
@@ -301,12 +330,40 @@ def test_fla_is_refused_where_it_would_call_another_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fla, "find_spec", lambda name: name)
-    monkeypatch.setattr(fla, "_version", lambda package: (3, 6, 0))
+    monkeypatch.setattr(fla, "_version", lambda *names: (3, 6, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.delenv("FLA_FLASH_QLA", raising=False)
     assert "set FLA_FLASH_QLA=0" in (fla.KERNEL.refuses_device(torch.device("cuda")) or "")
     monkeypatch.setenv("FLA_FLASH_QLA", "0")
     assert fla.KERNEL.refuses_device(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize(
+    ("installed", "refusal"),
+    [
+        ({"fla-core": "0.6.0", "triton": "3.7.1"}, None),
+        ({"fla-core": "0.6.0", "pytorch-triton": "3.8.0+git1234"}, None),
+        ({"flash-linear-attention": "0.2.1", "triton": "3.7.1"}, "0.2.1 has not been shown exact"),
+        ({"fla-core": "0.6.0rc1", "triton": "3.7.0"}, "Triton 3.7.0 computes wrong gradients"),
+        ({"triton": "3.7.1"}, "flash-linear-attention is there, but not as an installed package"),
+        ({"fla-core": "0.6.0"}, "triton is there, but not as an installed package"),
+    ],
+    ids=str,
+)
+def test_versions_are_those_of_whatever_holds_the_kernels(
+    installed: dict[str, str], refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    found = {"fla", "triton"}
+    monkeypatch.setattr(fla, "find_spec", lambda name: name if name in found else None)
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    told = fla.KERNEL.refuses_device(torch.device("cuda"))
+    assert told is None if refusal is None else refusal in (told or "")
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 70, 1], [64, 128], [63, 1, 64, 65]])

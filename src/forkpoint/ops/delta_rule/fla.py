@@ -33,6 +33,10 @@ from forkpoint.ops.delta_rule.kernel import DeltaKernel
 from forkpoint.ops.recurrence import Sequences
 
 OLDEST = (0, 6)
+DISTRIBUTIONS = ("fla-core", "flash-linear-attention")
+"""The kernels are in the first, which serves alone; in old versions they are in the second."""
+TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton")
+"""The second comes with nightly builds of torch."""
 WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 0))
 """The first and the last Triton whose code for Hopper computes wrong gradients."""
 
@@ -98,7 +102,13 @@ def _refuses_device(device: torch.device) -> str | None:
         return "flash-linear-attention is not installed (pip install 'forkpoint[fla]')"
     if find_spec("triton") is None:
         return "it needs triton, which is not installed (pip install triton)"
-    found = _version("flash-linear-attention")
+    found, triton = _version(*DISTRIBUTIONS), _version(*TRITON_DISTRIBUTIONS)
+    if found is None or triton is None:
+        unknown = "flash-linear-attention" if found is None else "triton"
+        return (
+            f"{unknown} is there, but not as an installed package, so that its version cannot be "
+            f"told; install it with pip (pip install -U {unknown})"
+        )
     if found < OLDEST:
         return (
             f"flash-linear-attention {_text(found)} has not been shown exact; install "
@@ -110,9 +120,7 @@ def _refuses_device(device: torch.device) -> str | None:
             "it would call FlashQLA, which is installed and has not been shown exact; set "
             "FLA_FLASH_QLA=0"
         )
-    return refuses_chip(
-        major, minor, _version("triton"), tilelang=_installed("tilelang", "FLA_TILELANG")
-    )
+    return refuses_chip(major, minor, triton, tilelang=_installed("tilelang", "FLA_TILELANG"))
 
 
 def refuses_chip(major: int, minor: int, triton: tuple[int, ...], *, tilelang: bool) -> str | None:
@@ -136,10 +144,20 @@ def _installed(package: str, switch: str) -> bool:
     return find_spec(package) is not None and os.environ.get(switch, "1") != "0"
 
 
-def _version(package: str) -> tuple[int, ...]:
-    """The numbers of an installed version; what follows them (rc, +cu130) is left out."""
+def _version(*distributions: str) -> tuple[int, ...] | None:
+    """The numbers of the version of the first that is installed; what follows them (rc, +cu130) is
+    left out."""
+    for name in distributions:
+        try:
+            return _numbers(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
     numbers = []
-    for part in metadata.version(package).split("+")[0].split("."):
+    for part in version.split("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
         if not digits:
             break
