@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -281,6 +282,7 @@ def test_records_of_the_cuda_kernels(
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_100)
     monkeypatch.setattr(fa4, "find_spec", lambda package: package)
+    monkeypatch.setattr(fa4, "_version", lambda: fa4.OLDEST)
     asked = {
         "device": torch.device("cuda:0"),
         "dtype": torch.bfloat16,
@@ -311,6 +313,37 @@ def test_fa4_and_cudnn_refuse_where_they_are_missing(monkeypatch: pytest.MonkeyP
     assert BY_NAME["fa4"].refuses_device(device) == (
         "flash-attn-4 is not installed (pip install 'forkpoint[fa4]')"
     )
+
+
+@pytest.mark.parametrize(
+    ("installed", "refusal"),
+    [
+        ({"flash-attn-4": "4.0.0b36"}, ""),
+        ({"flash-attn-4": "4.0.0b100"}, ""),
+        ({"flash-attn-4": "4.0.0"}, ""),
+        ({"flash-attn-4": "4.0.0rc1"}, ""),
+        ({"flash-attn-4": "4.1.0b2+cu130"}, ""),
+        (
+            {"flash-attn-4": "4.0.0b9"},
+            "4.0.0b9 has not been shown exact; install 4.0.0b36 or newer",
+        ),
+        ({"flash-attn": "2.8.3"}, "flash-attn-4 is not installed"),
+    ],
+    ids=str,
+)
+def test_fa4_knows_its_package_by_name_and_version(
+    installed: dict[str, str], refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(fa4, "find_spec", lambda package: package)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    found = BY_NAME["fa4"].refuses_device(torch.device("cuda:0")) or ""
+    assert refusal in found if refusal else not found
 
 
 def test_cudnn_takes_equal_lengths_only() -> None:

@@ -16,7 +16,10 @@ Source: `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd` of fla
   keys, fit in one tile (of 64 to 128). Other lengths do not enter.
 """
 
+import math
+import re
 from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -25,6 +28,8 @@ from torch import Tensor
 
 from forkpoint.ops.attention.kernel import Asked, Kernel
 from forkpoint.ops.attention.table import Launch
+
+OLDEST = "4.0.0b36"
 
 
 @cache
@@ -105,9 +110,30 @@ def _refuses_head_dims(head_dim: int, value_dim: int) -> str | None:
     return f"it needs head dims of 8 to 256 in steps of 8, not {head_dim} and {value_dim}"
 
 
+def _version() -> str | None:
+    try:
+        return metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[float, ...]:
+    """To be compared: 4.0.0b36 is before 4.0.0b37, and both are before 4.0.0."""
+    release, _, beta = version.partition("+")[0].partition("b")
+    numbers = [float(x) for x in re.findall(r"\d+", release)[:3]]
+    return (*numbers, float(beta) if beta.isdigit() else math.inf)
+
+
 def _refuses_device(device: torch.device) -> str | None:
-    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+    # flash-attn 2 has a flash_attn.cute too, of another interface: the package's own name tells.
+    found = _version()
+    if found is None or find_spec("flash_attn.cute") is None:
         return "flash-attn-4 is not installed (pip install 'forkpoint[fa4]')"
+    if _numbers(found) < _numbers(OLDEST):
+        return (
+            f"flash-attn-4 {found} has not been shown exact; install {OLDEST} or newer (pip "
+            "install -U --pre flash-attn-4)"
+        )
     major, minor = torch.cuda.get_device_capability(device)
     if major not in (9, 10, 11):
         return f"it needs a GPU of compute capability 9, 10 or 11, not {major}.{minor}"
