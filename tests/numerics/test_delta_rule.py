@@ -28,7 +28,13 @@ from forkpoint.ops.recurrence import (
     short_convolution,
 )
 from forkpoint.plan import make_plan
-from forkpoint.plan.recurrence import ConvolutionLayout, convolution_layout, state_layout
+from forkpoint.plan.recurrence import (
+    ConvolutionLayout,
+    Level,
+    StateLayout,
+    convolution_layout,
+    state_layout,
+)
 from strategies import batches
 
 NAMES = ("q", "k", "v", "g", "beta", "initial")
@@ -201,6 +207,17 @@ def test_a_row_of_segments_is_its_paths(batch: RolloutBatch, kernel: str) -> Non
             found.append((outputs, *torch.autograd.grad((outputs * weights).sum(), leaves)))
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_autocast_outside_changes_nothing_inside() -> None:
+    """The state stays in float32, and what it is made with."""
+    whole = Level(np.zeros(1, int), np.asarray([70]), np.asarray([-1]), np.zeros(1, int), True)
+    table = StateTable(StateLayout((whole,), np.zeros(1, int)))
+    *given, initial = Inputs([70], dtype=torch.float32).make()
+    plain = gated_delta_rule(*given, table=table, initial_SGDE=initial)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = gated_delta_rule(*given, table=table, initial_SGDE=initial)
+    torch.testing.assert_close(cast, plain, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -71,3 +71,14 @@ def test_a_kernel_that_is_none_is_refused() -> None:
     assert x is not None and a is not None and b is not None and c is not None
     with pytest.raises(UnsupportedError, match=r"no selective-scan kernel 'fla'; .*'reference'"):
         selective_scan(x, a, b, c, table=table, kernel="fla")
+
+
+def test_autocast_outside_changes_nothing_inside() -> None:
+    """The state stays in float32, and what it is made with."""
+    whole = Level(np.zeros(1, int), np.asarray([70]), np.asarray([-1]), np.zeros(1, int), True)
+    table = StateTable(StateLayout((whole,), np.zeros(1, int)))
+    given = [x.float() for x in make([70], 0.2) if x is not None]
+    plain = selective_scan(*given[:4], table=table, initial_SGED=given[4])
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = selective_scan(*given[:4], table=table, initial_SGED=given[4])
+    torch.testing.assert_close(cast, plain, rtol=0, atol=0)
