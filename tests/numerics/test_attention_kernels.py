@@ -237,6 +237,15 @@ SIXTEEN = "it takes torch.bfloat16, torch.float16, not torch.float32"
             {"head_dim": 20, "value_dim": 20},
             "it needs a head dim of at most 256 in steps of 8, not 20",
         ),
+        (
+            "fa2",
+            (8, 9),
+            {"head_dim": 224, "value_dim": 224},
+            "on compute capability 8.9 its backward needs a head dim of at most 192, or over 224, "
+            "not 224",
+        ),
+        ("fa2", (12, 0), {"head_dim": 256, "value_dim": 256}, None),
+        ("fa2", (9, 0), {"head_dim": 224, "value_dim": 224}, None),
         ("fa2", (7, 5), {}, "it needs a GPU of compute capability 8.0 or newer, not 7.5"),
         ("cudnn", (9, 0), {"head_dim": 192, "value_dim": 128}, None),
         ("cudnn", (9, 0), {"dtype": torch.float32}, SIXTEEN),

@@ -3,7 +3,8 @@
 Source: `aten::_flash_attention_forward` and `aten::_flash_attention_backward`, found by experiment
 in torch 2.11:
 - q [Tq, H, D], k [Tk, K, D], v [Tk, K, D] with int32 cumulative lengths; lse float32 [H, Tq].
-- float16 and bfloat16; D up to 256 in multiples of 8, E equal to D.
+- float16 and bfloat16; D up to 256 in multiples of 8, E equal to D. On compute capability 8.6 to
+  8.9 and 12 its backward has no D from 200 to 224, which torch's own attention refuses as well.
 - Causal masks and windows align to the end (bottom-right). No softcap.
 - Its backward adds dq with atomics, in any order, unless torch is asked for deterministic
   algorithms.
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Kernel
+from forkpoint.ops.attention.kernel import Asked, Kernel
 from forkpoint.ops.attention.table import Launch
 
 _flash = torch.ops.aten._flash_attention_forward.default
@@ -119,6 +120,18 @@ def _refuses_device(device: torch.device) -> str | None:
     return None
 
 
+def _refuses(asked: Asked) -> str | None:
+    capability = torch.cuda.get_device_capability(asked.device)
+    small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+    if small and 192 < asked.head_dim <= 224:
+        major, minor = capability
+        return (
+            f"on compute capability {major}.{minor} its backward needs a head dim of at most 192, "
+            f"or over 224, not {asked.head_dim}"
+        )
+    return None
+
+
 KERNEL = Kernel(
     name="fa2",
     forward=forward,
@@ -127,6 +140,7 @@ KERNEL = Kernel(
     dtypes=(torch.bfloat16, torch.float16),
     refuses_head_dims=_refuses_head_dims,
     refuses_device=_refuses_device,
+    refuses=_refuses,
     window=True,
     causal_offset=True,
     ragged=True,
