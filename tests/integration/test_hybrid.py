@@ -78,6 +78,12 @@ def test_steps_are_those_of_dense_training(loss: str, checkpointed: bool) -> Non
     check(model, expected, LOSSES[loss], configs)
 
 
+def test_limits_of_time_steps() -> None:
+    """They bind: some time steps of the model are below, and some above."""
+    model, loss = tiny_hybrid("granitemoehybrid", time_step_limit=(1.3, 1.4)), LOSSES["grpo"]
+    check(model, truth(model, acceptance_batch(), loss), loss, CONFIGS[3:7])
+
+
 def test_rows_shorter_than_the_convolution() -> None:
     model, loss = tiny_hybrid("qwen3_5_text"), LOSSES["grpo"]
     check(model, truth(model, acceptance_batch(), loss), loss, SHORTEST)
