@@ -235,6 +235,21 @@ def test_autocast_casts_the_convolution_as_any(dtype: torch.dtype, expected: tor
     assert found.dtype == expected
 
 
+def test_first_tokens_of_a_segment_are_rounded_once() -> None:
+    """Their products are of 16 bits, and summed in float32, as the library's convolution does."""
+    tokens, width = 64, 4
+    window = np.random.default_rng(0).integers(0, tokens, (tokens, width))
+    layout = ConvolutionLayout(np.arange(tokens), window, np.zeros((0, width - 1), np.int64))
+    table, random = ConvolutionTable(layout), torch.Generator().manual_seed(0)
+    x_TC = torch.randn(tokens, 32, generator=random).bfloat16()
+    weight_CW = torch.randn(32, width, generator=random).bfloat16()
+    _, windows_FWC, _ = gathered_inputs(x_TC, table)
+    found = short_convolution(x_TC, weight_CW, None, windows_FWC, table.slots).double()
+    expected = (x_TC.double()[torch.from_numpy(window)] * weight_CW.T.double()).sum(1)
+    rounding = torch.finfo(torch.bfloat16).eps / 2 * expected.abs() + 1e-5
+    assert ((found - expected).abs() <= rounding).all()
+
+
 def test_gradients_of_inputs_that_are_read_often_are_rounded_once() -> None:
     """Two children read the parent's last input, and the row itself does: 256 + 1 + 1."""
     layout = ConvolutionLayout(
