@@ -8,18 +8,13 @@ from forkpoint.config import Config
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
 from forkpoint.plan.arena import place_boundaries
-from forkpoint.plan.calibration import Calibration, MeasuredMeter
-from forkpoint.plan.cost import ModelShape, dense_work, forest_work
-from forkpoint.plan.meters import (
-    EFFICIENT_TOKENS,
-    CountedMeter,
-    Meter,
-    TokenMeter,
-    labelled_of_rows,
-)
+from forkpoint.plan.calibration import Calibration
+from forkpoint.plan.cost import ModelShape, Work, dense_work, forest_work
+from forkpoint.plan.meters import EFFICIENT_TOKENS, Meter
 from forkpoint.plan.packing import rows_across, rows_mixed, rows_of_whole_paths
 from forkpoint.plan.plan import Plan, fingerprint
-from forkpoint.plan.predict import fit_rows, peak_bytes, plan_cost
+from forkpoint.plan.predict import fit_rows
+from forkpoint.plan.prices import Prices
 from forkpoint.rollouts import RolloutBatch
 
 DEFAULT_ROW_TOKENS = 16_384
@@ -56,8 +51,7 @@ class Builder:
         self.batch: RolloutBatch = batch
         self.shape: ModelShape | None = shape
         self.config: Config = config
-        self.coupling: IntArray | None = coupling
-        self.calibration: Calibration | None = calibration
+        self.prices: Prices = Prices(batch, shape, coupling, calibration)
         if calibration is not None:
             if shape is None:
                 raise PlanError(
@@ -71,11 +65,13 @@ class Builder:
                 "bytes cannot be predicted; name the model, or limit max_row_tokens instead."
             )
         self.fingerprint: str = fingerprint(batch)
-        self._edges_of: tuple[Forest, IntArray] | None = None
         self._forests: dict[str, Forest] = {}
         # The hidden states of one path do not depend on the temperature, but its log-probs do.
         classes = np.unique(batch.temperatures, return_inverse=True)[1]
         self.temperature_class: IntArray = classes.astype(np.int64)
+        self.windows: tuple[int, ...] = shape.windows if shape else ()
+        edges = np.diff(batch.offsets) - 1
+        self.dense_work: Work = dense_work(edges, int(batch.loss_mask.sum()), self.windows)
         self.tree_order: SortedRollouts = sort_rollouts(
             batch.token_ids, batch.offsets, self.temperature_class
         )
@@ -123,7 +119,8 @@ class Builder:
         tokens = given or max(DEFAULT_ROW_TOKENS, self.longest)
         budget = self.config.memory_budget_bytes
         if budget is None:
-            return self._priced(*self._metered(sharing, boundary, tokens))
+            plan = self._build(sharing, boundary, tokens)
+            return self.prices.priced(plan, self.prices.meter(plan))
         if not given:
             tokens = max(tokens, min(LARGEST_ROW_TOKENS, int(self.tree_order.new_edges.sum())))
         # A row that holds whole paths is no shorter than the longest of them.
@@ -131,8 +128,9 @@ class Builder:
         found: list[Plan] = []
         shorter = 0
         while True:
-            plan, meter = self._metered(sharing, boundary, tokens)
-            plan = self._priced(plan, meter)
+            plan = self._build(sharing, boundary, tokens)
+            meter = self.prices.meter(plan)
+            plan = self.prices.priced(plan, meter)
             few = len(plan.rows) <= FEW_ROWS
             ways = self._fitted(plan, meter, budget)
             needed = min(_peak(way) for way in ways)
@@ -174,10 +172,6 @@ class Builder:
             return "checkpoint activations"
         return "take fewer rollouts at a time"
 
-    def _metered(self, sharing: str, boundary: str, tokens: int) -> tuple[Plan, Meter]:
-        plan = self._build(sharing, boundary, tokens)
-        return plan, self._meter(plan)
-
     def _fitted(self, plan: Plan, meter: Meter, budget: int) -> list[Plan]:
         """The plan as it is and, where residency is auto, with rows not kept so that it fits."""
         if self.config.residency != "auto" or _peak(plan) <= budget:
@@ -188,34 +182,7 @@ class Builder:
             ways.append("offload")
         assert self.shape is not None
         fitted = (fit_rows(plan, meter, self.shape, budget, way) for way in ways)
-        return [self._priced(way, meter) for way in fitted]
-
-    def _meter(self, plan: Plan) -> Meter:
-        if plan.shape is None:
-            return TokenMeter()
-        labelled = labelled_of_rows(plan, self._token_edges(plan.forest), self.batch.loss_mask)
-        if self.calibration is not None:
-            return MeasuredMeter(self.calibration, plan, labelled)
-        return CountedMeter(plan, labelled)
-
-    def _token_edges(self, forest: Forest) -> IntArray:
-        if self._edges_of is None or self._edges_of[0] is not forest:
-            self._edges_of = forest, forest.token_edges(self.batch.offsets)
-        return self._edges_of[1]
-
-    def _priced(self, plan: Plan, meter: Meter) -> Plan:
-        cost = plan_cost(plan, self.batch, self.coupling, meter)
-        measured = isinstance(meter, MeasuredMeter)
-        return replace(
-            plan,
-            cost=cost,
-            cost_unit=meter.unit,
-            predicted_ms=cost if measured else None,
-            predicted_peak_bytes=(
-                None if self.shape is None else peak_bytes(plan, meter, self.shape)
-            ),
-            rests_on=self.calibration.describe() if measured and self.calibration else "",
-        )
+        return [self.prices.priced(way, meter) for way in fitted]
 
     def _build(self, sharing: str, boundary: str, tokens: int) -> Plan:
         padded = self.config.waves == "padded"
@@ -245,9 +212,7 @@ class Builder:
             )
             for row in rows
         ]
-        edges = np.diff(self.batch.offsets) - 1
-        windows = self.shape.windows if self.shape else ()
-        labelled = self._labelled(forest)
+        labelled = int(self.prices.labelled(forest).sum())
         return Plan(
             sharing=sharing,
             boundary=boundary,
@@ -261,16 +226,11 @@ class Builder:
             logical_tokens=int(self.batch.offsets[-1]),
             unique_tokens=self.unique_tokens,
             labelled=labelled,
-            dense=dense_work(edges, int(self.batch.loss_mask.sum()), windows),
-            shared=forest_work(forest, labelled, windows),
+            dense=self.dense_work,
+            shared=forest_work(forest, labelled, self.windows),
             fingerprint=self.fingerprint,
             shape=self.shape,
         )
-
-    def _labelled(self, forest: Forest) -> int:
-        labelled = np.zeros(forest.edges, bool)
-        labelled[self._token_edges(forest)[self.batch.loss_mask]] = True
-        return int(labelled.sum())
 
 
 def cost_with_preference(plan: Plan) -> float:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from forkpoint.forest import IntArray
+from forkpoint.forest import Forest, IntArray
 from forkpoint.plan.cost import ATTENTION_BACKWARD, LINEAR_BACKWARD, ModelShape, visible_pairs
 from forkpoint.plan.layout import Row
 from forkpoint.plan.plan import Plan
@@ -149,11 +149,16 @@ class TokenMeter:
         return 0
 
 
+def labelled_of_segments(forest: Forest, token_edge: IntArray, loss_mask: np.ndarray) -> IntArray:
+    """[S] how many edges of each segment have a label that some rollout trains on."""
+    labelled = np.zeros(forest.edges, bool)
+    labelled[token_edge[loss_mask]] = True
+    before = np.concatenate([[0], np.cumsum(labelled, dtype=np.int64)])
+    begin = forest.edge_offsets
+    return before[begin[1:]] - before[begin[:-1]]
+
+
 def labelled_of_rows(plan: Plan, token_edge: IntArray, loss_mask: np.ndarray) -> list[int]:
     """How many edges of each row have a label that some rollout trains on."""
-    labelled = np.zeros(plan.forest.edges, bool)
-    labelled[token_edge[loss_mask]] = True
-    before = np.concatenate([[0], np.cumsum(labelled)])
-    begin = plan.forest.edge_offsets
-    of_segment = before[begin[1:]] - before[begin[:-1]]
+    of_segment = labelled_of_segments(plan.forest, token_edge, loss_mask)
     return [int(of_segment[list(row.segments)].sum()) for row in plan.rows]

@@ -1,0 +1,82 @@
+"""Plans with the same rows are priced once, and as each would be by itself."""
+
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint import Config, ModelShape, PlanError, Rollout, RolloutBatch
+from forkpoint.plan import builder, make_plan
+from forkpoint.plan.meters import CountedMeter, labelled_of_rows
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.predict import peak_bytes, plan_cost
+from forkpoint.plan.prices import Prices
+from strategies import batches
+
+SHAPE = ModelShape(
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    value_dim=16,
+    intermediate=128,
+    vocab=100,
+    windows=(0, 8),
+)
+
+
+def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple[float, int]:
+    """Cost and peak of a plan by a meter of its own."""
+    edges = plan.forest.token_edges(batch.offsets)
+    meter = CountedMeter(plan, labelled_of_rows(plan, edges, batch.loss_mask))
+    return plan_cost(plan, batch, coupling, meter), peak_bytes(plan, meter, SHAPE)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(
+    batch=batches(),
+    share=st.floats(0.3, 1.2),
+    waves=st.sampled_from(("packed", "padded")),
+    residency=st.sampled_from(("auto", "keep", "recompute")),
+    couples=st.booleans(),
+)
+def test_every_plan_that_is_tried_has_its_own_price(
+    batch: RolloutBatch, share: float, waves, residency, couples: bool
+) -> None:
+    coupling = np.arange(len(batch)) if couples else None
+    free = make_plan(batch, SHAPE, Config(waves=waves), coupling=coupling)
+    budget = max(1, int(share * (free.predicted_peak_bytes or 0)))
+    config = Config(waves=waves, residency=residency, memory_budget_bytes=budget)
+    seen: list[Plan] = []
+    priced = Prices.priced
+
+    def watched(prices: Prices, plan: Plan, meter) -> Plan:
+        seen.append(priced(prices, plan, meter))
+        return seen[-1]
+
+    least = mock.patch.object(builder, "LEAST_ROW_TOKENS", 2)
+    with mock.patch.object(Prices, "priced", watched), least:
+        try:
+            make_plan(batch, SHAPE, config, coupling=coupling)
+        except PlanError:
+            assert seen
+    for plan in seen:
+        assert (plan.cost, plan.predicted_peak_bytes) == alone(plan, batch, coupling)
+
+
+def test_the_same_rows_are_priced_once() -> None:
+    """One group: what shares by groups and by tree is the same, and rows of many lengths are."""
+    prompt = list(range(1000))
+    batch = RolloutBatch(
+        Rollout([*prompt, 1000 + n, *range(300)], [0] * 1000 + [1] * 301, 1.0, group_id="g")
+        for n in range(4)
+    )
+    config = Config(memory_budget_bytes=10**9)
+    with mock.patch("forkpoint.plan.prices.plan_cost", wraps=plan_cost) as priced:
+        plan = make_plan(batch, replace(SHAPE, windows=(0, 0)), config)
+    assert len(plan.candidates) == 9
+    rows = {tuple((r.segments, r.parent) for r in c.args[0].rows) for c in priced.call_args_list}
+    assert priced.call_count == len(rows)
