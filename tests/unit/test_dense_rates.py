@@ -1,23 +1,16 @@
 """What a plan would take at dense training's rates, by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from forkpoint import Config, ModelShape, Rollout, RolloutBatch
+from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.bench.dense_rates import Amounts, at_dense_rates
 from forkpoint.plan import make_plan
+from plan_shapes import SHAPE as TWO_LAYERS
 
-SHAPE = ModelShape(
-    layers=3,
-    hidden=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    value_dim=16,
-    intermediate=128,
-    vocab=100,
-    windows=(0, 0, 2),
-)
+SHAPE = replace(TWO_LAYERS, layers=3, windows=(0, 0, 2))
 
 
 def test_amounts_by_hand() -> None:

@@ -11,19 +11,8 @@ from hypothesis import strategies as st
 from forkpoint import Config, ModelShape, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import make_plan, meters, planner
 from forkpoint.plan.predict import plan_cost, splits
+from plan_shapes import SHAPE
 from strategies import batches
-
-SHAPE = ModelShape(
-    layers=2,
-    hidden=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    value_dim=16,
-    intermediate=128,
-    vocab=100,
-    windows=(0, 8),
-)
 
 
 def batch_of(lists: list[list[int]], groups: list[str] | None = None, **fields) -> RolloutBatch:

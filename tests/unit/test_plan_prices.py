@@ -7,25 +7,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint import Config, ModelShape, PlanError, Rollout, RolloutBatch
+from forkpoint import Config, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import builder, make_plan
 from forkpoint.plan.meters import CountedMeter, labelled_of_rows
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import peak_bytes, plan_cost
 from forkpoint.plan.prices import Prices
+from plan_shapes import SHAPE
 from strategies import batches
-
-SHAPE = ModelShape(
-    layers=2,
-    hidden=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    value_dim=16,
-    intermediate=128,
-    vocab=100,
-    windows=(0, 8),
-)
 
 
 def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple[float, int]:

@@ -10,19 +10,8 @@ from hypothesis import strategies as st
 from forkpoint import Config, ModelShape, Plan, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import make_plan
 from forkpoint.plan.plan import fingerprint
+from plan_shapes import SHAPE
 from strategies import batches
-
-SHAPE = ModelShape(
-    layers=2,
-    hidden=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    value_dim=16,
-    intermediate=128,
-    vocab=100,
-    windows=(0, 8),
-)
 
 
 def batch_of(lists: list[list[int]]) -> RolloutBatch:

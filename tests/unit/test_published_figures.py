@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from forkpoint.bench.plots import latest, read_rows
+from forkpoint.replay.trend import LIMIT, trend
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -112,3 +113,13 @@ def test_optimizer_steps_on_a_cpu() -> None:
 @pytest.mark.parametrize("name", sorted(p.name for p in RESULTS.glob("*.jsonl")))
 def test_every_file_of_rows_is_in_the_table(name: str) -> None:
     assert f"`results/{name}`" in (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", ["rag.jsonl", "airline.jsonl"])
+def test_replays_of_100_steps_do_not_drift(file: str) -> None:
+    """Of parameters shared less dense, in the rows of each step."""
+    rows = read_rows([RESULTS / "replay-h200.jsonl"])
+    steps = [r["step"] for r in rows if r["metric"] == "step" and r["case"].startswith(file)]
+    assert [step["step"] for step in steps] == list(range(1, 101))
+    found = trend([step["difference"]["mean"] for step in steps])
+    assert abs(found.errors) <= LIMIT, found
