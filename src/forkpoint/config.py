@@ -48,7 +48,12 @@ class Config:
     recurrence_kernel: str = "auto"
     """The same for layers that carry a state, of `forkpoint.ops.delta_rule`."""
     head_chunk_tokens: int = 1024
-    """How many tokens' logits exist at a time in the head."""
+    """How many tokens' logits exist at a time in the head, unless they are kept."""
+    head_logits: Literal["auto", "keep", "recompute"] = "auto"
+    """Whether the logits of a row without children are kept from the head's forward to its
+    backward, which follows at once, or computed again in parts; of other rows they always are. auto
+    keeps them where memory_budget_bytes leaves room, and computes them again where there is no
+    budget."""
     compile_blocks: bool | None = None
     """Whether decoder blocks are compiled, each on its own; None does so on CUDA."""
     grad_accumulation_dtype: Literal["parameter", "float32"] = "parameter"

@@ -94,11 +94,11 @@ def test_sure_tokens_keep_their_precision() -> None:
     "options", [{}, {"softcap": 2.0}, {"logit_scale": 0.3}, {"softcap": 3.0, "logit_scale": 1.7}]
 )
 @pytest.mark.parametrize("entropy", [False, True])
-def test_equals_the_reference_in_float64(chunk_tokens, options, entropy):
+@pytest.mark.parametrize("keep", [False, True], ids=["again", "kept"])
+def test_equals_the_reference_in_float64(chunk_tokens, options, entropy, keep):
     leaves, rest = make()
-    actual = run(
-        token_logprobs, leaves, rest, entropy=entropy, chunk_tokens=chunk_tokens, **options
-    )
+    more = {"chunk_tokens": chunk_tokens, "keep_logits": keep, **options}
+    actual = run(token_logprobs, leaves, rest, entropy=entropy, **more)
     assert_close(actual, run(token_logprobs_reference, leaves, rest, entropy=entropy, **options))
 
 
@@ -199,8 +199,9 @@ def test_non_contiguous_operands():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keep", [False, True], ids=["again", "kept"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.7}])
-def test_16_bit_error_is_within_twice_that_of_pytorch(dtype, options):
+def test_16_bit_error_is_within_twice_that_of_pytorch(dtype, options, keep):
     leaves, rest = make(tokens=200, vocab=300, width=64, dtype=dtype)
     for leaf in leaves.values():
         leaf.data.mul_(0.3)
@@ -210,7 +211,7 @@ def test_16_bit_error_is_within_twice_that_of_pytorch(dtype, options):
         rest,
         **options,
     )
-    ours = run(token_logprobs, leaves, rest, chunk_tokens=16, **options)
+    ours = run(token_logprobs, leaves, rest, chunk_tokens=16, keep_logits=keep, **options)
     plain = run(token_logprobs_reference, leaves, rest, **options)
     assert ours["logprobs"].dtype == ours["entropies"].dtype == torch.float32
     for name, value in exact.items():
@@ -315,6 +316,27 @@ def test_no_more_logits_than_a_chunk_are_ever_alive(dtype, options):
     assert recorder.max_numel == tokens * vocab
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["again", "kept"])
+def test_kept_logits_save_the_product_of_the_backward(keep):
+    """Three products each way but for the logits', and none is kept where no gradient is wanted."""
+    leaves, rest = make(bias=False, dtype=torch.float32)
+    with Recorder() as recorder:
+        run(token_logprobs, leaves, rest, chunk_tokens=TOKENS, keep_logits=keep)
+    products = sum(recorder.names[name] for name in ("mm", "addmm", "addmm_"))
+    assert products == (3 if keep else 4)
+    with Recorder() as recorder, torch.no_grad():
+        token_logprobs(**leaves, **rest, chunk_tokens=4, keep_logits=keep)
+    assert recorder.max_numel <= 4 * VOCAB + VOCAB * WIDTH
+
+
+def test_kept_logits_serve_one_backward():
+    leaves, rest = make()
+    logprobs_T, _ = token_logprobs(**leaves, **rest, keep_logits=True)
+    logprobs_T.sum().backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="kept for one backward"):
+        logprobs_T.sum().backward()
+
+
 def test_the_host_never_waits_for_values():
     leaves, rest = make()
     with Recorder() as recorder:
@@ -333,10 +355,11 @@ def test_bad_options_are_refused():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("keep", [False, True], ids=["again", "kept"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("bias", [False, True], ids=["fused", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_cuda_without_syncs_and_within_the_error_bars(dtype, bias, autocast):
+def test_cuda_without_syncs_and_within_the_error_bars(dtype, bias, autocast, keep):
     leaves, rest = make(700, 10_000, 64, dtype=dtype, bias=bias, device="cuda")
     for leaf in leaves.values():
         if leaf is not None:
@@ -351,7 +374,7 @@ def test_cuda_without_syncs_and_within_the_error_bars(dtype, bias, autocast):
         plain = run(plain_logits, leaves, rest)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            ours = run(token_logprobs, leaves, rest, chunk_tokens=128)
+            ours = run(token_logprobs, leaves, rest, chunk_tokens=128, keep_logits=keep)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for name, value in exact.items():

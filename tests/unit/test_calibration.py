@@ -112,6 +112,16 @@ def test_a_row_without_labels_ends_in_its_last_layer() -> None:
     assert plan.predicted_ms == pytest.approx(expected)
 
 
+def test_kept_logits_are_not_computed_again() -> None:
+    """The head's backward was measured with a forward's product in it."""
+    measured = made_up(head=line(1e-2, backward=3.0))
+    batch = group(500, 500, 2)
+    config = Config(sharing="group", boundary="across_rows", head_logits="recompute")
+    again = make_plan(batch, SHAPE, config, calibration=measured)
+    kept = make_plan(batch, SHAPE, replace(config, head_logits="keep"), calibration=measured)
+    assert again.cost - kept.cost == pytest.approx(2 * 500 * 1e-2)
+
+
 def test_sharing_pays_where_launches_are_cheap_and_not_where_they_are_dear() -> None:
     batch = group(257, 600, 2)
     cheap = make_plan(batch, SHAPE, Config(boundary="in_row"), calibration=made_up())

@@ -1,6 +1,7 @@
 """What the planner decides and refuses, what may share, and the literal schedule."""
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -149,6 +150,42 @@ def test_a_memory_budget_lowers_row_tokens_until_it_holds() -> None:
     assert plan.max_row_tokens < 2 * 1399 + 1399
     assert plan.predicted_peak_bytes == half
     assert [row.slots for row in plan.rows] == [2 * 1399, 2 * 1399]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "keep", "recompute"])
+def test_logits_are_kept_where_a_budget_has_room(wanted: Any) -> None:
+    batch = batch_of([ids for first in range(0, 8_000, 2_000) for ids in group(first=first)])
+    config = Config(
+        sharing="group", boundary="across_rows", max_row_tokens=1000, head_logits=wanted
+    )
+    free = make_plan(batch, SHAPE, config)
+    leaves = [row for row in free.rows if not row.children]
+    assert 0 < len(leaves) < len(free.rows)
+    assert [row.index for row in free.rows if row.keeps_logits] == [
+        row.index for row in leaves if wanted == "keep"
+    ]
+    # All that a row's labels take, and a byte less.
+    again = make_plan(batch, SHAPE, dataclasses.replace(config, head_logits="recompute"))
+    kept = make_plan(batch, SHAPE, dataclasses.replace(config, head_logits="keep"))
+    assert again.predicted_peak_bytes is not None and kept.predicted_peak_bytes is not None
+    assert kept.cost < again.cost
+    token = SHAPE.vocab * SHAPE.dtype_bytes
+    assert kept.predicted_peak_bytes > again.predicted_peak_bytes
+    assert (kept.predicted_peak_bytes - again.predicted_peak_bytes) % token == 0
+    for budget, all_kept in (
+        (kept.predicted_peak_bytes, True),
+        (again.predicted_peak_bytes, False),
+    ):
+        if wanted == "keep" and not all_kept:
+            continue
+        config = dataclasses.replace(config, memory_budget_bytes=budget)
+        plan = make_plan(batch, SHAPE, config)
+        assert plan.predicted_peak_bytes is not None and plan.predicted_peak_bytes <= budget
+        keeping = [row.index for row in plan.rows if row.keeps_logits]
+        if wanted == "recompute":
+            assert not keeping
+        else:
+            assert (keeping == [row.index for row in leaves]) == all_kept
 
 
 def test_peak_bytes_count_the_rows_open_at_once_and_the_arena() -> None:

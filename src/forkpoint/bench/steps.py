@@ -216,8 +216,8 @@ def best_dense(
     """Dense with the row size that is fastest of those that fit.
 
     One rollout a row, two, and twice as many as long as such a row has no more than `row_tokens`.
-    The dense cost is linear in the rollouts: a sample is measured, of at least as many as the
-    longest rows hold, and scaled by counted FLOPs.
+    Logits are kept for the backward where they fit. The dense cost is linear in the rollouts: a
+    sample is measured, of at least as many as the longest rows hold, and scaled by counted FLOPs.
     """
     longest = int(batch.lengths.max())
     sample = max(sample, row_tokens // longest)
@@ -225,14 +225,16 @@ def best_dense(
     whole = stepper.configured(**DENSE).plan(batch)
     found: list[tuple[Timed, Policy]] = []
     for rows in _rollouts_of_rows(longest, len(some), row_tokens):
-        policy = stepper.configured(**DENSE, max_row_tokens=rows * longest)
-        try:
-            timed = stepper.step(policy, some)
-            timed = stepper.repeat(policy, some, repeats=repeats, into=Timed(timed.plan))
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            continue
-        found.append((timed, policy))
+        for logits in ("keep", "recompute"):
+            policy = stepper.configured(**DENSE, max_row_tokens=rows * longest, head_logits=logits)
+            try:
+                timed = stepper.step(policy, some)
+                timed = stepper.repeat(policy, some, repeats=repeats, into=Timed(timed.plan))
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                continue
+            found.append((timed, policy))
+            break
     if not found:
         raise torch.OutOfMemoryError(f"dense training of one rollout of {longest} tokens")
     timed, policy = min(found, key=lambda f: f[0].typical_ms)

@@ -1,14 +1,15 @@
 """Log-probs and entropies of chosen tokens from hidden states, with few logits alive at a time.
 
 A vocabulary is a hundred times wider than a hidden state, so the logits of a long row are the
-largest tensor of a training step. Here few exist at a time. The forward goes over chunks of tokens
-and keeps a few numbers per token (the largest logit, the sum of exponentials, the entropy). With
-these every logit's gradient is known by itself, so that the backward can go over slices of the
-vocabulary: the weight's gradient is then one product over all tokens for each slice, where chunks
-of tokens would add to all of it again and again, in a float32 copy of the largest weight there is.
-The result is that of a linear layer followed by a log-softmax in float32. On CUDA logits are read
-once each way (head_triton), where there is Triton and neither a bias, whose gradient is a sum of
-unrounded ones, nor a softcap.
+largest tensor of a training step. Here few exist at a time, unless there is room to keep them for
+the backward, which saves a third of its products. The forward goes over chunks of tokens and keeps
+a few numbers per token (the largest logit, the sum of exponentials, the entropy). With these every
+logit's gradient is known by itself, so that the backward can go over slices of the vocabulary: the
+weight's gradient is then one product over all tokens for each slice, where chunks of tokens would
+add to all of it again and again, in a float32 copy of the largest weight there is. The result is
+that of a linear layer followed by a log-softmax in float32. On CUDA logits are read once each way
+(head_triton), where there is Triton and neither a bias, whose gradient is a sum of unrounded ones,
+nor a softcap.
 """
 
 from importlib.util import find_spec
@@ -34,6 +35,7 @@ class _Options(NamedTuple):
     matmul_dtype: torch.dtype | None  # None: no autocast, the operands' own
     softmax_dtype: torch.dtype
     fused: bool
+    keeps: bool
 
 
 def token_logprobs(
@@ -47,6 +49,7 @@ def token_logprobs(
     softcap: float | None = None,
     logit_scale: float | None = None,
     chunk_tokens: int = 1024,
+    keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The log-prob of each label under its token's next-token distribution, and its entropy.
 
@@ -56,9 +59,10 @@ def token_logprobs(
 
     The product is computed in the operands' dtype (under autocast in autocast's, as by a linear
     layer; float64 stays), everything after it in float32, or float64 for float64 operands. No
-    tensor has more than `chunk_tokens` x V elements of logits, forward or backward. The results can
-    be differentiated once, by `hidden_TC`, `weight_VC` and `bias_V`; a gradient nobody needs is not
-    computed. Hidden and bias gradients are summed in float32 (float64 for float64).
+    tensor has more than `chunk_tokens` x V elements of logits, forward or backward, unless the
+    product is kept, in its own dtype. The results can be differentiated once, by `hidden_TC`,
+    `weight_VC` and `bias_V`; a gradient nobody needs is not computed. Hidden and bias gradients are
+    summed in float32 (float64 for float64).
 
     Args:
         hidden_TC: floating point, [T, C]; T may be 0.
@@ -70,6 +74,7 @@ def token_logprobs(
         softcap: positive bound of the logits (Gemma 2's final_logit_softcapping).
         logit_scale: factor of the logits (Cohere's logit_scale).
         chunk_tokens: how many tokens' logits exist at a time.
+        keep_logits: keep all of them for the backward, T x V, instead of computing them again.
 
     Returns:
         log-probs [T] and entropies [T] (None unless asked for), in float32 (float64 for float64).
@@ -94,6 +99,9 @@ def token_logprobs(
         matmul_dtype=torch.get_autocast_dtype(device_type) if autocast else None,
         softmax_dtype=torch.float64 if double else torch.float32,
         fused=not double and bias_V is None and softcap is None and _fuses(hidden_TC.device),
+        keeps=keep_logits
+        and torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (hidden_TC, weight_VC, bias_V)),
     )
     return _TokenLogprobs.apply(hidden_TC, weight_VC, bias_V, labels_T, temperature_T, options)
 
@@ -144,13 +152,17 @@ class _TokenLogprobs(torch.autograd.Function):
         weight = _cast(weight_VC, options)
         bias = None if bias_V is None else _cast(bias_V, options)
         scale_T = _scale(labels_T, temperature_T, options) if options.fused else None
+        kept_TV = F.linear(_cast(hidden_TC, options), weight, bias) if options.keeps else None
         for chunk in _chunks(labels_T, options):
-            hidden_cC = _cast(hidden_TC[chunk], options)
+            if kept_TV is None:
+                product_cV = F.linear(_cast(hidden_TC[chunk], options), weight, bias)
+            else:
+                product_cV = kept_TV[chunk]
             if options.fused:
                 from forkpoint.engine.head_triton import softmax_stats
 
                 softmax_stats(
-                    F.linear(hidden_cC, weight),
+                    product_cV,
                     labels_T[chunk],
                     None if scale_T is None else scale_T[chunk],
                     logprobs_T[chunk],
@@ -161,7 +173,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 )
                 continue
             temperature_c = None if temperature_T is None else temperature_T[chunk]
-            logits_cV, _ = _logits(hidden_cC, weight, bias, temperature_c, options)
+            logits_cV, _ = _logits(product_cV, temperature_c, options)
             # The maximum comes off first: a log-sum-exp of logits as they are is rounded at their
             # size, and of 1 - p, where the model is sure of a token, only that would be left.
             max_T[chunk] = logits_cV.amax(-1)
@@ -176,6 +188,8 @@ class _TokenLogprobs(torch.autograd.Function):
             hidden_TC, weight_VC, bias_V, labels_T, temperature_T, max_T, sum_T, entropies_T
         )
         ctx.options = options
+        # Not among the saved tensors: the backward overwrites it, and lets it go.
+        ctx.kept_TV = kept_TV
         ctx.set_materialize_grads(False)
         return logprobs_T, entropies_T
 
@@ -187,11 +201,16 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_logprobs_T, grad_entropies_T = grad_outputs
         hidden_TC, weight_VC, bias_V, labels_T, _, max_T, *_ = ctx.saved_tensors
         options: _Options = ctx.options
+        kept_TV, ctx.kept_TV = ctx.kept_TV, None
+        assert (kept_TV is not None) == options.keeps, "logits are kept for one backward"
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(max_T)
         gradients_T = grad_logprobs_T, grad_entropies_T
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Kept logits need no parts where one kernel turns them into their gradient in place.
+        whole = options.keeps and options.fused
         parts = _parts(len(labels_T), len(weight_VC), options.chunk_tokens)
+        parts = [slice(0, len(weight_VC))] if whole else parts
         several = needs_hidden and len(parts) > 1
         grad_hidden_TC = _zeros(hidden_TC, options) if several else None
         grad_weight_VC = torch.empty_like(weight_VC) if needs_weight else None
@@ -202,10 +221,13 @@ class _TokenLogprobs(torch.autograd.Function):
             for part in parts:
                 weight = _cast(weight_VC[part], options)
                 bias = None if bias_V is None else _cast(bias_V[part], options)
-                if options.fused:
-                    grad_Tv = _fused_gradient(ctx, part, hidden, weight, *gradients_T)
+                if kept_TV is None:
+                    product_Tv = F.linear(hidden, weight, bias)
                 else:
-                    grad_Tv = _gradient(ctx, part, hidden, weight, bias, *gradients_T)
+                    product_Tv = kept_TV if whole else kept_TV[:, part]
+                gradient = _fused_gradient if options.fused else _gradient
+                grad_Tv = gradient(ctx, part, product_Tv, *gradients_T)
+                del product_Tv
                 if grad_bias_V is not None:
                     grad_bias_V[part] = grad_Tv.sum(0)
                 grad_Tv = grad_Tv.to(hidden.dtype)
@@ -226,16 +248,14 @@ class _TokenLogprobs(torch.autograd.Function):
 def _gradient(
     ctx: Any,
     part: slice,
-    hidden_TC: Tensor,
-    weight_vC: Tensor,
-    bias_v: Tensor | None,
+    product_Tv: Tensor,
     grad_logprobs_T: Tensor,
     grad_entropies_T: Tensor | None,
 ) -> Tensor:
     """The gradient of a part of the logits as the linear layer left them."""
     *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
     options: _Options = ctx.options
-    logits_Tv, tanh_Tv = _logits(hidden_TC, weight_vC, bias_v, temperature_T, options)
+    logits_Tv, tanh_Tv = _logits(product_Tv, temperature_T, options)
     # d logprob / d logit_j = [j is the label] - p_j
     # d entropy / d logit_j = -p_j * (log p_j + entropy)
     factor_T1 = grad_logprobs_T[:, None]
@@ -248,7 +268,7 @@ def _gradient(
         logprobs_Tv.add_(entropies_T[:, None]).mul_(grad_entropies_T[:, None])
         grad_Tv.mul_(logprobs_Tv.add_(factor_T1).neg_())
     inside_T1 = ((labels_T >= part.start) & (labels_T < part.stop))[:, None]
-    at_T1 = (labels_T[:, None] - part.start).clamp_(0, len(weight_vC) - 1)
+    at_T1 = (labels_T[:, None] - part.start).clamp_(0, product_Tv.shape[1] - 1)
     grad_Tv.scatter_add_(-1, at_T1, factor_T1 * inside_T1)
     # Back through the temperature, the cap and the scale.
     if temperature_T is not None:
@@ -263,17 +283,16 @@ def _gradient(
 def _fused_gradient(
     ctx: Any,
     part: slice,
-    hidden_TC: Tensor,
-    weight_vC: Tensor,
+    product_Tv: Tensor,
     grad_logprobs_T: Tensor,
     grad_entropies_T: Tensor | None,
 ) -> Tensor:
-    """The same by one kernel, in the dtype of the logits."""
+    """The same by one kernel, in the dtype of the logits, which it overwrites."""
     from forkpoint.engine.head_triton import softmax_gradient_
 
     *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
     return softmax_gradient_(
-        F.linear(hidden_TC, weight_vC),
+        product_Tv,
         labels_T,
         part.start,
         _scale(labels_T, temperature_T, ctx.options),
@@ -325,14 +344,13 @@ def _zeros(like: Tensor, options: _Options) -> Tensor:
 
 
 def _logits(
-    hidden_cC: Tensor,
-    weight_VC: Tensor,
-    bias_V: Tensor | None,
-    temperature_c: Tensor | None,
-    options: _Options,
+    product_cV: Tensor, temperature_c: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor | None]:
-    """A chunk's logits, the caller's to overwrite, and the cap's tanh for its derivative."""
-    logits_cV = F.linear(hidden_cC, weight_VC, bias_V).to(options.softmax_dtype)
+    """A chunk's logits, the caller's to overwrite, and the cap's tanh for its derivative.
+
+    A product that is kept stays as it is; any other may be overwritten as well.
+    """
+    logits_cV = product_cV.to(options.softmax_dtype, copy=options.keeps)
     tanh_cV = None
     if options.logit_scale is not None:
         logits_cV.mul_(options.logit_scale)

@@ -57,6 +57,7 @@ class LogprobHead:
             temperature_T=inputs.head_temperatures,
             entropy=context.entropy,
             chunk_tokens=context.head_chunk_tokens,
+            keep_logits=inputs.row.keeps_logits,
             **self.family.head_options(self.causal.config),
         )
         return {"logprobs": logprobs} | ({} if entropies is None else {"entropies": entropies})

@@ -13,7 +13,7 @@ from forkpoint.plan.cost import ModelShape, Work, dense_work, forest_work
 from forkpoint.plan.meters import EFFICIENT_TOKENS, Meter
 from forkpoint.plan.packing import rows_across, rows_mixed, rows_of_whole_paths
 from forkpoint.plan.plan import Plan, fingerprint
-from forkpoint.plan.predict import fit_rows
+from forkpoint.plan.predict import fit_rows, keep_logits
 from forkpoint.plan.prices import Prices
 from forkpoint.rollouts import RolloutBatch
 
@@ -120,7 +120,7 @@ class Builder:
         budget = self.config.memory_budget_bytes
         if budget is None:
             plan = self._build(sharing, boundary, tokens)
-            return self.prices.priced(plan, self.prices.meter(plan))
+            return self._priced(plan, self.prices.meter(plan))
         if not given:
             tokens = max(tokens, min(LARGEST_ROW_TOKENS, int(self.tree_order.new_edges.sum())))
         # A row that holds whole paths is no shorter than the longest of them.
@@ -130,7 +130,7 @@ class Builder:
         while True:
             plan = self._build(sharing, boundary, tokens)
             meter = self.prices.meter(plan)
-            plan = self.prices.priced(plan, meter)
+            plan = self._priced(plan, meter)
             few = len(plan.rows) <= FEW_ROWS
             ways = self._fitted(plan, meter, budget)
             needed = min(_peak(way) for way in ways)
@@ -182,7 +182,15 @@ class Builder:
             ways.append("offload")
         assert self.shape is not None
         fitted = (fit_rows(plan, meter, self.shape, budget, way) for way in ways)
-        return [self.prices.priced(way, meter) for way in fitted]
+        return [self._priced(way, meter) for way in fitted]
+
+    def _priced(self, plan: Plan, meter: Meter) -> Plan:
+        """With its price, and with logits kept as the configuration says."""
+        budget = self.config.memory_budget_bytes
+        if self.config.head_logits == "auto" and budget is not None:
+            assert plan.shape is not None
+            plan = keep_logits(plan, meter, plan.shape, budget)
+        return self.prices.priced(plan, meter)
 
     def _build(self, sharing: str, boundary: str, tokens: int) -> Plan:
         padded = self.config.waves == "padded"
@@ -204,6 +212,7 @@ class Builder:
             replace(
                 row,
                 checkpointing=self.config.checkpointing,
+                keeps_logits=self.config.head_logits == "keep" and not row.children,
                 residency=(
                     self.config.residency
                     if row.children and self.config.residency != "auto"

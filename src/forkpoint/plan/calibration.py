@@ -21,6 +21,7 @@ import numpy as np
 from forkpoint.errors import ConfigError
 from forkpoint.plan.cost import ModelShape, visible_pairs
 from forkpoint.plan.layout import COLUMNS, Row, full_table, windowed_table
+from forkpoint.plan.meters import logits_bytes
 from forkpoint.plan.plan import Plan
 
 SCHEMA = 1
@@ -270,7 +271,10 @@ class MeasuredMeter:
             time += again * blocks
         if again == 1.0:
             time += self._attention_ms(row, backward=False)
-        return time
+        if row.keeps_logits:
+            # The backward that was measured computes them first, as the forward does.
+            time -= self.calibration.head.time(self.labelled_of_row[row.index], backward=False)
+        return max(time, 0.0)
 
     def copy(self, nbytes: int, *, out: bool) -> float | None:
         found = self.calibration
@@ -281,7 +285,8 @@ class MeasuredMeter:
         block, rest = self.calibration.kept_bytes[policy]
         # One block is whole while its backward computes it again.
         whole = self.calibration.kept_bytes["none"][0] if policy != "none" else 0.0
-        return int(row.slots * (self.shape.layers * block + rest + whole))
+        kept = int(row.slots * (self.shape.layers * block + rest + whole))
+        return kept + logits_bytes(row, self.shape, self.labelled_of_row[row.index])
 
     def working_bytes(self, row: Row) -> int:
         head, token = self.calibration.working_bytes

@@ -55,6 +55,8 @@ class Row:
     """Where its activations are while its children run: keep, offload or recompute."""
     checkpointing: str = "none"
     """Which activations its own backward computes again: none, selective or full."""
+    keeps_logits: bool = False
+    """Whether its head keeps all logits for the backward instead of computing them again."""
 
     @property
     def keeps_boundary(self) -> bool:

@@ -84,6 +84,7 @@ class CountedMeter:
         gradients = (1 + LINEAR_BACKWARD) * 2.0 * ROW_TOKENS * self.shape.linear_parameters
         return (
             LINEAR_BACKWARD * (linear + head)
+            + (0.0 if row.keeps_logits else head)
             + ATTENTION_BACKWARD * attention
             + repeated
             + gradients
@@ -93,7 +94,8 @@ class CountedMeter:
         return None
 
     def kept_bytes(self, row: Row) -> int:
-        return row.slots * self.shape.activation_bytes(row.checkpointing)
+        kept = row.slots * self.shape.activation_bytes(row.checkpointing)
+        return kept + logits_bytes(row, self.shape, self.labelled_of_row[row.index])
 
     def working_bytes(self, row: Row) -> int:
         return 0
@@ -147,6 +149,11 @@ class TokenMeter:
 
     def working_bytes(self, row: Row) -> int:
         return 0
+
+
+def logits_bytes(row: Row, shape: ModelShape, labelled: int) -> int:
+    """What a row's kept logits take, as the head's product leaves them."""
+    return labelled * shape.vocab * shape.dtype_bytes if row.keeps_logits else 0
 
 
 def labelled_of_segments(forest: Forest, token_edge: IntArray, loss_mask: np.ndarray) -> IntArray:

@@ -1,4 +1,4 @@
-"""What a plan is predicted to cost and to hold, and which rows are not kept to make it fit.
+"""What a plan is predicted to cost and to hold, and what is not kept to make it fit.
 
 The schedule is played with a meter's prices: each forward and backward takes its time, and copies
 of offloaded rows run beside, one at a time in each direction.
@@ -151,6 +151,24 @@ def fit_rows(plan: Plan, meter: Meter, shape: ModelShape, budget: int, residency
             price = meter.forward(row, boundary_only=True) / max(1, kept)
             heappush(cheapest, (price, -row.index))
     rows = [replace(r, residency=residency) if r.index in moved else r for r in plan.rows]
+    return replace(plan, rows=tuple(rows))
+
+
+def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Plan:
+    """The plan with the logits kept of rows without children whose backwards still fit then.
+
+    All of a row's logits are kept or none.
+    """
+    room = budget - arena_bytes(plan, shape)
+    open_bytes: list[int] = []
+    rows = []
+    for row in plan.rows:
+        above = open_bytes[row.parent] if row.parent >= 0 else 0
+        kept = meter.kept_bytes(row) if row.residency == "keep" else 0
+        open_bytes.append(above + kept)
+        with_logits = replace(row, keeps_logits=True)
+        needed = above + meter.kept_bytes(with_logits) + meter.working_bytes(row)
+        rows.append(with_logits if not row.children and needed <= room else row)
     return replace(plan, rows=tuple(rows))
 
 

@@ -33,7 +33,7 @@ class Prices:
         self.calibration: Calibration | None = calibration
         self._labelled_of: dict[bytes, IntArray] = {}
         self._meter_of: dict[bytes, Meter] = {}
-        self._cost_of: dict[tuple[bytes, tuple[str, ...]], tuple[float, int | None]] = {}
+        self._cost_of: dict[tuple[object, ...], tuple[float, int | None]] = {}
 
     def labelled(self, forest: Forest) -> IntArray:
         """[S] of each segment, how many of its edges have a label that some rollout trains on."""
@@ -44,7 +44,7 @@ class Prices:
         return self._labelled_of[key]
 
     def meter(self, plan: Plan) -> Meter:
-        """Prices of the rows of a plan, and of those that differ from it in residency alone."""
+        """Prices of the rows of a plan, and of those that differ from it only in what is kept."""
         if plan.shape is None:
             return TokenMeter()
         key = _key_of_rows(plan)
@@ -60,7 +60,7 @@ class Prices:
 
     def priced(self, plan: Plan, meter: Meter) -> Plan:
         """The plan with its cost and its peak, by a meter of its rows."""
-        key = _key_of_rows(plan), tuple(row.residency for row in plan.rows)
+        key = (_key_of_rows(plan), *((row.residency, row.keeps_logits) for row in plan.rows))
         if key not in self._cost_of:
             cost = plan_cost(plan, self.batch, self.coupling, meter)
             peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)

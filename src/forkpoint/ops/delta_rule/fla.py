@@ -12,7 +12,8 @@ there and in its issues:
 - Ragged lengths are right as they are, with tilelang 0.1.15 on an H200: no gradient that is not
   finite, and errors against float64 as large as with sequences of whole chunks. Earlier versions
   read and wrote past the end of a sequence (its pull request 827); `OLDEST` is later. Changing
-  lengths compile nothing anew. docs/upstream-delta-rule.md has what was measured.
+  lengths compile nothing anew there, and tune hardly anything anew in Triton (fla_tuning.py).
+  docs/upstream-delta-rule.md has what was measured.
 - FlashQLA, another package, would be called in its place on Hopper, and has not been shown exact.
 - One token in all would go to kernels without a backward in some versions: another, all zero, which
   neither decays a state nor writes to it, follows as a sequence of its own.
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from forkpoint.ops.delta_rule.fla_tuning import share_choices
 from forkpoint.ops.delta_rule.kernel import DeltaKernel
 from forkpoint.ops.recurrence import Sequences
 
@@ -47,6 +49,7 @@ def _chunk_gated_delta_rule() -> Any:
         chunk_gated_delta_rule,
     )
 
+    share_choices()
     return chunk_gated_delta_rule
 
 
