@@ -20,6 +20,7 @@ PROMPT, RESPONSES = 1777, [512, 300, 41, 640, 1, 255]
 # The prompt in one row with responses; in a row of its own; cut into a chain.
 PLANS = {
     "one-row": {"boundary": "in_row"},
+    "kept-logits": {"boundary": "in_row", "head_logits": "keep"},
     "waves": {"boundary": "across_rows", "max_row_tokens": 1800},
     "short-waves": {"boundary": "across_rows", "max_row_tokens": 1800, "max_wave_tokens": 700},
     "mixed": {"boundary": "mixed", "max_row_tokens": 1800},
@@ -68,3 +69,15 @@ def test_the_host_never_waits_in_a_step(name: str, loss: Any, compiled: bool) ->
         engine.forward_backward(plan, batch, loss, batch_denominators(batch), 1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+def test_other_counts_of_tokens_compile_nothing_anew() -> None:
+    """Above and below what the compiler takes for a long row, or for one of more than its width."""
+    model = make_model("llama3-8b", torch.device("cuda"), layers=2)
+    vocab = SHAPES["llama3-8b"]["vocab_size"]
+    policy = wrap(model, Config(sharing="none", boundary="in_row", max_row_tokens=32_768))
+    for at, tokens in enumerate((12_000, 11_000, 600, 5_000, 20_000)):
+        batch = make_group(tokens // 2, [tokens - tokens // 2], vocab=vocab)
+        with torch._dynamo.config.patch(error_on_recompile=at >= 2):
+            policy.forward_backward(batch, GRPO())

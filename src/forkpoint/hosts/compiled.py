@@ -31,7 +31,9 @@ class CompiledBlocks:
         with ExitStack() as stack:
             for block in self.blocks:
                 if block not in self._compiled:
-                    self._compiled[block] = torch.compile(block.forward, dynamic=True)
+                    self._compiled[block] = torch.compile(
+                        block.forward, dynamic=True, options=_options()
+                    )
                 attributes = vars(block)
                 # Adapted or unwrapped modules may have one set on the instance.
                 own = {"forward": attributes["forward"]} if "forward" in attributes else {}
@@ -43,6 +45,18 @@ class CompiledBlocks:
                     setattr(block, "gradient_checkpointing", False)  # noqa: B010
                     block.forward = partial(_checkpointed, block, self._compiled[block])
             yield
+
+
+def _options() -> dict[str, Any] | None:
+    """What keeps torch's compiler from asking whether a row is long, and compiling for each answer.
+
+    Sums over a row's tokens and over their channels share one kernel from 4,096 tokens on, or from
+    twice the channels on; without the checks they always do.
+    """
+    from torch._inductor import config
+
+    name = "mix_order_reduction_non_strict_mode"
+    return {f"triton.{name}": True} if hasattr(config.triton, name) else None
 
 
 def _checkpointed(block: Any, forward: Callable, *args: Any, **kwargs: Any) -> Any:
