@@ -1,12 +1,14 @@
 """Choices of tuned kernels, shared: a tuner as Triton's that counts how often it chooses."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from forkpoint.ops.delta_rule.fla_tuning import share
 
-BF16, F32 = "torch.bfloat16", "torch.float32"
+BF16, F32, F16 = (torch.zeros(1, dtype=t) for t in (torch.bfloat16, torch.float32, torch.float16))
 
 
 class DoesNotFitError(Exception):
@@ -14,61 +16,67 @@ class DoesNotFitError(Exception):
 
 
 class Tuner:
-    """As Triton's, as far as its cache goes; a choice is the key it was made for."""
+    """As Triton's: one choice for each of its keys' values and list of dtypes.
 
-    def __init__(self, *names: str) -> None:
-        self.keys = list(names)
-        self.cache: dict[tuple[Any, ...], Any] = {}
-        self.chosen: list[tuple[Any, ...]] = []
-        self.too_large: set[tuple[Any, Any]] = set()
+    A choice is the number of what it was made for; `tight` holds pairs of a choice and a value of
+    NB for which it does not fit.
+    """
 
-    def run(self, *key: Any) -> Any:
-        if key not in self.cache:
-            self.chosen.append(key)
-            self.cache[key] = key
-        if (key, self.cache[key]) in self.too_large:
+    def __init__(self) -> None:
+        self.keys = ["D", "NB"]
+        self.cache: dict[Any, Any] = {}
+        self.tight: set[tuple[int, int]] = set()
+        self.pre_hook: Any = None
+        self.fn = SimpleNamespace(run=self._launch)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(("x", "y", "D", "NB"), args, strict=False)), **kwargs}
+        dtypes = [x.dtype for x in given.values() if isinstance(x, torch.Tensor)]
+        key = (given["D"], given["NB"], *dtypes)
+        number = self.cache.setdefault(key, len(self.cache))
+        self.best_config = SimpleNamespace(
+            pre_hook=self.pre_hook, all_kwargs=lambda: {"num_warps": number}
+        )
+        return self.fn.run(*args, **kwargs, num_warps=number)
+
+    def _launch(self, *args: Any, **kwargs: Any) -> int:
+        if (kwargs["num_warps"], kwargs.get("NB")) in self.tight:
             raise DoesNotFitError
-        return self.cache[key]
+        return kwargs["num_warps"]
 
 
 @pytest.fixture
 def tuner() -> Tuner:
-    tuner = Tuner("D", "NB")
+    tuner = Tuner()
     share(tuner, DoesNotFitError)
     return tuner
 
 
 def test_counts_of_tokens_and_further_tensors_choose_nothing_anew(tuner: Tuner) -> None:
-    first = tuner.run(128, 1, BF16, F32)
-    assert tuner.run(128, 7, BF16, F32) == first
-    assert tuner.run(128, 7, BF16, F32, F32) == first
-    assert tuner.chosen == [first]
+    assert tuner.run(x=BF16, y=F32, h=None, D=128, NB=1) == 0
+    assert tuner.run(x=BF16, y=F32, h=None, D=128, NB=7) == 0
+    assert tuner.run(x=BF16, y=F32, h=F32, D=128, NB=7) == 0
+    assert len(tuner.cache) == 1
 
 
 def test_other_sizes_and_dtypes_choose_anew(tuner: Tuner) -> None:
-    keys = [(128, 1, BF16, F32), (64, 1, BF16, F32), (128, 1, F32), (128, 1, "torch.float16", F32)]
-    assert [tuner.run(*key) for key in keys] == keys == tuner.chosen
+    calls = [(BF16, 128), (BF16, 64), (F32, 128), (F16, 128)]
+    for _ in range(2):
+        assert [tuner.run(x=x, y=F32, D=d, NB=1) for x, d in calls] == [0, 1, 2, 3]
 
 
-def test_choices_made_before_are_shared_too() -> None:
-    tuner = Tuner("D", "NB")
-    first = tuner.run(128, 1, BF16)
-    share(tuner, DoesNotFitError)
-    assert tuner.run(128, 2, BF16) == first
-    assert tuner.chosen == [first]
-
-
-def test_a_choice_that_does_not_fit_is_made_anew(tuner: Tuner) -> None:
-    first, other = (128, 1, BF16), (128, 2, BF16)
-    tuner.too_large = {(other, first)}
-    assert tuner.run(*first) == first
-    assert tuner.run(*other) == other
-    assert tuner.run(*first) == first
-    assert tuner.chosen == [first, other]
+def test_a_choice_that_does_not_fit_is_left_to_the_tuner(tuner: Tuner) -> None:
+    tuner.tight = {(0, 2)}
+    assert [tuner.run(x=BF16, D=128, NB=n) for n in (1, 2, 1, 2, 3)] == [0, 1, 0, 1, 2]
 
 
 def test_what_fits_nowhere_is_raised(tuner: Tuner) -> None:
-    only = (128, 1, BF16)
-    tuner.too_large = {(only, only)}
+    tuner.tight = {(0, 1)}
     with pytest.raises(DoesNotFitError):
-        tuner.run(*only)
+        tuner.run(x=BF16, D=128, NB=1)
+
+
+def test_what_is_given_by_position_or_has_a_hook_is_left_to_the_tuner(tuner: Tuner) -> None:
+    assert [tuner.run(BF16, F32, 128, n) for n in (1, 2, 1)] == [0, 1, 0]
+    tuner.pre_hook = print
+    assert [tuner.run(x=F16, D=128, NB=n) for n in (1, 2, 1)] == [2, 3, 2]

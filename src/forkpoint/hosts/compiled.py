@@ -29,6 +29,7 @@ class CompiledBlocks:
     def entered(self) -> Iterator[None]:
         """Within it the blocks' forwards are the compiled ones; after it they are their own."""
         with ExitStack() as stack:
+            stack.enter_context(torch._dynamo.config.patch(_dynamo_options()))
             for block in self.blocks:
                 if block not in self._compiled:
                     self._compiled[block] = torch.compile(
@@ -45,6 +46,16 @@ class CompiledBlocks:
                     setattr(block, "gradient_checkpointing", False)  # noqa: B010
                     block.forward = partial(_checkpointed, block, self._compiled[block])
             yield
+
+
+def _dynamo_options() -> dict[str, Any]:
+    """What halves the graphs of a block, and what the host does between them.
+
+    Attention is called from a module within the block; without this the graph ends there twice,
+    where that module calls it and where the block calls the module.
+    """
+    name = "nested_graph_breaks"
+    return {name: True} if hasattr(torch._dynamo.config, name) else {}
 
 
 def _options() -> dict[str, Any] | None:
