@@ -160,6 +160,8 @@ def draw_config(random: Generator, batch: RolloutBatch) -> Config:
         max_row_tokens=tokens,
         attention_kernel=one_of(random, ("auto", "auto", "auto", "reference")),
         head_chunk_tokens=one_of(random, (1, 7, 1024)),
+        # Not drawn: seeds that are kept shall stay the cases that they were.
+        head_logits="keep" if total % 3 == 0 else "recompute" if total % 3 == 1 else "auto",
         restore_grads=chance(random, 0.1),
         grad_accumulation_dtype=one_of(random, ("parameter", "parameter", "float32")),
     )

@@ -27,6 +27,7 @@ CHUNK_TOKENS = 8192
 # Of what the device holds besides, where a search begins: the head's logits and workspaces.
 UNSEEN_BYTES = 3 << 30
 LONG_RESPONSE = 1024
+PIECE_NUMBERS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ def capacity(
         return not only or any(part in case for part in only)
 
     found: dict[str, int] = {}
+    plain_gradients: dict[str, Tensor] = {}
     with capped(stepper, cap_bytes):
         for ways, kind, step_tokens in (
             (LIKE_FOR_LIKE, "like for like", STEP_TOKENS),
@@ -155,7 +157,13 @@ def capacity(
                 if not wanted(case) or deadline.over(case):
                     continue
                 run = _Attempt(stepper, way, host_bytes, deadline, scale)
-                yield _row(case, "gradient over dense", run.gradient_error(), "1", run.checked)
+                yield _row(
+                    case,
+                    "gradient over dense",
+                    run.gradient_error(plain_gradients),
+                    "1",
+                    run.checked,
+                )
                 room = cap_bytes - stepper.fixed_bytes - UNSEEN_BYTES
                 first = largest(
                     lambda n, run=run, room=room: run.predicted_bytes(n) <= room,
@@ -231,13 +239,17 @@ class _Attempt:
         self.note = f"prompt {prompt}, two responses of {response}"
         return True
 
-    def gradient_error(self) -> float:
-        """How far this way's gradients are from plain dense ones, at a size where both fit."""
+    def gradient_error(self, expected: dict[str, Tensor]) -> float:
+        """How far this way's gradients are from plain dense ones, at a size where both fit.
+
+        `expected` are the dense ones; where they are not there they are computed, and left there.
+        """
         prompt, response = max(32, 1024 // self.scale), max(16, 512 // self.scale)
         batch = make_group(prompt, [response] * 2, vocab=self.stepper.vocab)
-        plain = self.stepper.configured(**DENSE, max_row_tokens=prompt + response)
-        self.stepper.step(plain, batch)
-        expected = _gradients(self.stepper.model)
+        if not expected:
+            plain = self.stepper.configured(**DENSE, max_row_tokens=prompt + response)
+            self.stepper.step(plain, batch)
+            expected.update(_gradients(self.stepper.model))
         options = dict(self.way.options)
         if options.get("boundary") != "in_row":
             options["max_row_tokens"] = max(16, response // 2)
@@ -296,12 +308,15 @@ def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _distance(model: torch.nn.Module, expected: dict[str, Tensor]) -> float:
+    """Where the model is, a piece at a time: billions of numbers take a host a minute."""
     square = total = 0.0
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        wanted = expected[name].double()
-        square += float((parameter.grad.cpu().double() - wanted).square().sum())
-        total += float(wanted.square().sum())
+        pairs = (x.flatten().split(PIECE_NUMBERS) for x in (parameter.grad, expected[name]))
+        for found, wanted in zip(*pairs, strict=True):
+            wanted = wanted.to(found.device).double()
+            square += float((found.double() - wanted).square().sum())
+            total += float(wanted.square().sum())
     return math.sqrt(square / total)
 
 

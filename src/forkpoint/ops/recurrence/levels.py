@@ -1,6 +1,6 @@
 """Segments of one row that start where others of it end: level by level, parents first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,14 +18,9 @@ class LevelTable:
     """One level as tensors. A plain object: see `ops.attention.table`."""
 
     def __init__(self, level: Level, first: bool, device: torch.device | str) -> None:
-        slots = np.concatenate(
+        self.slots: np.ndarray = np.concatenate(
             [np.arange(b, b + n) for b, n in zip(level.begin, level.length, strict=True)]
         )
-        self.slots: np.ndarray = slots
-        self.begin: int = int(slots[0])
-        self.end: int = int(slots[-1]) + 1
-        contiguous = self.end - self.begin == len(slots)
-        self._index = None if contiguous else to_device(torch.from_numpy(slots), device)
         self.sequences: Sequences = Sequences(level.length, device)
         self.parents: Tensor | None = (
             None if first else to_device(torch.from_numpy(level.parent), device)
@@ -34,12 +29,6 @@ class LevelTable:
             to_device(torch.from_numpy(level.kept), device) if len(level.kept) else None
         )
         self.final: bool = level.final
-
-    def take(self, x_T: Tensor) -> Tensor:
-        """Its tokens of the row, without a copy where they lie together."""
-        if self._index is not None:
-            return x_T.index_select(0, self._index)
-        return x_T if (self.begin, self.end) == (0, len(x_T)) else x_T[self.begin : self.end]
 
 
 class StateTable:
@@ -62,9 +51,20 @@ class StateTable:
         self.kept_slots: Tensor = to_device(torch.from_numpy(layout.kept_slots), device)
         """[K] where the arena keeps the states that other rows start from."""
         order = np.concatenate([level.slots for level in self.levels])
-        inverse = np.argsort(order, kind="stable")
-        ordered = len(self.levels) == 1 or bool((order == np.arange(len(order))).all())
-        self._inverse = None if ordered else to_device(torch.from_numpy(inverse), device)
+        self._tokens: list[int] = [len(level.slots) for level in self.levels]
+        self._order: Tensor | None = None
+        self._inverse: Tensor | None = None
+        if not (order == np.arange(len(order))).all():
+            inverse = np.argsort(order, kind="stable")
+            self._order = to_device(torch.from_numpy(order), device)
+            self._inverse = to_device(torch.from_numpy(inverse), device)
+
+    def split(self, x_T: Tensor) -> Sequence[Tensor]:
+        """The levels' tokens. One gather for all, so that there is one sum of their gradients."""
+        if len(self.levels) == 1:
+            return (x_T,)
+        ordered_T = x_T if self._order is None else x_T.index_select(0, self._order)
+        return ordered_T.split(self._tokens)
 
     def join(self, outputs: list[Tensor]) -> Tensor:
         """Outputs of the levels, in the order of the row's slots."""
@@ -92,11 +92,11 @@ def over_levels(
     """
     outputs, kept = [], []
     state = initial_S
-    for level in table.levels:
+    given = zip(*(table.split(x) for x in inputs), strict=True)
+    for level, here in zip(table.levels, given, strict=True):
         if level.parents is not None:
             assert state is not None
             state = state.index_select(0, level.parents)
-        here = (level.take(x) for x in inputs)
         output, state = scan(*here, state, level.sequences, level.final)
         outputs.append(output)
         if level.kept is not None:
