@@ -17,6 +17,11 @@ STEPS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "prompt 16,384, responses of 64": ("hybrid", ("P16384-R64-G9",), SPEED_UP),
     "prompt 16,384, responses of 1,024": ("hybrid", ("P16384-R1024-G9",), SPEED_UP),
     "prompt 8,192, responses of 4,096": ("hybrid", ("P8192-R4096-G9",), SPEED_UP),
+    "airline dialogues' trees, 25 groups of 4": (
+        "tree",
+        ("qwen3.5-4b compiled airline.jsonl",),
+        SPEED_UP,
+    ),
     "prompt 8,192, responses of 131 to 2,048": (
         "policy-update",
         ("qwen3-8b compiled P=8192 N=32 R~U(131,2048)",),
