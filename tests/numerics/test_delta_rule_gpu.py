@@ -13,7 +13,8 @@ from forkpoint import Config, wrap
 from forkpoint.bench.hybrid import QWEN35_4B, HybridCase, make_model
 from forkpoint.losses import GRPO
 from forkpoint.ops.delta_rule import DELTA_KERNELS, chunked, fla
-from forkpoint.ops.recurrence import Sequences
+from forkpoint.ops.recurrence import Sequences, StateTable, over_levels
+from forkpoint.plan.recurrence import Level, StateLayout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,6 +59,66 @@ def test_fla_is_the_chunked_form(lengths: list[int], states: bool, forgets: floa
         if name in ("initial", "g") and size < 1e-6 * value.numel() ** 0.5:
             size = float(expected["beta"].norm())
         assert error <= BAR * size, f"{name} {error} of {size}"
+
+
+def tree(depth: int, random: np.random.Generator) -> tuple[StateLayout, list[int]]:
+    """A row of two trees in visiting order, some states of each level kept, and its lengths."""
+    levels: list[list[tuple[int, int, int]]] = [[] for _ in range(depth)]
+    lengths: list[int] = []
+
+    def visit(level: int, parent: int) -> None:
+        here = len(levels[level])
+        length = int(random.choice([1, 2, 63, 64, 65, 130, 700]))
+        levels[level].append((sum(lengths), length, parent))
+        lengths.append(length)
+        for _ in range(int(random.integers(1, 3)) if level + 1 < depth else 0):
+            visit(level + 1, here)
+
+    visit(0, -1)
+    visit(0, -1)
+    made, slots = [], 0
+    for at, segments in enumerate(levels):
+        kept = np.flatnonzero(random.random(len(segments)) < 0.4)
+        begin, length, parent = np.array(segments, np.int64).T
+        made.append(Level(begin, length, parent, kept, at + 1 < depth or len(kept) > 0))
+        slots += len(kept)
+    return StateLayout(tuple(made), np.arange(slots)), lengths
+
+
+@pytest.mark.usefixtures("with_fla")
+@pytest.mark.parametrize("states", [True, False], ids=["from-states", "from-zero"])
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_levels_together_are_levels_one_by_one(depth: int, states: bool) -> None:
+    layout, lengths = tree(depth, np.random.default_rng(depth))
+    case = Inputs(lengths, 0.2, torch.bfloat16, states, dims=(128, 128))
+    inputs = [None if x is None else x.cuda() for x in case.make()]
+    if inputs[5] is not None:
+        inputs[5] = inputs[5][: len(layout.levels[0].length)].contiguous()
+    table = StateTable(layout, device="cuda")
+    ways = {
+        "exact": lambda given, initial: over_levels(chunked.scan, given, table, initial),
+        "one by one": lambda given, initial: over_levels(fla.scan, given, table, initial),
+        "together": lambda given, initial: fla.scan_levels(given, table, initial),
+    }
+    found = {}
+    for name, way in ways.items():
+        wide = torch.float64 if name == "exact" else None
+        leaves = [None if x is None else x.to(wide or x.dtype).requires_grad_() for x in inputs]
+        o_TGE, kept = way(tuple(leaves[:5]), leaves[5])
+        assert (kept is None) == (len(layout.kept_slots) == 0)
+        outputs = [o_TGE, *([] if kept is None else [kept])]
+        total = sum(
+            (x.double() * torch.linspace(-1, 2, x.numel(), device="cuda").view_as(x)).sum()
+            for x in outputs
+        )
+        assert isinstance(total, Tensor)
+        wanted = [x for x in leaves if x is not None]
+        found[name] = [*outputs, *torch.autograd.grad(total, wanted)]
+    for at, exact in enumerate(found["exact"]):
+        size = float(exact.norm())
+        errors = {name: float((found[name][at].double() - exact).norm()) for name in found}
+        assert errors["together"] <= BAR * size, f"{at}: {errors} of {size}"
+        assert errors["together"] <= 1.1 * errors["one by one"] + 1e-6 * size, f"{at}: {errors}"
 
 
 @pytest.mark.usefixtures("with_fla")

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from forkpoint.ops.delta_rule import fla_levels
 from forkpoint.ops.delta_rule.fla_tuning import share_choices
 from forkpoint.ops.delta_rule.kernel import DeltaKernel
-from forkpoint.ops.recurrence import Sequences
+from forkpoint.ops.recurrence import Sequences, StateTable, over_levels
 
 OLDEST = (0, 6)
 DISTRIBUTIONS = ("fla-core", "flash-linear-attention")
@@ -83,6 +84,22 @@ def scan(
         cu_seqlens_cpu=sequences.cu_cpu,
     )
     return o[0, :tokens], state[:count] if final else None
+
+
+def scan_levels(
+    inputs: tuple[Tensor, ...], table: StateTable, initial_SGDE: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """What `over_levels` gives; with versions whose inner functions are known, by these."""
+    _chunk_gated_delta_rule()
+    if _knows_inside():
+        return fla_levels.scan_levels(inputs, table, initial_SGDE)
+    return over_levels(scan, inputs, table, initial_SGDE)
+
+
+@cache
+def _knows_inside() -> bool:
+    found = _version(*DISTRIBUTIONS)
+    return found is not None and found[:2] == fla_levels.SHOWN
 
 
 def _one_more(x: Tensor) -> Tensor:
@@ -177,6 +194,7 @@ def _text(version: tuple[int, ...]) -> str:
 KERNEL = DeltaKernel(
     name="fla",
     scan=scan,
+    scan_levels=scan_levels,
     device_types=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
     refuses_head_dims=_refuses_head_dims,

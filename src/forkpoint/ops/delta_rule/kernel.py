@@ -48,6 +48,8 @@ class DeltaKernel:
     device_types: tuple[str, ...] | None
     """Types of device it runs on; None is any."""
     dtypes: tuple[torch.dtype, ...]
+    scan_levels: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+    """(inputs, table, initial) -> what `over_levels` gives with `scan`, in fewer launches."""
     refuses_head_dims: Callable[[int, int], str | None] = _no_refusal
     """Why a key dim D with value dim E cannot be served ("it needs ..."), or None."""
     refuses_device: Callable[[torch.device], str | None] = _no_refusal

@@ -52,5 +52,8 @@ def gated_delta_rule(
     )
     kind = v_TGE.device.type
     plain = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else None
+    inputs = (q_THD, k_THD, v_TGE, g_TG, beta_TG)
     with plain or nullcontext():
-        return over_levels(chosen.scan, (q_THD, k_THD, v_TGE, g_TG, beta_TG), table, initial_SGDE)
+        if chosen.scan_levels is not None and len(table.levels) > 1:
+            return chosen.scan_levels(inputs, table, initial_SGDE)
+        return over_levels(chosen.scan, inputs, table, initial_SGDE)

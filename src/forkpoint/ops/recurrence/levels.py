@@ -59,19 +59,21 @@ class StateTable:
             self._order = to_device(torch.from_numpy(order), device)
             self._inverse = to_device(torch.from_numpy(inverse), device)
 
+    def ordered(self, x_T: Tensor) -> Tensor:
+        """The row's tokens in the order of its levels."""
+        return x_T if self._order is None else x_T.index_select(0, self._order)
+
+    def as_in_row(self, x_T: Tensor) -> Tensor:
+        """The inverse of `ordered`."""
+        return x_T if self._inverse is None else x_T.index_select(0, self._inverse)
+
     def split(self, x_T: Tensor) -> Sequence[Tensor]:
         """The levels' tokens. One gather for all, so that there is one sum of their gradients."""
-        if len(self.levels) == 1:
-            return (x_T,)
-        ordered_T = x_T if self._order is None else x_T.index_select(0, self._order)
-        return ordered_T.split(self._tokens)
+        return (x_T,) if len(self.levels) == 1 else self.ordered(x_T).split(self._tokens)
 
     def join(self, outputs: list[Tensor]) -> Tensor:
         """Outputs of the levels, in the order of the row's slots."""
-        if len(outputs) == 1:
-            return outputs[0]
-        together = torch.cat(outputs)
-        return together if self._inverse is None else together.index_select(0, self._inverse)
+        return outputs[0] if len(outputs) == 1 else self.as_in_row(torch.cat(outputs))
 
 
 def over_levels(
