@@ -182,6 +182,7 @@ def test_logits_are_kept_where_a_budget_has_room(wanted: Any) -> None:
         plan = make_plan(batch, SHAPE, config)
         assert plan.predicted_peak_bytes is not None and plan.predicted_peak_bytes <= budget
         keeping = [row.index for row in plan.rows if row.keeps_logits]
+        assert ("logits kept in" in plan.explain()) == bool(keeping)
         if wanted == "recompute":
             assert not keeping
         else:

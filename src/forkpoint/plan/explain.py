@@ -80,6 +80,8 @@ def _rows(plan: Plan) -> Table:
     policies = {row.checkpointing for row in plan.rows} - {"none"}
     if policies:
         table.title = f"{table.title}, checkpointing: {', '.join(policies)}"
+    if keeping := sum(row.keeps_logits for row in plan.rows):
+        table.title = f"{table.title}, logits kept in {keeping:,}"
     text = ("row", "inside", "activations")
     names = ["row", "inside", "segments", "tokens", "slots", "boundary kept"]
     moved = any(row.residency != "keep" for row in plan.rows)
