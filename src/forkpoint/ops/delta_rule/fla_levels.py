@@ -6,7 +6,7 @@ and, once the states before all chunks are known, the outputs. Only the pass of 
 chunk waits for the sequences above. So of nine kernels forward and a dozen backward one each is
 launched level by level, and a row that is a tree costs hardly more launches than one that is not.
 
-This calls functions within flash-linear-attention 0.6; other versions, and rows of one level, are
+This calls functions within flash-linear-attention 0.6.0; other versions, and rows of one level, are
 served through its public function.
 """
 
@@ -24,13 +24,14 @@ from forkpoint.ops.attention.table import to_device
 from forkpoint.ops.recurrence import StateTable
 
 CHUNK = 64
-SHOWN = (0, 6)
+SHOWN = (0, 6, 0)
 """The version whose inner functions are known."""
 
 
 @cache
 def _kernels() -> Any:
     """The functions by name."""
+    from fla.modules.norm import l2norm  # pyright: ignore[reportMissingImports]
     from fla.ops.common import chunk_delta_h, chunk_o  # pyright: ignore[reportMissingImports]
     from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
         chunk_fwd,
@@ -38,11 +39,6 @@ def _kernels() -> Any:
     )
     from fla.ops.utils import chunk_local_cumsum  # pyright: ignore[reportMissingImports]
     from fla.ops.utils.constant import RCP_LN2  # pyright: ignore[reportMissingImports]
-
-    try:
-        from fla.modules.norm import l2norm  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        from fla.modules import l2norm  # pyright: ignore[reportMissingImports]
 
     return SimpleNamespace(
         norm=l2norm.l2norm_fwd,
@@ -73,7 +69,6 @@ class _Chunks:
             return to_device(torch.from_numpy(np.ascontiguousarray(values)), device)
 
         self.tokens: int = int(lengths.sum())
-        self.count: int = int(offsets[-1])
         self.cut: dict[str, Any] = {
             "cu_seqlens": put(np.cumsum([0, *lengths])),
             "chunk_indices": put(np.stack([sequence, place], 1)),
@@ -93,10 +88,6 @@ class _Row:
     def parts(self, x_1T: Tensor) -> tuple[Tensor, ...]:
         """Each level's tokens."""
         return x_1T.split([level.tokens for level in self.levels], 1)
-
-    def chunk_parts(self, x_1N: Tensor) -> tuple[Tensor, ...]:
-        """What there is a chunk, of each level."""
-        return x_1N.split([level.count for level in self.levels], 1)
 
 
 _rows: WeakKeyDictionary[StateTable, _Row] = WeakKeyDictionary()
