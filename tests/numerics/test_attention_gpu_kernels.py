@@ -31,10 +31,12 @@ from forkpoint.ops.attention import (
     ArenaSlice,
     AttentionTable,
     Kernel,
+    fa4,
     registry,
     select_kernel,
     shared_attention,
 )
+from forkpoint.ops.attention.table import read_launches
 
 GPU = [
     pytest.mark.gpu,
@@ -124,13 +126,63 @@ EQUAL_PAIRS = [
 
 
 @pytest.mark.parametrize(("prefix", "suffix"), EQUAL_PAIRS)
-@pytest.mark.parametrize(("device", "kernel"), kernels("cudnn", on_cpu=("cpu_flash",)))
+@pytest.mark.parametrize(("device", "kernel"), kernels("cudnn", "fa4", on_cpu=("cpu_flash",)))
 def test_boundary_grid_of_equal_lengths(device: str, kernel: str, prefix: int, suffix: int) -> None:
     case = make_case(device, kernel, make_forest([-1, 0, 0, 0], [prefix, *[suffix] * 3], [0]))
     if kernel == "cudnn" and suffix == 1:
         with pytest.raises(UnsupportedError, match="more than one query or more than one key"):
             check(case)
         return
+    assert_passes(case)
+
+
+def needs_measured_tiles() -> None:
+    if not fa4._processors(torch.device("cuda")):
+        pytest.skip(f"it needs flash-attn-4 {fa4.TUNED} and compute capability 9")
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (28, 4)], ids=str)
+@pytest.mark.parametrize("place", ["row", "arena", "siblings"])
+@pytest.mark.parametrize(
+    ("device", "kernel", "prefix", "dtype"),
+    [
+        param
+        for p, d in ((1, BF16), (63, FP16), (128, BF16), (191, BF16), (513, BF16), (1024, FP16))
+        for param in kernels("fa4", on_cpu=(), also=(p, d))
+    ],
+)
+def test_boundary_grid_in_long_tiles(
+    device: str,
+    kernel: str,
+    prefix: int,
+    dtype: torch.dtype,
+    place: str,
+    heads: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As taken for long rows; here also where lengths fill a small part of one tile."""
+    needs_measured_tiles()
+    monkeypatch.setattr(fa4, "LONG_TILE_TIME", 0.0)
+    case = make_case(device, kernel, grid_forest(prefix, place), dtype=dtype, heads=heads)
+    x, table = make_case_inputs(case), case.forest.table(0, device)
+    first = read_launches(table.launches, table.cu_cpu, table.cu_device)[0]
+    assert fa4._tile(x.q, x.v, first, 0.0, 0) == fa4.LONG_TILE_OPTIONS
+    assert_passes(case)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("device", "kernel"), kernels("fa4", on_cpu=()))
+def test_rows_of_three_thousand_tokens_take_long_tiles(
+    device: str, kernel: str, count: int
+) -> None:
+    needs_measured_tiles()
+    forest = make_forest([-1, *[0] * count], [700, *[3000 // count] * count], [0])
+    case = make_case(device, kernel, forest)
+    x, table = make_case_inputs(case), case.forest.table(0, device)
+    launches = read_launches(table.launches, table.cu_cpu, table.cu_device)
+    if torch.cuda.get_device_properties(0).multi_processor_count == 132:
+        found = [fa4._tile(x.q, x.v, launch, 0.0, 0) for launch in launches]
+        assert found == [fa4.LONG_TILE_OPTIONS] * len(launches)
     assert_passes(case)
 
 
@@ -162,7 +214,7 @@ def test_forests(device: str, kernel: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EQUAL_FORESTS)
-@pytest.mark.parametrize(("device", "kernel"), kernels("cudnn", on_cpu=("cpu_flash",)))
+@pytest.mark.parametrize(("device", "kernel"), kernels("cudnn", "fa4", on_cpu=("cpu_flash",)))
 def test_forests_of_equal_lengths(device: str, kernel: str, name: str) -> None:
     assert_passes(make_case(device, kernel, EQUAL_FORESTS[name], fused=True))
 

@@ -75,17 +75,42 @@ class Fa4Interface:
         assert given.keys() <= known, given.keys() - known
         return {renamed.get(name, name): value for name, value in given.items()}
 
+    @staticmethod
+    def _packed(given: dict[str, Any]) -> dict[str, Any]:
+        """A batch as sequences with their lengths: [B, T, H, D] -> [B * T, H, D]."""
+        if "cu_q" in given:
+            return given
+        (count, queries), keys = given["q"].shape[:2], given["k"].shape[1]
+        flat = {
+            name: x.flatten(0, 1) for name, x in given.items() if name in ("q", "k", "v", "do", "o")
+        }
+        if "lse" in given:
+            assert given["lse"].shape == (count, given["q"].shape[2], queries)
+            flat["lse"] = given["lse"].transpose(0, 1).flatten(1)
+        cu = torch.arange(count + 1)
+        lengths = {"cu_q": cu * queries, "cu_k": cu * keys, "max_q": queries, "max_k": keys}
+        return {**given, **flat, **lengths}
+
     def _flash_attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Any, ...]:
         assert given.pop("return_lse")
         assert given["softcap"] != 0.0, "None is no softcap"
-        return *forward({"q": q, "k": k, "v": v, **self._named(given)}), None, None, None
+        o, lse = forward(self._packed({"q": q, "k": k, "v": v, **self._named(given)}))
+        if q.ndim == 4:
+            o, lse = (
+                o.unflatten(0, q.shape[:2]),
+                lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous(),
+            )
+        return o, lse, None, None, None
 
     def _flash_attn_bwd(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, **given: Any
     ) -> tuple[Any, ...]:
         self.deterministic.append(given.pop("deterministic"))
         tensors = {"q": q, "k": k, "v": v, "o": out, "do": dout, "lse": lse}
-        return backward(tensors | self._named(given))
+        found = backward(self._packed(tensors | self._named(given)))
+        if q.ndim == 3:
+            return found
+        return tuple(x.unflatten(0, (len(q), -1)) for x in found)
 
 
 def by_schema(operator: Any, renamed: dict[str, str], args: Any, options: Any) -> dict[str, Any]:
@@ -176,6 +201,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Fa4Interface:
         *((n, RAGGED, True, window, 0.0) for n in ("fa4", "fa2") for window in (1, 4)),
         ("fa4", RAGGED, False, 0, 1.5),
         ("fa4", RAGGED, True, 3, 1.5),
+        ("fa4", EQUAL, True, 0, 0.0),
+        ("fa4", WIDE, False, 0, 0.0),
+        ("fa4", WIDE, True, 3, 1.5),
+        ("fa4", [(7, 7)], True, 0, 0.0),
         ("cudnn", EQUAL, True, 0, 0.0),
         ("cudnn", WIDE, False, 0, 0.0),
     ],
@@ -204,3 +233,55 @@ def test_what_stock_functions_are_given(
     )
     assert stand_ins.deterministic == ([] if name == "cudnn" else [deterministic])
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "long"),
+    [
+        ([(16_384, 10_240)], (32, 8), True),
+        ([(8192, 6144)], (32, 8), True),
+        ([(12_288, 12_288)], (32, 8), True),
+        ([(2048, 2048)] * 8, (32, 8), True),
+        ([(131 + 127 * i,) * 2 for i in range(16)], (32, 8), True),
+        ([(16_384, 8192)], (32, 32), True),
+        ([(16_384, 8192)], (28, 4), True),
+        # 144 tiles of 128 queries are two rounds of 132, 96 of 192 are one.
+        ([(576, 16_384)], (32, 8), True),
+        # Few tiles: a longer one takes longer, and there is one round either way.
+        ([(512, 512)], (32, 8), False),
+        ([(2048, 2048)], (32, 8), False),
+        ([(n, 3 * n) for n in (64, 100, 200, 350, 80, 400, 33, 150)] * 2, (32, 8), False),
+    ],
+)
+def test_long_tiles_are_taken_where_they_were_faster(
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    long: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the 132 multiprocessors of an H200; how much faster is in docs/performance-log.md."""
+    monkeypatch.setattr(fa4, "_processors", lambda device: 132)
+    launch = one_launch(lengths, False)
+    q = torch.empty(launch.q_end, heads[0], 128, device="meta")
+    v = torch.empty(launch.k_end, heads[1], 128, device="meta")
+    assert fa4._tile(q, v, launch, 0.0, 0) == (fa4.LONG_TILE_OPTIONS if long else {})
+    assert fa4._tile(q, v, launch, 30.0, 0) == fa4._tile(q, v, launch, 0.0, 64) == {}
+    assert fa4._tile(q[..., :64], v[..., :64], launch, 0.0, 0) == {}
+
+
+def test_tiles_are_those_of_the_version_and_the_chip_that_were_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for version, capability, expected in (
+        (fa4.TUNED, (9, 0), 132),
+        (fa4.TUNED, (10, 0), 0),
+        ("4.0.0b99", (9, 0), 0),
+        (None, (9, 0), 0),
+    ):
+        fa4._processors.cache_clear()
+        monkeypatch.setattr(fa4, "_version", lambda found=version: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert fa4._processors(torch.device("cuda:0")) == expected
+    fa4._processors.cache_clear()

@@ -13,6 +13,9 @@ from forkpoint.errors import ConfigError
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.traces import load_rollouts
 
+REPEATS = 3
+"""How often each side of a group is timed, in turn; its median counts."""
+
 
 def tree(
     stepper: Stepper,
@@ -54,11 +57,13 @@ def tree(
     for group in fitting:
         if deadline.over(f"group {used} of {file.name}"):
             break
-        # A kernel may be compiled at the first lengths of a kind: each group twice.
+        # A kernel may be compiled at the first lengths of a kind: the first time does not count.
         stepper.step(alone, group)
         stepper.step(policy, group)
-        dense = stepper.step(alone, group)
-        shared = stepper.step(policy, group)
+        dense, shared = stepper.planned(alone, group), stepper.planned(policy, group)
+        for _ in range(REPEATS):
+            stepper.repeat(alone, group, repeats=1, into=dense)
+            stepper.repeat(policy, group, repeats=1, into=shared)
         plan = shared.plan
         assert plan.shape is not None
         flops = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)

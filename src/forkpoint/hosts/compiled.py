@@ -52,10 +52,10 @@ def _dynamo_options() -> dict[str, Any]:
     """What halves the graphs of a block, and what the host does between them.
 
     Attention is called from a module within the block; without this the graph ends there twice,
-    where that module calls it and where the block calls the module. Not before torch 2.13: there it
-    runs, and is as fast, but its numbers have not been checked.
+    where that module calls it and where the block calls the module.
     """
-    return {"nested_graph_breaks": True} if torch.__version__ >= "2.13" else {}
+    name = "nested_graph_breaks"
+    return {name: True} if hasattr(torch._dynamo.config, name) else {}
 
 
 def _options() -> dict[str, Any] | None:

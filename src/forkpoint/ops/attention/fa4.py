@@ -11,18 +11,24 @@ Source: `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd` of fla
 - Causal masks and windows align to the end (bottom-right).
 - Its backward takes dO . O and lse from what it is given, so the merged ones are right.
 - An input whose address or strides are not multiples of 16 bytes is copied first.
-- It compiles for a configuration at its first use, about ten seconds each: dtype, head dims, query
-  heads a key-value head, mask, softcap's value, and in the backward whether all queries, or all
-  keys, fit in one tile (of 64 to 128). Other lengths do not enter.
+- It compiles for a configuration at its first use, a few seconds each: dtype, head dims, query
+  heads a key-value head, mask, softcap's value, tile, whether there are cumulative lengths, and in
+  the backward whether all queries, or all keys, fit in one tile (of 64 to 128). Lengths themselves
+  do not enter.
+
+What is chosen here, by docs/performance-log.md: sequences of one length are given as a batch, which
+has a cheaper schedule, and heads of 128 on compute capability 9 take tiles of 192 queries, where
+they leave no more multiprocessors idle.
 """
 
 import math
 import re
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from importlib.util import find_spec
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +36,20 @@ from forkpoint.ops.attention.kernel import Asked, Kernel
 from forkpoint.ops.attention.table import Launch
 
 OLDEST = "4.0.0b36"
+TUNED = "4.0.0b36"
+"""The version whose tiles were measured; others choose for themselves."""
+
+LONG_TILE, SHORT_TILE = 192, 128
+LONG_TILE_TIME = 1.4
+"""What a tile of 192 queries takes over one of 128, measured: 1.32 where query heads share a
+key-value head, 1.41 where they do not."""
+
+LONG_TILE_OPTIONS = {
+    "tile_mn": (LONG_TILE, 128),
+    # The probabilities of so many queries do not fit in registers besides the rest.
+    "mma_pv_is_rs": False,
+    "num_threads": 512,
+}
 
 
 @cache
@@ -49,20 +69,20 @@ def forward(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    o_THE, lse_HT, *_ = _interface()._flash_attn_fwd(
-        q_THD,
-        k_TKD,
-        v_TKE,
-        cu_seqlens_q=launch.cu_q,
-        cu_seqlens_k=launch.cu_k,
-        max_seqlen_q=launch.max_q,
-        max_seqlen_k=launch.max_k,
+    heads = q_THD.shape[1]
+    cut = partial(_cut, launch)
+    o, lse, *_ = _interface()._flash_attn_fwd(
+        *map(cut, (q_THD, k_TKD, v_TKE)),
         softmax_scale=scale,
         softcap=softcap or None,
         return_lse=True,
+        **_lengths(launch),
         **_mask(launch, window),
+        **_tile(q_THD, v_TKE, launch, softcap, window),
     )
-    return o_THE, lse_HT
+    if launch.ragged:
+        return o, lse
+    return o.flatten(0, 1), lse.transpose(0, 1).reshape(heads, -1)
 
 
 def backward(
@@ -79,23 +99,63 @@ def backward(
     window: int,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq_THD, dk_TKD, dv_TKE, *_ = _interface()._flash_attn_bwd(
-        q_THD,
-        k_TKD,
-        v_TKE,
-        o_THE,
-        do_THE,
-        lse_HT,
+    cut = partial(_cut, launch)
+    lse = lse_HT if launch.ragged else lse_HT.unflatten(1, (launch.count, -1)).transpose(0, 1)
+    dq, dk, dv, *_ = _interface()._flash_attn_bwd(
+        *map(cut, (q_THD, k_TKD, v_TKE, o_THE, do_THE)),
+        lse,
         softmax_scale=scale,
         softcap=softcap,
-        cu_seqlens_q=launch.cu_q,
-        cu_seqlens_k=launch.cu_k,
-        max_seqlen_q=launch.max_q,
-        max_seqlen_k=launch.max_k,
         deterministic=deterministic,
+        **_lengths(launch),
         **_mask(launch, window),
     )
-    return dq_THD, dk_TKD, dv_TKE
+    if launch.ragged:
+        return dq, dk, dv
+    return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
+
+
+def _cut(launch: Launch, x_THD: Tensor) -> Tensor:
+    """A batch [count, length, H, D] of sequences that have one length, else what is given."""
+    return x_THD if launch.ragged else x_THD.unflatten(0, (launch.count, -1))
+
+
+def _lengths(launch: Launch) -> dict[str, object]:
+    if not launch.ragged:
+        return {}
+    return {
+        "cu_seqlens_q": launch.cu_q,
+        "cu_seqlens_k": launch.cu_k,
+        "max_seqlen_q": launch.max_q,
+        "max_seqlen_k": launch.max_k,
+    }
+
+
+def _tile(
+    q_THD: Tensor, v_TKE: Tensor, launch: Launch, softcap: float, window: int
+) -> dict[str, object]:
+    """What to ask of the forward besides its own choice, which for heads of 128 is tiles of 128."""
+    if q_THD.shape[2] != 128 or v_TKE.shape[2] != 128 or softcap or window:
+        return {}
+    processors = _processors(q_THD.device)
+    if not processors:
+        return {}
+    kv_heads = v_TKE.shape[1]
+    # It packs the query heads of a key-value head into one tile.
+    queries = np.diff(launch.cu_q_cpu.numpy()) * (q_THD.shape[1] // kv_heads)
+    long, short = (
+        math.ceil(int((-(-queries // tile)).sum()) * kv_heads / processors)
+        for tile in (LONG_TILE, SHORT_TILE)
+    )
+    return LONG_TILE_OPTIONS if long * LONG_TILE_TIME < short else {}
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a device for which tiles were measured, else 0."""
+    if _version() != TUNED or torch.cuda.get_device_capability(device)[0] != 9:
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _mask(launch: Launch, window: int) -> dict[str, object]:
