@@ -41,8 +41,8 @@ TUNED = "4.0.0b36"
 
 LONG_TILE, SHORT_TILE = 192, 128
 LONG_TILE_TIME = 1.4
-"""What a tile of 192 queries takes over one of 128, measured: 1.32 where query heads share a
-key-value head, 1.41 where they do not."""
+"""What a tile of 192 queries takes over one of 128: measured are 1.39 to 1.50 in a batch and 1.30 to
+1.41 with cumulative lengths (benchmarks/results/fa4-tiles-h200.jsonl)."""
 
 LONG_TILE_OPTIONS = {
     "tile_mn": (LONG_TILE, 128),
