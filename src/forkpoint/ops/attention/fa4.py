@@ -39,12 +39,13 @@ OLDEST = "4.0.0b36"
 TUNED = "4.0.0b36"
 """The version whose tiles were measured; others choose for themselves."""
 
-LONG_TILE, SHORT_TILE = 192, 128
+LONG_TILE: int = 192
+SHORT_TILE: int = 128
 LONG_TILE_TIME = 1.4
-"""What a tile of 192 queries takes over one of 128: measured are 1.39 to 1.50 in a batch and 1.30 to
+"""What a tile of 192 queries takes over one of 128: measured are 1.39 to 1.50 in a batch, 1.30 to
 1.41 with cumulative lengths (benchmarks/results/fa4-tiles-h200.jsonl)."""
 
-LONG_TILE_OPTIONS = {
+LONG_TILE_OPTIONS: dict[str, object] = {
     "tile_mn": (LONG_TILE, 128),
     # The probabilities of so many queries do not fit in registers besides the rest.
     "mma_pv_is_rs": False,
