@@ -298,10 +298,15 @@ def test_kernels_may_differ_within_a_row(
     assert ran == [second, first]
 
 
+@pytest.mark.parametrize("lengths", ["ragged", "equal"])
 @pytest.mark.parametrize("window", [0, 64])
 @pytest.mark.parametrize(("device", "kernel"), kernels("fa4", "fa2", "cudnn"))
-def test_deterministic_repeats_bit_by_bit(device: str, kernel: str, window: int) -> None:
+def test_deterministic_repeats_bit_by_bit(
+    device: str, kernel: str, window: int, lengths: str
+) -> None:
     forest = random_forest(18, segments=40, longest=30 if device == "cpu" else 300)
+    if lengths == "equal":
+        forest = EQUAL_FORESTS["flat"]
     case = make_case(device, kernel, forest, window=window, sinks=True)
     x, table = make_case_inputs(case), forest.table(window, device)
     assert forest.arena_tokens > 0

@@ -85,6 +85,28 @@ def group(prompt: int, response: int, count: int, *, trained: bool = True) -> Ro
     )
 
 
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(
+    points=st.lists(
+        st.tuples(st.integers(1, 1 << 20), st.floats(1e-3, 1e6), st.floats(1e-3, 1e6)),
+        min_size=1,
+        max_size=6,
+        unique_by=lambda point: point[0],
+    ),
+    size=st.integers(1, 1 << 21),
+    backward=st.booleans(),
+)
+def test_curves_are_lines_between_their_points(points, size: int, backward: bool) -> None:
+    at, *columns = (tuple(map(float, column)) for column in zip(*sorted(points), strict=True))
+    curve, values = Curve(at, *columns), columns[backward]
+    expected = float(np.interp(size, at, values))
+    beyond = values[-1] * size / at[-1]
+    found = curve.time(size, backward=backward)
+    assert found == pytest.approx(beyond if size > at[-1] else expected, rel=1e-9)
+    expected = float(np.interp(np.log2(size), np.log2(at), values))
+    assert curve.rate(size, backward=backward) == pytest.approx(expected, rel=1e-9)
+
+
 def test_milliseconds_of_one_row_by_hand() -> None:
     measured = made_up(
         rest=flat(5.0), head=line(1e-2), causal=Curve((1.0, 2.0), (1e4, 1e4), (4e3, 4e3))
@@ -300,7 +322,7 @@ def test_waiting_for_copies_by_hand() -> None:
     batch = group(1001, 10, 2)
     plan = make_plan(batch, SHAPE, config, calibration=measured)
     (parent, child) = plan.rows
-    from forkpoint.plan.calibration import MeasuredMeter
+    from forkpoint.plan.measured import MeasuredMeter
 
     meter = MeasuredMeter(measured, plan, [0, 20])
     forward, backward = meter.forward(parent), meter.backward(parent)

@@ -1,6 +1,7 @@
 """Plans with the same rows are priced once, and as each would be by itself."""
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from unittest import mock
 
 import numpy as np
@@ -42,8 +43,8 @@ def test_every_plan_that_is_tried_has_its_own_price(
     seen: list[Plan] = []
     priced = Prices.priced
 
-    def watched(prices: Prices, plan: Plan, meter) -> Plan:
-        seen.append(priced(prices, plan, meter))
+    def watched(prices: Prices, plan: Plan, meter, within: int | None) -> Plan:
+        seen.append(priced(prices, plan, meter, within))
         return seen[-1]
 
     least = mock.patch.object(builder, "LEAST_ROW_TOKENS", 2)
@@ -53,7 +54,9 @@ def test_every_plan_that_is_tried_has_its_own_price(
         except PlanError:
             assert seen
     for plan in seen:
-        assert (plan.cost, plan.predicted_peak_bytes) == alone(plan, batch, coupling)
+        cost, peak = alone(plan, batch, coupling)
+        assert plan.predicted_peak_bytes == peak
+        assert plan.cost == (cost if peak <= budget else math.inf)
 
 
 def test_the_same_rows_are_priced_once() -> None:
@@ -67,5 +70,22 @@ def test_the_same_rows_are_priced_once() -> None:
     with mock.patch("forkpoint.plan.prices.plan_cost", wraps=plan_cost) as priced:
         plan = make_plan(batch, replace(SHAPE, windows=(0, 0)), config)
     assert len(plan.candidates) == 9
+    by_tree, by_group = (
+        [c.cost for c in plan.candidates if c.sharing == sharing] for sharing in ("tree", "group")
+    )
+    assert by_tree == by_group
     rows = {tuple((r.segments, r.parent) for r in c.args[0].rows) for c in priced.call_args_list}
     assert priced.call_count == len(rows)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(batch=batches(), boundary=st.sampled_from(("in_row", "mixed", "across_rows")))
+def test_one_group_is_shared_by_groups_as_by_tree(batch: RolloutBatch, boundary) -> None:
+    together = RolloutBatch(replace(rollout, group_id="g") for rollout in batch)
+    plans = [
+        make_plan(together, SHAPE, Config(sharing=sharing, boundary=boundary))
+        for sharing in ("group", "tree")
+    ]
+    assert [plan.sharing for plan in plans] == ["group", "tree"]
+    by_group, by_tree = ([asdict(row) for row in plan.rows] for plan in plans)
+    assert by_group == by_tree and plans[0].cost == plans[1].cost

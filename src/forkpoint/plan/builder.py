@@ -80,6 +80,9 @@ class Builder:
         self.unique_tokens: int = self._unique_tokens(tree, len(firsts))
         self.longest: int = int(self.tree_order.edges.max(initial=1))
         self.orders: dict[str, SortedRollouts] = {"tree": self.tree_order}
+        # Then sharing within groups is sharing over the batch.
+        self.one_group: bool = len(np.unique(batch.group_index)) == 1
+        self._built: dict[tuple[str, str], Plan] = {}
 
     def _unique_tokens(self, tree: Forest, firsts: int) -> int:
         if len(np.unique(self.temperature_class)) == 1:
@@ -90,6 +93,7 @@ class Builder:
         return int(plain.new_edges.sum()) + firsts
 
     def order(self, sharing: str) -> SortedRollouts:
+        sharing = self._as(sharing)
         if sharing not in self.orders:
             if sharing == "none":
                 every = np.ones(len(self.tree_order.rollouts), bool)
@@ -103,12 +107,23 @@ class Builder:
 
     def forest(self, sharing: str) -> Forest:
         """The forest of an order that is cut nowhere: the same whatever the rows' lengths."""
+        sharing = self._as(sharing)
         if sharing not in self._forests:
             self._forests[sharing] = build_forest(self.order(sharing), len(self.batch))
         return self._forests[sharing]
 
+    def _as(self, sharing: str) -> str:
+        """What comes to the same for this batch."""
+        return "tree" if sharing == "group" and self.one_group else sharing
+
     def build(self, sharing: str, boundary: str) -> Plan:
         """One combination within the limits of the configuration, with its price."""
+        combination = self._as(sharing), boundary
+        if combination not in self._built:
+            self._built[combination] = self._fitting(sharing, boundary)
+        return replace(self._built[combination], sharing=sharing)
+
+    def _fitting(self, sharing: str, boundary: str) -> Plan:
         if self.config.max_wave_tokens is not None and boundary != "across_rows":
             raise PlanError(
                 f"max_wave_tokens is {self.config.max_wave_tokens}, which is about rows below "
@@ -190,7 +205,7 @@ class Builder:
         if self.config.head_logits == "auto" and budget is not None:
             assert plan.shape is not None
             plan = keep_logits(plan, meter, plan.shape, budget)
-        return self.prices.priced(plan, meter)
+        return self.prices.priced(plan, meter, budget)
 
     def _build(self, sharing: str, boundary: str, tokens: int) -> Plan:
         padded = self.config.waves == "padded"

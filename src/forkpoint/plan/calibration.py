@@ -1,8 +1,7 @@
-"""What was measured of a device and a model shape, and plans priced by it. Imports no torch.
+"""What was measured of a device and a model shape, as a file. Imports no torch.
 
-`forkpoint calibrate` writes these files (bench/calibrate.py says how each figure is measured). A
-row's time is then the sum of its blocks' products by how many tokens it has, of its attention
-launches by their visible pairs and lengths, of its head by labelled tokens, and of the rest.
+`forkpoint calibrate` writes these files (bench/calibrate.py says how each figure is measured);
+`forkpoint.plan.measured` prices plans by them.
 """
 
 import hashlib
@@ -10,19 +9,16 @@ import json
 import math
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from forkpoint.errors import ConfigError
-from forkpoint.plan.cost import ModelShape, visible_pairs
-from forkpoint.plan.layout import COLUMNS, Row, full_table, windowed_table
-from forkpoint.plan.meters import logits_bytes
-from forkpoint.plan.plan import Plan
+from forkpoint.plan.cost import ModelShape
 
 SCHEMA = 1
 FOLDER_VARIABLE = "FORKPOINT_CALIBRATIONS"
@@ -48,12 +44,31 @@ class Curve:
         values = self.backward if backward else self.forward
         if size > self.at[-1]:
             return values[-1] * size / self.at[-1]
-        return float(np.interp(size, self.at, values))
+        return _interpolated(size, self.at, values)
 
     def rate(self, size: float, *, backward: bool) -> float:
         """A rate: between points by the logarithm of the size, and beyond them that of the ends."""
         values = self.backward if backward else self.forward
-        return float(np.interp(np.log2(max(size, 1.0)), np.log2(self.at), values))
+        return _interpolated(math.log2(max(size, 1.0)), self._at_log2, values)
+
+    @cached_property
+    def _at_log2(self) -> tuple[float, ...]:
+        return tuple(map(math.log2, self.at))
+
+
+def _interpolated(x: float, at: Sequence[float], values: Sequence[float]) -> float:
+    """Between points on the line, beyond them as the nearest.
+
+    numpy's takes as long for one number as for a thousand, and a plan is priced by thousands.
+    """
+    if x <= at[0]:
+        return values[0]
+    if x >= at[-1]:
+        return values[-1]
+    above = bisect_right(at, x)
+    low, high = at[above - 1], at[above]
+    slope = (values[above] - values[above - 1]) / (high - low)
+    return slope * (x - low) + values[above - 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,112 +253,6 @@ def calibration_path(device: str, shape: ModelShape, *, compiled: bool) -> Path:
     digest = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "unknown"
     return folder / f"{name}-{digest}.json"
-
-
-class MeasuredMeter:
-    """Milliseconds of a plan's rows by a calibration (see `forkpoint.plan.meters.Meter`)."""
-
-    unit = "ms"
-
-    def __init__(
-        self, calibration: Calibration, plan: Plan, labelled_of_row: Sequence[int]
-    ) -> None:
-        assert plan.shape is not None
-        self.calibration: Calibration = calibration
-        self.plan: Plan = plan
-        self.shape: ModelShape = plan.shape
-        self.labelled_of_row = labelled_of_row
-        attention = self.shape.linear_parameters / self.shape.layers
-        attention -= 3 * self.shape.hidden * self.shape.intermediate
-        # Queries, keys and values: about what a block does before its attention is called.
-        self._before_attention = 0.75 * attention * self.shape.layers / self.shape.linear_parameters
-        self._attention: dict[tuple[int, bool], float] = {}
-
-    def forward(self, row: Row, *, boundary_only: bool = False) -> float:
-        labelled = 0 if boundary_only else self.labelled_of_row[row.index]
-        return self._pass(row, labelled, backward=False)
-
-    def backward(self, row: Row) -> float:
-        time = self._pass(row, self.labelled_of_row[row.index], backward=True)
-        again = self.shape.repeated_flops_share(row.checkpointing)
-        if again:
-            blocks = self.shape.layers * self.calibration.block.time(row.slots, backward=False)
-            time += again * blocks
-        if again == 1.0:
-            time += self._attention_ms(row, backward=False)
-        if row.keeps_logits:
-            # The backward that was measured computes them first, as the forward does.
-            time -= self.calibration.head.time(self.labelled_of_row[row.index], backward=False)
-        return max(time, 0.0)
-
-    def copy(self, nbytes: int, *, out: bool) -> float | None:
-        found = self.calibration
-        return nbytes / (found.out_bytes_per_ms if out else found.back_bytes_per_ms)
-
-    def kept_bytes(self, row: Row) -> int:
-        policy = "full" if self.shape.checkpointed else row.checkpointing
-        block, rest = self.calibration.kept_bytes[policy]
-        # One block is whole while its backward computes it again.
-        whole = self.calibration.kept_bytes["none"][0] if policy != "none" else 0.0
-        kept = int(row.slots * (self.shape.layers * block + rest + whole))
-        return kept + logits_bytes(row, self.shape, self.labelled_of_row[row.index])
-
-    def working_bytes(self, row: Row) -> int:
-        head, token = self.calibration.working_bytes
-        return int(row.slots * token + (head if self.labelled_of_row[row.index] else 0.0))
-
-    def _pass(self, row: Row, labelled: int, *, backward: bool) -> float:
-        found = self.calibration
-        layers = float(self.shape.layers)
-        attention = self._attention_ms(row, backward=backward)
-        if not labelled:
-            # Such a row ends at the keys and values of its last layer.
-            attention *= (layers - 1) / layers
-            layers += self._before_attention - 1
-        return (
-            layers * found.block.time(row.slots, backward=backward)
-            + attention
-            + found.rest.time(row.slots, backward=backward)
-            + found.head.time(labelled, backward=backward)
-        )
-
-    def _attention_ms(self, row: Row, *, backward: bool) -> float:
-        """All layers' launches of a row."""
-        if (row.index, backward) not in self._attention:
-            each = {w: self._layer_ms(row, w, backward) for w in set(self.shape.windows)}
-            self._attention[row.index, backward] = sum(each[w] for w in self.shape.windows)
-        return self._attention[row.index, backward]
-
-    def _layer_ms(self, row: Row, window: int, backward: bool) -> float:
-        found, forest = self.calibration, self.plan.forest
-        if window:
-            segments = list(row.segments)
-            pairs = visible_pairs(forest.start[segments], forest.length[segments], window)
-            table = windowed_table(forest, row, self.plan.arena_of, window)
-            length = min(window, row.slots / len(segments))
-            copied = len(table.key_index) if table.key_index is not None else 0
-            gather = found.part.time(copied, backward=backward)
-            return pairs / found.causal.rate(length, backward=backward) + gather
-        table = full_table(forest, row, self.plan.arena_of)
-        time = 0.0
-        for number, values in enumerate(table.launches.tolist()):
-            launch: dict[str, int] = dict(zip(COLUMNS, values, strict=True))
-            count = launch["count"]
-            q, k = (
-                np.diff(table.cu[launch[f"cu_{side}_at"] :][: count + 1]).astype(float)
-                for side in "qk"
-            )
-            # The rate of each sequence by its own length: one may be a whole path, others short.
-            if launch["causal"]:
-                pairs, curve, lengths = q * (q + 1) / 2, found.causal, q
-            else:
-                pairs, curve, lengths = q * k, found.rectangle, k
-            for length in np.unique(lengths):
-                those = float(pairs[lengths == length].sum())
-                time += those / curve.rate(float(length), backward=backward)
-            if number:
-                time += found.part.time(float(q.sum()), backward=backward)
-        return time
 
 
 def find_calibration(device: str, shape: ModelShape, *, compiled: bool) -> Calibration | None:

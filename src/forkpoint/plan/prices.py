@@ -3,14 +3,16 @@
 Many combinations and lengths of rows come to the same rows; these are priced once.
 """
 
+import math
 from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
 
 from forkpoint.forest import Forest, IntArray
-from forkpoint.plan.calibration import Calibration, MeasuredMeter
+from forkpoint.plan.calibration import Calibration
 from forkpoint.plan.cost import ModelShape
+from forkpoint.plan.measured import MeasuredMeter
 from forkpoint.plan.meters import CountedMeter, Meter, TokenMeter, labelled_of_segments
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import peak_bytes, plan_cost
@@ -58,12 +60,16 @@ class Prices:
             )
         return self._meter_of[key]
 
-    def priced(self, plan: Plan, meter: Meter) -> Plan:
-        """The plan with its cost and its peak, by a meter of its rows."""
+    def priced(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
+        """The plan with its cost and its peak, by a meter of its rows.
+
+        Beyond a budget of bytes its cost is infinite: nobody asks what it would be.
+        """
         key = (_key_of_rows(plan), *((row.residency, row.keeps_logits) for row in plan.rows))
         if key not in self._cost_of:
-            cost = plan_cost(plan, self.batch, self.coupling, meter)
             peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
+            fits = budget is None or peak is None or peak <= budget
+            cost = plan_cost(plan, self.batch, self.coupling, meter) if fits else math.inf
             self._cost_of[key] = cost, peak
         cost, peak = self._cost_of[key]
         measured = isinstance(meter, MeasuredMeter)

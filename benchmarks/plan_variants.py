@@ -1,0 +1,81 @@
+"""Steps of one group under plans that the planner did not choose, beside the one it did.
+
+    python benchmarks/plan_variants.py [--cells 10240/2048/32] [--calibration FILE]
+
+A cell is prompt / response / number of responses. After dense at its best and auto come prompts in
+a row of their own, kept, offloaded or recomputed, with the waves of responses named by --waves, in
+tokens. What does not fit in memory says so. Rows of JSON are printed and appended to --output:
+where one of them is faster than auto by more than noise, what prices plans is wrong.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from forkpoint.bench.cells import cell_rows, out_of_memory, peak_prediction
+from forkpoint.bench.rows import ResultRow, write_rows
+from forkpoint.bench.shapes import SHAPES, make_group, make_model
+from forkpoint.bench.steps import GROUP, Deadline, Stepper, best_dense
+from forkpoint.errors import PlanError
+
+REPEATS = 2
+
+
+def variants(
+    stepper: Stepper, cell: str, residencies: list[str], waves: list[int], deadline: Deadline
+) -> Iterator[ResultRow]:
+    prompt, response, count = map(int, cell.split("/"))
+    batch = make_group(prompt, [response] * count, vocab=stepper.vocab)
+    dense, _, _ = best_dense(stepper, batch, repeats=REPEATS)
+    ways: dict[str, dict[str, object]] = {"auto": {"memory_budget_bytes": stepper.budget_bytes}}
+    for residency in residencies:
+        for wave in waves:
+            ways[f"{residency}, waves of {wave}"] = {
+                **GROUP,
+                "residency": residency,
+                "max_row_tokens": max(prompt, response),
+                "max_wave_tokens": wave,
+            }
+    for name, options in ways.items():
+        case = f"{stepper.mode} {prompt}/{response} N={count}: {name}"
+        if deadline.over(case):
+            continue
+        policy = stepper.configured(**options)
+        try:
+            stepper.step(policy, batch)  # the first compiles, or pins memory
+            timed = stepper.repeat(
+                policy, batch, repeats=REPEATS, into=stepper.planned(policy, batch)
+            )
+        except (torch.OutOfMemoryError, PlanError) as error:
+            yield out_of_memory("plan-variants", case, error)
+            continue
+        yield from cell_rows("plan-variants", case, timed, dense)
+        yield from peak_prediction("plan-variants", case, stepper, timed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
+    parser.add_argument("--cells", nargs="+", default=["10240/2048/32"])
+    parser.add_argument("--residencies", nargs="+", default=["keep", "offload", "recompute"])
+    parser.add_argument("--waves", nargs="+", type=int, default=[8192, 12_288, 24_576])
+    parser.add_argument("--calibration", help="what the planner prices by (forkpoint calibrate)")
+    parser.add_argument("--max-seconds", type=float, default=540.0, help="begin nothing after this")
+    parser.add_argument("--output", type=Path, default=Path("plan-variants.jsonl"))
+    args = parser.parse_args()
+    deadline = Deadline(args.max_seconds)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = {"calibration": args.calibration} if args.calibration else {}
+    stepper = Stepper(make_model(args.shape, device), **options)
+    for cell in args.cells:
+        for row in variants(stepper, cell, args.residencies, args.waves, deadline):
+            write_rows([row], args.output)
+            print(f"{row.case:60} {row.metric:28} {row.value:14.4g} {row.unit}", flush=True)
+    for case in deadline.left_out:
+        print(f"no time for {case}")
+
+
+if __name__ == "__main__":
+    main()
