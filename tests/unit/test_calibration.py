@@ -26,7 +26,7 @@ from forkpoint.plan.calibration import (
 )
 from forkpoint.plan.meters import CountedMeter, Meter
 from forkpoint.plan.planner import _chosen
-from forkpoint.plan.predict import arena_bytes, fit_rows, peak_bytes, play
+from forkpoint.plan.predict import arena_bytes, let_go, peak_bytes, play, rows_let_go
 from strategies import batches
 
 SHAPE = ModelShape(
@@ -246,7 +246,7 @@ def test_some_rows_are_kept_where_some_fit() -> None:
 
 
 def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
-    """Residency as `fit_rows` chooses it, row by row, by its definition."""
+    """Residency as `rows_let_go` chooses it, row by row, by its definition."""
     room = budget - arena_bytes(plan, SHAPE)
     kept = [meter.kept_bytes(row) for row in plan.rows]
     price = [meter.forward(r, boundary_only=True) / max(1, kept[r.index]) for r in plan.rows]
@@ -281,7 +281,7 @@ def test_rows_are_let_go_as_defined(batch, tokens, boundary, share, moved) -> No
     plan = replace(plan, rows=tuple(rows))
     meter = CountedMeter(plan, [0] * len(plan.rows))
     budget = int(peak_bytes(plan, meter, SHAPE) * share)
-    fitted = fit_rows(plan, meter, SHAPE, budget, "recompute")
+    fitted = let_go(plan, rows_let_go(plan, meter, SHAPE, budget), "recompute")
     assert [row.residency for row in fitted.rows] == as_defined(plan, meter, budget)
 
 
@@ -294,7 +294,8 @@ def test_a_long_chain_is_fitted_in_no_time() -> None:
     )
     meter = CountedMeter(plan, [0] * len(plan.rows))
     begin = time.perf_counter()
-    fitted = fit_rows(plan, meter, SHAPE, peak_bytes(plan, meter, SHAPE) // 2, "recompute")
+    budget = peak_bytes(plan, meter, SHAPE) // 2
+    fitted = let_go(plan, rows_let_go(plan, meter, SHAPE, budget), "recompute")
     assert time.perf_counter() - begin < 10
     assert {row.residency for row in fitted.rows} == {"keep", "recompute"}
 

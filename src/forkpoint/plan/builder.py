@@ -13,7 +13,7 @@ from forkpoint.plan.cost import ModelShape, Work, dense_work, forest_work
 from forkpoint.plan.meters import EFFICIENT_TOKENS, Meter
 from forkpoint.plan.packing import rows_across, rows_mixed, rows_of_whole_paths
 from forkpoint.plan.plan import Plan, fingerprint
-from forkpoint.plan.predict import fit_rows, keep_logits
+from forkpoint.plan.predict import keep_logits, let_go, rows_let_go
 from forkpoint.plan.prices import Prices
 from forkpoint.rollouts import RolloutBatch
 
@@ -196,8 +196,8 @@ class Builder:
         if meter.copy(1, out=True) is not None:
             ways.append("offload")
         assert self.shape is not None
-        fitted = (fit_rows(plan, meter, self.shape, budget, way) for way in ways)
-        return [self._priced(way, meter) for way in fitted]
+        rows = rows_let_go(plan, meter, self.shape, budget)
+        return [self._priced(let_go(plan, rows, way), meter) for way in ways]
 
     def _priced(self, plan: Plan, meter: Meter) -> Plan:
         """With its price, and with logits kept as the configuration says."""

@@ -6,6 +6,7 @@ neither overlap nor skip. The tables are numpy; the engine turns them into tenso
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,7 +229,8 @@ def _table(launches: list[tuple[bool, list[_Piece]]]) -> Table:
     for causal, pieces in launches:
         count = len(pieces)
         q_lengths, k_lengths = [p.n for p in pieces], [p.m for p in pieces]
-        cu.extend((np.cumsum([0, *q_lengths]), np.cumsum([0, *k_lengths])))
+        cu.extend(accumulate(q_lengths, initial=0))
+        cu.extend(accumulate(k_lengths, initial=0))
         first, last = pieces[0], pieces[-1]
         rows.append(
             (
@@ -246,4 +248,4 @@ def _table(launches: list[tuple[bool, list[_Piece]]]) -> Table:
             )
         )
         at += 2 * (count + 1)
-    return Table(np.asarray(rows, np.int64), np.concatenate(cu).astype(np.int32))
+    return Table(np.asarray(rows, np.int64), np.asarray(cu, np.int32))

@@ -115,11 +115,11 @@ def arena_bytes(plan: Plan, shape: ModelShape) -> int:
     return plan.arena_slots * each + plan.state_slots * shape.state_bytes
 
 
-def fit_rows(plan: Plan, meter: Meter, shape: ModelShape, budget: int, residency: str) -> Plan:
-    """The plan with as few rows as it takes not kept, so that its peak is within the budget.
+def rows_let_go(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> frozenset[int]:
+    """As few rows as it takes that are not kept, so that the plan's peak is within the budget.
 
     At each row that would be too much, of the rows open around it those go first that are cheapest
-    to have back for each byte. Where even that is not enough the plan stays above the budget.
+    to have back for each byte. Where even that is not enough the plan would stay above the budget.
     """
     room = budget - arena_bytes(plan, shape)
     holds: list[int] = []
@@ -150,8 +150,13 @@ def fit_rows(plan: Plan, meter: Meter, shape: ModelShape, budget: int, residency
         if keeps:
             price = meter.forward(row, boundary_only=True) / max(1, kept)
             heappush(cheapest, (price, -row.index))
-    rows = [replace(r, residency=residency) if r.index in moved else r for r in plan.rows]
-    return replace(plan, rows=tuple(rows))
+    return frozenset(moved)
+
+
+def let_go(plan: Plan, rows: frozenset[int], residency: str) -> Plan:
+    """The plan with these rows not kept."""
+    changed = (replace(r, residency=residency) if r.index in rows else r for r in plan.rows)
+    return replace(plan, rows=tuple(changed))
 
 
 def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Plan:
