@@ -34,6 +34,8 @@ def variants(
         for wave in waves:
             ways[f"{residency}, waves of {wave}"] = {
                 **GROUP,
+                # For logits to be kept where auto would.
+                "memory_budget_bytes": stepper.budget_bytes,
                 "residency": residency,
                 "max_row_tokens": max(prompt, response),
                 "max_wave_tokens": wave,

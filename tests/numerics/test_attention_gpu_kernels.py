@@ -226,35 +226,40 @@ def test_cudnn_refuses_ragged_launches(device: str, kernel: str) -> None:
         check(case)
 
 
+def forests_for(kernel: str, *ragged: Forest) -> list[Forest]:
+    """One whose sequences have one length, and these where the kernel takes them."""
+    return [EQUAL_FORESTS["flat"], *(ragged if RECORDS[kernel].ragged else ())]
+
+
 @pytest.mark.parametrize(("heads", "dims"), sorted({(h, d) for _, h, d in PROFILES}), ids=str)
 @pytest.mark.parametrize(("device", "kernel"), kernels("fa4", "fa2", "cudnn"))
 def test_heads_and_head_dims(
     device: str, kernel: str, heads: tuple[int, int], dims: tuple[int, int]
 ) -> None:
-    forest = make_forest([-1, 0, 0, -1, 3], [300, 150, 170, 200, 131], [0])
-    if not RECORDS[kernel].ragged:
-        forest = EQUAL_FORESTS["flat"]
-    assert_passes(make_case(device, kernel, forest, heads=heads, dims=dims, fused=True))
+    ragged = make_forest([-1, 0, 0, -1, 3], [300, 150, 170, 200, 131], [0])
+    for forest in forests_for(kernel, ragged):
+        assert_passes(make_case(device, kernel, forest, heads=heads, dims=dims, fused=True))
 
 
 @pytest.mark.parametrize("window", [1, 5, 64, 1000])
 @pytest.mark.parametrize(("device", "kernel"), kernels("fa4", "fa2", "reference"))
 def test_windows(device: str, kernel: str, window: int) -> None:
-    for name in ("three_levels", "three_levels_the_upper_in_the_arena"):
+    names = ("three_levels", "three_levels_the_upper_in_the_arena")
+    for forest in forests_for(kernel, *(FORESTS[name] for name in names)):
         sinks = window == 64
-        assert_passes(make_case(device, kernel, FORESTS[name], window=window, sinks=sinks))
+        assert_passes(make_case(device, kernel, forest, window=window, sinks=sinks))
 
 
 @pytest.mark.parametrize(("device", "kernel"), kernels("fa4", "fa2", "cudnn"))
 def test_sinks(device: str, kernel: str) -> None:
-    forest = FORESTS["three_levels"] if RECORDS[kernel].ragged else EQUAL_FORESTS["flat"]
-    assert_passes(make_case(device, kernel, forest, sinks=True))
+    for forest in forests_for(kernel, FORESTS["three_levels"]):
+        assert_passes(make_case(device, kernel, forest, sinks=True))
 
 
 @pytest.mark.parametrize(("device", "kernel"), kernels("fa4", "reference", "fa2", on_cpu=ON_CPU))
 def test_softcap(device: str, kernel: str) -> None:
-    forest = FORESTS["three_levels_the_upper_in_the_arena"]
-    assert_passes(make_case(device, kernel, forest, softcap=1.5))
+    for forest in forests_for(kernel, FORESTS["three_levels_the_upper_in_the_arena"]):
+        assert_passes(make_case(device, kernel, forest, softcap=1.5))
 
 
 @pytest.fixture

@@ -138,6 +138,7 @@ TORCH_NAMES = {
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Fa4Interface:
     interface = Fa4Interface()
     monkeypatch.setattr(fa4, "_interface", lambda: interface)
+    monkeypatch.setattr(fa4, "_is_hopper", lambda device: True)
     aten = torch.ops.aten
     flash, flash_backward = fa2._flash, fa2._flash_backward
     dense, dense_backward = cudnn._cudnn, cudnn._cudnn_backward
@@ -274,6 +275,7 @@ def test_tiles_are_those_of_the_version_and_the_chip_that_were_measured(
 ) -> None:
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device = torch.device("cuda:0")
     for version, capability, expected in (
         (fa4.TUNED, (9, 0), 132),
         (fa4.TUNED, (10, 0), 0),
@@ -281,7 +283,21 @@ def test_tiles_are_those_of_the_version_and_the_chip_that_were_measured(
         (None, (9, 0), 0),
     ):
         fa4._processors.cache_clear()
+        fa4._is_hopper.cache_clear()
         monkeypatch.setattr(fa4, "_version", lambda found=version: found)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert fa4._processors(torch.device("cuda:0")) == expected
+        assert fa4._processors(device) == expected
+        # Whatever the version, a batch is what was measured on compute capability 9.
+        assert fa4._batched(one_launch(EQUAL, True), device) == (2 if capability[0] == 9 else 0)
+        assert fa4._batched(one_launch(RAGGED, True), device) == 0
     fa4._processors.cache_clear()
+    fa4._is_hopper.cache_clear()
+
+
+def test_a_batch_has_no_more_sequences_than_a_grid_has_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fa4, "_is_hopper", lambda device: True)
+    device = torch.device("cuda:0")
+    assert fa4._batched(one_launch([(1, 1)] * 65_535, True), device) == 65_535
+    assert fa4._batched(one_launch([(1, 1)] * 65_536, True), device) == 0

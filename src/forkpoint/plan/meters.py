@@ -1,6 +1,6 @@
 """Meters price the rows of a plan: by counted FLOPs or, without a model's shape, by tokens.
 
-The one that prices them by what was measured of a device and a model is in plan/calibration.py.
+The one that prices them by what was measured of a device and a model is in plan/measured.py.
 """
 
 from collections.abc import Sequence

@@ -12,28 +12,31 @@ Source: `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd` of fla
 - Its backward takes dO . O and lse from what it is given, so the merged ones are right.
 - An input whose address or strides are not multiples of 16 bytes is copied first.
 - It compiles for a configuration at its first use, a few seconds each: dtype, head dims, query
-  heads a key-value head, mask, softcap's value, tile, whether there are cumulative lengths, and in
-  the backward whether all queries, or all keys, fit in one tile (of 64 to 128). Lengths themselves
-  do not enter.
+  heads a key-value head, mask, softcap's value, tile, whether there are cumulative lengths, whether
+  all queries fit in one tile, in the backward all keys as well, and, with cumulative lengths,
+  whether there are more than a few hundred. Nothing else of the lengths enters.
 
-What is chosen here, by docs/performance-log.md: sequences of one length are given as a batch, which
-has a cheaper schedule, and heads of 128 on compute capability 9 take tiles of 192 queries, where
-they leave no more multiprocessors idle.
+What is chosen here for compute capability 9, by docs/performance-log.md: sequences of one length
+are given as a batch, which has a cheaper schedule, and heads of 128 take tiles of 192 queries where
+these need fewer rounds of all multiprocessors.
 """
 
 import math
 import re
-from functools import cache, partial
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import pairwise
 from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from forkpoint.ops.attention.kernel import Asked, Kernel
 from forkpoint.ops.attention.table import Launch
+
+MOST_IN_A_BATCH = 65_535
+"""Sequences: they are one dimension of a grid of blocks."""
 
 OLDEST = "4.0.0b36"
 TUNED = "4.0.0b36"
@@ -42,8 +45,9 @@ TUNED = "4.0.0b36"
 LONG_TILE: int = 192
 SHORT_TILE: int = 128
 LONG_TILE_TIME = 1.4
-"""What a tile of 192 queries takes over one of 128: measured are 1.39 to 1.50 in a batch, 1.30 to
-1.41 with cumulative lengths (benchmarks/results/fa4-tiles-h200.jsonl)."""
+"""What a round of tiles of 192 queries takes over one of 128. By whole rounds, where there are
+several, 1.36 to 1.48 was measured in a batch and 1.27 to 1.43 with cumulative lengths
+(benchmarks/results/fa4-tiles-h200.jsonl)."""
 
 LONG_TILE_OPTIONS: dict[str, object] = {
     "tile_mn": (LONG_TILE, 128),
@@ -70,20 +74,24 @@ def forward(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    heads = q_THD.shape[1]
-    cut = partial(_cut, launch)
+    batch = _batched(launch, q_THD.device)
+    q, k, v = (_cut(x, batch) for x in (q_THD, k_TKD, v_TKE))
     o, lse, *_ = _interface()._flash_attn_fwd(
-        *map(cut, (q_THD, k_TKD, v_TKE)),
+        q,
+        k,
+        v,
         softmax_scale=scale,
         softcap=softcap or None,
         return_lse=True,
-        **_lengths(launch),
+        **({} if batch else _lengths(launch)),
         **_mask(launch, window),
         **_tile(q_THD, v_TKE, launch, softcap, window),
     )
-    if launch.ragged:
-        return o, lse
-    return o.flatten(0, 1), lse.transpose(0, 1).reshape(heads, -1)
+    if batch > 1:
+        lse_HT = lse.transpose(0, 1).reshape(q_THD.shape[1], -1)
+    else:
+        lse_HT = lse[0] if batch else lse
+    return _packed(o, batch), lse_HT
 
 
 def backward(
@@ -100,30 +108,48 @@ def backward(
     window: int,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    cut = partial(_cut, launch)
-    lse = lse_HT if launch.ragged else lse_HT.unflatten(1, (launch.count, -1)).transpose(0, 1)
+    batch = _batched(launch, q_THD.device)
+    q, k, v, o, do = (_cut(x, batch) for x in (q_THD, k_TKD, v_TKE, o_THE, do_THE))
+    lse = lse_HT.view(len(lse_HT), batch, -1).transpose(0, 1) if batch else lse_HT
     dq, dk, dv, *_ = _interface()._flash_attn_bwd(
-        *map(cut, (q_THD, k_TKD, v_TKE, o_THE, do_THE)),
+        q,
+        k,
+        v,
+        o,
+        do,
         lse,
         softmax_scale=scale,
         softcap=softcap,
         deterministic=deterministic,
-        **_lengths(launch),
+        **({} if batch else _lengths(launch)),
         **_mask(launch, window),
     )
-    if launch.ragged:
-        return dq, dk, dv
-    return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
+    return _packed(dq, batch), _packed(dk, batch), _packed(dv, batch)
 
 
-def _cut(launch: Launch, x_THD: Tensor) -> Tensor:
-    """A batch [count, length, H, D] of sequences that have one length, else what is given."""
-    return x_THD if launch.ragged else x_THD.unflatten(0, (launch.count, -1))
+def _batched(launch: Launch, device: torch.device) -> int:
+    """How many sequences are given as a batch [B, T, H, D]; 0 where cumulative lengths are given.
+
+    Measured and compared on compute capability 9; on newer ones a batch is served by other kernels.
+    """
+    if launch.ragged or launch.count > MOST_IN_A_BATCH or not _is_hopper(device):
+        return 0
+    return launch.count
+
+
+def _cut(x_THD: Tensor, batch: int) -> Tensor:
+    if batch > 1:
+        return x_THD.view(batch, -1, *x_THD.shape[1:])
+    return x_THD[None] if batch else x_THD
+
+
+def _packed(x: Tensor, batch: int) -> Tensor:
+    if batch > 1:
+        return x.flatten(0, 1)
+    return x[0] if batch else x
 
 
 def _lengths(launch: Launch) -> dict[str, object]:
-    if not launch.ragged:
-        return {}
     return {
         "cu_seqlens_q": launch.cu_q,
         "cu_seqlens_k": launch.cu_k,
@@ -139,22 +165,33 @@ def _tile(
     if q_THD.shape[2] != 128 or v_TKE.shape[2] != 128 or softcap or window:
         return {}
     processors = _processors(q_THD.device)
-    if not processors:
-        return {}
     kv_heads = v_TKE.shape[1]
     # It packs the query heads of a key-value head into one tile.
-    queries = np.diff(launch.cu_q_cpu.numpy()) * (q_THD.shape[1] // kv_heads)
-    long, short = (
-        math.ceil(int((-(-queries // tile)).sum()) * kv_heads / processors)
-        for tile in (LONG_TILE, SHORT_TILE)
-    )
+    group = q_THD.shape[1] // kv_heads
+    at_most = (len(q_THD) * group // SHORT_TILE + launch.count) * kv_heads
+    if at_most <= processors or not processors:
+        return {}  # one round of short tiles, as most launches of small rows are
+    if launch.ragged:
+        ends = launch.cu_q_cpu.tolist()
+        queries = [(end - begin) * group for begin, end in pairwise(ends)]
+        long, short = (sum(-(-n // tile) for n in queries) for tile in (LONG_TILE, SHORT_TILE))
+    else:
+        long, short = (
+            launch.count * -(-launch.max_q * group // tile) for tile in (LONG_TILE, SHORT_TILE)
+        )
+    long, short = (-(-tiles * kv_heads // processors) for tiles in (long, short))
     return LONG_TILE_OPTIONS if long * LONG_TILE_TIME < short else {}
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
 def _processors(device: torch.device) -> int:
     """Multiprocessors of a device for which tiles were measured, else 0."""
-    if _version() != TUNED or torch.cuda.get_device_capability(device)[0] != 9:
+    if _version() != TUNED or not _is_hopper(device):
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
