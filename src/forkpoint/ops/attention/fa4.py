@@ -87,10 +87,7 @@ def forward(
         **_mask(launch, window),
         **_tile(q_THD, v_TKE, launch, softcap, window),
     )
-    if batch > 1:
-        lse_HT = lse.transpose(0, 1).reshape(q_THD.shape[1], -1)
-    else:
-        lse_HT = lse[0] if batch else lse
+    lse_HT = lse.transpose(0, 1).reshape(q_THD.shape[1], -1) if batch else lse
     return _packed(o, batch), lse_HT
 
 
@@ -138,15 +135,11 @@ def _batched(launch: Launch, device: torch.device) -> int:
 
 
 def _cut(x_THD: Tensor, batch: int) -> Tensor:
-    if batch > 1:
-        return x_THD.view(batch, -1, *x_THD.shape[1:])
-    return x_THD[None] if batch else x_THD
+    return x_THD.view(batch, -1, *x_THD.shape[1:]) if batch else x_THD
 
 
 def _packed(x: Tensor, batch: int) -> Tensor:
-    if batch > 1:
-        return x.flatten(0, 1)
-    return x[0] if batch else x
+    return x.flatten(0, 1) if batch else x
 
 
 def _lengths(launch: Launch) -> dict[str, object]:
@@ -171,15 +164,11 @@ def _tile(
     at_most = (len(q_THD) * group // SHORT_TILE + launch.count) * kv_heads
     if at_most <= processors or not processors:
         return {}  # one round of short tiles, as most launches of small rows are
-    if launch.ragged:
-        ends = launch.cu_q_cpu.tolist()
-        queries = [(end - begin) * group for begin, end in pairwise(ends)]
-        long, short = (sum(-(-n // tile) for n in queries) for tile in (LONG_TILE, SHORT_TILE))
-    else:
-        long, short = (
-            launch.count * -(-launch.max_q * group // tile) for tile in (LONG_TILE, SHORT_TILE)
-        )
-    long, short = (-(-tiles * kv_heads // processors) for tiles in (long, short))
+    queries = [(end - begin) * group for begin, end in pairwise(launch.cu_q_cpu.tolist())]
+    long, short = (
+        math.ceil(sum(-(-n // tile) for n in queries) * kv_heads / processors)
+        for tile in (LONG_TILE, SHORT_TILE)
+    )
     return LONG_TILE_OPTIONS if long * LONG_TILE_TIME < short else {}
 
 
