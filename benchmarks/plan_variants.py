@@ -37,7 +37,7 @@ def variants(
                 # For logits to be kept where auto would.
                 "memory_budget_bytes": stepper.budget_bytes,
                 "residency": residency,
-                "max_row_tokens": max(prompt, response),
+                "max_row_tokens": max(prompt, response, wave),
                 "max_wave_tokens": wave,
             }
     for name, options in ways.items():
