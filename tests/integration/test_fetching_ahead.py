@@ -1,4 +1,4 @@
-"""When an offloaded row is fetched: in the second half of the backward before its own.
+"""When an offloaded row is fetched: during the backward before its own, as that gives back memory.
 
 Earlier than that memory is fullest, with all that the row before has saved; later the copy would be
 waited for. Gradients are those of rows that are kept, bit for bit.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
-from forkpoint.engine.halfway import Halfway
+from forkpoint.engine.given_back import LAYERS_ALIVE, GivenBack
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.plan.plan import Plan
@@ -49,8 +49,9 @@ class Log:
     entries: list[str] = field(default_factory=list)
     inputs: dict[str, list[StorageWeakRef]] = field(default_factory=dict)
     """Of the MLPs, which these save, by the event that they are made in."""
-    given_back: dict[str, float] = field(default_factory=dict)
-    """By row: the share of those of the running row that was free when the first was fetched."""
+    given_back: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    """By row, at each fetch before its own backward: the share of those of the running row that
+    was free, and the bytes of all fetches up to this one."""
 
     def event(self) -> str:
         return next(entry for entry in reversed(self.entries) if entry[:2] in ("F ", "R ", "B "))
@@ -83,9 +84,11 @@ class Logged(PlainTransfers):
 
     def back(self, host: Tensor, after: None) -> tuple[Tensor, None]:
         row, running = self.row_at[host.data_ptr()], self.log.event()
-        if row not in self.log.given_back:
+        if running[2:] != row:
             inputs = self.log.inputs[f"F {running[2:]}"]
-            self.log.given_back[row] = sum(ref.expired() for ref in inputs) / len(inputs)
+            free = sum(ref.expired() for ref in inputs) / len(inputs)
+            fetches = self.log.given_back.setdefault(row, [])
+            fetches.append((free, len(host) + (fetches[-1][1] if fetches else 0)))
         self.log.entries.append(f"fetch {row}")
         return super().back(host, after)
 
@@ -132,25 +135,32 @@ def layers_before_fetch(log: Log, event: str, row: str) -> int:
 
 
 @pytest.mark.parametrize("checkpointing", POLICIES)
-def test_the_last_wave_fetches_at_its_half(
+def test_the_last_wave_fetches_into_what_it_gives_back(
     monkeypatch: pytest.MonkeyPatch, checkpointing: str
 ) -> None:
     model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch()
     config = replace(GROUP, checkpointing=checkpointing)
     _, _, kept, _ = logged_step(monkeypatch, model, replace(config, residency="keep"), batch)
-    log, stats, found, _ = logged_step(
+    log, stats, found, plan = logged_step(
         monkeypatch, model, replace(config, residency="offload"), batch
     )
     events = [entry for entry in log.entries if entry[1] == " "]
     assert events == ["F A0", "F B0", "B B0", "F B1", "B B1", "B A0"]
     assert log.fetched_in("A0") == ["B B1", "B A0"]
     # What head and last norm save is asked for first; beside inputs of blocks alone that is much.
-    least = LAYERS // 3 if checkpointing == "full" else LAYERS // 2 - 1
+    least = 1 if checkpointing == "full" else LAYERS_ALIVE + 1
     assert least <= layers_before_fetch(log, "B B1", "A0") <= LAYERS // 2 + 1
-    if checkpointing == "none":
-        assert log.given_back["A0"] >= 0.4
     assert stats is not None and stats.on_demand == 0 and stats.prefetched > 0
     assert same_bits(found, kept)
+    if checkpointing != "none":
+        return
+    prompt, last = plan.rows[0], plan.rows[-1]
+    had_bytes = stats.back_bytes * last.slots / prompt.slots
+    layer = stats.back_bytes / LAYERS
+    for free, fetched in log.given_back["A0"]:
+        assert fetched <= max(2 * layer, free * had_bytes) + layer / 4
+    # Much of it is back before its own backward begins, and of that only the rest is fetched.
+    assert log.given_back["A0"][-1][1] > 0.5 * had_bytes
 
 
 @pytest.mark.parametrize("checkpointing", POLICIES)
@@ -185,17 +195,18 @@ def test_whatever_becomes_of_the_row_before(
             event, name = f"B {plan.row_names[row]}", plan.row_names[after]
             assert log.fetched_in(name) in ([event], [event, f"B {name}"]), ways
             before = layers_before_fetch(log, event, name)
-            least = 1 if checkpointing == "full" else layers // 2 - 1
+            # A row that had more on its way than it saves itself gives back at its first layer.
+            least = 0 if plan.rows[row].residency == "offload" or checkpointing == "full" else 2
             assert least <= before < layers, (ways, event, before)
             pairs.add(plan.rows[row].residency)
     assert pairs == {"keep", "offload", "recompute"}
 
 
-def test_where_half_is_never_asked_for_the_row_s_own_backward_begins_with_it(
+def test_where_nothing_is_given_back_the_row_s_own_backward_begins_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch()
-    monkeypatch.setattr(Halfway, "_asked", lambda *_: None)
+    monkeypatch.setattr(GivenBack, "_asked", lambda *_: None)
     log, stats, _, _ = logged_step(monkeypatch, model, replace(GROUP, residency="offload"), batch)
     assert log.fetched_in("A0") == ["B A0"]
     assert log.within("B A0")[0] == "fetch A0"
@@ -219,31 +230,61 @@ class Twice(torch.autograd.Function):
         return gradients[0]
 
 
-def test_half_is_of_bytes_and_each_counts_once() -> None:
-    called: list[int] = []
+def test_storages_count_once_when_half_has_been_asked_for() -> None:
+    told: list[tuple[int, int]] = []
     weight = torch.ones(1000, requires_grad=True)
-    halfway = Halfway(lambda x: x.shape == (1000,), lambda: called.append(halfway.asked_bytes))
-    with torch.autograd.graph.saved_tensors_hooks(*halfway.counted()):
+    given_back = GivenBack(
+        lambda x: x.shape == (1000,),
+        lambda free: told.append((given_back.asked_bytes, free)),
+        least=1 << 20,
+    )
+    with torch.autograd.graph.saved_tensors_hooks(*given_back.counted()):
         x = weight[:40].clone()
         for _ in range(4):
             x = Twice.apply(x)
-        y = (weight * torch.ones(1000)).sum() + x.exp().sum()
-    # 4 times 40 floats, the output of exp, and nothing of the weight.
-    assert halfway.saved_bytes == 5 * 160
+        y = (weight * torch.ones(1000)).sum() + x.exp().sum() + (x[:20] * x[20:]).sum()
+    # 4 times 40 floats, the output of exp, nothing of the weight and of what it is multiplied by,
+    # and of the views nothing more: the last of the four is theirs.
+    assert given_back.saved_bytes == 5 * 160 + 160
     y.backward()
-    assert called == [3 * 160] and halfway.asked_bytes == halfway.saved_bytes
+    assert given_back.asked_bytes == given_back.saved_bytes
+    assert told[0] == (3 * 160, 3 * 160) and told[-1] == (6 * 160, 6 * 160)
     assert weight.grad is not None and torch.isfinite(weight.grad).all()
+
+
+@pytest.mark.parametrize(("had", "first", "last"), [(None, 5, 10), (2, 5, 5), (20, 1, 10)])
+def test_what_is_free_is_told_as_it_grows(had: int | None, first: int, last: int) -> None:
+    """Ten layers that save a tensor each, of which two layers' may be alive still."""
+    layers, size = 10, 400
+    told: list[tuple[int, int]] = []
+    given_back = GivenBack(
+        lambda _: False,
+        lambda free: told.append((given_back.asked_bytes // size, free // size)),
+        layers=layers,
+        least=3 * size,
+        had_bytes=None if had is None else lambda: had * size,
+    )
+    with torch.autograd.graph.saved_tensors_hooks(*given_back.counted()):
+        x = torch.ones(100, requires_grad=True)
+        y = x
+        for _ in range(layers):
+            y = y.exp()
+    y.sum().backward()
+    assert (told[0][0], told[-1][0]) == (first, last)
+    free = [(had or layers) - (layers - asked) - LAYERS_ALIVE for asked in range(layers + 1)]
+    assert all(found == max(0, free[asked]) for asked, found in told)
+    assert [asked for asked, _ in told] == sorted({asked for asked, _ in told})
 
 
 def test_counting_keeps_nothing_alive() -> None:
     """A node's own output that it saves is free when the graph is, with or without a backward."""
     x = torch.ones(10, requires_grad=True)
     for backward in (False, True):
-        halfway = Halfway(lambda _: False, lambda: None)
-        with torch.autograd.graph.saved_tensors_hooks(*halfway.counted()):
+        given_back = GivenBack(lambda _: False, lambda _: None)
+        with torch.autograd.graph.saved_tensors_hooks(*given_back.counted()):
             y = (x * 2).exp()
         saved = StorageWeakRef(y.untyped_storage())
         if backward:
             y.sum().backward()
         del y
-        assert halfway.saved_bytes > 0 and saved.expired()
+        assert given_back.saved_bytes > 0 and saved.expired()

@@ -336,6 +336,31 @@ def test_waiting_for_copies_by_hand() -> None:
     assert phases["A"] == pytest.approx(forward) and phases["B"] == pytest.approx(wave)
 
 
+def test_fetching_into_what_is_given_back_by_hand() -> None:
+    """Copies out take no time. A parent of 1,000 tokens, and a wave of 600."""
+    config = Config(sharing="group", boundary="across_rows", residency="offload")
+    batch = group(1001, 300, 2)
+    plan = make_plan(batch, SHAPE, config, calibration=made_up())
+    (parent, child) = plan.rows
+    from forkpoint.plan.measured import MeasuredMeter
+
+    def meter(back_bytes_per_ms: float = 1.0) -> MeasuredMeter:
+        measured = made_up(out_bytes_per_ms=1e15, back_bytes_per_ms=back_bytes_per_ms)
+        return MeasuredMeter(measured, plan, [0, 600])
+
+    forwards = meter().forward(parent) + meter().forward(child)
+    wave, last = meter().backward(child), meter().backward(parent)
+    bytes_, given_back = meter().kept_bytes(parent), meter().kept_bytes(child)
+    assert given_back == 0.6 * bytes_
+    # All that the wave gives back is there when it ends, and the rest soon enough.
+    speed = bytes_ / (0.5 * last)
+    assert play(plan, meter(speed)).cost == pytest.approx(forwards + wave + last)
+    # Four times slower what the wave gives back takes until after it, and the rest comes then.
+    arrives = forwards + wave / 4 + 4 * bytes_ / speed
+    assert arrives - 4 * 0.4 * bytes_ / speed > forwards + wave
+    assert play(plan, meter(speed / 4)).cost == pytest.approx(arrives + last / 4)
+
+
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(
     st.integers(2, 300),

@@ -9,7 +9,7 @@ from torch import Tensor
 from forkpoint.bench.clock import Clock
 from forkpoint.config import Config
 from forkpoint.engine.boundary import Arena
-from forkpoint.engine.offload import storage_id
+from forkpoint.engine.given_back import storage_id
 from forkpoint.engine.rows import RowContext, RowInputs, prepare_rows
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.plan import make_plan

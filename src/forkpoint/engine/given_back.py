@@ -1,9 +1,8 @@
-"""When a row's backward is half over, as told by what it has asked for of what was saved.
+"""How much a row's backward has given back, as told by what it has asked for of what was saved.
 
-What is fetched ahead for the next row needs memory, and before a backward begins there is least of
+What is fetched ahead for the next row needs memory, and when a backward begins there is least of
 it: all that its row saved is alive. Autograd frees what a node saved once that node has run, so
-when half has been asked for, nearly half has been given back, and the other half of the backward
-is time enough for a copy.
+what has been asked for is free again soon after, and may be filled with the next row's.
 """
 
 from collections.abc import Callable
@@ -11,9 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
+
+# What layers asked for last may be alive still: one at work, and one that its gradients pass to.
+LAYERS_ALIVE = 2
 
 
 class _Saved:
@@ -26,23 +29,40 @@ class _Saved:
         self.nbytes = nbytes
 
 
-class Halfway:
-    """Calls `then` once, within the backward of a row, when that has asked for half of its bytes.
+class GivenBack:
+    """Tells `then`, within the backward of a row, how many bytes of what the row had are free.
 
-    Bytes are those of tensors: views of one storage count one by one, and so does a tensor that
-    several nodes save. Within a layer that is much the same from layer to layer, and layers are
-    what has to be told apart. Where a backward ends before half (nothing saved, or saved and not
-    needed), `then` is not called.
+    It is told again and again, as these grow. At first only once they are `least`; from when half
+    has been asked for in any case, since the other half of the backward is time enough for a copy
+    and memory is no longer at its fullest. Where a backward ends before (nothing saved, or saved
+    and not needed), `then` is not called.
+
+    A storage counts once, by the first tensor of it that is saved and asked for.
 
     stays: tells tensors that others hold anyway: a backward gives nothing of them back. Of the
     head's weight, which is asked for first, half a row's bytes could be made.
+    layers: of the model; what two of them asked for last counts as alive.
+    had_bytes: the most that the row has on the device at once; None is all that it saves.
     """
 
-    def __init__(self, stays: Callable[[Tensor], bool], then: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        stays: Callable[[Tensor], bool],
+        then: Callable[[int], None],
+        *,
+        layers: int = 0,
+        least: int = 0,
+        had_bytes: Callable[[], int] | None = None,
+    ) -> None:
         self.stays = stays
+        self.layers = layers
+        self.least = least
         self.saved_bytes: int = 0
         self.asked_bytes: int = 0
-        self._then: Callable[[], None] | None = then
+        self._then = then
+        self._had_bytes = had_bytes
+        self._told: int | None = None
+        self._seen: dict[int, StorageWeakRef] = {}
 
     def counted(
         self, pack: Pack = Tensor.detach, unpack: Unpack = lambda tensor: tensor
@@ -54,9 +74,9 @@ class Halfway:
 
         def counting_pack(tensor: Tensor) -> Any:
             plain = type(tensor) is Tensor and tensor.layout is torch.strided
-            if not plain or self.stays(tensor):
+            if not plain or self.stays(tensor) or not self._new(tensor):
                 return pack(tensor)
-            nbytes = tensor.numel() * tensor.element_size()
+            nbytes = tensor.untyped_storage().nbytes()
             self.saved_bytes += nbytes
             return _Saved(pack(tensor), nbytes)
 
@@ -69,10 +89,31 @@ class Halfway:
 
         return counting_pack, counting_unpack
 
+    def _new(self, tensor: Tensor) -> bool:
+        key = storage_id(tensor)
+        known = self._seen.get(key)
+        if known is not None and not known.expired():
+            return False
+        # A weak reference keeps the address of a dead storage from being used again.
+        self._seen[key] = StorageWeakRef(tensor.untyped_storage())
+        return True
+
     def _asked(self, saved: _Saved) -> None:
-        # A node may ask for what it saved several times.
+        if not saved.nbytes:  # a node may ask for what it saved several times
+            return
         self.asked_bytes += saved.nbytes
         saved.nbytes = 0
-        if self._then is not None and 2 * self.asked_bytes >= self.saved_bytes:
-            then, self._then = self._then, None
-            then()
+        layer = self.saved_bytes // self.layers if self.layers else 0
+        had = self.saved_bytes if self._had_bytes is None else self._had_bytes()
+        free = had - (self.saved_bytes - self.asked_bytes) - LAYERS_ALIVE * layer
+        if free < self.least and 2 * self.asked_bytes < self.saved_bytes:
+            return
+        # Looking for room takes the host some time: not at each of a layer's tensors.
+        if self._told is None or free >= self._told + layer // 4:
+            self._told = max(0, free)
+            self._then(self._told)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """What tells a storage from all others that are alive."""
+    return tensor.untyped_storage()._cdata

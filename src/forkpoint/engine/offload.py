@@ -3,9 +3,10 @@
 What autograd saves passes through hooks (torch.autograd.graph.saved_tensors_hooks). The unit is the
 storage: views of one storage, and tensors saved twice, are copied once, since device memory is
 freed by storages. The backward asks for them in nearly the reverse of the order in which they were
-last saved, so they are fetched in that order, about two layers ahead of their use, where there is
-room. It is the last time that counts: what all layers save (rotary tables) is asked for by the last
-layer first.
+last saved, so they are fetched in that order, at least two layers ahead of their use, where there
+is room, and further where the backward before has given back memory: from then on as much is on the
+device as when this row's backward began. It is the last time that counts: what all layers save
+(rotary tables) is asked for by the last layer first.
 """
 
 import weakref
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from forkpoint.engine.halfway import Halfway
+from forkpoint.engine.given_back import GivenBack, storage_id
 from forkpoint.engine.staging import Staging
 
 
@@ -65,7 +66,7 @@ class OffloadedRow:
     """Packs what a row's forward saves, and has it back in time for the row's backward.
 
     stays: tells tensors that others hold on the device anyway, and that are therefore not moved.
-    layers: of the model; two of them are how far ahead of its use a storage is fetched.
+    layers: of the model; two of them are how far ahead of its use a storage is fetched at least.
     """
 
     def __init__(
@@ -89,14 +90,16 @@ class OffloadedRow:
         """Where each storage begins, in bytes, were they laid end to end, and the end of all."""
         self._next = -1
         """The storage to fetch next; those behind it are on their way, or nobody needs them."""
+        self.ahead_bytes: int = 0
+        """How far ahead storages are fetched, once the forward is over."""
         staging.transfers.begin_row()
 
     @contextmanager
-    def packing(self, halfway: Halfway | None = None) -> Iterator[None]:
-        """Around the row's forward; `halfway` is told what is saved and asked for."""
+    def packing(self, given_back: GivenBack | None = None) -> Iterator[None]:
+        """Around the row's forward; `given_back` is told what is saved and asked for."""
         hooks = self._pack, self._unpack
-        if halfway is not None:
-            hooks = halfway.counted(*hooks)
+        if given_back is not None:
+            hooks = given_back.counted(*hooks)
         with torch.autograd.graph.saved_tensors_hooks(*hooks):
             yield
         self._of.clear()
@@ -108,9 +111,11 @@ class OffloadedRow:
                 self._begins.append(self._begins[-1] + len(stored.host))
         self._saved.clear()
         self._next = len(self._order) - 1
+        self.ahead_bytes = max(1, 2 * self._begins[-1] // self.layers)
 
-    def prefetch(self) -> None:
-        """Fetch what the backward will ask for first, shortly before it begins."""
+    def prefetch(self, free_bytes: int = 0) -> None:
+        """Fetch what the backward will ask for first, before it begins: so much, or two layers."""
+        self.ahead_bytes = max(self.ahead_bytes, free_bytes)
         self._fetch_ahead(len(self._order))
 
     def close(self) -> None:
@@ -170,11 +175,11 @@ class OffloadedRow:
         self.stats.back_bytes += len(stored.host)
 
     def _fetch_ahead(self, index: int) -> None:
-        """Fetch storages below `index`, in reverse order, until two layers are on their way."""
-        window = max(1, 2 * self._begins[-1] // self.layers)
+        """Fetch storages below `index`, in reverse order, until `ahead_bytes` are on their way."""
         self._next = min(self._next, index - 1)
         wanted: list[_Stored] = []
-        while self._next >= 0 and self._begins[index] - self._begins[self._next + 1] < window:
+        ahead = self.ahead_bytes
+        while self._next >= 0 and self._begins[index] - self._begins[self._next + 1] < ahead:
             stored = self._order[self._next]()
             if stored is not None and stored.device is None:
                 wanted.append(stored)
@@ -192,8 +197,3 @@ class OffloadedRow:
                     return
             self.stats.prefetched += 1
             self._fetch(stored)
-
-
-def storage_id(tensor: Tensor) -> int:
-    """What tells a storage from all others that are alive."""
-    return tensor.untyped_storage()._cdata

@@ -5,8 +5,9 @@ the last layer's, and what autograd would save is dropped as it comes, rather th
 that both forwards run the same code (compiled for autograd, where blocks are compiled) and give the
 same bits. The second writes nothing that the children have read.
 
-An offloaded row is fetched from the middle of the backward before its own on. At the beginning of
-that one memory is fullest, with all of its row's activations alive.
+An offloaded row is fetched while the backward before its own runs, into the memory that this gives
+back. When that one begins memory is fullest, with all of its row's activations alive, and it gets
+no fuller than then.
 """
 
 from collections.abc import Iterator
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 from forkpoint.engine.boundary import Arena
-from forkpoint.engine.halfway import Halfway
+from forkpoint.engine.given_back import GivenBack, storage_id
 from forkpoint.engine.host import Host
-from forkpoint.engine.offload import OffloadedRow, OffloadStats, storage_id
+from forkpoint.engine.offload import OffloadedRow, OffloadStats
 from forkpoint.engine.rows import RowInputs
 from forkpoint.engine.staging import Staging
 from forkpoint.plan.layout import Row
@@ -81,21 +82,36 @@ class Residency:
             with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
                 yield
             return
-        follower = self._follower.get(row)
-        halfway = None
-        if follower is not None:
-            halfway = Halfway(self._stays, self._open[follower].prefetch)
+        offloaded = None
         if residency == "offload":
             assert self._staging is not None and self.stats is not None
             offloaded = OffloadedRow(self._staging, self._stays, self.layers, self.stats)
             self._open[row] = offloaded
-            with offloaded.packing(halfway):
+        given_back = self._given_back_to(self._follower.get(row), offloaded)
+        if offloaded is not None:
+            with offloaded.packing(given_back):
                 yield
-        elif halfway is not None:
-            with torch.autograd.graph.saved_tensors_hooks(*halfway.counted()):
+        elif given_back is not None:
+            with torch.autograd.graph.saved_tensors_hooks(*given_back.counted()):
                 yield
         else:
             yield
+
+    def _given_back_to(
+        self, follower: int | None, offloaded: OffloadedRow | None
+    ) -> GivenBack | None:
+        """What a row gives back to the one that follows it; it may be offloaded itself."""
+        if follower is None:
+            return None
+        following = self._open[follower]
+        return GivenBack(
+            self._stays,
+            following.prefetch,
+            layers=self.layers,
+            least=following.ahead_bytes,
+            # Of an offloaded row no more is on the device than what is fetched ahead.
+            had_bytes=None if offloaded is None else lambda: offloaded.ahead_bytes,
+        )
 
     def _stays(self, tensor: Tensor) -> bool:
         """Whether others hold it on the device anyway.

@@ -29,32 +29,53 @@ class Played:
 def play(plan: Plan, meter: Meter) -> Played:
     """What a step costs: computation in order, and waiting for copies that are not done by then.
 
-    A copy out begins with its row's forward and is over when its bytes are through; a row comes
-    back from the middle of the step before its backward on, and the backward ends no earlier
-    than the last layer's share of its work after the last byte.
+    A copy out begins with its row's forward and is over when its bytes are through. A row comes
+    back while the backward before its own runs, once a layer of that is done: as much as that gives
+    back, the rest from its own backward on, which ends no earlier than the last layer's share of
+    its work after the last byte.
     """
     layers = plan.shape.layers if plan.shape else 1
     now = out_free = in_free = 0.0
-    before = 0.0
+    before: _Backward | None = None
     sent: dict[int, float] = {}
     phases = dict.fromkeys("ABC", 0.0)
     for step, index in plan.schedule():
         row, begin = plan.rows[index], now
         if step == "B":
-            now += (work := meter.backward(row))
+            work = meter.backward(row)
+            nbytes = has = meter.kept_bytes(row)
+            now += work
             if index in sent:
-                back = meter.copy(meter.kept_bytes(row), out=False) or 0.0
-                in_free = max(in_free, sent.pop(index), before) + back
+                ahead = min(nbytes, before.has_bytes if before else 0)
+                in_free = max(in_free, sent.pop(index), before.first_layer if before else begin)
+                in_free += _copy_back(meter, ahead)
+                in_free = max(in_free, begin) + _copy_back(meter, nbytes - ahead)
                 now = max(now, in_free + work / layers)
+                has = max(ahead, 2 * nbytes // layers)
+            before = _Backward(begin + work / layers, has)
         else:
             first = step == "F" and row.residency == "recompute"
             now += meter.forward(row, boundary_only=first)
             if row.residency == "offload":
                 out = meter.copy(meter.kept_bytes(row), out=True) or 0.0
                 out_free = sent[index] = max(out_free, begin) + out
+            before = None
         phases["B" if not row.children else "A" if step == "F" else "C"] += now - begin
-        before = (begin + now) / 2
     return Played(now, phases)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The backward right before another."""
+
+    first_layer: float
+    """When its first layer is done."""
+    has_bytes: int
+    """What its row has on the device at most, which is what it gives back."""
+
+
+def _copy_back(meter: Meter, nbytes: int) -> float:
+    return meter.copy(nbytes, out=False) or 0.0
 
 
 def forward_cost(plan: Plan, meter: Meter) -> float:
