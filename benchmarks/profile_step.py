@@ -84,7 +84,7 @@ def main() -> None:
         shared = stepper.configured(memory_budget_bytes=stepper.budget_bytes)
         if wave:
             shared = stepper.configured(
-                **GROUP, max_row_tokens=max(prompt, response), max_wave_tokens=wave[0]
+                **GROUP, max_row_tokens=max(prompt, response, *wave), max_wave_tokens=wave[0]
             )
         sides = {
             "dense, 2 rollouts": (dense, some),
