@@ -45,6 +45,28 @@ def forkpoint_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls in every layer of a row.
+
+    query [B, H, L, D], key [B, K, L, D], value [B, K, L, E] hold the row's tokens; the result is
+    [B, L, H, E].
+
+    In a compiled block this much is compiled. Compiled code takes gradients of what it gives as
+    contiguous, and has any others copied first: heads are put last here, as operators have them.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return _attend(module, q, k, v, attention_mask, *args, **kwargs)
+
+
+@torch.compiler.disable()
+def _attend(
+    module: nn.Module,
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKE: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
@@ -53,11 +75,6 @@ def forkpoint_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in every layer of a row.
-
-    query [B, H, L, D], key [B, K, L, D], value [B, K, L, E] hold the row's tokens; the result is
-    [B, L, H, E].
-    """
     context = taken_context(module, "its attention function", kwargs)
     if attention_mask is not None or dropout:
         found = "a mask" if attention_mask is not None else f"dropout {dropout}"
@@ -68,11 +85,8 @@ def forkpoint_attention(
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
-    batch, _, length, dim = query.shape
-    q_THD, k_TKD, v_TKE = (
-        x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[3])
-        for x in _autocast(query, key, value)
-    )
+    batch, length, _, dim = q_BLHD.shape
+    q_THD, k_TKD, v_TKE = (x.flatten(0, 1) for x in _autocast(q_BLHD, k_BLKD, v_BLKE))
     k_TKD = boundary(k_TKD, (layer, "k"), context.capture)
     v_TKE = boundary(v_TKE, (layer, "v"), context.capture)
     if layer == context.last_layer:
@@ -82,7 +96,7 @@ def forkpoint_attention(
         q_THD,
         k_TKD,
         v_TKE,
-        table=context.table(window, query.device),
+        table=context.table(window, q_BLHD.device),
         arena=context.ancestors(layer),
         sinks=s_aux,
         scale=dim**-0.5 if scaling is None else scaling,
@@ -311,4 +325,4 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, torch.compiler.disable(forkpoint_attention))
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, forkpoint_attention)
