@@ -32,12 +32,12 @@ GROUP = Config(sharing="group", boundary="across_rows", max_row_tokens=24)
 POLICIES = ("none", "selective", "full")
 
 
-def waves_batch() -> RolloutBatch:
-    """A prompt, and responses that take two rows."""
+def waves_batch(prompt: int = 24, response: int = 10) -> RolloutBatch:
+    """A prompt and four responses, which take two rows where rows have 24 tokens."""
     rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 61, 24).tolist()
+    shared, mask = rng.integers(0, 61, prompt).tolist(), [0] * prompt + [1] * response
     return RolloutBatch(
-        Rollout(prompt + rng.integers(0, 61, 10).tolist(), [0] * 24 + [1] * 10, 1.0 - n)
+        Rollout([*shared, n, *rng.integers(0, 61, response - 1).tolist()], mask, 1.0 - n)
         for n in range(4)
     )
 
@@ -202,6 +202,85 @@ def test_whatever_becomes_of_the_row_before(
     assert pairs == {"keep", "offload", "recompute"}
 
 
+class Alive:
+    """Bytes on the device of what rows save and of what is fetched, by weak references."""
+
+    def __init__(self) -> None:
+        self.storages: list[tuple[StorageWeakRef, int]] = []
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.storages.append((StorageWeakRef(storage), storage.nbytes()))
+
+    def nbytes(self) -> int:
+        return sum(nbytes for reference, nbytes in self.storages if not reference.expired())
+
+
+@pytest.mark.parametrize("exist", [True, False], ids=["gradients-exist", "gradients-are-new"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    ("prompt", "response"),
+    [(64, 32), (64, 16), (256, 16), (256, 8)],
+    ids=["two-waves", "one-wave", "chain", "chain-above-a-short-wave"],
+)
+def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
+    monkeypatch: pytest.MonkeyPatch, prompt: int, response: int, checkpointing: str, exist: bool
+) -> None:
+    """With what is saved, what is fetched, and gradients; two layers of a row may come on top."""
+    model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch(prompt, response)
+    config = replace(GROUP, residency="offload", checkpointing=checkpointing, max_row_tokens=64)
+    policy, saved, fetched, new = wrap(model, config), Alive(), Alive(), GivenBack._new
+    entries: list[tuple[str, int, int]] = []
+
+    def note(what: str) -> None:
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        entries.append((what, saved.nbytes() + fetched.nbytes() + gradients, fetched.nbytes()))
+
+    def counted(given_back: GivenBack, tensor: Tensor) -> bool:
+        found = new(given_back, tensor)
+        if found:
+            saved.add(tensor)
+        return found
+
+    class Counted(PlainTransfers):
+        def back(self, host: Tensor, after: None) -> tuple[Tensor, None]:
+            found = super().back(host, after)
+            fetched.add(found[0])
+            note("fetch")
+            return found
+
+    monkeypatch.setattr(GivenBack, "_new", counted)
+    policy._kept.staging = Staging(Counted(torch.device("cpu")))
+    policy.observer = note
+    clear_gradients(model)
+    if exist:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    plan = policy.plan(batch)
+    stats = policy.forward_backward(batch, losses.GRPO(), plan=plan)
+    assert stats.offload is not None and stats.offload.on_demand == 0
+    parents = [row for row in plan.rows if row.children]
+    assert all(row.residency == "offload" for row in parents)
+    assert len(parents) == (4 if prompt == 256 else 1)
+    leaves = {f"B {plan.row_names[row.index]}" for row in plan.rows if not row.children}
+    layers_alive = LAYERS_ALIVE * stats.offload.out_bytes / len(parents) / LAYERS
+    begins = 0
+    for what, held, of_fetched in entries:
+        if what in leaves:
+            begins = held
+        elif what == "fetch":
+            # Two layers are at work, and two of each of two rows are fetched in any case.
+            assert held <= begins + layers_alive or of_fetched <= 3 * layers_alive
+    # Nor is room left unused where gradients take none of it.
+    ends = next(
+        i
+        for i, (what, *_) in enumerate(entries)
+        if what == f"B {plan.row_names[parents[-1].index]}"
+    )
+    if checkpointing == "none" and response > 8 and (exist or response == 32):
+        assert entries[ends][2] > 0.7 * stats.offload.out_bytes / len(parents)
+
+
 def test_where_nothing_is_given_back_the_row_s_own_backward_begins_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -252,8 +331,13 @@ def test_storages_count_once_when_half_has_been_asked_for() -> None:
     assert weight.grad is not None and torch.isfinite(weight.grad).all()
 
 
-@pytest.mark.parametrize(("had", "first", "last"), [(None, 5, 10), (2, 5, 5), (20, 1, 10)])
-def test_what_is_free_is_told_as_it_grows(had: int | None, first: int, last: int) -> None:
+@pytest.mark.parametrize(
+    ("ahead", "grows", "first", "last"),
+    [(None, 0, 5, 10), (None, 4, 5, 10), (2, 0, 5, 10), (20, 0, 1, 10), (20, 20, 5, 10)],
+)
+def test_what_is_free_is_told_as_it_grows(
+    ahead: int | None, grows: int, first: int, last: int
+) -> None:
     """Ten layers that save a tensor each, of which two layers' may be alive still."""
     layers, size = 10, 400
     told: list[tuple[int, int]] = []
@@ -262,16 +346,19 @@ def test_what_is_free_is_told_as_it_grows(had: int | None, first: int, last: int
         lambda free: told.append((given_back.asked_bytes // size, free // size)),
         layers=layers,
         least=3 * size,
-        had_bytes=None if had is None else lambda: had * size,
+        ahead_bytes=None if ahead is None else lambda: ahead * size,
     )
+    given_back.grows_bytes = grows * size
     with torch.autograd.graph.saved_tensors_hooks(*given_back.counted()):
         x = torch.ones(100, requires_grad=True)
         y = x
         for _ in range(layers):
             y = y.exp()
     y.sum().backward()
-    assert (told[0][0], told[-1][0]) == (first, last)
-    free = [(had or layers) - (layers - asked) - LAYERS_ALIVE for asked in range(layers + 1)]
+    # Of an offloaded row what is at work is not among what is ahead.
+    has = layers - LAYERS_ALIVE if ahead is None else ahead
+    free = [has - (layers - asked) - grows for asked in range(layers + 1)]
+    assert (told[0][0], told[-1][0]) == (first, last if free[-1] > 0 else first)
     assert all(found == max(0, free[asked]) for asked, found in told)
     assert [asked for asked, _ in told] == sorted({asked for asked, _ in told})
 

@@ -5,6 +5,7 @@ parameter's gradient within 1e-10 of ordinary training; and what is moved is wha
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -200,12 +201,12 @@ def test_what_is_offloaded_leaves_the_device(monkeypatch: pytest.MonkeyPatch) ->
     alive: list[float] = []
     forward = Residency.before_backward
 
-    def before(self: Residency, row: int) -> None:
+    def before(self: Residency, row: int, missing_bytes: Callable[[], int]) -> None:
         # The parents' own storages, as long as only children have run backwards.
         if not alive:
             dead = sum(ref.expired() for ref in transfers.sources)
             alive.append(1 - dead / len(transfers.sources))
-        return forward(self, row)
+        return forward(self, row, missing_bytes)
 
     monkeypatch.setattr(Residency, "before_backward", before)
     model, stats, _ = watched_step(transfers)

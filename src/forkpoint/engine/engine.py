@@ -277,7 +277,7 @@ class Engine:
                 if phase == "B":
                     assert guard is not None and residency is not None
                     tensors, gradients = roots.pop(index)
-                    residency.before_backward(index)
+                    residency.before_backward(index, guard.missing_bytes)
                     # Frozen layers under a row without trained tokens leave it nothing to do.
                     if tensors:
                         guard.begin()

@@ -37,12 +37,15 @@ class GivenBack:
     and memory is no longer at its fullest. Where a backward ends before (nothing saved, or saved
     and not needed), `then` is not called.
 
-    A storage counts once, by the first tensor of it that is saved and asked for.
+    A storage counts once, by the first tensor of it that is saved: the backward asks for that one
+    last, and until then the storage is alive.
 
     stays: tells tensors that others hold anyway: a backward gives nothing of them back. Of the
     head's weight, which is asked for first, half a row's bytes could be made.
     layers: of the model; what two of them asked for last counts as alive.
-    had_bytes: the most that the row has on the device at once; None is all that it saves.
+    least: see above.
+    ahead_bytes: of a row that is offloaded, how far ahead of its use it is fetched. What it has on
+    the device is that much and what is at work, and no more than what it still has to ask for.
     """
 
     def __init__(
@@ -52,15 +55,17 @@ class GivenBack:
         *,
         layers: int = 0,
         least: int = 0,
-        had_bytes: Callable[[], int] | None = None,
+        ahead_bytes: Callable[[], int] | None = None,
     ) -> None:
         self.stays = stays
         self.layers = layers
         self.least = least
         self.saved_bytes: int = 0
         self.asked_bytes: int = 0
+        self.grows_bytes: int = 0
+        """What the backward takes for good while it runs: gradients that do not exist before it."""
         self._then = then
-        self._had_bytes = had_bytes
+        self._ahead_bytes = ahead_bytes
         self._told: int | None = None
         self._seen: dict[int, StorageWeakRef] = {}
 
@@ -104,14 +109,19 @@ class GivenBack:
         self.asked_bytes += saved.nbytes
         saved.nbytes = 0
         layer = self.saved_bytes // self.layers if self.layers else 0
-        had = self.saved_bytes if self._had_bytes is None else self._had_bytes()
-        free = had - (self.saved_bytes - self.asked_bytes) - LAYERS_ALIVE * layer
+        free = self._free_bytes(layer)
         if free < self.least and 2 * self.asked_bytes < self.saved_bytes:
             return
         # Looking for room takes the host some time: not at each of a layer's tensors.
         if self._told is None or free >= self._told + layer // 4:
             self._told = max(0, free)
             self._then(self._told)
+
+    def _free_bytes(self, layer_bytes: int) -> int:
+        rest = self.saved_bytes - self.asked_bytes
+        if self._ahead_bytes is not None:
+            return self._ahead_bytes() - rest - self.grows_bytes
+        return self.asked_bytes - LAYERS_ALIVE * layer_bytes - self.grows_bytes
 
 
 def storage_id(tensor: Tensor) -> int:

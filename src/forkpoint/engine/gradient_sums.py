@@ -40,6 +40,11 @@ class GradientSums:
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 parameter.grad = gradient
 
+    def missing_bytes(self) -> int:
+        """What the sums that do not exist yet will take."""
+        missing = (p for p in self.parameters if p not in self._sums)
+        return sum(p.numel() * _sum_dtype(p).itemsize for p in missing)
+
     def _take(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         assert gradient is not None
@@ -47,8 +52,7 @@ class GradientSums:
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            self._sums[parameter] = gradient.detach().to(dtype)
+            self._sums[parameter] = gradient.detach().to(_sum_dtype(gradient))
 
     def add_to_gradients(self) -> None:
         """Add each sum to its parameter's gradient, and let it go."""
@@ -59,3 +63,7 @@ class GradientSums:
             else:
                 # Into the tensor that is there: optimizers and buckets may hold on to it.
                 parameter.grad.detach().add_(total)
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -42,6 +42,12 @@ class GradientGuard:
         self.began = True
         self.touched = self.sums is None
 
+    def missing_bytes(self) -> int:
+        """What gradients, or their sums, will take that do not exist yet."""
+        if self.sums is not None:
+            return self.sums.missing_bytes()
+        return sum(p.numel() * p.element_size() for p in self.parameters if p.grad is None)
+
     @contextmanager
     def protecting(self) -> Iterator["GradientGuard"]:
         try:

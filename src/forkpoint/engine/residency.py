@@ -6,11 +6,11 @@ that both forwards run the same code (compiled for autograd, where blocks are co
 same bits. The second writes nothing that the children have read.
 
 An offloaded row is fetched while the backward before its own runs, into the memory that this gives
-back. When that one begins memory is fullest, with all of its row's activations alive, and it gets
-no fuller than then.
+back and that no new gradient takes. When that one begins memory is fullest, with all of its row's
+activations alive. Afterwards there is as much at most, or two layers where these are more.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import NoReturn
@@ -49,6 +49,8 @@ class Residency:
         self._arena = arena
         self._staging = staging
         self._open: dict[int, OffloadedRow] = {}
+        self._giving: dict[int, GivenBack] = {}
+        """By row: what tells the row that follows it."""
         self.stats: OffloadStats | None = None
         self._held: frozenset[int] = frozenset()
         if any(row.residency == "offload" for row in plan.rows):
@@ -71,6 +73,7 @@ class Residency:
                 if self._open:
                     self._staging.transfers.drain()
                     self._open.clear()
+                    self._giving.clear()
                 self._staging.release((0, 0))
                 self.stats.host_bytes = self._staging.held_bytes
 
@@ -87,7 +90,7 @@ class Residency:
             assert self._staging is not None and self.stats is not None
             offloaded = OffloadedRow(self._staging, self._stays, self.layers, self.stats)
             self._open[row] = offloaded
-        given_back = self._given_back_to(self._follower.get(row), offloaded)
+        given_back = self._telling_follower(row, offloaded)
         if offloaded is not None:
             with offloaded.packing(given_back):
                 yield
@@ -97,21 +100,19 @@ class Residency:
         else:
             yield
 
-    def _given_back_to(
-        self, follower: int | None, offloaded: OffloadedRow | None
-    ) -> GivenBack | None:
-        """What a row gives back to the one that follows it; it may be offloaded itself."""
-        if follower is None:
+    def _telling_follower(self, row: int, offloaded: OffloadedRow | None) -> GivenBack | None:
+        """What tells the row that follows this one, which may be offloaded itself."""
+        if row not in self._follower:
             return None
-        following = self._open[follower]
-        return GivenBack(
+        following = self._open[self._follower[row]]
+        self._giving[row] = GivenBack(
             self._stays,
             following.prefetch,
             layers=self.layers,
             least=following.ahead_bytes,
-            # Of an offloaded row no more is on the device than what is fetched ahead.
-            had_bytes=None if offloaded is None else lambda: offloaded.ahead_bytes,
+            ahead_bytes=None if offloaded is None else lambda: offloaded.ahead_bytes,
         )
+        return self._giving[row]
 
     def _stays(self, tensor: Tensor) -> bool:
         """Whether others hold it on the device anyway.
@@ -121,12 +122,18 @@ class Residency:
         held = storage_id(tensor) in self._held or self._arena.holds(tensor)
         return held or is_copy_of_leaf(tensor)
 
-    def before_backward(self, row: int) -> None:
-        """Fetch ahead what the backward before this one has not: it may not have come to half."""
+    def before_backward(self, row: int, missing_bytes: Callable[[], int]) -> None:
+        """Fetch ahead what the backward before has not: it may have given back too little.
+
+        missing_bytes: what gradients will take that do not exist yet.
+        """
         if row in self._open:
             self._open[row].prefetch()
+        if row in self._giving:
+            self._giving[row].grows_bytes = missing_bytes()
 
     def after_backward(self, row: int) -> None:
+        self._giving.pop(row, None)
         offloaded = self._open.pop(row, None)
         if offloaded is not None:
             offloaded.close()

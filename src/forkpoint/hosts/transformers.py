@@ -53,8 +53,9 @@ def forkpoint_attention(
     query [B, H, L, D], key [B, K, L, D], value [B, K, L, E] hold the row's tokens; the result is
     [B, L, H, E].
 
-    In a compiled block this much is compiled. Compiled code takes gradients of what it gives as
-    contiguous, and has any others copied first: heads are put last here, as operators have them.
+    In a compiled block this much is compiled. Compiled code wants gradients of what it gives
+    contiguous in the order of dimensions that it gave. Attention's come as [B, L, H, D], so heads
+    are put last on this side; on the other each gradient would be copied.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return _attend(module, q, k, v, attention_mask, *args, **kwargs)
@@ -75,6 +76,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """The same, not compiled: a row's context and its tables are others at every row."""
     context = taken_context(module, "its attention function", kwargs)
     if attention_mask is not None or dropout:
         found = "a mask" if attention_mask is not None else f"dropout {dropout}"

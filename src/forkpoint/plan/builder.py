@@ -22,8 +22,9 @@ DEFAULT_ROW_TOKENS = 16_384
 # writing all gradients, and a group that is in one row costs no boundary.
 LARGEST_ROW_TOKENS = 65_536
 # A plan that keeps all activations is preferred to one that does not and costs so little less: on
-# an H200 rows twice as long with the prompt offloaded are no faster, whatever is predicted, and the
-# first step pins memory for 25 s (benchmarks/results/plan-variants-h200.jsonl, 10240/2048).
+# an H200 rows 1.1 to 1.8 times as long, with the prompt offloaded, are 0.3% faster to 1.5% slower
+# (benchmarks/results/plan-variants-h200.jsonl), and the first step pins memory for 25 s
+# (step-grid-h200.jsonl, 10240/2048 N=8 at 3a2bc99).
 KEEPING_IS_WORTH = 0.1
 # Sizes of rows are tried in steps of a quarter; for plans of few rows, where one row more or less
 # shows, in steps of an eighth, and so many below the first that fits.

@@ -30,9 +30,9 @@ def play(plan: Plan, meter: Meter) -> Played:
     """What a step costs: computation in order, and waiting for copies that are not done by then.
 
     A copy out begins with its row's forward and is over when its bytes are through. A row comes
-    back while the backward before its own runs, once a layer of that is done: as much as that gives
-    back, the rest from its own backward on, which ends no earlier than the last layer's share of
-    its work after the last byte.
+    back while the backward before its own runs, as that gives back memory: as much as it had, the
+    rest from the row's own backward on, which ends no earlier than the last layer's share of its
+    work after the last byte.
     """
     layers = plan.shape.layers if plan.shape else 1
     now = out_free = in_free = 0.0
@@ -44,15 +44,16 @@ def play(plan: Plan, meter: Meter) -> Played:
         if step == "B":
             work = meter.backward(row)
             nbytes = has = meter.kept_bytes(row)
+            alive = 2 * nbytes // layers
             now += work
             if index in sent:
                 ahead = min(nbytes, before.has_bytes if before else 0)
-                in_free = max(in_free, sent.pop(index), before.first_layer if before else begin)
-                in_free += _copy_back(meter, ahead)
+                start = before.gives(2 * ahead // layers) if before else begin
+                in_free = max(in_free, sent.pop(index), start) + _copy_back(meter, ahead)
                 in_free = max(in_free, begin) + _copy_back(meter, nbytes - ahead)
                 now = max(now, in_free + work / layers)
-                has = max(ahead, 2 * nbytes // layers)
-            before = _Backward(begin + work / layers, has)
+                has, alive = max(before.has_bytes if before else 0, alive), 0
+            before = _Backward(begin, work, nbytes, has, alive)
         else:
             first = step == "F" and row.residency == "recompute"
             now += meter.forward(row, boundary_only=first)
@@ -68,10 +69,18 @@ def play(plan: Plan, meter: Meter) -> Played:
 class _Backward:
     """The backward right before another."""
 
-    first_layer: float
-    """When its first layer is done."""
+    begin: float
+    work: float
+    saved_bytes: int
     has_bytes: int
-    """What its row has on the device at most, which is what it gives back."""
+    """What its row has on the device at most: all that it saved, or what is fetched ahead of it."""
+    alive_bytes: int
+    """Of that, what layers at work hold on to."""
+
+    def gives(self, nbytes: int) -> float:
+        """When so many bytes are free, or half of it is over."""
+        asked = self.saved_bytes - self.has_bytes + self.alive_bytes + nbytes
+        return self.begin + self.work * min(0.5, max(0, asked) / max(1, self.saved_bytes))
 
 
 def _copy_back(meter: Meter, nbytes: int) -> float:
