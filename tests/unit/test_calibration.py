@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint import Config, ConfigError, ModelShape, Plan, PlanError, Rollout, RolloutBatch
+from forkpoint import Config, ConfigError, Plan, PlanError
 from forkpoint.forest import build_forest
 from forkpoint.plan import make_plan
 from forkpoint.plan.builder import Builder
@@ -26,63 +26,9 @@ from forkpoint.plan.calibration import (
 )
 from forkpoint.plan.meters import CountedMeter, Meter
 from forkpoint.plan.planner import _chosen
-from forkpoint.plan.predict import arena_bytes, let_go, peak_bytes, play, rows_let_go
+from forkpoint.plan.predict import arena_bytes, let_go, peak_bytes, rows_let_go
+from made_calibrations import SHAPE, flat, group, line, made_up
 from strategies import batches
-
-SHAPE = ModelShape(
-    layers=4,
-    hidden=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    value_dim=16,
-    intermediate=128,
-    vocab=100,
-)
-
-
-def line(per_token: float, *, backward: float = 2.0, floor: float = 1.0) -> Curve:
-    """Time in proportion to tokens, `floor` tokens at least."""
-    forward = (per_token * floor, per_token * 4096)
-    return Curve((floor, 4096.0), forward, (backward * forward[0], backward * forward[1]))
-
-
-def flat(value: float) -> Curve:
-    return Curve((1.0, 1e9), (value, value), (value, value))
-
-
-def made_up(**changes: object) -> Calibration:
-    """Blocks of 1 us a token forward and 2 backward, and all else as good as free."""
-    free = line(1e-12)
-    values: dict = {
-        "device": "none",
-        "versions": {"torch": "0"},
-        "compiled": False,
-        "shape": SHAPE,
-        "measured_layers": (1, 3),
-        "block": line(1e-3),
-        "rest": free,
-        "head": free,
-        "causal": flat(1e12),
-        "rectangle": flat(1e12),
-        "part": free,
-        "out_bytes_per_ms": 1e12,
-        "back_bytes_per_ms": 1e12,
-        "kept_bytes": {"none": (100.0, 0.0), "selective": (50.0, 0.0), "full": (10.0, 0.0)},
-        "working_bytes": (0.0, 0.0),
-        "seconds": 1.0,
-    }
-    return Calibration(**{**values, **changes})
-
-
-def group(prompt: int, response: int, count: int, *, trained: bool = True) -> RolloutBatch:
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, 100, prompt).tolist()
-    mask = [0] * prompt + [int(trained)] * response
-    return RolloutBatch(
-        Rollout([*shared, n, *rng.integers(0, 100, response - 1).tolist()], mask, 1.0, group_id="g")
-        for n in range(count)
-    )
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
@@ -314,81 +260,6 @@ def test_a_budget_builds_a_forest_once(boundary, monkeypatch: pytest.MonkeyPatch
     plan = make_plan(group(1000, 500, 3), SHAPE, config)
     assert plan.max_row_tokens < 1000, "rows were not shortened, so that nothing is shown"
     assert len(built) == 2, "the one of the counts, and the groups'"
-
-
-def test_waiting_for_copies_by_hand() -> None:
-    """One parent over one wave, both over sooner than the copies of the parent."""
-    measured = made_up(block=line(0.025), out_bytes_per_ms=100.0, back_bytes_per_ms=100.0)
-    config = Config(sharing="group", boundary="across_rows", residency="offload")
-    batch = group(1001, 10, 2)
-    plan = make_plan(batch, SHAPE, config, calibration=measured)
-    (parent, child) = plan.rows
-    from forkpoint.plan.measured import MeasuredMeter
-
-    meter = MeasuredMeter(measured, plan, [0, 20])
-    forward, backward = meter.forward(parent), meter.backward(parent)
-    wave = meter.forward(child) + meter.backward(child)
-    copies = meter.kept_bytes(parent) / 100
-    assert copies == 1000 * 4 * 100 / 100 > forward + wave + backward
-    # Out from the first moment; back when all is out; a fourth of the backward after the last byte.
-    assert play(plan, meter).cost == pytest.approx(2 * copies + backward / 4)
-    phases = play(plan, meter).phases
-    assert phases["A"] == pytest.approx(forward) and phases["B"] == pytest.approx(wave)
-
-
-def played(plan: Plan, back_bytes_per_ms: float) -> tuple[float, list[tuple[float, float, int]]]:
-    """What a plan costs whose copies out take no time, and of each row its forward, backward and
-    bytes kept."""
-    from forkpoint.plan.measured import MeasuredMeter
-
-    measured = made_up(out_bytes_per_ms=1e15, back_bytes_per_ms=back_bytes_per_ms)
-    meter = MeasuredMeter(measured, plan, [0] * (len(plan.rows) - 1) + [1])
-    rows = [(meter.forward(row), meter.backward(row), meter.kept_bytes(row)) for row in plan.rows]
-    return play(plan, meter).cost, rows
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_fetching_into_what_is_given_back_by_hand(checkpointing: str) -> None:
-    """A parent of 1,000 tokens and a wave of 600, which keeps all of its activations or few."""
-    config = Config(sharing="group", boundary="across_rows", residency="offload")
-    plan = make_plan(group(1001, 300, 2), SHAPE, config, calibration=made_up())
-    parent, child = plan.rows
-    plan = replace(plan, rows=(parent, replace(child, checkpointing=checkpointing)))
-    _, [(first, last, nbytes), (forward, wave, given_back)] = played(plan, 1.0)
-    # Blocks' inputs, a tenth of all, and one block.
-    assert given_back == (0.6 if checkpointing == "none" else 0.21) * nbytes
-    # Two of four layers of the wave stay alive, so that the copy begins at half. It is so fast that
-    # what the wave gives back is there when it ends, and the rest takes longer than the backward.
-    speed = nbytes / (2 * last)
-    cost, _ = played(plan, speed)
-    early = given_back / speed
-    assert checkpointing == "none" or early < wave / 2
-    begins = max(first + forward + wave / 2 + early, first + forward + wave)
-    assert cost == pytest.approx(begins + (nbytes - given_back) / speed + last / 4)
-    # And where copies take no time nothing is waited for.
-    cost, _ = played(plan, 1e15)
-    assert cost == pytest.approx(first + forward + wave + last)
-
-
-def test_what_a_wave_gave_back_serves_one_offloaded_row_after_the_other() -> None:
-    """A chain of a prompt's rows: as the last of them is asked for, the one above it is fetched."""
-    config = Config(
-        sharing="group", boundary="across_rows", residency="offload", max_row_tokens=500
-    )
-    plan = make_plan(group(1001, 250, 2), SHAPE, config, calibration=made_up())
-    assert [row.slots for row in plan.rows] == [500, 500, 500]
-    _, [(*_, nbytes), (_, middle, _), (_, wave, given_back)] = played(plan, 1.0)
-    assert given_back == nbytes
-    # Each takes as long to copy as its own backward takes. Room for one is there from the middle of
-    # the wave on, and for the other as the first is asked for, from its first layers on.
-    cost, rows = played(plan, nbytes / middle)
-    before = sum(forward for forward, *_ in rows)
-    first_there = before + wave / 2 + middle
-    assert first_there > before + wave
-    ends = max(before + wave + middle, first_there + middle / 4)
-    second_there = first_there + middle
-    last = rows[0][1]
-    assert cost == pytest.approx(max(ends + last, second_there + last / 4))
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)

@@ -1,0 +1,61 @@
+"""Calibrations with round numbers, and batches of one group to price by them."""
+
+import numpy as np
+
+from forkpoint import ModelShape, Rollout, RolloutBatch
+from forkpoint.plan.calibration import Calibration, Curve
+
+SHAPE = ModelShape(
+    layers=4,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    value_dim=16,
+    intermediate=128,
+    vocab=100,
+)
+
+
+def line(per_token: float, *, backward: float = 2.0, floor: float = 1.0) -> Curve:
+    """Time in proportion to tokens, `floor` tokens at least."""
+    forward = (per_token * floor, per_token * 4096)
+    return Curve((floor, 4096.0), forward, (backward * forward[0], backward * forward[1]))
+
+
+def flat(value: float) -> Curve:
+    return Curve((1.0, 1e9), (value, value), (value, value))
+
+
+def made_up(**changes: object) -> Calibration:
+    """Blocks of 1 us a token forward and 2 backward, and all else as good as free."""
+    free = line(1e-12)
+    values: dict = {
+        "device": "none",
+        "versions": {"torch": "0"},
+        "compiled": False,
+        "shape": SHAPE,
+        "measured_layers": (1, 3),
+        "block": line(1e-3),
+        "rest": free,
+        "head": free,
+        "causal": flat(1e12),
+        "rectangle": flat(1e12),
+        "part": free,
+        "out_bytes_per_ms": 1e12,
+        "back_bytes_per_ms": 1e12,
+        "kept_bytes": {"none": (100.0, 0.0), "selective": (50.0, 0.0), "full": (10.0, 0.0)},
+        "working_bytes": (0.0, 0.0),
+        "seconds": 1.0,
+    }
+    return Calibration(**{**values, **changes})
+
+
+def group(prompt: int, response: int, count: int, *, trained: bool = True) -> RolloutBatch:
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 100, prompt).tolist()
+    mask = [0] * prompt + [int(trained)] * response
+    return RolloutBatch(
+        Rollout([*shared, n, *rng.integers(0, 100, response - 1).tolist()], mask, 1.0, group_id="g")
+        for n in range(count)
+    )
