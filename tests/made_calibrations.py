@@ -1,20 +1,14 @@
 """Calibrations with round numbers, and batches of one group to price by them."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from forkpoint import ModelShape, Rollout, RolloutBatch
+import plan_shapes
+from forkpoint import Rollout, RolloutBatch
 from forkpoint.plan.calibration import Calibration, Curve
 
-SHAPE = ModelShape(
-    layers=4,
-    hidden=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    value_dim=16,
-    intermediate=128,
-    vocab=100,
-)
+SHAPE = replace(plan_shapes.SHAPE, layers=4, windows=())
 
 
 def line(per_token: float, *, backward: float = 2.0, floor: float = 1.0) -> Curve:

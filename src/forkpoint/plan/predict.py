@@ -16,6 +16,10 @@ from forkpoint.plan.meters import CountedMeter, Meter, TokenMeter, labelled_of_r
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 
+# Layers that a backward holds on to while it runs, and that are fetched ahead of it at least
+# (engine/given_back.py, engine/offload.py).
+LAYERS_AT_WORK = 2
+
 
 @dataclass(frozen=True)
 class Played:
@@ -44,11 +48,11 @@ def play(plan: Plan, meter: Meter) -> Played:
         if step == "B":
             work = meter.backward(row)
             nbytes = has = meter.kept_bytes(row)
-            alive = 2 * nbytes // layers
+            alive = LAYERS_AT_WORK * nbytes // layers
             now += work
             if index in sent:
                 ahead = min(nbytes, before.has_bytes if before else 0)
-                start = before.gives(2 * ahead // layers) if before else begin
+                start = before.gives(LAYERS_AT_WORK * ahead // layers) if before else begin
                 in_free = max(in_free, sent.pop(index), start) + _copy_back(meter, ahead)
                 in_free = max(in_free, begin) + _copy_back(meter, nbytes - ahead)
                 now = max(now, in_free + work / layers)
