@@ -7,9 +7,10 @@ forkpoint runs but the loss itself and the tensors that it is shown.
 
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -28,6 +29,12 @@ from forkpoint.testing import lifted_upcasts
 BAR = 1e-10
 """Of the norm of the whole gradient, for each parameter's; for log-probs and losses absolute, and
 relative where the loss is larger than 1."""
+WOBBLE = 3e-13
+"""Where dense's own gradient moves by more than this, of its norm, as each weight moves by its last
+bit, rounding can part two computations by some hundred times as much (a recurrence leaves next
+to nothing of a token, and the norm behind it makes that a token of usual size) ..."""
+WOBBLING_BAR = 1e-9
+"""... and such a model, looked for where BAR is not met, is held to this. They are counted."""
 CANCELLED = 1e-2
 """Where the gradients of tokens cancel (a pair of twins), or that of a token the model is sure of,
 what is left is rounding. A gradient is taken to be no smaller than this much of what it came from:
@@ -55,6 +62,8 @@ class Outcome:
     gradient_error: float = 0.0
     """Of the worst parameter, relative to the norm of the whole gradient."""
     logprob_error: float = 0.0
+    wobbles: bool = False
+    """Whether it is off by more than BAR in a model that is held to WOBBLING_BAR."""
     cancelled: bool = False
     """Whether nothing is trained, or next to nothing is left of the gradient."""
     saved_tokens: int = 0
@@ -79,6 +88,35 @@ class Refused(Exception):
 
 def check(case: Case) -> Outcome:
     """Run a case both ways. What raises but a refusal by name is raised."""
+    outcome = _compare(case, BAR)
+    if outcome.faults and wobble(case) > WOBBLE:
+        outcome = replace(_compare(case, WOBBLING_BAR), wobbles=True)
+    return outcome
+
+
+def wobble(case: Case) -> float:
+    """How far dense's gradient moves as each weight moves up or down by its last bit: of its norm,
+    the parameter that moves most, the median of five times."""
+    model = _model(case)
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moves: list[float] = []
+    with lifted_upcasts(model):
+        _, dense = _dense(model, case)
+        unit = max(_norm(dense.gradients.values()), CANCELLED * dense.origin)
+        for seed in range(5):
+            generator = torch.Generator().manual_seed(seed)
+            for name, parameter in model.named_parameters():
+                up = torch.rand(parameter.shape, generator=generator) < 0.5
+                ends = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
+                with torch.no_grad():
+                    parameter.copy_(torch.nextafter(own[name], ends))
+            _, moved = _dense(model, case)
+            pairs = ((moved.gradients[name], g) for name, g in dense.gradients.items())
+            moves.append(max(_norm([a - b]) for a, b in pairs if a is not None and b is not None))
+    return statistics.median(moves) / (unit or 1.0)
+
+
+def _compare(case: Case, bar: float) -> Outcome:
     try:
         model = _model(case)
     except Refused as error:
@@ -110,12 +148,12 @@ def check(case: Case) -> Outcome:
     for row in plan.rows:
         depths.append(depths[row.parent] + 1 if row.parent >= 0 else 0)
     faults = [
-        *_off("loss", abs(stats.loss - dense.loss), max(1.0, abs(dense.loss))),
-        *_off("log-probs", _distance(stats.logprobs, dense.logprobs_T)),
-        *_off("scores", _distance(scores.logprobs, dense.logprobs_T)),
+        *_off("loss", abs(stats.loss - dense.loss), bar, max(1.0, abs(dense.loss))),
+        *_off("log-probs", _distance(stats.logprobs, dense.logprobs_T), bar),
+        *_off("scores", _distance(scores.logprobs, dense.logprobs_T), bar),
     ]
     assert scores.entropies is not None
-    faults += _off("entropies", _distance(scores.entropies, dense.entropies_T))
+    faults += _off("entropies", _distance(scores.entropies, dense.entropies_T), bar)
     unit = max(norm, CANCELLED * dense.origin) * case.scale
     errors: dict[str, float] = {}
     zero = torch.zeros(1, dtype=torch.float64)
@@ -123,7 +161,7 @@ def check(case: Case) -> Outcome:
         wanted, found = dense.gradients[name], parameter.grad
         added = (zero if found is None else found) - before.get(name, zero)
         errors[name] = float((added - (zero if wanted is None else wanted * case.scale)).norm())
-        faults += _off(f"gradient of {name}", errors[name], unit)
+        faults += _off(f"gradient of {name}", errors[name], bar, unit)
     return Outcome(
         faults=tuple(faults),
         gradient_error=max(errors.values()) / (unit or 1.0),
@@ -239,8 +277,8 @@ def _distance(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max())
 
 
-def _off(name: str, error: float, unit: float = 1.0) -> list[str]:
-    if error <= BAR * unit:
+def _off(name: str, error: float, bar: float, unit: float = 1.0) -> list[str]:
+    if error <= bar * unit:
         return []
     return [f"{name} off by {error:.1e}, {error / unit if unit else math.inf:.1e} of its unit"]
 
@@ -254,8 +292,9 @@ class Tally:
     telling: int = 0
     across_rows: int = 0
     cancelled: int = 0
+    wobbling: int = 0
     worst_gradient_error: float = 0.0
-    """Of those that are not `cancelled`."""
+    """Of those that are neither `cancelled` nor `wobbling`."""
     worst_gradient_seed: int | None = None
     worst_logprob_error: float = 0.0
     worst_logprob_seed: int | None = None
@@ -291,11 +330,12 @@ class Tally:
         self.telling += outcome.telling
         self.across_rows += outcome.depth > 0
         self.cancelled += outcome.cancelled
+        self.wobbling += outcome.wobbles
         self.losses[type(case.loss).__name__] += 1
         config = case.config
         self.plans[f"{config.sharing} + {config.boundary}, {config.waves}"] += 1
         self.depths[outcome.depth] += 1
-        if outcome.cancelled:  # its gradient is rounding, and so is what it is off by
+        if outcome.cancelled or outcome.wobbles:  # what it is off by is rounding
             return outcome
         if not outcome.gradient_error <= self.worst_gradient_error:
             self.worst_gradient_error = outcome.gradient_error

@@ -56,6 +56,7 @@ def test_fresh_seeds(shard: int) -> None:
         pytest.fail(f"{failure['what']}\n{failure['case']}\nagain: {again}")
     # A short time may have few cases, all of them refused or dull.
     assert tally.refused <= 2 + 0.1 * tally.cases, f"from seed {first}: {tally.refusals}"
+    assert tally.wobbling <= 1 + 0.002 * tally.cases, f"from seed {first}: {tally.wobbling} wobble"
     dull = tally.cases - tally.refused - tally.telling
     assert dull <= 3 + 0.4 * tally.cases, f"from seed {first}: {dull} of {tally.cases} show little"
 
@@ -96,6 +97,19 @@ def test_bugs_are_found(boundary: str, bug: Sabotage, monkeypatch: pytest.Monkey
     bug(monkeypatch)
     missed = [seed for seed in seeds if not check(draw_case(seed)).faults]
     assert len(missed) < len(seeds) / 2, f"{missed} of {seeds} are exact in spite of it"
+
+
+def test_a_model_that_multiplies_rounding_has_a_bar_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = draw_case(913039, "qwen3_5_moe_text")
+    monkeypatch.setattr(fuzz_check, "BAR", 1e-12)  # how far it is off, 1e-10, differs by machine
+    monkeypatch.setattr(fuzz_check, "WOBBLE", 1e-13)
+    outcome = check(case)
+    assert outcome.wobbles and str(outcome) == "exact"
+    monkeypatch.setattr(fuzz_check, "WOBBLING_BAR", 1e-12)
+    assert check(case).faults
+    monkeypatch.undo()
+    steady = draw_case(telling_seeds("in_row", 1)[0])
+    assert fuzz_check.wobble(steady) < 0.1 * fuzz_check.WOBBLE
 
 
 def test_what_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
