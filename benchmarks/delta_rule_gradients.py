@@ -3,13 +3,20 @@
     python benchmarks/delta_rule_gradients.py               on a GPU, with flash-linear-attention
     python benchmarks/delta_rule_gradients.py --device cpu  that it runs: the chunked form alone
     python benchmarks/delta_rule_gradients.py --model       a stock model, dense, without forkpoint
+    python benchmarks/delta_rule_gradients.py --shared      the same, with a prefix in a cache
 
 The operation runs with the gates that Qwen3.5 is initialised with (rates up to 16 a token), on one
 sequence and on ragged ones, in 16 bits; errors are relative to the chunked form in float64. `fla`
 as called directly, with q and k repeated for every value head, and as forkpoint calls it, without,
-are rows of their own. With --model, the stock model runs densely, and the last layers whose
-output's gradient was finite, and the first whose was not, are named, together with every parameter
-whose gradient is not finite. Each line is a row of JSON.
+are rows of their own, and so are batches, as transformers calls it, without cumulative lengths. All
+free memory is filled with NaN before each call, so that what a kernel reads before anything was
+written there, or past the end of a tensor, is seen.
+
+With --model, the stock model runs densely; with --shared in three phases: the prefix into a cache,
+the responses as a batch from copies of it, then the prefix's backward from what gradients of the
+copies sum up to. All but the cache is transformers' own. The last layers whose output's gradient
+was finite, and the first whose was not, are named, together with every parameter whose gradient is
+not finite. Each line is a row of JSON.
 """
 
 import argparse
@@ -21,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
 from forkpoint.bench.hybrid import QWEN35_4B, TINY, make_model
 from forkpoint.bench.rows import environment
@@ -34,7 +43,22 @@ CASES = {
     "ragged, whole chunks": [64, 1024, 128, 4096],
     "ragged": [65, 1000, 129, 4097, 1, 63],
 }
+BATCHES = [(1, 16_447), (9, 64), (9, 65), (9, 1025), (3, 63)]
+"""Sequences, and tokens of each."""
 NAMES = ("o", "final", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
+
+
+def poison(device: str) -> None:
+    """Fill memory that nothing holds with NaN, in blocks of the sizes that are asked for."""
+    if device != "cuda":
+        return
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    sizes = [1 << 30] * min(24, int(0.7 * free) >> 30) + [1 << 25] * 32 + [1 << 20] * 256
+    blocks = [torch.full((n // 4,), torch.nan, device=device) for n in sizes]
+    blocks += [torch.full((n,), torch.nan, device=device) for n in (128, 1024, 8192) * 64]
+    torch.cuda.synchronize()
+    del blocks
 
 
 def inputs(lengths: list[int], device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -65,13 +89,65 @@ def direct(q, k, v, g, beta, initial, sequences, final):
     return o[0], state
 
 
-def outcome(scan: Callable, given: list[Tensor], lengths: list[int], device: str) -> list[Tensor]:
+def outcome(
+    scan: Callable, given: list[Tensor], lengths: list[int], device: str, *, unused: bool = False
+) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in given]
     o, final = scan(*leaves, Sequences(np.asarray(lengths), device), True)
     torch.manual_seed(1)
     weights = [torch.randn(x.shape, device=device) for x in (o, final)]
     total = (o.to(final.dtype) * weights[0]).sum() + (final * weights[1]).sum()
-    return [o.detach(), final.detach(), *torch.autograd.grad(total, leaves)]
+    return [o.detach(), final.detach(), *torch.autograd.grad(total, leaves, allow_unused=unused)]
+
+
+def batches(device: str, dtype: torch.dtype, most: int) -> Iterator[dict[str, Any]]:
+    """As transformers calls it: a batch of equally long sequences, q and k repeated."""
+    from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
+        chunk_gated_delta_rule,
+    )
+
+    for count, tokens in BATCHES:
+        lengths = [min(tokens, most)] * count
+        for states in (True, False):
+            given = inputs(lengths, device, dtype)
+            exact = outcome(chunked.scan, [x.double() for x in given], lengths, device)
+
+            def scan(q, k, v, g, beta, initial, sequences, final, states=states):
+                by_batch = [x.unflatten(0, (count, -1)) for x in (q, k, v, g, beta)]  # noqa: B023
+                heads = by_batch[2].shape[2]
+                by_batch[:2] = [x.repeat_interleave(heads // x.shape[2], 2) for x in by_batch[:2]]
+                q, k, v, g, beta = by_batch
+                o, state = chunk_gated_delta_rule(
+                    q,
+                    k,
+                    v,
+                    g=g,
+                    beta=beta,
+                    initial_state=initial if states else None,
+                    output_final_state=True,
+                    use_qk_l2norm_in_kernel=True,
+                )
+                return o.flatten(0, 1), state
+
+            poison(device)
+            if not states:
+                given[5] = torch.zeros_like(given[5])
+                exact = outcome(chunked.scan, [x.double() for x in given], lengths, device)
+            found = outcome(scan, given, lengths, device, unused=not states)
+            for name, a, b in zip(NAMES, found, exact, strict=True):
+                if a is not None:
+                    case = f"{count} x {lengths[0]}, from {'states' if states else 'nothing'}"
+                    yield compared(case, "fla called on a batch", name, a, b)
+
+
+def compared(case: str, kernel: str, name: str, found: Tensor, exact: Tensor) -> dict[str, Any]:
+    return {
+        "case": case,
+        "kernel": kernel,
+        "tensor": name,
+        "nonfinite": int((~found.isfinite()).sum()),
+        "error": float((found.double() - exact).norm() / exact.norm()),
+    }
 
 
 def operation(device: str, dtype: torch.dtype, most: int) -> Iterator[dict[str, Any]]:
@@ -87,53 +163,169 @@ def operation(device: str, dtype: torch.dtype, most: int) -> Iterator[dict[str, 
         given = inputs(lengths, device, dtype)
         exact = outcome(chunked.scan, [x.double() for x in given], lengths, device)
         for kernel, scan in scans.items():
+            poison(device)
             found = outcome(scan, given, lengths, device)
             for name, a, b in zip(NAMES, found, exact, strict=True):
-                yield {
-                    "case": case,
-                    "kernel": kernel,
-                    "tensor": name,
-                    "nonfinite": int((~a.isfinite()).sum()),
-                    "error": float((a.double() - b).norm() / b.norm()),
-                }
+                yield compared(case, kernel, name, a, b)
+    if device == "cuda":
+        yield from batches(device, dtype, most)
 
 
-def model(device: str, layers: int, tokens: int) -> Iterator[dict[str, Any]]:
-    """A stock model, dense: which layer's gradient is the first, from the top, to go wrong."""
-    shape, dtype = (QWEN35_4B, torch.bfloat16) if device == "cuda" else (TINY, torch.float32)
-    stock = make_model(shape, layers, dtype, device)
-    seen: dict[str, bool] = {}
+class Carry(LinearAttentionLayer):
+    """A cache of a recurrent layer that autograd can look through: nothing is written in place."""
 
-    def watch(name: str) -> Callable:
+    def update_conv_state(self, conv_states, state_idx=0, conv_kernel_size=None, **_):
+        size = conv_kernel_size or self.conv_kernel_size[state_idx] or conv_states.shape[-1]
+        self.conv_kernel_size[state_idx] = size
+        whole = conv_states
+        if self.has_previous_state[state_idx]:
+            whole = torch.cat([self.conv_states[state_idx], conv_states], -1)
+        self.has_previous_state[state_idx] = True
+        self.conv_states[state_idx] = whole[..., -size:]
+        return whole
+
+    def update_recurrent_state(self, recurrent_states, state_idx=0, **_):
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
+def differentiable(cache: Any) -> Any:
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionLayer):
+            cache.layers[index] = Carry()
+            cache.layers[index].record_past = True
+    return cache
+
+
+def states_of(cache: Any) -> list[tuple[Any, Any]]:
+    """Where each tensor of a cache is: its holder, and the name or key."""
+    found: list[tuple[Any, Any]] = []
+    for layer in cache.layers:
+        if isinstance(layer, Carry):
+            found += [(layer.conv_states, 0), (layer.recurrent_states, 0)]
+        else:
+            found += [(vars(layer), "keys"), (vars(layer), "values")]
+    return found
+
+
+class Watch:
+    """Whether outputs and gradients of a model's layers are finite, in the order they come."""
+
+    def __init__(self, model: Any) -> None:
+        self.seen: dict[str, bool] = {}
+        self.phase: str = ""
+        for name, module in model.named_modules():
+            if name.startswith("model.layers.") and name.count(".") in (2, 3):
+                module.register_forward_hook(self._hook(name))
+
+    def _hook(self, name: str) -> Callable:
         def hook(_: Any, inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            seen[f"{name} forward"] = bool(tensor.isfinite().all())
+            where = f"{self.phase}{name}"
+            self.seen[f"{where} forward"] = bool(tensor.isfinite().all())
             if tensor.requires_grad:
                 tensor.register_hook(
-                    lambda g: seen.__setitem__(f"{name} gradient", bool(g.isfinite().all()))
+                    lambda g: self.seen.__setitem__(f"{where} gradient", bool(g.isfinite().all()))
                 )
 
         return hook
 
-    for name, module in stock.named_modules():
-        if name.startswith("model.layers.") and name.count(".") in (2, 3):
-            module.register_forward_hook(watch(name))
+    def rows(self, model: Any, loss: Tensor, **case: Any) -> Iterator[dict[str, Any]]:
+        yield {"case": "model", **case, "loss_finite": bool(loss.isfinite())}
+        for what, fine in self.seen.items():
+            if not fine:
+                yield {"case": "model", "first_seen_nonfinite": what}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                yield {"case": "model", "parameter": name}
+        wrong = sum(not fine for fine in self.seen.values())
+        yield {"case": "model", "looked_at": len(self.seen), "nonfinite": wrong}
+
+
+def loss_of(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = model.lm_head(hidden).float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def stock(device: str, layers: int) -> Any:
+    poison(device)
+    shape, dtype = (QWEN35_4B, torch.bfloat16) if device == "cuda" else (TINY, torch.float32)
+    return make_model(shape, layers, dtype, device)
+
+
+def model(device: str, layers: int, tokens: int) -> Iterator[dict[str, Any]]:
+    """A stock model, dense: which layer's gradient is the first, from the top, to go wrong."""
+    made = stock(device, layers)
+    watch = Watch(made)
     torch.manual_seed(2)
-    ids = torch.randint(0, shape["vocab_size"], (1, tokens), device=device)
-    hidden = stock.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, -64:]
-    logits = stock.lm_head(hidden).float()
-    loss = F.cross_entropy(logits.flatten(0, 1), ids[0, -64:])
+    ids = torch.randint(0, made.config.vocab_size, (1, tokens), device=device)
+    poison(device)
+    hidden = made.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, -64:]
+    loss = loss_of(made, hidden, ids[:, -64:])
     loss.backward()
-    finite = bool(loss.isfinite())
-    yield {"case": "model", "layers": layers, "tokens": tokens, "loss_finite": finite}
-    for what, fine in seen.items():
-        if not fine:
-            yield {"case": "model", "first_seen_nonfinite": what}
-    for name, parameter in stock.named_parameters():
-        if parameter.grad is not None and not parameter.grad.isfinite().all():
-            yield {"case": "model", "parameter": name}
-    wrong = sum(not fine for fine in seen.values())
-    yield {"case": "model", "looked_at": len(seen), "nonfinite": wrong}
+    yield from watch.rows(made, loss, layers=layers, tokens=tokens)
+
+
+def shared(
+    device: str, layers: int, prompt: int, response: int, group: int
+) -> Iterator[dict[str, Any]]:
+    """A stock model in three phases, its blocks not checkpointed, beside its dense gradients.
+
+    The last token of the prompt goes with the responses, so that the prefix needs no head.
+    """
+    made = stock(device, layers)
+    for module in made.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
+    watch = Watch(made)
+    torch.manual_seed(2)
+    vocab = made.config.vocab_size
+    first = torch.randint(0, vocab, (1, prompt), device=device)
+    rest = torch.randint(0, vocab, (group, response), device=device)
+    dense: dict[str, Tensor] = {}
+    watch.phase = "dense "
+    for one in rest.split(1):
+        poison(device)
+        ids = torch.cat([first, one], 1)
+        hidden = made.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        loss = loss_of(made, hidden[:, -response:], one) / group
+        loss.backward()
+    yield from watch.rows(made, loss, layers=layers, what="dense")
+    for name, parameter in made.named_parameters():
+        if parameter.grad is not None:
+            dense[name], parameter.grad = parameter.grad.cpu(), None
+    watch.seen.clear()
+
+    watch.phase = "prefix "
+    poison(device)
+    cache = differentiable(DynamicCache(config=made.config))
+    made.model(input_ids=first[:, :-1], past_key_values=cache, use_cache=True)
+    places = states_of(cache)
+    outputs = [holder[key] for holder, key in places]
+    leaves = [x.detach().requires_grad_() for x in outputs]
+    for (holder, key), leaf in zip(places, leaves, strict=True):
+        holder[key] = leaf.expand(group, *leaf.shape[1:])
+    watch.phase = "responses "
+    poison(device)
+    ids = torch.cat([first[:, -1:].expand(group, 1), rest[:, :-1]], 1)
+    hidden = made.model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+    loss = loss_of(made, hidden, rest)
+    loss.backward()
+    poison(device)
+    pairs = [(x, leaf.grad) for x, leaf in zip(outputs, leaves, strict=True)]
+    for (holder, key), (_, gradient) in zip(places, pairs, strict=True):
+        kind = key if isinstance(key, str) else "state"
+        finite = gradient is not None and bool(gradient.isfinite().all())
+        watch.seen[f"gradient of {kind} {id(holder) and tuple(holder[key].shape)}"] = finite
+    used = [(x, gradient) for x, gradient in pairs if gradient is not None and x.requires_grad]
+    torch.autograd.backward([x for x, _ in used], [gradient for _, gradient in used])
+    yield from watch.rows(made, loss, layers=layers, what="shared")
+    norm = difference = 0.0
+    for name, parameter in made.named_parameters():
+        if parameter.grad is not None:
+            norm += float(dense[name].double().norm()) ** 2
+            difference += float((parameter.grad.cpu().double() - dense[name]).norm()) ** 2
+    yield {"case": "model", "what": "shared", "difference": (difference / norm) ** 0.5}
 
 
 def main() -> None:
@@ -141,11 +333,18 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--most", type=int, default=1 << 20, help="cut sequences to so many tokens")
     parser.add_argument("--model", action="store_true")
+    parser.add_argument("--shared", action="store_true")
+    parser.add_argument("--prompt", type=int, default=16_384)
+    parser.add_argument("--response", type=int, default=64)
+    parser.add_argument("--group", type=int, default=9)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16_448)
     options = parser.parse_args()
     if options.model:
         rows = model(options.device, options.layers, options.tokens)
+    elif options.shared:
+        sizes = options.prompt, options.response, options.group
+        rows = shared(options.device, options.layers, *sizes)
     else:
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
         rows = operation(options.device, dtype, options.most)
