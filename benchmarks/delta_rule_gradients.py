@@ -4,6 +4,8 @@
     python benchmarks/delta_rule_gradients.py --device cpu  that it runs: the chunked form alone
     python benchmarks/delta_rule_gradients.py --model       a stock model, dense, without forkpoint
     python benchmarks/delta_rule_gradients.py --shared      the same, with a prefix in a cache
+    python benchmarks/delta_rule_gradients.py --choices 0 4  what any tuner could have chosen: every
+                                                            fourth variant of each Triton kernel
 
 The operation runs with the gates that Qwen3.5 is initialised with (rates up to 16 a token), on one
 sequence and on ragged ones, in 16 bits; errors are relative to the chunked form in float64. `fla`
@@ -33,7 +35,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from forkpoint.bench.hybrid import QWEN35_4B, TINY, make_model
 from forkpoint.bench.rows import environment
-from forkpoint.ops.delta_rule import chunked, fla
+from forkpoint.ops.delta_rule import chunked, fla, fla_tuning
 from forkpoint.ops.delta_rule.kernel import by_value_head, decay_gate
 from forkpoint.ops.recurrence import Sequences
 
@@ -53,8 +55,7 @@ def poison(device: str) -> None:
     if device != "cuda":
         return
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    sizes = [1 << 30] * min(24, int(0.7 * free) >> 30) + [1 << 25] * 32 + [1 << 20] * 256
+    sizes = [1 << 30] * 4 + [1 << 25] * 32 + [1 << 20] * 256
     blocks = [torch.full((n // 4,), torch.nan, device=device) for n in sizes]
     blocks += [torch.full((n,), torch.nan, device=device) for n in (128, 1024, 8192) * 64]
     torch.cuda.synchronize()
@@ -100,44 +101,93 @@ def outcome(
     return [o.detach(), final.detach(), *torch.autograd.grad(total, leaves, allow_unused=unused)]
 
 
-def batches(device: str, dtype: torch.dtype, most: int) -> Iterator[dict[str, Any]]:
+def on_a_batch(count: int, states: bool) -> Callable:
     """As transformers calls it: a batch of equally long sequences, q and k repeated."""
     from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
         chunk_gated_delta_rule,
     )
 
+    def scan(q, k, v, g, beta, initial, sequences, final):
+        heads = v.shape[1]
+        q, k = (by_value_head(x, heads) for x in (q, k))
+        q, k, v, g, beta = (x.unflatten(0, (count, -1)) for x in (q, k, v, g, beta))
+        o, state = chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            g=g,
+            beta=beta,
+            initial_state=initial if states else None,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return o.flatten(0, 1), state
+
+    return scan
+
+
+def batches(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     for count, tokens in BATCHES:
-        lengths = [min(tokens, most)] * count
         for states in (True, False):
-            given = inputs(lengths, device, dtype)
-            exact = outcome(chunked.scan, [x.double() for x in given], lengths, device)
-
-            def scan(q, k, v, g, beta, initial, sequences, final, states=states):
-                by_batch = [x.unflatten(0, (count, -1)) for x in (q, k, v, g, beta)]  # noqa: B023
-                heads = by_batch[2].shape[2]
-                by_batch[:2] = [x.repeat_interleave(heads // x.shape[2], 2) for x in by_batch[:2]]
-                q, k, v, g, beta = by_batch
-                o, state = chunk_gated_delta_rule(
-                    q,
-                    k,
-                    v,
-                    g=g,
-                    beta=beta,
-                    initial_state=initial if states else None,
-                    output_final_state=True,
-                    use_qk_l2norm_in_kernel=True,
-                )
-                return o.flatten(0, 1), state
-
-            poison(device)
+            given = inputs([tokens] * count, device, dtype)
             if not states:
                 given[5] = torch.zeros_like(given[5])
-                exact = outcome(chunked.scan, [x.double() for x in given], lengths, device)
-            found = outcome(scan, given, lengths, device, unused=not states)
+            lengths = [tokens] * count
+            exact = outcome(chunked.scan, [x.double() for x in given], lengths, device)
+            poison(device)
+            found = outcome(on_a_batch(count, states), given, lengths, device, unused=not states)
+            case = f"{count} x {tokens}, from {'states' if states else 'nothing'}"
             for name, a, b in zip(NAMES, found, exact, strict=True):
                 if a is not None:
-                    case = f"{count} x {lengths[0]}, from {'states' if states else 'nothing'}"
                     yield compared(case, "fla called on a batch", name, a, b)
+
+
+def every_choice(device: str, dtype: torch.dtype, first: int, step: int) -> Iterator[dict]:
+    """Each kernel's variants one after the other, whatever a tuner would have taken."""
+    from triton.runtime.autotuner import Autotuner  # pyright: ignore[reportMissingImports]
+    from triton.runtime.errors import OutOfResources  # pyright: ignore[reportMissingImports]
+
+    cases: list[tuple[str, list[int], Callable]] = [
+        ("ragged", CASES["ragged"], direct),
+        ("9 x 65, from states", [65] * 9, on_a_batch(9, True)),
+    ]
+    given = [inputs(lengths, device, dtype) for _, lengths, _ in cases]
+    exact = [
+        outcome(chunked.scan, [x.double() for x in inputs], lengths, device)
+        for inputs, (_, lengths, _) in zip(given, cases, strict=True)
+    ]
+    fla._chunk_gated_delta_rule()  # imports the kernels
+    at, too_large = first, 0
+    every = list(fla_tuning.tuners(Autotuner))
+
+    def forced(tuner: Any) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal too_large
+            for more in range(len(tuner.configs)):
+                config = tuner.configs[(at + more) % len(tuner.configs)]
+                try:
+                    return tuner.fn.run(*args, **kwargs, **config.all_kwargs())
+                except OutOfResources:
+                    too_large += 1
+            raise AssertionError("no variant fits")
+
+        return run
+
+    for tuner in every:
+        tuner.run = forced(tuner)
+    for at in range(first, max(len(tuner.configs) for tuner in every), step):
+        for (case, lengths, scan), its, truth in zip(cases, given, exact, strict=True):
+            poison(device)
+            found = outcome(scan, its, lengths, device)
+            rows = [
+                compared(case, "", n, a, b) for n, a, b in zip(NAMES, found, truth, strict=True)
+            ]
+            yield {
+                "case": f"variant {at} of {len(every)} kernels, {case}",
+                "nonfinite": sum(row["nonfinite"] for row in rows),
+                "error": max(row["error"] for row in rows),
+                "too_large": too_large,
+            }
 
 
 def compared(case: str, kernel: str, name: str, found: Tensor, exact: Tensor) -> dict[str, Any]:
@@ -168,7 +218,7 @@ def operation(device: str, dtype: torch.dtype, most: int) -> Iterator[dict[str, 
             for name, a, b in zip(NAMES, found, exact, strict=True):
                 yield compared(case, kernel, name, a, b)
     if device == "cuda":
-        yield from batches(device, dtype, most)
+        yield from batches(device, dtype)
 
 
 class Carry(LinearAttentionLayer):
@@ -277,6 +327,9 @@ def shared(
     for module in made.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
+    if device == "cuda":
+        # Else each new length is tuned for, which takes a minute and is not what is looked at.
+        fla._chunk_gated_delta_rule()
     watch = Watch(made)
     torch.manual_seed(2)
     vocab = made.config.vocab_size
@@ -333,6 +386,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--most", type=int, default=1 << 20, help="cut sequences to so many tokens")
     parser.add_argument("--model", action="store_true")
+    parser.add_argument("--choices", type=int, nargs=2, metavar=("FIRST", "STEP"))
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--prompt", type=int, default=16_384)
     parser.add_argument("--response", type=int, default=64)
@@ -345,6 +399,8 @@ def main() -> None:
     elif options.shared:
         sizes = options.prompt, options.response, options.group
         rows = shared(options.device, options.layers, *sizes)
+    elif options.choices:
+        rows = every_choice(options.device, torch.bfloat16, *options.choices)
     else:
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
         rows = operation(options.device, dtype, options.most)
