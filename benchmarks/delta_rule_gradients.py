@@ -28,12 +28,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from stock_hybrid import dense, poison, shared
 from torch import Tensor
-from torch.nn import functional as F
-from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionLayer
 
-from forkpoint.bench.hybrid import QWEN35_4B, TINY, make_model
 from forkpoint.bench.rows import environment
 from forkpoint.ops.delta_rule import chunked, fla, fla_tuning
 from forkpoint.ops.delta_rule.kernel import by_value_head, decay_gate
@@ -48,18 +45,6 @@ CASES = {
 BATCHES = [(1, 16_447), (9, 64), (9, 65), (9, 1025), (3, 63)]
 """Sequences, and tokens of each."""
 NAMES = ("o", "final", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
-
-
-def poison(device: str) -> None:
-    """Fill memory that nothing holds with NaN, in blocks of the sizes that are asked for."""
-    if device != "cuda":
-        return
-    torch.cuda.empty_cache()
-    sizes = [1 << 30] * 4 + [1 << 25] * 32 + [1 << 20] * 256
-    blocks = [torch.full((n // 4,), torch.nan, device=device) for n in sizes]
-    blocks += [torch.full((n,), torch.nan, device=device) for n in (128, 1024, 8192) * 64]
-    torch.cuda.synchronize()
-    del blocks
 
 
 def inputs(lengths: list[int], device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -221,166 +206,6 @@ def operation(device: str, dtype: torch.dtype, most: int) -> Iterator[dict[str, 
         yield from batches(device, dtype)
 
 
-class Carry(LinearAttentionLayer):
-    """A cache of a recurrent layer that autograd can look through: nothing is written in place."""
-
-    def update_conv_state(self, conv_states, state_idx=0, conv_kernel_size=None, **_):
-        size = conv_kernel_size or self.conv_kernel_size[state_idx] or conv_states.shape[-1]
-        self.conv_kernel_size[state_idx] = size
-        whole = conv_states
-        if self.has_previous_state[state_idx]:
-            whole = torch.cat([self.conv_states[state_idx], conv_states], -1)
-        self.has_previous_state[state_idx] = True
-        self.conv_states[state_idx] = whole[..., -size:]
-        return whole
-
-    def update_recurrent_state(self, recurrent_states, state_idx=0, **_):
-        self.recurrent_states[state_idx] = recurrent_states
-        return recurrent_states
-
-
-def differentiable(cache: Any) -> Any:
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, LinearAttentionLayer):
-            cache.layers[index] = Carry()
-            cache.layers[index].record_past = True
-    return cache
-
-
-def states_of(cache: Any) -> list[tuple[Any, Any]]:
-    """Where each tensor of a cache is: its holder, and the name or key."""
-    found: list[tuple[Any, Any]] = []
-    for layer in cache.layers:
-        if isinstance(layer, Carry):
-            found += [(layer.conv_states, 0), (layer.recurrent_states, 0)]
-        else:
-            found += [(vars(layer), "keys"), (vars(layer), "values")]
-    return found
-
-
-class Watch:
-    """Whether outputs and gradients of a model's layers are finite, in the order they come."""
-
-    def __init__(self, model: Any) -> None:
-        self.seen: dict[str, bool] = {}
-        self.phase: str = ""
-        for name, module in model.named_modules():
-            if name.startswith("model.layers.") and name.count(".") in (2, 3):
-                module.register_forward_hook(self._hook(name))
-
-    def _hook(self, name: str) -> Callable:
-        def hook(_: Any, inputs: Any, output: Any) -> None:
-            tensor = output[0] if isinstance(output, tuple) else output
-            where = f"{self.phase}{name}"
-            self.seen[f"{where} forward"] = bool(tensor.isfinite().all())
-            if tensor.requires_grad:
-                tensor.register_hook(
-                    lambda g: self.seen.__setitem__(f"{where} gradient", bool(g.isfinite().all()))
-                )
-
-        return hook
-
-    def rows(self, model: Any, loss: Tensor, **case: Any) -> Iterator[dict[str, Any]]:
-        yield {"case": "model", **case, "loss_finite": bool(loss.isfinite())}
-        for what, fine in self.seen.items():
-            if not fine:
-                yield {"case": "model", "first_seen_nonfinite": what}
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not parameter.grad.isfinite().all():
-                yield {"case": "model", "parameter": name}
-        wrong = sum(not fine for fine in self.seen.values())
-        yield {"case": "model", "looked_at": len(self.seen), "nonfinite": wrong}
-
-
-def loss_of(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-    logits = model.lm_head(hidden).float()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def stock(device: str, layers: int) -> Any:
-    poison(device)
-    shape, dtype = (QWEN35_4B, torch.bfloat16) if device == "cuda" else (TINY, torch.float32)
-    return make_model(shape, layers, dtype, device)
-
-
-def model(device: str, layers: int, tokens: int) -> Iterator[dict[str, Any]]:
-    """A stock model, dense: which layer's gradient is the first, from the top, to go wrong."""
-    made = stock(device, layers)
-    watch = Watch(made)
-    torch.manual_seed(2)
-    ids = torch.randint(0, made.config.vocab_size, (1, tokens), device=device)
-    poison(device)
-    hidden = made.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, -64:]
-    loss = loss_of(made, hidden, ids[:, -64:])
-    loss.backward()
-    yield from watch.rows(made, loss, layers=layers, tokens=tokens)
-
-
-def shared(
-    device: str, layers: int, prompt: int, response: int, group: int
-) -> Iterator[dict[str, Any]]:
-    """A stock model in three phases, its blocks not checkpointed, beside its dense gradients.
-
-    The last token of the prompt goes with the responses, so that the prefix needs no head.
-    """
-    made = stock(device, layers)
-    for module in made.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing = False
-    if device == "cuda":
-        # Else each new length is tuned for, which takes a minute and is not what is looked at.
-        fla._chunk_gated_delta_rule()
-    watch = Watch(made)
-    torch.manual_seed(2)
-    vocab = made.config.vocab_size
-    first = torch.randint(0, vocab, (1, prompt), device=device)
-    rest = torch.randint(0, vocab, (group, response), device=device)
-    dense: dict[str, Tensor] = {}
-    watch.phase = "dense "
-    for one in rest.split(1):
-        poison(device)
-        ids = torch.cat([first, one], 1)
-        hidden = made.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        loss = loss_of(made, hidden[:, -response:], one) / group
-        loss.backward()
-    yield from watch.rows(made, loss, layers=layers, what="dense")
-    for name, parameter in made.named_parameters():
-        if parameter.grad is not None:
-            dense[name], parameter.grad = parameter.grad.cpu(), None
-    watch.seen.clear()
-
-    watch.phase = "prefix "
-    poison(device)
-    cache = differentiable(DynamicCache(config=made.config))
-    made.model(input_ids=first[:, :-1], past_key_values=cache, use_cache=True)
-    places = states_of(cache)
-    outputs = [holder[key] for holder, key in places]
-    leaves = [x.detach().requires_grad_() for x in outputs]
-    for (holder, key), leaf in zip(places, leaves, strict=True):
-        holder[key] = leaf.expand(group, *leaf.shape[1:])
-    watch.phase = "responses "
-    poison(device)
-    ids = torch.cat([first[:, -1:].expand(group, 1), rest[:, :-1]], 1)
-    hidden = made.model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
-    loss = loss_of(made, hidden, rest)
-    loss.backward()
-    poison(device)
-    pairs = [(x, leaf.grad) for x, leaf in zip(outputs, leaves, strict=True)]
-    for (holder, key), (_, gradient) in zip(places, pairs, strict=True):
-        kind = key if isinstance(key, str) else "state"
-        finite = gradient is not None and bool(gradient.isfinite().all())
-        watch.seen[f"gradient of {kind} {id(holder) and tuple(holder[key].shape)}"] = finite
-    used = [(x, gradient) for x, gradient in pairs if gradient is not None and x.requires_grad]
-    torch.autograd.backward([x for x, _ in used], [gradient for _, gradient in used])
-    yield from watch.rows(made, loss, layers=layers, what="shared")
-    norm = difference = 0.0
-    for name, parameter in made.named_parameters():
-        if parameter.grad is not None:
-            norm += float(dense[name].double().norm()) ** 2
-            difference += float((parameter.grad.cpu().double() - dense[name]).norm()) ** 2
-    yield {"case": "model", "what": "shared", "difference": (difference / norm) ** 0.5}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -388,6 +213,7 @@ def main() -> None:
     parser.add_argument("--model", action="store_true")
     parser.add_argument("--choices", type=int, nargs=2, metavar=("FIRST", "STEP"))
     parser.add_argument("--shared", action="store_true")
+    parser.add_argument("--checkpoint", action="store_true", help="with --shared, each block")
     parser.add_argument("--prompt", type=int, default=16_384)
     parser.add_argument("--response", type=int, default=64)
     parser.add_argument("--group", type=int, default=9)
@@ -395,10 +221,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_448)
     options = parser.parse_args()
     if options.model:
-        rows = model(options.device, options.layers, options.tokens)
+        rows = dense(options.device, options.layers, options.tokens)
     elif options.shared:
         sizes = options.prompt, options.response, options.group
-        rows = shared(options.device, options.layers, *sizes)
+        rows = shared(options.device, options.layers, *sizes, checkpointed=options.checkpoint)
     elif options.choices:
         rows = every_choice(options.device, torch.bfloat16, *options.choices)
     else:

@@ -17,7 +17,8 @@ from forkpoint.plan import make_plan
 METRICS = {
     *(f"{side} {m}" for side in ("dense", "shared") for m in ("step", "nonfinite", "rate")),
     *(f"{side} phase {phase}" for side in ("dense", "shared") for phase in "ABC"),
-    *("speed-up", "share of bound", "loss difference", "gradient difference"),
+    *(f"{side}{m} difference" for side in ("", "dense again: ") for m in ("log-prob", "gradient")),
+    *("speed-up", "share of bound"),
 }
 
 
@@ -38,10 +39,11 @@ def test_tiny_shapes_on_any_device(shell: Shell, tmp_path: Path) -> None:
     assert rows["speed-up"]["value"] == pytest.approx(ratio)
     share = rows["speed-up"]["value"] / rows["speed-up"]["bound"]
     assert rows["share of bound"]["value"] == pytest.approx(share)
-    assert 0 < rows["gradient difference"]["value"] < 1e-4
-    assert rows["loss difference"]["value"] < 1e-5
+    for side in ("", "dense again: "):
+        assert 0 < rows[f"{side}gradient difference"]["value"] < 1e-4
+        assert 0 < rows[f"{side}log-prob difference"]["value"] < 1e-5
     last = json.loads(done.out.splitlines()[-1])
-    assert (last["what"], last["cases"], last["rows"], last["failed"]) == ("hybrid", 1, 16, [])
+    assert (last["what"], last["cases"], last["rows"], last["failed"]) == ("hybrid", 1, 18, [])
 
 
 def test_gradients_that_are_not_finite_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

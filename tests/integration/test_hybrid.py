@@ -367,15 +367,30 @@ def test_bugs_in_a_row_are_caught(
 # Refused, and left as it was ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["image_token_id", "video_token_id", "vision_start_token_id"])
+@pytest.mark.parametrize(
+    "name", ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"]
+)
 def test_media_tokens_are_refused_by_name(name: str) -> None:
     model = tiny_hybrid("qwen3_5_text")
     setattr(model.config, name, 17)
-    batch = RolloutBatch([Rollout([1, 5, 17, 17, 9], [0, 0, 0, 0, 1], 1.0)])
+    text = Rollout([1, 5, 9], [0, 0, 1], 1.0)
+    media = Rollout([1, 5, 17, 17, 9], [0, 0, 0, 0, 1], 1.0)
     with pytest.raises(
-        UnsupportedError, match=rf"token 17 \({name}\) is at position 2 .* 2 in all"
+        UnsupportedError, match=rf"token 17 \({name}\) is at position 2 of rollout 1, and 2 in all"
     ):
-        wrap(model).score(batch)
+        wrap(model).score(RolloutBatch([text, media]))
+
+
+def test_a_model_that_sees_images_is_refused_with_the_text_model_to_load() -> None:
+    whole = pytest.importorskip("transformers.models.qwen3_5")
+    text = dict(tiny_hybrid("qwen3_5_text").config.to_dict(), rope_parameters=None)
+    sizes = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    config = whole.Qwen3_5Config(
+        text_config=text, vision_config={**sizes, "out_hidden_size": text["hidden_size"]}
+    )
+    model = whole.Qwen3_5ForConditionalGeneration(config)
+    with pytest.raises(UnsupportedError, match=r"as Qwen3_5ForCausalLM\.from_pretrained does"):
+        wrap(model)
 
 
 def test_media_tokens_of_released_models_are_known() -> None:

@@ -1,6 +1,8 @@
 """Gated delta rule and convolution: kernels against a loop over time, rows against paths."""
 
+import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -13,7 +15,6 @@ from torch import Tensor
 
 from forkpoint import Config, RolloutBatch, UnsupportedError
 from forkpoint.ops.delta_rule import (
-    DELTA_KERNELS,
     chunked,
     fla,
     gated_delta_rule,
@@ -329,45 +330,104 @@ def test_the_default_on_a_cpu() -> None:
         select_delta_kernel("fla", *asked)
 
 
+class Machine:
+    """What fla.KERNEL finds out about where it is; Hopper with all it needs, unless changed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.chip: tuple[int, int] = (9, 0)
+        self.nvcc: bool = True
+        self.distributions = {"fla-core": "0.6.0", "triton": "3.6.0", "tilelang": "0.1.15"}
+        self.packages = {"fla", "triton", "tilelang"}
+        for switch in ("FLA_TILELANG", "FLA_FLASH_QLA", "FLA_DISABLE_BACKEND_DISPATCH"):
+            monkeypatch.delenv(switch, raising=False)
+        found = self.packages
+        monkeypatch.setattr(fla, "find_spec", lambda name: name if name in found else None)
+        monkeypatch.setattr(metadata, "version", self._version)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.chip)
+        monkeypatch.setattr(fla, "_has_nvcc", lambda: self.nvcc)
+
+    def _version(self, name: str) -> str:
+        if name not in self.distributions:
+            raise metadata.PackageNotFoundError(name)
+        return self.distributions[name]
+
+    def refusal(self) -> str | None:
+        return fla.KERNEL.refuses_device(torch.device("cuda"))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    select_delta_kernel.cache_clear()
+    yield Machine(monkeypatch)
+    select_delta_kernel.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("chip", "triton", "tilelang", "refusal"),
     [
-        ((9, 0), (3, 3, 1), False, None),
-        ((9, 0), (3, 4, 0), False, "wrong gradients of it on Hopper; install tilelang"),
-        ((9, 0), (3, 7, 0), False, "a Triton newer than 3.7.0"),
-        ((9, 0), (3, 7, 0), True, None),
-        ((9, 0), (3, 7, 1), False, None),
-        ((8, 0), (3, 6, 0), False, None),
-        ((10, 0), (3, 7, 1), True, "compute capability 10.0"),
+        ((9, 0), "3.3.1", None, None),
+        (
+            (9, 0),
+            "3.4.0",
+            None,
+            "wrong gradients of it on Hopper; install tilelang, which",
+        ),
+        ((9, 0), "3.7.0", None, "or install Triton 3.7.1 or newer"),
+        ((9, 0), "3.7.0", "0.1.15", None),
+        ((9, 0), "3.7.0", "0.1.9", "install tilelang 0.1.15 or newer.*found is 0.1.9"),
+        ((9, 0), "3.7.1rc1", None, "Triton 3.7.1rc1 computes wrong gradients"),
+        ((9, 0), "3.7.1", None, None),
+        ((8, 0), "3.6.0", None, None),
+        ((10, 0), "3.7.1", "0.1.15", "compute capability 10.0.*allowed are 8.x and 9.0"),
     ],
 )
-def test_where_fla_is_refused(chip, triton, tilelang: bool, refusal: str | None) -> None:
-    found = fla.refuses_chip(*chip, triton, tilelang=tilelang)
-    assert found is None if refusal is None else refusal in (found or "")
+def test_where_fla_is_refused(
+    chip: tuple[int, int], triton: str, tilelang: str | None, refusal: str | None, machine: Machine
+) -> None:
+    machine.chip = chip
+    machine.distributions["triton"] = triton
+    if tilelang:
+        machine.distributions["tilelang"] = tilelang
+    else:
+        machine.packages.remove("tilelang")
+    found = machine.refusal()
+    assert found is None if refusal is None else re.search(refusal, found or "")
 
 
-def test_fla_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fla, "find_spec", lambda name: None)
-    record = next(k for k in DELTA_KERNELS if k.name == "fla")
+def test_what_fla_needs_to_call_tilelang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.refusal() is None
+    machine.nvcc = False
+    assert "install the CUDA toolkit or 'nvidia-cuda-nvcc>=13', or set CUDA_HOME" in (
+        machine.refusal() or ""
+    )
+    machine.distributions["triton"] = "3.7.1"
+    assert machine.refusal() is None, "where Triton is right nothing is compiled by nvcc"
+    machine.distributions["triton"] = "3.6.0"
+    monkeypatch.setenv("FLA_TILELANG", "0")
+    assert "unset FLA_TILELANG" in (machine.refusal() or "")
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    assert "unset FLA_DISABLE_BACKEND_DISPATCH" in (machine.refusal() or "")
+
+
+def test_fla_is_refused_where_it_is_missing(machine: Machine) -> None:
     asked = (torch.device("cuda"), torch.bfloat16, 128, 128, False)
-    assert "pip install 'forkpoint[fla]'" in (record.refusal(*asked) or "")
-    monkeypatch.setattr(fla, "find_spec", lambda name: name)
-    monkeypatch.setattr(fla, "_version", lambda *names: (0, 5, 1))
-    assert "0.5.1 has not been shown exact; install 0.6" in (record.refusal(*asked) or "")
-    assert "key dims of at most 256, not 512" in (record.refusal(*asked[:2], 512, 128, False) or "")
-    assert "not deterministic" in (record.refusal(*asked[:4], True) or "")
+    assert "key dims of at most 256, not 512" in (
+        fla.KERNEL.refusal(*asked[:2], 512, 128, False) or ""
+    )
+    assert "not deterministic" in (fla.KERNEL.refusal(*asked[:4], True) or "")
+    machine.distributions["fla-core"] = "0.5.1"
+    assert "0.5.1 has not been shown exact; install 0.6.0" in (fla.KERNEL.refusal(*asked) or "")
+    machine.packages.clear()
+    assert "pip install 'forkpoint[fla]'" in (fla.KERNEL.refusal(*asked) or "")
 
 
 def test_fla_is_refused_where_it_would_call_another_package(
-    monkeypatch: pytest.MonkeyPatch,
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fla, "find_spec", lambda name: name)
-    monkeypatch.setattr(fla, "_version", lambda *names: (3, 6, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.delenv("FLA_FLASH_QLA", raising=False)
-    assert "set FLA_FLASH_QLA=0" in (fla.KERNEL.refuses_device(torch.device("cuda")) or "")
+    machine.packages.add("flash_qla")
+    assert "set FLA_FLASH_QLA=0" in (machine.refusal() or "")
     monkeypatch.setenv("FLA_FLASH_QLA", "0")
-    assert fla.KERNEL.refuses_device(torch.device("cuda")) is None
+    assert machine.refusal() is None
 
 
 @pytest.mark.parametrize(
@@ -376,26 +436,34 @@ def test_fla_is_refused_where_it_would_call_another_package(
         ({"fla-core": "0.6.0", "triton": "3.7.1"}, None),
         ({"fla-core": "0.6.0", "pytorch-triton": "3.8.0+git1234"}, None),
         ({"flash-linear-attention": "0.2.1", "triton": "3.7.1"}, "0.2.1 has not been shown exact"),
-        ({"fla-core": "0.6.0rc1", "triton": "3.7.0"}, "Triton 3.7.0 computes wrong gradients"),
+        ({"fla-core": "0.6.0rc1", "triton": "3.7.1"}, "0.6.0rc1 has not been shown exact"),
         ({"triton": "3.7.1"}, "flash-linear-attention is there, but not as an installed package"),
         ({"fla-core": "0.6.0"}, "triton is there, but not as an installed package"),
     ],
     ids=str,
 )
 def test_versions_are_those_of_whatever_holds_the_kernels(
-    installed: dict[str, str], refusal: str | None, monkeypatch: pytest.MonkeyPatch
+    installed: dict[str, str], refusal: str | None, machine: Machine
 ) -> None:
-    def version(name: str) -> str:
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    found = {"fla", "triton"}
-    monkeypatch.setattr(fla, "find_spec", lambda name: name if name in found else None)
-    monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    told = fla.KERNEL.refuses_device(torch.device("cuda"))
+    machine.distributions = installed
+    told = machine.refusal()
     assert told is None if refusal is None else refusal in (told or "")
+
+
+def test_a_slower_kernel_is_told_of(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    asked = (torch.device("cuda"), torch.bfloat16, 128, 128, False)
+    assert select_delta_kernel("auto", *asked).name == "fla" and not caplog.records
+    machine.nvcc = False
+    select_delta_kernel.cache_clear()
+    for _ in range(2):
+        assert select_delta_kernel("auto", *asked).name == "chunked"
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and record.name == "forkpoint"
+    assert "'chunked' serves and not the faster 'fla', because Triton 3.6.0" in record.message
+    caplog.clear()
+    select_delta_kernel("chunked", *asked)
+    select_delta_kernel("auto", torch.device("cpu"), *asked[1:])
+    assert not caplog.records, "who names it, and who has no CUDA device, knows"
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 70, 1], [64, 128], [63, 1, 64, 65]])

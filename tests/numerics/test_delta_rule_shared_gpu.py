@@ -1,9 +1,12 @@
 """The gated delta rule over trees on a CUDA device, beside the paths as transformers runs them.
 
 Dense is one stock call a path, as a batch of one, with q and k repeated for every value head. Both
-are held against the chunked form in float64: sharing may be off by 1.1 times what dense is.
+are held against the chunked form in float64: sharing may be off by twice what dense is. A gradient
+of a shared token is rounded once where dense rounds it on every path, and so averages its rounding;
+over a model's parameters sharing is held to 1.1 times (test_delta_rule_gpu.py).
 """
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 import torch
 from attention_bar import poisoned
 from test_delta_rule import Inputs
+from test_delta_rule_gpu import COMPILING
 from test_delta_rule_gpu import pytestmark as pytestmark
 from test_delta_rule_gpu import with_fla as with_fla
 from torch import Tensor
@@ -20,10 +24,10 @@ from forkpoint.ops.recurrence import Sequences, StateTable, over_levels
 from forkpoint.plan.recurrence import Level, StateLayout
 
 NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
-SHARED = 1.1
+SHARED = 2.0
 """Times dense's own error against float64, for outputs and every gradient."""
-ROUNDING = 2**-9
-"""Of the norm: half a unit of bfloat16, which is all that differs where dense is lucky."""
+ROUNDING = 2**-11
+"""Of the norm: a quarter of what rounding to bfloat16 takes at most."""
 
 TREES: dict[str, list[tuple[int, int]]] = {
     "one prompt": [(1000, -1)] + [(n, 0) for n in (65, 1, 200, 64, 63, 2)],
@@ -144,3 +148,29 @@ def test_a_tree_is_as_exact_as_its_paths(name: str, forgets: float, way: str) ->
         own, found = (float((x.double() - value).norm()) for x in (one, other))
         print(f"{what} {found / size:.2e} of {own / size:.2e}")
         assert found <= SHARED * own + ROUNDING * size, f"{what} {found} of {own}, norm {size}"
+
+
+@pytest.mark.usefixtures("with_fla")
+def test_changing_trees_do_not_compile_again() -> None:
+    random = np.random.default_rng(0)
+
+    def step(segments: list[tuple[int, int]]) -> float:
+        tree = Tree(segments)
+        case = Inputs([tree.tokens], 0.2, torch.bfloat16, states=False, dims=(128, 128))
+        inputs = [x.cuda() for x in case.make() if x is not None]
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        outcome(lambda *given: [fla.scan_levels(given, tree.table, None)[0]], tree, inputs)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def drawn() -> list[tuple[int, int]]:
+        count = int(random.integers(2, 14))
+        parents = [-1, *(int(random.integers(0, i)) for i in range(1, count))]
+        return [(int(random.integers(1, 1500)), parent) for parent in parents]
+
+    for name in TREES:
+        step(TREES[name])
+    seconds = [step(drawn()) for _ in range(20)]
+    print([round(each, 3) for each in seconds])
+    assert max(seconds) < COMPILING, f"{seconds}"

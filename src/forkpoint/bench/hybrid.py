@@ -5,7 +5,7 @@ Qwen3.5-4B (or fewer of its layers), activation checkpointing on both sides. Den
 shares nothing, with rows of as many rollouts as runs fastest; its cost is linear in the rollouts,
 so a few are measured and scaled. Shared is the fastest of the ways to share, with all rollouts.
 Head, kernels and loss are the same, and so is the code. Gradients that are not finite are named,
-for dense and shared apart, and those of the few rollouts are compared.
+for dense and shared apart, and those of the few rollouts are compared, as are their log-probs.
 """
 
 from collections.abc import Iterator
@@ -157,27 +157,43 @@ def _dense_rows(case: HybridCase, dense: Dense) -> Iterator[ResultRow]:
 def _compared(
     case: HybridCase, stepper: Stepper, some: RolloutBatch, dense: Policy, shared: Policy
 ) -> Iterator[ResultRow]:
-    """Loss and gradients of the sample, shared beside dense."""
-    parameters = dict(stepper.policy.host.named_parameters())
-    losses = [_loss(stepper.step(dense, some))]
+    """Log-probs and gradients of the sample: shared beside dense, and dense beside dense in rows of
+    another length, which differ by rounding alone."""
+    longest = int(some.lengths.max())
+    whole = (dense.config.max_row_tokens or 0) > longest
+    other = stepper.configured(
+        sharing="none", boundary="in_row", max_row_tokens=longest * (1 if whole else 2)
+    )
+    wanted = _Found(stepper, dense, some)
     yield _nonfinite(case, "dense", stepper)
-    wanted = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
-    losses.append(_loss(stepper.step(shared, some)))
-    norm, difference = 0.0, 0.0
-    for name, theirs in wanted.items():
-        ours = parameters[name].grad
-        assert ours is not None
-        norm += float(torch.linalg.vector_norm(theirs.float())) ** 2
-        difference += float(torch.linalg.vector_norm(ours.float() - theirs.float())) ** 2
-    note = f"{len(some)} rollouts"
-    yield _row(case, "loss difference", abs(losses[0] - losses[1]), "absolute", note=note)
-    relative = (difference / norm) ** 0.5
-    yield _row(case, "gradient difference", relative, "relative", note=note)
+    for name, policy in (("dense again: ", other), ("", shared)):
+        found = _Found(stepper, policy, some)
+        note = f"{len(some)} rollouts, rows of at most {policy.config.max_row_tokens} tokens"
+        for what, (value, unit) in found.differences(wanted).items():
+            yield _row(case, f"{name}{what} difference", value, unit, note=note)
 
 
-def _loss(timed: Timed) -> float:
-    assert timed.stats is not None
-    return float(timed.stats.loss)
+class _Found:
+    """What a step of a policy leaves: log-probs, and gradients that are copied."""
+
+    def __init__(self, stepper: Stepper, policy: Policy, batch: RolloutBatch) -> None:
+        stats = stepper.step(policy, batch).stats
+        assert stats is not None
+        trained = torch.tensor(batch.loss_mask, device=stats.logprobs.device)
+        self.logprobs: torch.Tensor = stats.logprobs[trained].double()
+        named = stepper.policy.host.named_parameters()
+        self.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+    def differences(self, wanted: "_Found") -> dict[str, tuple[float, str]]:
+        apart = [_norm(g.float() - wanted.gradients[n].float()) for n, g in self.gradients.items()]
+        norms = [_norm(g.float()) for g in wanted.gradients.values()]
+        logprobs = float((self.logprobs - wanted.logprobs).abs().mean())
+        relative = sum(x**2 for x in apart) ** 0.5 / sum(x**2 for x in norms) ** 0.5
+        return {"log-prob": (logprobs, "mean absolute"), "gradient": (relative, "relative")}
+
+
+def _norm(x: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(x))
 
 
 def _nonfinite(case: HybridCase, side: str, stepper: Stepper) -> ResultRow:

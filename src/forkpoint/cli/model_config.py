@@ -96,5 +96,12 @@ def check_family(path: Path, config: dict[str, Any]) -> None:
     if kind not in FAMILIES:
         raise UnsupportedError(
             f"{path}: model_type {kind!r} has not been shown exact; supported are "
-            f"{', '.join(FAMILIES)}."
+            f"{', '.join(FAMILIES)}.{_text_part(config)}"
         )
+
+
+def _text_part(config: dict[str, Any]) -> str:
+    """Where a configuration of a model that sees images as well has one that is known."""
+    text = config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    return f" Its text_config is a {kind}: give that alone." if kind in FAMILIES else ""

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForTokenClassification
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.forest import IntArray
 from forkpoint.hosts.families import Family
 from forkpoint.hosts.modules import every_module, every_parameter
+from forkpoint.rollouts import RolloutBatch
 
 # Rotary embeddings whose frequencies depend on positions alone. Dynamic and longrope change them
 # beyond a length, and are refused for longer rollouts; so are unknown ones.
@@ -234,16 +234,18 @@ def _check_rope_parameters(
         )
 
 
-def check_media(causal: PreTrainedModel, family: Family, token_ids: IntArray) -> None:
+def check_media(causal: PreTrainedModel, family: Family, batch: RolloutBatch) -> None:
     """No token stands for an image or a video, whose features the rollout does not have."""
     for name, default in family.media:
         found = getattr(causal.config, name, default)
-        (where,) = np.nonzero(token_ids == found)
+        (where,) = np.nonzero(batch.token_ids == found)
         if len(where):
+            rollout = int(np.searchsorted(batch.offsets, where[0], side="right")) - 1
             raise UnsupportedError(
-                f"token {found} ({name}) is at position {where[0]} of the batch's tokens, "
-                f"{len(where)} in all: it stands for an image or a video, whose features are not "
-                "part of a rollout here. Leave such rollouts out; text alone has been shown exact."
+                f"token {found} ({name}) is at position {where[0] - batch.offsets[rollout]} of "
+                f"rollout {rollout}, and {len(where)} in all: it stands for an image or a video, "
+                "whose features are not part of a rollout here. Leave such rollouts out; text "
+                "alone has been shown exact."
             )
 
 

@@ -196,7 +196,7 @@ class TransformersHost:
             refusals.check_checkpointing(self.causal)
             refusals.check_trainable(self.model)
             refusals.check_routers(self.causal)
-        refusals.check_media(self.causal, self.family, batch.token_ids)
+        refusals.check_media(self.causal, self.family, batch)
         known = self._embedding.shape[0]
         # A critic predicts no tokens.
         batch.check_vocabulary(min(known, self._head.width()) if self.head == "logprobs" else known)
@@ -323,8 +323,21 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
             f"{inner.config.model_type!r}) has not been shown exact; supported are "
             f"{', '.join(f.model_class for f in FAMILIES.values())} of transformers, not "
             "subclasses of them, and as critics their ForTokenClassification with one label."
+            f"{_text_model_of(inner) if stock else ''}"
         )
     return inner
+
+
+def _text_model_of(model: PreTrainedModel) -> str:
+    """For a model that sees images as well, how to load the part that has been shown exact."""
+    text = getattr(model.config, "text_config", None)
+    family = FAMILIES.get(getattr(text, "model_type", ""))
+    if family is None:
+        return ""
+    return (
+        f" Load its text model alone, as {family.model_class}.from_pretrained does from the same "
+        "folder."
+    )
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, forkpoint_attention)

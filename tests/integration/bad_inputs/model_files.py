@@ -126,6 +126,16 @@ MODEL_FILES = (
         remedy="docs/families.md lists them; docs/adding-a-model.md says how one joins.",
     ),
     config_kind(
+        "A model that sees images as well",
+        model_type="qwen3_5",
+        text_config={"model_type": "qwen3_5_text"},
+        error=UnsupportedError,
+        message="bad.json: model_type 'qwen3_5' has not been shown exact; supported are "
+        f"{FAMILY_NAMES}. Its text_config is a qwen3_5_text: give that alone.",
+        means="Its text model is supported, and that has a configuration of its own within it.",
+        remedy="Write text_config to a config.json; in Python, load the text model's class.",
+    ),
+    config_kind(
         "A family that there is none of",
         command="verify",
         model_type="nonsense",

@@ -6,14 +6,15 @@ there and in its issues:
   lengths, one initial state a sequence in float32; final states float32. Its backward has gradients
   of initial and from final states.
 - Key dims up to 256.
-- On Hopper its Triton backward gives wrong gradients for Triton 3.4 to 3.7.0 (its issues 640 and
-  984), so that it asks for tilelang there. On Blackwell gradients of some shapes are NaN (its
-  issue 913).
-- Ragged lengths are right as they are, with tilelang 0.1.15 on an H200: no gradient that is not
-  finite, and errors against float64 as large as with sequences of whole chunks. Earlier versions
-  read and wrote past the end of a sequence (its pull request 827); `OLDEST` is later. Changing
-  lengths compile nothing anew there, and tune hardly anything anew in Triton (fla_tuning.py).
-  docs/upstream-delta-rule.md has what was measured.
+- On Hopper its Triton backward gives wrong gradients for Triton from 3.4 and before 3.7.1 (its
+  issues 640 and 984), so that it calls tilelang there, and raises in the backward where it cannot:
+  where tilelang or the nvcc that it compiles with is not found, or is switched off. On Blackwell
+  gradients of some shapes are NaN (its issue 913).
+- Ragged lengths are right as they are, with tilelang 0.1.15 on an H200, and so is every variant of
+  its Triton kernels that a tuner may choose: no gradient that is not finite, and errors against
+  float64 as large as with sequences of whole chunks. Changing lengths compile nothing anew there,
+  and tune hardly anything anew in Triton (fla_tuning.py). docs/upstream-delta-rule.md has what was
+  measured.
 - FlashQLA, another package, would be called in its place on Hopper, and has not been shown exact.
 - One token in all would go to kernels without a backward in some versions: another, all zero, which
   neither decays a state nor writes to it, follows as a sequence of its own.
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,13 +37,14 @@ from forkpoint.ops.delta_rule.fla_tuning import share_choices
 from forkpoint.ops.delta_rule.kernel import DeltaKernel
 from forkpoint.ops.recurrence import Sequences, StateTable, over_levels
 
-OLDEST = (0, 6)
+OLDEST = Version("0.6.0")
+OLDEST_TILELANG = Version("0.1.15")
 DISTRIBUTIONS = ("fla-core", "flash-linear-attention")
 """The kernels are in the first, which serves alone; in old versions they are in the second."""
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton")
 """The second comes with nightly builds of torch."""
-WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 0))
-"""The first and the last Triton whose code for Hopper computes wrong gradients."""
+WRONG_ON_HOPPER = (Version("3.4.0"), Version("3.7.1"))
+"""The first Triton whose code for Hopper computes wrong gradients, and the first after these."""
 
 
 @cache
@@ -99,7 +102,7 @@ def scan_levels(
 @cache
 def _knows_inside() -> bool:
     found = _version(*DISTRIBUTIONS)
-    return found is not None and found[:3] == fla_levels.SHOWN
+    return found is not None and found.release == fla_levels.SHOWN and found >= OLDEST
 
 
 def _one_more(x: Tensor) -> Tensor:
@@ -131,8 +134,8 @@ def _refuses_device(device: torch.device) -> str | None:
         )
     if found < OLDEST:
         return (
-            f"flash-linear-attention {_text(found)} has not been shown exact; install "
-            f"{_text(OLDEST)} or newer (pip install -U flash-linear-attention)"
+            f"flash-linear-attention {found} has not been shown exact; install {OLDEST} or newer "
+            "(pip install -U flash-linear-attention)"
         )
     major, minor = torch.cuda.get_device_capability(device)
     if major == 9 and _installed("flash_qla", "FLA_FLASH_QLA"):
@@ -140,23 +143,48 @@ def _refuses_device(device: torch.device) -> str | None:
             "it would call FlashQLA, which is installed and has not been shown exact; set "
             "FLA_FLASH_QLA=0"
         )
-    return refuses_chip(major, minor, triton, tilelang=_installed("tilelang", "FLA_TILELANG"))
-
-
-def refuses_chip(major: int, minor: int, triton: tuple[int, ...], *, tilelang: bool) -> str | None:
-    """Why gradients would be wrong on a chip with this Triton, or None."""
     if major not in (8, 9):
         return (
             f"on compute capability {major}.{minor} its backward has not been shown exact (NaN "
             "gradients are known of 10.0); allowed are 8.x and 9.0"
         )
-    first, last = WRONG_ON_HOPPER
-    if major == 9 and first <= triton[:3] <= last and not tilelang:
+    first, right = WRONG_ON_HOPPER
+    if major == 9 and first <= triton < right and (remedy := _wants_for_tilelang()):
         return (
-            f"Triton {_text(triton)} computes wrong gradients of it on Hopper; install tilelang "
-            f"(and leave FLA_TILELANG unset), or a Triton newer than {_text(last)}"
+            f"Triton {triton} computes wrong gradients of it on Hopper; {remedy}, or install "
+            f"Triton {right} or newer"
         )
     return None
+
+
+def _wants_for_tilelang() -> str | None:
+    """What to do so that flash-linear-attention calls tilelang in Triton's place; None if it does
+    and that has been shown exact."""
+    if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
+        return "unset FLA_DISABLE_BACKEND_DISPATCH, so that it calls tilelang there"
+    if find_spec("tilelang") is None:
+        return "install tilelang, which it calls there (pip install tilelang)"
+    if not _installed("tilelang", "FLA_TILELANG"):
+        return "unset FLA_TILELANG, so that it calls tilelang there"
+    found = _version("tilelang")
+    if found is None or found < OLDEST_TILELANG:
+        return (
+            f"install tilelang {OLDEST_TILELANG} or newer, which it calls there (pip install -U "
+            f"tilelang; found is {found or 'no version'})"
+        )
+    if not _has_nvcc():
+        return (
+            "install the CUDA toolkit or 'nvidia-cuda-nvcc>=13', or set CUDA_HOME to where it is: "
+            "tilelang, which it calls there, is installed, but not the nvcc that it compiles with"
+        )
+    return None
+
+
+def _has_nvcc() -> bool:
+    """By flash-linear-attention's own word, which decides what it calls."""
+    from fla.utils import has_usable_nvcc  # pyright: ignore[reportMissingImports]
+
+    return has_usable_nvcc()
 
 
 def _installed(package: str, switch: str) -> bool:
@@ -164,31 +192,14 @@ def _installed(package: str, switch: str) -> bool:
     return find_spec(package) is not None and os.environ.get(switch, "1") != "0"
 
 
-def _version(*distributions: str) -> tuple[int, ...] | None:
-    """The numbers of the version of the first that is installed; what follows them (rc, +cu130) is
-    left out."""
+def _version(*distributions: str) -> Version | None:
+    """The version of the first that is installed."""
     for name in distributions:
         try:
-            return _numbers(metadata.version(name))
-        except metadata.PackageNotFoundError:
+            return Version(metadata.version(name))
+        except (metadata.PackageNotFoundError, InvalidVersion):
             continue
     return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return (*numbers, 0, 0, 0)[: max(3, len(numbers))]
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 KERNEL = DeltaKernel(

@@ -1,5 +1,6 @@
 """The kernels of the gated delta rule there are, and which of them serves."""
 
+import logging
 from functools import lru_cache
 
 import torch
@@ -10,6 +11,9 @@ from forkpoint.ops.delta_rule.kernel import DeltaKernel
 
 DELTA_KERNELS: tuple[DeltaKernel, ...] = (fla.KERNEL, chunked.KERNEL, reference.KERNEL)
 """Fastest first: "auto" takes the first that can serve. Each serves only what its record says."""
+
+
+_log = logging.getLogger("forkpoint")
 
 
 @lru_cache(maxsize=1024)
@@ -39,6 +43,8 @@ def select_delta_kernel(
         )
     for kernel in able:
         if name in ("auto", kernel.name):
+            if name == "auto" and device.type == "cuda" and dtype in fla.KERNEL.dtypes:
+                _tell_of_slower(kernel, refusals)
             return kernel
     if name == "auto":
         reasons = "; ".join(f"{kernel}: {why}" for kernel, why in refusals.items())
@@ -50,3 +56,16 @@ def select_delta_kernel(
         f"Delta-rule kernel {name!r} cannot serve: {refusals[name]}. Able to serve here: "
         f"{can_serve}. Name one of these, or leave the choice to 'auto'."
     )
+
+
+def _tell_of_slower(kernel: DeltaKernel, refusals: dict[str, str | None]) -> None:
+    """Say why the fastest kernel does not serve, once for each kind of call: it is several times as
+    fast, and its package, or what that needs, may merely be missing."""
+    fastest = DELTA_KERNELS[0].name
+    if kernel.name != fastest:
+        _log.warning(
+            "gated delta rule: %r serves and not the faster %r, because %s.",
+            kernel.name,
+            fastest,
+            refusals[fastest],
+        )

@@ -1,0 +1,72 @@
+"""Four layers of Qwen3.5-4B on a CUDA device, in bfloat16: trees, in every way of running them."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from test_delta_rule_gpu import pytestmark as gpu_marks
+from test_delta_rule_gpu import with_fla as with_fla
+
+from forkpoint import Config, Rollout, RolloutBatch, wrap
+from forkpoint.bench.hybrid import QWEN35_4B, TINY, make_model
+from forkpoint.losses import GRPO
+
+VOCAB = 8192
+WAYS: dict[str, dict[str, Any]] = {
+    "in_row": {"boundary": "in_row"},
+    "mixed": {"boundary": "mixed", "max_row_tokens": 1500},
+    "padded": {"boundary": "across_rows", "waves": "padded", "max_row_tokens": 1500},
+    "offloaded": {"boundary": "across_rows", "residency": "offload", "max_row_tokens": 1500},
+    "computed again": {"boundary": "across_rows", "residency": "recompute", "max_row_tokens": 600},
+}
+
+
+def conversations(scale: int) -> RolloutBatch:
+    """Nine rollouts of one group: a prompt, three turns, and three answers to each."""
+    random = np.random.default_rng(5)
+
+    def tokens(count: int) -> list[int]:
+        return random.integers(0, VOCAB // scale, max(1, count // scale)).tolist()
+
+    prompt = tokens(700)
+    rollouts = []
+    for turn in (tokens(300), tokens(65), tokens(129)):
+        for length in (150, 1, 321):
+            answer = tokens(length)
+            mask = [0] * len(prompt) + [1] * len(turn) + [1] * len(answer)
+            advantage = float(random.normal())
+            rollouts.append(Rollout(prompt + turn + answer, mask, advantage, group_id=0))
+    return RolloutBatch(rollouts)
+
+
+def check(way: str, model: Any, batch: RolloutBatch, scale: int) -> None:
+    given = dict(WAYS[way])
+    if "max_row_tokens" in given:
+        given["max_row_tokens"] //= scale
+    policy = wrap(model, Config(sharing="tree", **given))
+    plan = policy.plan(batch)
+    if way != "in_row":
+        assert len(plan.rows) > 1 and any(row.parent >= 0 for row in plan.rows)
+    if "residency" in given:
+        assert given["residency"] in {row.residency for row in plan.rows}
+    report = policy.verify(batch, GRPO())
+    assert report.passed, report.table()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_ways_are_what_they_are_called(way: str) -> None:
+    """On any device, in float32 and small."""
+    batch = conversations(16)
+    check(way, make_model({**TINY, "vocab_size": VOCAB // 16}, 4, torch.float32, "cpu"), batch, 16)
+
+
+class TestOnAGPU:
+    # torch's compiler looks at what warns.
+    pytestmark: ClassVar[list[Any]] = [*gpu_marks, pytest.mark.filterwarnings("ignore")]
+
+    @pytest.mark.usefixtures("with_fla")
+    @pytest.mark.parametrize("way", WAYS)
+    def test_trees_are_as_exact_as_dense(self, way: str) -> None:
+        model = make_model({**QWEN35_4B, "vocab_size": VOCAB}, 4, torch.bfloat16, "cuda")
+        check(way, model, conversations(1), 1)
