@@ -2,8 +2,6 @@
 
     python benchmarks/delta_rule_gradients.py               on a GPU, with flash-linear-attention
     python benchmarks/delta_rule_gradients.py --device cpu  that it runs: the chunked form alone
-    python benchmarks/delta_rule_gradients.py --model       a stock model, dense, without forkpoint
-    python benchmarks/delta_rule_gradients.py --shared      the same, with a prefix in a cache
     python benchmarks/delta_rule_gradients.py --choices 0 4  what any tuner could have chosen: every
                                                             fourth variant of each Triton kernel
 
@@ -12,13 +10,8 @@ sequence and on ragged ones, in 16 bits; errors are relative to the chunked form
 as called directly, with q and k repeated for every value head, and as forkpoint calls it, without,
 are rows of their own, and so are batches, as transformers calls it, without cumulative lengths. All
 free memory is filled with NaN before each call, so that what a kernel reads before anything was
-written there, or past the end of a tensor, is seen.
-
-With --model, the stock model runs densely; with --shared in three phases: the prefix into a cache,
-the responses as a batch from copies of it, then the prefix's backward from what gradients of the
-copies sum up to. All but the cache is transformers' own. The last layers whose output's gradient
-was finite, and the first whose was not, are named, together with every parameter whose gradient is
-not finite. Each line is a row of JSON.
+written there, or past the end of a tensor, is seen. Each line is a row of JSON. Whole models are
+looked at by stock_hybrid.py.
 """
 
 import argparse
@@ -28,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from stock_hybrid import dense, poison, shared
+from stock_hybrid import poison
 from torch import Tensor
 
 from forkpoint.bench.rows import environment
@@ -210,25 +203,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--most", type=int, default=1 << 20, help="cut sequences to so many tokens")
-    parser.add_argument("--model", action="store_true")
     parser.add_argument("--choices", type=int, nargs=2, metavar=("FIRST", "STEP"))
-    parser.add_argument("--shared", action="store_true")
-    parser.add_argument("--checkpoint", action="store_true", help="with --shared, each block")
-    parser.add_argument("--prompt", type=int, default=16_384)
-    parser.add_argument("--response", type=int, default=64)
-    parser.add_argument("--group", type=int, default=9)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=16_448)
     options = parser.parse_args()
-    if options.model:
-        rows = dense(options.device, options.layers, options.tokens)
-    elif options.shared:
-        sizes = options.prompt, options.response, options.group
-        rows = shared(options.device, options.layers, *sizes, checkpointed=options.checkpoint)
-    elif options.choices:
-        rows = every_choice(options.device, torch.bfloat16, *options.choices)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    if options.choices:
+        rows = every_choice(options.device, dtype, *options.choices)
     else:
-        dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
         rows = operation(options.device, dtype, options.most)
     for row in rows:
         print(json.dumps(row), flush=True)

@@ -1,8 +1,18 @@
-"""Stock hybrid models, dense and in three phases with a prefix in a cache, watched for NaN.
+"""Stock models of Qwen3.5's shapes, dense and with a prefix in a cache: is a gradient not finite?
 
-Nothing of forkpoint runs but its shapes. See delta_rule_gradients.py, which this is a part of.
+    python benchmarks/stock_hybrid.py --layers 32                        dense
+    python benchmarks/stock_hybrid.py --layers 32 --shared --checkpoint  in three phases, and dense
+    python benchmarks/stock_hybrid.py --device cpu --tokens 70           that it runs, small
+
+With --shared a model runs its prompt into a cache, the responses as a batch from copies of it, and
+the prompt's backward from what gradients of the copies sum up to. Nothing of forkpoint runs but its
+shapes; all but the cache is transformers' own. Free memory is filled with NaN before each pass. The
+last layers whose output's gradient was finite, and the first whose was not, are named, together
+with every parameter whose gradient is not finite. Each line is a row of JSON.
 """
 
+import argparse
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +24,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from forkpoint.bench.hybrid import QWEN35_4B, TINY, make_model
+from forkpoint.bench.rows import environment
 from forkpoint.ops.delta_rule import fla
 
 
@@ -219,3 +230,28 @@ def shared(
             norm += float(wanted[name].double().norm()) ** 2
             difference += float((parameter.grad.cpu().double() - wanted[name]).norm()) ** 2
     yield {"case": "model", "what": "shared", "difference": (difference / norm) ** 0.5}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=16_448, help="of the dense sequence")
+    parser.add_argument("--shared", action="store_true", help="in three phases, beside dense")
+    parser.add_argument("--checkpoint", action="store_true", help="with --shared, each block")
+    parser.add_argument("--prompt", type=int, default=16_384)
+    parser.add_argument("--response", type=int, default=64)
+    parser.add_argument("--group", type=int, default=9)
+    options = parser.parse_args()
+    if options.shared:
+        sizes = options.prompt, options.response, options.group
+        rows = shared(options.device, options.layers, *sizes, checkpointed=options.checkpoint)
+    else:
+        rows = dense(options.device, options.layers, options.tokens)
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    print(json.dumps(environment()))
+
+
+if __name__ == "__main__":
+    main()

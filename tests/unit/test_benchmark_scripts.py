@@ -14,6 +14,7 @@ def test_help_measures_nothing(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", [str(script), "--help"])
+    monkeypatch.syspath_prepend(str(script.parent))  # as python does, and run_path does not
     results = {p: p.stat().st_mtime_ns for p in (script.parent / "results").iterdir()}
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
