@@ -59,8 +59,8 @@ def select_delta_kernel(
 
 
 def _tell_of_slower(kernel: DeltaKernel, refusals: dict[str, str | None]) -> None:
-    """Say why the fastest kernel does not serve, once for each kind of call: it is several times as
-    fast, and its package, or what that needs, may merely be missing."""
+    """Say why the fastest kernel does not serve, once for each kind of call: its package, or what
+    that needs, may merely be missing."""
     fastest = DELTA_KERNELS[0].name
     if kernel.name != fastest:
         _log.warning(
