@@ -8,8 +8,8 @@
 The operation runs with the gates that Qwen3.5 is initialised with (rates up to 16 a token), on one
 sequence and on ragged ones, in 16 bits; errors are relative to the chunked form in float64. `fla`
 as called directly, with q and k repeated for every value head, and as forkpoint calls it, without,
-are rows of their own, and so are batches, as transformers calls it, without cumulative lengths. All
-free memory is filled with NaN before each call, so that what a kernel reads before anything was
+are rows of their own, and so are batches, as transformers calls it, without cumulative lengths.
+5 GiB of free memory hold NaN before each call, so that what a kernel reads before anything was
 written there, or past the end of a tensor, is seen. Each line is a row of JSON. Whole models are
 looked at by stock_hybrid.py.
 """

@@ -6,7 +6,7 @@
 
 With --shared a model runs its prompt into a cache, the responses as a batch from copies of it, and
 the prompt's backward from what gradients of the copies sum up to. Nothing of forkpoint runs but its
-shapes; all but the cache is transformers' own. Free memory is filled with NaN before each pass. The
+shapes; all but the cache is transformers' own. 5 GiB of free memory hold NaN before each pass. The
 last layers whose output's gradient was finite, and the first whose was not, are named, together
 with every parameter whose gradient is not finite. Each line is a row of JSON.
 """
@@ -121,13 +121,15 @@ class Watch:
         def hook(_: Any, inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             where = f"{self.phase}{name}"
-            self.seen[f"{where} forward"] = bool(tensor.isfinite().all())
+            self.see(f"{where} forward", tensor)
             if tensor.requires_grad:
-                tensor.register_hook(
-                    lambda g: self.seen.__setitem__(f"{where} gradient", bool(g.isfinite().all()))
-                )
+                tensor.register_hook(lambda g: self.see(f"{where} gradient", g))
 
         return hook
+
+    def see(self, where: str, tensor: Tensor) -> None:
+        """Once not finite, it stays so, however often it is seen."""
+        self.seen[where] = self.seen.get(where, True) and bool(tensor.isfinite().all())
 
     def rows(self, model: Any, loss: Tensor, **case: Any) -> Iterator[dict[str, Any]]:
         yield {"case": "model", **case, "loss_finite": bool(loss.isfinite())}
@@ -219,8 +221,9 @@ def shared(
     poison(device)
     pairs = [(x, leaf.grad) for x, leaf in zip(outputs, leaves, strict=True)]
     for number, (_, gradient) in enumerate(pairs):
-        finite = gradient is None or bool(gradient.isfinite().all())
-        watch.seen[f"gradient of state {number}"] = finite
+        if gradient is not None:
+            watch.see(f"gradient of state {number}", gradient)
+    watch.phase = "prefix's backward "
     used = [(x, gradient) for x, gradient in pairs if gradient is not None and x.requires_grad]
     torch.autograd.backward([x for x, _ in used], [gradient for _, gradient in used])
     yield from watch.rows(made, loss, layers=layers, what="shared", checkpointed=checkpointed)

@@ -101,15 +101,17 @@ def test_bugs_are_found(boundary: str, bug: Sabotage, monkeypatch: pytest.Monkey
 
 def test_a_model_that_multiplies_rounding_has_a_bar_too(monkeypatch: pytest.MonkeyPatch) -> None:
     case = draw_case(913039, "qwen3_5_moe_text")
-    monkeypatch.setattr(fuzz_check, "BAR", 1e-12)  # how far it is off, 1e-10, differs by machine
-    monkeypatch.setattr(fuzz_check, "WOBBLE", 1e-13)
-    outcome = check(case)
-    assert outcome.wobbles and str(outcome) == "exact"
-    monkeypatch.setattr(fuzz_check, "WOBBLING_BAR", 1e-12)
-    assert check(case).faults
-    monkeypatch.undo()
+    # How far it is off, 1e-10, differs by machine, and log-probs may be too for so small a bar.
+    found = fuzz_check._compare(case, 1e-12)
+    assert any(fault.startswith("gradient") for fault in found.faults)
+    assert 1e-13 < fuzz_check.wobble(case) < 1e-11
+    assert str(check(case)) == "exact"
     steady = draw_case(telling_seeds("in_row", 1)[0])
-    assert fuzz_check.wobble(steady) < 0.1 * fuzz_check.WOBBLE
+    assert fuzz_check.WOBBLES * fuzz_check.wobble(steady) < fuzz_check.BAR
+    # Log-probs are held to what they were.
+    distance = fuzz_check._distance
+    monkeypatch.setattr(fuzz_check, "_distance", lambda a, b: distance(a, b) + 2e-10)
+    assert any(fault.startswith("log-probs") for fault in check(case).faults)
 
 
 def test_what_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

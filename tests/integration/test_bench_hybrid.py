@@ -40,10 +40,26 @@ def test_tiny_shapes_on_any_device(shell: Shell, tmp_path: Path) -> None:
     share = rows["speed-up"]["value"] / rows["speed-up"]["bound"]
     assert rows["share of bound"]["value"] == pytest.approx(share)
     for side in ("", "dense again: "):
-        assert 0 < rows[f"{side}gradient difference"]["value"] < 1e-4
-        assert 0 < rows[f"{side}log-prob difference"]["value"] < 1e-5
+        assert rows[f"{side}gradient difference"]["value"] < 1e-4
+        assert rows[f"{side}log-prob difference"]["value"] < 1e-5
+    assert rows["gradient difference"]["value"] > 0 < rows["log-prob difference"]["value"]
     last = json.loads(done.out.splitlines()[-1])
     assert (last["what"], last["cases"], last["rows"], last["failed"]) == ("hybrid", 1, 18, [])
+
+
+def test_a_control_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper = Stepper(hybrid.make_model(hybrid.TINY, 1, torch.float32, "cpu"))
+    logprobs, calls = hybrid._logprobs, iter(range(3))
+
+    def full(*given):
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError
+        return logprobs(*given)
+
+    monkeypatch.setattr(hybrid, "_logprobs", full)
+    rows = {r.metric: r for r in hybrid.run_case(hybrid.SUITES["smoke"][0], stepper, repeats=1)}
+    assert rows["dense again: fits"].value == 0 and "gradient difference" in rows
+    assert "dense again: gradient difference" not in rows
 
 
 def test_gradients_that_are_not_finite_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

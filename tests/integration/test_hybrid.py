@@ -381,16 +381,41 @@ def test_media_tokens_are_refused_by_name(name: str) -> None:
         wrap(model).score(RolloutBatch([text, media]))
 
 
-def test_a_model_that_sees_images_is_refused_with_the_text_model_to_load() -> None:
-    whole = pytest.importorskip("transformers.models.qwen3_5")
-    text = dict(tiny_hybrid("qwen3_5_text").config.to_dict(), rope_parameters=None)
-    sizes = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
-    config = whole.Qwen3_5Config(
-        text_config=text, vision_config={**sizes, "out_hidden_size": text["hidden_size"]}
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
+def test_of_a_model_that_sees_images_the_text_model_is_named(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    if not hasattr(transformers, f"{family}ForConditionalGeneration"):
+        pytest.skip(f"this transformers has no {family} that sees images")
+    kind = "qwen3_5_text" if family == "Qwen3_5" else "qwen3_5_moe_text"
+    text = dict(tiny_hybrid(kind).config.to_dict(), rope_parameters=None)
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text, vision_config={**vision, "out_hidden_size": text["hidden_size"]}
     )
-    model = whole.Qwen3_5ForConditionalGeneration(config)
-    with pytest.raises(UnsupportedError, match=r"as Qwen3_5ForCausalLM\.from_pretrained does"):
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    with pytest.raises(UnsupportedError, match=rf"as {family}ForCausalLM\.from_pretrained does"):
         wrap(model)
+    model.save_pretrained(tmp_path)
+    loaded = getattr(transformers, f"{family}ForCausalLM").from_pretrained(tmp_path)
+    ids = torch.arange(7)[None]
+    assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-5)
+    wrap(loaded)
+
+
+def test_of_other_models_that_see_images_no_text_model_is_named() -> None:
+    """Their text model's class would not find its weights under the whole model's names."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = Gemma3Config(
+        text_config={**sizes, **heads, "vocab_size": 64},
+        vision_config={**sizes, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    )
+    with pytest.raises(UnsupportedError) as refused:
+        wrap(Gemma3ForConditionalGeneration(config))
+    assert "from_pretrained" not in str(refused.value)
 
 
 def test_media_tokens_of_released_models_are_known() -> None:

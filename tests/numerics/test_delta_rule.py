@@ -2,9 +2,11 @@
 
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -374,7 +376,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         ),
         ((9, 0), "3.7.0", None, "or install Triton 3.7.1 or newer"),
         ((9, 0), "3.7.0", "0.1.15", None),
-        ((9, 0), "3.7.0", "0.1.9", "install tilelang 0.1.15 or newer.*found is 0.1.9"),
+        ((9, 0), "3.7.0", "0.1.9", "call tilelang 0.1.9, which.* install 0.1.15 or newer"),
+        ((9, 0), "3.7.1", "0.1.9", "call tilelang 0.1.9, which.* install 0.1.15 or newer"),
+        ((9, 0), "3.3.1", "0.1.9", None),
+        ((8, 0), "3.6.0", "0.1.9", None),
         ((9, 0), "3.7.1rc1", None, "Triton 3.7.1rc1 computes wrong gradients"),
         ((9, 0), "3.7.1", None, None),
         ((8, 0), "3.6.0", None, None),
@@ -401,12 +406,29 @@ def test_what_fla_needs_to_call_tilelang(machine: Machine, monkeypatch: pytest.M
         machine.refusal() or ""
     )
     machine.distributions["triton"] = "3.7.1"
-    assert machine.refusal() is None, "where Triton is right nothing is compiled by nvcc"
+    assert machine.refusal() is None, "where Triton is right it serves without tilelang"
     machine.distributions["triton"] = "3.6.0"
     monkeypatch.setenv("FLA_TILELANG", "0")
     assert "unset FLA_TILELANG" in (machine.refusal() or "")
     monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
     assert "unset FLA_DISABLE_BACKEND_DISPATCH" in (machine.refusal() or "")
+
+
+def test_tilelang_is_asked_for_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention then calls it on other chips, and with other Tritons."""
+    monkeypatch.setenv("FLA_TILELANG", "1")
+    assert machine.refusal() is None
+    machine.chip = (8, 0)
+    assert "tilelang, shown exact on Hopper alone; unset FLA_TILELANG" in (machine.refusal() or "")
+    machine.chip, machine.distributions["triton"] = (9, 0), "3.3.1"
+    machine.distributions["tilelang"] = "0.1.9"
+    assert "it would call tilelang 0.1.9" in (machine.refusal() or "")
+
+
+def test_a_package_that_says_nothing_of_nvcc_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.utils", ModuleType("fla.utils"))
+    assert fla._has_nvcc()
 
 
 def test_fla_is_refused_where_it_is_missing(machine: Machine) -> None:
@@ -446,6 +468,7 @@ def test_versions_are_those_of_whatever_holds_the_kernels(
     installed: dict[str, str], refusal: str | None, machine: Machine
 ) -> None:
     machine.distributions = installed
+    machine.packages.remove("tilelang")
     told = machine.refusal()
     assert told is None if refusal is None else refusal in (told or "")
 

@@ -1,9 +1,9 @@
 """The gated delta rule over trees on a CUDA device, beside the paths as transformers runs them.
 
 Dense is one stock call a path, as a batch of one, with q and k repeated for every value head. Both
-are held against the chunked form in float64: sharing may be off by twice what dense is. A gradient
-of a shared token is rounded once where dense rounds it on every path, and so averages its rounding;
-over a model's parameters sharing is held to 1.1 times (test_delta_rule_gpu.py).
+are held against the chunked form in float64: sharing may be off by twice what dense is. On both
+sides gradients of a token on several paths add up in 16 bits, as autograd has it, which is part of
+their errors; over a model's parameters sharing is held to 1.1 times (test_hybrid_model_gpu.py).
 """
 
 import time
@@ -14,7 +14,6 @@ import pytest
 import torch
 from attention_bar import poisoned
 from test_delta_rule import Inputs
-from test_delta_rule_gpu import COMPILING
 from test_delta_rule_gpu import pytestmark as pytestmark
 from test_delta_rule_gpu import with_fla as with_fla
 from torch import Tensor
@@ -27,7 +26,7 @@ NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 SHARED = 2.0
 """Times dense's own error against float64, for outputs and every gradient."""
 ROUNDING = 2**-11
-"""Of the norm: a quarter of what rounding to bfloat16 takes at most."""
+"""Of the norm: an eighth of what rounding to bfloat16 takes at most."""
 
 TREES: dict[str, list[tuple[int, int]]] = {
     "one prompt": [(1000, -1)] + [(n, 0) for n in (65, 1, 200, 64, 63, 2)],
@@ -71,10 +70,7 @@ class Tree:
 
 
 def outcome(run: Callable[..., list[Tensor]], tree: Tree, inputs: list[Tensor]) -> list[Tensor]:
-    """All paths' outputs, and the gradients of their sum, weighted at random.
-
-    Leaves are wide, so that gradients of tokens on many paths add up in float32 on both sides.
-    """
+    """All paths' outputs, and the gradients of their sum, weighted at random."""
     wide = [x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
     leaves = [x.requires_grad_() for x in wide]
     outputs = run(*(x.to(y.dtype) for x, y in zip(leaves, inputs, strict=True)))
@@ -173,4 +169,4 @@ def test_changing_trees_do_not_compile_again() -> None:
         step(TREES[name])
     seconds = [step(drawn()) for _ in range(20)]
     print([round(each, 3) for each in seconds])
-    assert max(seconds) < COMPILING, f"{seconds}"
+    assert max(seconds) < 1, f"{seconds}: a kernel of Triton takes longer to compile, or to tune"

@@ -101,7 +101,9 @@ def check_family(path: Path, config: dict[str, Any]) -> None:
 
 
 def _text_part(config: dict[str, Any]) -> str:
-    """Where a configuration of a model that sees images as well has one that is known."""
+    """Where a configuration has one of a known text model within it."""
     text = config.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else None
-    return f" Its text_config is a {kind}: give that alone." if kind in FAMILIES else ""
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        return ""
+    return f" Its text_config is a {kind}: give that alone."

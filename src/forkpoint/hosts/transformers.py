@@ -329,10 +329,11 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _text_model_of(model: PreTrainedModel) -> str:
-    """For a model that sees images as well, how to load the part that has been shown exact."""
+    """For a model that sees images as well, how to load the part that has been shown exact, where
+    that class reads the whole model's weights (of most families it does not)."""
     text = getattr(model.config, "text_config", None)
     family = FAMILIES.get(getattr(text, "model_type", ""))
-    if family is None:
+    if family is None or not family.media or family.package != model.config.model_type:
         return ""
     return (
         f" Load its text model alone, as {family.model_class}.from_pretrained does from the same "

@@ -126,14 +126,14 @@ MODEL_FILES = (
         remedy="docs/families.md lists them; docs/adding-a-model.md says how one joins.",
     ),
     config_kind(
-        "A model that sees images as well",
+        "A model whose text part is supported",
         model_type="qwen3_5",
         text_config={"model_type": "qwen3_5_text"},
         error=UnsupportedError,
         message="bad.json: model_type 'qwen3_5' has not been shown exact; supported are "
         f"{FAMILY_NAMES}. Its text_config is a qwen3_5_text: give that alone.",
-        means="Its text model is supported, and that has a configuration of its own within it.",
-        remedy="Write text_config to a config.json; in Python, load the text model's class.",
+        means="A model that sees images, say, has its text model's configuration within its own.",
+        remedy="Write text_config to a config.json of its own.",
     ),
     config_kind(
         "A family that there is none of",

@@ -7,9 +7,10 @@ there and in its issues:
   of initial and from final states.
 - Key dims up to 256.
 - On Hopper its Triton backward gives wrong gradients for Triton from 3.4 and before 3.7.1 (its
-  issues 640 and 984), so that it calls tilelang there, and raises in the backward where it cannot:
-  where tilelang or the nvcc that it compiles with is not found, or is switched off. On Blackwell
-  gradients of some shapes are NaN (its issue 913).
+  issue 640; that 3.7.1 is right is its word alone). With Triton from 3.4 on it calls tilelang there
+  where it can, and before 3.7.1 raises in the backward where it cannot: where tilelang or the nvcc
+  that it compiles with is not found, or is switched off. On Blackwell gradients of some shapes are
+  NaN (its issue 913).
 - Ragged lengths are right as they are, with tilelang 0.1.15 on an H200, and so is every variant of
   its Triton kernels that a tuner may choose: no gradient that is not finite, and errors against
   float64 as large as with sequences of whole chunks. Changing lengths compile nothing anew there,
@@ -149,29 +150,25 @@ def _refuses_device(device: torch.device) -> str | None:
             "gradients are known of 10.0); allowed are 8.x and 9.0"
         )
     first, right = WRONG_ON_HOPPER
-    if major == 9 and first <= triton < right and (remedy := _wants_for_tilelang()):
+    missing = _wants_for_tilelang()
+    if major == 9 and first <= triton < right and missing:
         return (
-            f"Triton {triton} computes wrong gradients of it on Hopper; {remedy}, or install "
+            f"Triton {triton} computes wrong gradients of it on Hopper; {missing}, or install "
             f"Triton {right} or newer"
         )
-    return None
+    asked = os.environ.get("FLA_TILELANG", "0") != "0"
+    called = missing is None and (asked or (major == 9 and triton >= first))
+    return _refuses_tilelang(major) if called else None
 
 
 def _wants_for_tilelang() -> str | None:
-    """What to do so that flash-linear-attention calls tilelang in Triton's place; None if it does
-    and that has been shown exact."""
+    """What to do so that flash-linear-attention calls tilelang on Hopper; None if it does."""
     if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
         return "unset FLA_DISABLE_BACKEND_DISPATCH, so that it calls tilelang there"
     if find_spec("tilelang") is None:
         return "install tilelang, which it calls there (pip install tilelang)"
     if not _installed("tilelang", "FLA_TILELANG"):
         return "unset FLA_TILELANG, so that it calls tilelang there"
-    found = _version("tilelang")
-    if found is None or found < OLDEST_TILELANG:
-        return (
-            f"install tilelang {OLDEST_TILELANG} or newer, which it calls there (pip install -U "
-            f"tilelang; found is {found or 'no version'})"
-        )
     if not _has_nvcc():
         return (
             "install the CUDA toolkit or 'nvidia-cuda-nvcc>=13', or set CUDA_HOME to where it is: "
@@ -180,10 +177,28 @@ def _wants_for_tilelang() -> str | None:
     return None
 
 
-def _has_nvcc() -> bool:
-    """By flash-linear-attention's own word, which decides what it calls."""
-    from fla.utils import has_usable_nvcc  # pyright: ignore[reportMissingImports]
+def _refuses_tilelang(major: int) -> str | None:
+    """Why what it would call has not been shown exact, or None."""
+    if major != 9:
+        return (
+            "with FLA_TILELANG it calls tilelang, shown exact on Hopper alone; unset FLA_TILELANG"
+        )
+    found = _version("tilelang")
+    if found is None or found < OLDEST_TILELANG:
+        return (
+            f"it would call tilelang {found or 'of no known version'}, which has not been shown "
+            f"exact; install {OLDEST_TILELANG} or newer (pip install -U tilelang)"
+        )
+    return None
 
+
+def _has_nvcc() -> bool:
+    """By flash-linear-attention's own word, which decides what it calls. A version that no longer
+    has it is taken not to ask for one."""
+    try:
+        from fla.utils import has_usable_nvcc  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return True
     return has_usable_nvcc()
 
 
