@@ -157,6 +157,22 @@ def check_parameters(model: nn.Module) -> None:
         )
 
 
+def check_rotary_buffers(causal: PreTrainedModel) -> None:
+    """Frequencies of rotary embeddings are finite.
+
+    They are buffers of no checkpoint. Where a model was made on the meta device and its parameters
+    alone were filled they hold what lay in memory before, and then all gradients may be NaN.
+    """
+    for name, buffer in causal.named_buffers():
+        if name.endswith("inv_freq") and not bool(buffer.isfinite().all()):
+            raise UnsupportedError(
+                f"buffer {name} is not finite, so no gradient would be, in ordinary training as "
+                "well: a model that is moved off the meta device by to_empty holds whatever lay in "
+                "memory until its buffers are filled too. Make it with from_pretrained or "
+                "from_config, or call its init_weights after to_empty."
+            )
+
+
 def check_critic(critic: PreTrainedModel) -> None:
     """A token classifier that adds to its decoder dropout and `score`, a linear layer, alone."""
     if type(critic).forward is not GenericForTokenClassification.forward:

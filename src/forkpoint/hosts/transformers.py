@@ -135,6 +135,7 @@ class TransformersHost:
         )
         self._check_idle()
         self._check_model()
+        refusals.check_rotary_buffers(self.causal)  # here alone: it waits for the device
         self._blocks = CompiledBlocks(cast(nn.ModuleList, self.causal.base_model.layers))
         on_cuda = self.device.type == "cuda"
         self._compiles = on_cuda if compile_blocks is None else compile_blocks

@@ -96,6 +96,11 @@ def compiled_decoder(model: Any) -> nn.Module:
     return model
 
 
+def never_filled(model: Any) -> nn.Module:
+    model.model.rotary_emb.inv_freq.fill_(torch.nan)
+    return model
+
+
 class MyMLP(nn.Module):
     """Not the family's: it could do anything, such as normalise over tokens."""
 
@@ -241,6 +246,17 @@ MODELS: tuple[Kind, ...] = (
         means="The compiled code would not see how rows read one another.",
         remedy="Leave compile() out; Config(compile_blocks=True) compiles the decoder blocks.",
         in_place=True,
+    ),
+    model_kind(
+        "Rotary frequencies that were never filled",
+        never_filled,
+        message="buffer model.rotary_emb.inv_freq is not finite, so no gradient would be, in "
+        "ordinary training as well: a model that is moved off the meta device by to_empty holds "
+        "whatever lay in memory until its buffers are filled too. Make it with from_pretrained or "
+        "from_config, or call its init_weights after to_empty.",
+        means="Buffers that no checkpoint holds are computed when a model is made. Filling its "
+        "parameters alone leaves them out.",
+        remedy="Make the model with from_pretrained or from_config, on the device.",
     ),
     model_kind(
         "A compiled decoder",
