@@ -1,0 +1,180 @@
+"""Which kernel of the gated delta rule serves, why others do not, and what to do about it."""
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from types import ModuleType
+
+import pytest
+import torch
+
+from forkpoint import UnsupportedError
+from forkpoint.ops.delta_rule import fla, select_delta_kernel
+
+
+def test_the_default_on_a_cpu() -> None:
+    asked = (torch.device("cpu"), torch.float64, 6, 5, False)
+    assert select_delta_kernel("auto", *asked).name == "chunked"
+    assert select_delta_kernel("reference", *asked).name == "reference"
+    with pytest.raises(UnsupportedError, match=r"no delta-rule kernel 'quick'; .*'fla', 'chunked'"):
+        select_delta_kernel("quick", *asked)
+    with pytest.raises(UnsupportedError, match="'fla' cannot serve: it runs on cuda, not on cpu"):
+        select_delta_kernel("fla", *asked)
+
+
+class Machine:
+    """What fla.KERNEL finds out about where it is; Hopper with all it needs, unless changed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.chip: tuple[int, int] = (9, 0)
+        self.nvcc: bool = True
+        self.distributions = {"fla-core": "0.6.0", "triton": "3.6.0", "tilelang": "0.1.15"}
+        self.packages = {"fla", "triton", "tilelang"}
+        for switch in ("FLA_TILELANG", "FLA_FLASH_QLA", "FLA_DISABLE_BACKEND_DISPATCH"):
+            monkeypatch.delenv(switch, raising=False)
+        found = self.packages
+        monkeypatch.setattr(fla, "find_spec", lambda name: name if name in found else None)
+        monkeypatch.setattr(metadata, "version", self._version)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.chip)
+        monkeypatch.setattr(fla, "_has_nvcc", lambda: self.nvcc)
+
+    def _version(self, name: str) -> str:
+        if name not in self.distributions:
+            raise metadata.PackageNotFoundError(name)
+        return self.distributions[name]
+
+    def refusal(self) -> str | None:
+        return fla.KERNEL.refuses_device(torch.device("cuda"))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    select_delta_kernel.cache_clear()
+    yield Machine(monkeypatch)
+    select_delta_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("chip", "triton", "tilelang", "refusal"),
+    [
+        ((9, 0), "3.3.1", None, None),
+        (
+            (9, 0),
+            "3.4.0",
+            None,
+            "wrong gradients of it on Hopper; install tilelang, which",
+        ),
+        ((9, 0), "3.7.0", None, "or install Triton 3.7.1 or newer"),
+        ((9, 0), "3.7.0", "0.1.15", None),
+        ((9, 0), "3.7.0", "0.1.9", "call tilelang 0.1.9, which.* install 0.1.15 or newer"),
+        ((9, 0), "3.7.1", "0.1.9", "call tilelang 0.1.9, which.* install 0.1.15 or newer"),
+        ((9, 0), "3.3.1", "0.1.9", None),
+        ((8, 0), "3.6.0", "0.1.9", None),
+        ((9, 0), "3.7.1rc1", None, "Triton 3.7.1rc1 computes wrong gradients"),
+        ((9, 0), "3.7.1", None, None),
+        ((8, 0), "3.6.0", None, None),
+        ((10, 0), "3.7.1", "0.1.15", "compute capability 10.0.*allowed are 8.x and 9.0"),
+    ],
+)
+def test_where_fla_is_refused(
+    chip: tuple[int, int], triton: str, tilelang: str | None, refusal: str | None, machine: Machine
+) -> None:
+    machine.chip = chip
+    machine.distributions["triton"] = triton
+    if tilelang:
+        machine.distributions["tilelang"] = tilelang
+    else:
+        machine.packages.remove("tilelang")
+    found = machine.refusal()
+    assert found is None if refusal is None else re.search(refusal, found or "")
+
+
+def test_what_fla_needs_to_call_tilelang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.refusal() is None
+    machine.nvcc = False
+    assert "install the CUDA toolkit or 'nvidia-cuda-nvcc>=13', or set CUDA_HOME" in (
+        machine.refusal() or ""
+    )
+    machine.distributions["triton"] = "3.7.1"
+    assert machine.refusal() is None, "where Triton is right it serves without tilelang"
+    machine.distributions["triton"] = "3.6.0"
+    monkeypatch.setenv("FLA_TILELANG", "0")
+    assert "unset FLA_TILELANG" in (machine.refusal() or "")
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    assert "unset FLA_DISABLE_BACKEND_DISPATCH" in (machine.refusal() or "")
+
+
+def test_tilelang_is_asked_for_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention then calls it on other chips, and with other Tritons."""
+    monkeypatch.setenv("FLA_TILELANG", "1")
+    assert machine.refusal() is None
+    machine.chip = (8, 0)
+    assert "tilelang, shown exact on Hopper alone; unset FLA_TILELANG" in (machine.refusal() or "")
+    machine.chip, machine.distributions["triton"] = (9, 0), "3.3.1"
+    machine.distributions["tilelang"] = "0.1.9"
+    assert "it would call tilelang 0.1.9" in (machine.refusal() or "")
+
+
+def test_a_package_that_says_nothing_of_nvcc_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.utils", ModuleType("fla.utils"))
+    assert fla._has_nvcc()
+
+
+def test_fla_is_refused_where_it_is_missing(machine: Machine) -> None:
+    asked = (torch.device("cuda"), torch.bfloat16, 128, 128, False)
+    assert "key dims of at most 256, not 512" in (
+        fla.KERNEL.refusal(*asked[:2], 512, 128, False) or ""
+    )
+    assert "not deterministic" in (fla.KERNEL.refusal(*asked[:4], True) or "")
+    machine.distributions["fla-core"] = "0.5.1"
+    assert "0.5.1 has not been shown exact; install 0.6.0" in (fla.KERNEL.refusal(*asked) or "")
+    machine.packages.clear()
+    assert "pip install 'forkpoint[fla]'" in (fla.KERNEL.refusal(*asked) or "")
+
+
+def test_fla_is_refused_where_it_would_call_another_package(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.packages.add("flash_qla")
+    assert "set FLA_FLASH_QLA=0" in (machine.refusal() or "")
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    assert machine.refusal() is None
+
+
+@pytest.mark.parametrize(
+    ("installed", "refusal"),
+    [
+        ({"fla-core": "0.6.0", "triton": "3.7.1"}, None),
+        ({"fla-core": "0.6.0", "pytorch-triton": "3.8.0+git1234"}, None),
+        ({"flash-linear-attention": "0.2.1", "triton": "3.7.1"}, "0.2.1 has not been shown exact"),
+        ({"fla-core": "0.6.0rc1", "triton": "3.7.1"}, "0.6.0rc1 has not been shown exact"),
+        ({"triton": "3.7.1"}, "flash-linear-attention is there, but not as an installed package"),
+        ({"fla-core": "0.6.0"}, "triton is there, but not as an installed package"),
+    ],
+    ids=str,
+)
+def test_versions_are_those_of_whatever_holds_the_kernels(
+    installed: dict[str, str], refusal: str | None, machine: Machine
+) -> None:
+    machine.distributions = installed
+    machine.packages.remove("tilelang")
+    told = machine.refusal()
+    assert told is None if refusal is None else refusal in (told or "")
+
+
+def test_a_slower_kernel_is_told_of(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    asked = (torch.device("cuda"), torch.bfloat16, 128, 128, False)
+    assert select_delta_kernel("auto", *asked).name == "fla" and not caplog.records
+    machine.nvcc = False
+    select_delta_kernel.cache_clear()
+    for _ in range(2):
+        assert select_delta_kernel("auto", *asked).name == "chunked"
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and record.name == "forkpoint"
+    assert "'chunked' serves and not the faster 'fla', because Triton 3.6.0" in record.message
+    caplog.clear()
+    select_delta_kernel("chunked", *asked)
+    select_delta_kernel("auto", torch.device("cpu"), *asked[1:])
+    assert not caplog.records, "who names it, and who has no CUDA device, knows"
