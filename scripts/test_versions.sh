@@ -20,6 +20,7 @@ TESTS=(
   tests/integration/test_acceptance.py
   tests/integration/test_verify.py
   tests/integration/test_hybrid.py
+  tests/integration/test_hybrid_refusals.py
   tests/integration/test_hybrid_compiled.py
   tests/numerics/test_families.py
   tests/fuzz/test_fuzz.py

@@ -1,0 +1,155 @@
+"""Models that mix attention with layers that carry a state: what is refused, and left as it was."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hybrids import tiny_hybrid
+from peft import LoraConfig, TaskType, get_peft_model
+from steps import forked_batch
+from transformers import DynamicCache, PreTrainedModel
+
+from forkpoint import Rollout, RolloutBatch, UnsupportedError, wrap
+from forkpoint.hosts.linear_attention import recurrent_modules
+
+
+@pytest.mark.parametrize(
+    "name", ["image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"]
+)
+def test_media_tokens_are_refused_by_name(name: str) -> None:
+    model = tiny_hybrid("qwen3_5_text")
+    setattr(model.config, name, 17)
+    text = Rollout([1, 5, 9], [0, 0, 1], 1.0)
+    media = Rollout([1, 5, 17, 17, 9], [0, 0, 0, 0, 1], 1.0)
+    with pytest.raises(
+        UnsupportedError, match=rf"token 17 \({name}\) is at position 2 of rollout 1, and 2 in all"
+    ):
+        wrap(model).score(RolloutBatch([text, media]))
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
+def test_of_a_model_that_sees_images_the_text_model_is_named(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    kind = "qwen3_5_text" if family == "Qwen3_5" else "qwen3_5_moe_text"
+    text = dict(tiny_hybrid(kind).config.to_dict(), rope_parameters=None)
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text, vision_config={**vision, "out_hidden_size": text["hidden_size"]}
+    )
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    with pytest.raises(UnsupportedError, match=rf"as {family}ForCausalLM\.from_pretrained does"):
+        wrap(model)
+    model.save_pretrained(tmp_path)
+    loaded = getattr(transformers, f"{family}ForCausalLM").from_pretrained(tmp_path)
+    ids = torch.arange(7)[None]
+    assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-5)
+    wrap(loaded)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_parameters_alone_do_not_make_a_model() -> None:
+    """Ordinary dense training has NaN gradients then, dt_bias of layer 0 the first of a layer, and
+    so has any other; what transformers makes has none. See docs/upstream-delta-rule.md."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_hybrid("qwen3_5_text").config
+    ids = torch.arange(20)[None]
+
+    def not_finite(model: PreTrainedModel) -> list[str]:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        named = model.named_parameters()
+        return [n for n, p in named if p.grad is not None and not p.grad.isfinite().all()]
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    with pytest.raises(UnsupportedError, match=r"inv_freq is not finite.*init_weights"):
+        wrap(model)
+    wrong = not_finite(model)
+    assert next(n for n in wrong if ".layers." in n) == "model.layers.0.linear_attn.dt_bias"
+    assert len(wrong) == sum(p.grad is not None for p in model.parameters())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    wrap(model)
+    assert not_finite(model) == []
+
+
+def test_of_other_models_that_see_images_no_text_model_is_named() -> None:
+    """Their text model's class would not find its weights under the whole model's names."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = Gemma3Config(
+        text_config={**sizes, **heads, "vocab_size": 64},
+        vision_config={**sizes, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    )
+    with pytest.raises(UnsupportedError) as refused:
+        wrap(Gemma3ForConditionalGeneration(config))
+    assert "from_pretrained" not in str(refused.value)
+
+
+def test_media_tokens_of_released_models_are_known() -> None:
+    """A text model's configuration does not have them; the whole model's does."""
+    configuration = pytest.importorskip("transformers.models.qwen3_5.configuration_qwen3_5")
+    from forkpoint.hosts.families import FAMILIES
+
+    whole = configuration.Qwen3_5Config()
+    media = FAMILIES["qwen3_5_text"].media
+    assert media and all(getattr(whole, name) == value for name, value in media)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer:UserWarning")
+def test_adapters_on_the_convolution_are_refused() -> None:
+    adapters = LoraConfig(r=44, target_modules=["conv1d"], task_type=TaskType.CAUSAL_LM)
+    model = get_peft_model(tiny_hybrid("qwen3_5_text"), adapters)
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.linear_attn\.conv1d is a peft"):
+        wrap(model)
+
+
+def test_other_activations_are_refused() -> None:
+    model = tiny_hybrid("qwen3_5_text", hidden_act="gelu")
+    with pytest.raises(UnsupportedError, match=r"linear_attn has activation 'gelu'"):
+        wrap(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "outside of forkpoint"),
+        ({"cu_seq_lens_q": torch.zeros(2)}, "passes cu_seq_lens_q to its recurrence"),
+        ({"cache_params": DynamicCache()}, "called with a cache"),
+        ({"attention_mask": torch.ones(1, 3)}, "called with an attention mask"),
+    ],
+    ids=["no-row", "lengths", "cache", "mask"],
+)
+def test_other_arguments_are_refused(arguments: dict, message: str) -> None:
+    model = tiny_hybrid("qwen3_5_text")
+    policy = wrap(model)
+    (_, module), *_ = recurrent_modules(model).items()
+    if arguments:
+        arguments = {**arguments, "forkpoint_row": object()}
+    with policy.host.entered(), pytest.raises(UnsupportedError, match=message):
+        module(torch.zeros(1, 3, 32, dtype=torch.float64), **arguments)
+
+
+def test_a_failed_step_leaves_the_modules_as_they_were() -> None:
+    model = tiny_hybrid("qwen3_5_text")
+    before = model(torch.tensor([[1, 2, 3]])).logits
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        wrap(model).forward_backward(forked_batch(), failing)
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(model(torch.tensor([[1, 2, 3]])).logits, before)
