@@ -60,6 +60,9 @@ class Config:
     """What the gradients of a step's rows are summed in: each parameter's own dtype, in `.grad`, or
     float32, which is added to `.grad` at the end and takes 4 bytes a parameter until then. A step
     that fails before that leaves gradients as they were, without a copy."""
+    self_check: bool = True
+    """Compare log-probs on a small sample with the stock model's, before the first step and again
+    when the model's code, hooks or configuration have changed; see docs/verify.md."""
     restore_grads: bool = False
     """Copy existing gradients before each step, so that a failed step puts them back."""
 
@@ -82,6 +85,7 @@ class Config:
         for name, allowed in (
             ("compile_blocks", (True, False, None)),
             ("restore_grads", (True, False)),
+            ("self_check", (True, False)),
         ):
             if not any(getattr(self, name) is value for value in allowed):
                 raise ConfigError(

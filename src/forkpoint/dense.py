@@ -113,7 +113,8 @@ def _of_rollout(
     if len(trained) == 0:
         empty = torch.zeros(0, dtype=dtype, device=device)
         return trained, {"logprobs": empty, "entropies": empty, "values": empty}
-    logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, trained - 1].to(dtype)
+    out = model(input_ids=ids[None, :-1], use_cache=False, return_dict=True)
+    logits = out.logits[0, trained - 1].to(dtype)
     if _is_critic(model):
         return trained + begin, {"values": logits[:, 0]}
     logits = logits / float(batch.temperatures[rollout])

@@ -1,7 +1,7 @@
 """The public object: a model together with how its batches are planned and run."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from forkpoint.losses.outputs import PerToken
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.calibration import Calibration, find_calibration
 from forkpoint.rollouts import RolloutBatch, short
+from forkpoint.selfcheck import self_check
 from forkpoint.verify import VerifyReport, verify
 
 
@@ -64,6 +65,10 @@ class StepStats(PerToken):
     """What was copied to the host's memory and back; None where the plan offloads nothing."""
 
 
+MOST_STATES = 64
+"""States of a model, such as training and evaluation, that are remembered as checked."""
+
+
 class _Kept:
     """What the policies of one model share, whatever their options."""
 
@@ -72,6 +77,8 @@ class _Kept:
         """Host memory for rows that are offloaded: made when first needed, kept for later steps."""
         self.found: tuple[Calibration | None] | None = None
         """The calibration of this device and model, once it was looked for."""
+        self.agreed: dict[Hashable, list[int]] = {}
+        """By state of the model: at which versions of its weights its sample has agreed."""
 
 
 class Policy:
@@ -149,6 +156,7 @@ class Policy:
                 "None for the batch's own counts."
             )
         factor = _finite(scale)
+        self._check_sample(batch, training=True)
         plan = self._plan_for(batch, plan, loss)
         engine = Engine(self.host, self.config, self._staging_of(plan))
         engine.observer = self.observer
@@ -188,6 +196,7 @@ class Policy:
                 "policy for them, or leave entropy=True out."
             )
         self.host.check(batch, training=False)
+        self._check_sample(batch, training=False)
         plan = self._plan_for(batch, plan, None)
         result = Engine(self.host, self.config).score(plan, batch, entropy=entropy)
         return Scores(result.per_token, plan, result.events)
@@ -221,6 +230,32 @@ class Policy:
         policy = Policy(self.host, replace(self.config, **changes))  # type: ignore[arg-type]
         policy._kept = self._kept
         return policy
+
+    def _check_sample(self, batch: RolloutBatch, *, training: bool) -> None:
+        """Before the first step, the second, and the first after the model has changed.
+
+        At the second step weights have moved: what a hook derives from them is then renewed.
+        """
+        if not self.config.self_check:
+            return
+        kind = self.host.device.type
+        state = (
+            self.host.fingerprint(),
+            training,
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            self.config.attention_kernel,
+            self.config.recurrence_kernel,
+        )
+        versions = self._kept.agreed.get(state, [])
+        if len(versions) > 1:
+            return
+        weights = [p for _, p in self.host.named_parameters() if not p.is_inference()]
+        version = sum(p._version for p in weights)
+        if version not in versions:
+            self_check(self.host, self.config, batch, training=training)
+            self._kept.agreed[state] = [*versions, version]
+            while len(self._kept.agreed) > MOST_STATES:
+                self._kept.agreed.pop(next(iter(self._kept.agreed)))
 
     def _calibration(self) -> Calibration | None:
         """The one that the configuration names or, without, the one of this device and model."""

@@ -20,7 +20,7 @@ from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
 from forkpoint.plan.layout import Row
 from forkpoint.plan.predict import splits
-from forkpoint.testing import lifted_upcasts
+from forkpoint.testing import Watching, lifted_upcasts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -53,7 +53,7 @@ def check_steps(variant: Variant, loss: str, configs: list[Config]) -> set[str]:
         forwards += 1
 
     # Checkpointing runs what lies within a layer again, and this shows that it did.
-    model.model.layers[0].mlp.register_forward_pre_hook(count)
+    model.model.layers[0].mlp.register_forward_pre_hook(Watching(count))
     faults, ways = [], set()
     with lifted_upcasts(model):
         for config in configs:

@@ -21,7 +21,7 @@ from forkpoint.dense import DenseRun
 from forkpoint.losses import GRPO, Denominators, Loss, LossBatch, LossOutputs, ValueLoss, gae
 from forkpoint.losses.base import as_loss
 from forkpoint.replay import replay
-from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import Watching, dense_run, lifted_upcasts, tiny_model
 
 BAR = 1e-10
 CONFIGS = (
@@ -249,7 +249,7 @@ def test_sabotage_is_caught(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch)
 def test_a_row_that_trains_nothing_ends_before_the_last_block_s_mlp() -> None:
     model, calls = critic(), []
     model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(
-        lambda module, args: calls.append(args[0].shape)
+        Watching(lambda module, args: calls.append(args[0].shape))
     )
     batch = estimated(model)
     untrained = RolloutBatch(

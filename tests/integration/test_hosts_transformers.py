@@ -31,7 +31,7 @@ from torch import nn
 from forkpoint import Config, wrap
 from forkpoint.ops.attention import KERNELS, registry
 from forkpoint.ops.attention.kernel import Asked
-from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import Watching, dense_run, lifted_upcasts, tiny_model
 
 pytestmark = quiet_peft
 
@@ -166,7 +166,7 @@ def test_bfloat16_parameters_and_autocast_follow_the_model() -> None:
         model = tiny_model("qwen3", dtype=dtype)
         seen: set[torch.dtype] = set()
         model.get_submodule("model.layers.1.mlp.up_proj").register_forward_hook(
-            lambda module, args, output, seen=seen: seen.add(output.dtype)
+            Watching(lambda module, args, output, seen=seen: seen.add(output.dtype))
         )
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             stats = wrap(model, ACROSS).forward_backward(BATCH, LOSS)

@@ -24,7 +24,7 @@ from forkpoint import (
     wrap,
 )
 from forkpoint.hosts.transformers import ATTENTION_NAME
-from forkpoint.testing import tiny_model
+from forkpoint.testing import Watching, tiny_model
 
 BATCH = forked_batch()
 
@@ -226,7 +226,9 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Policy], Any]]] = {
 def test_bad_input_leaves_everything_as_it_was(model: nn.Module, case: str) -> None:
     kind, message, call = BAD_CALLS[case]
     policy, ran = wrap(model, ACROSS), []
-    model.get_submodule("model.embed_tokens").register_forward_hook(lambda *_: ran.append(1))
+    model.get_submodule("model.embed_tokens").register_forward_hook(
+        Watching(lambda *_: ran.append(1))
+    )
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     objects, state = {n: p.grad for n, p in model.named_parameters()}, model_state(model)

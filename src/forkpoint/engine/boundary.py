@@ -13,15 +13,18 @@ and a row is rooted only in its loss or, without trained tokens, in its top outp
 gradient (which FSDP needs in any case, to gather the last block).
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forkpoint.errors import UnsupportedError
 from forkpoint.ops.attention import accumulate_dtype
 
-Key = tuple[int, str]
+Key = tuple[Hashable, str]
+"""The module that marks boundary state, and a name for the tensor within it."""
 
 
 class Arena:
@@ -92,6 +95,23 @@ class Capture:
         self.runs = runs
         self.open = True
         """False after the row's forward: recomputation must not write what children have read."""
+        self._taken: set[Key] = set()
+
+    def takes(self, key: Key) -> bool:
+        """Whether a tensor is to be captured now: in the row's forward, once for each key.
+
+        Raises UnsupportedError where a module runs a second time in one forward.
+        """
+        if not self.open:
+            return False
+        if key in self._taken:
+            raise UnsupportedError(
+                f"a {type(key[0]).__name__} ran twice in one forward of the model, and forkpoint "
+                "keeps what later tokens read of it once. Give each layer modules of its own "
+                "(copy.deepcopy); their weights may still be tied."
+            )
+        self._taken.add(key)
+        return True
 
 
 def boundary(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
@@ -99,13 +119,13 @@ def boundary(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
 
     Args:
         x_T: [T, ...], one entry for each token of the row.
-        key: the layer, and the name of the tensor within it.
+        key: the module that calls, and the name of the tensor within it.
         capture: None in rows that no other row reads.
     """
     if capture is None:
         return x_T
     state, gradient = capture.arena.buffers(key, x_T)
-    if capture.open:
+    if capture.takes(key):
         with torch.no_grad():
             for begin, end, at in capture.runs:
                 state[at : at + end - begin].copy_(x_T[begin:end])

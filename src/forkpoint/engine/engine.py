@@ -64,10 +64,15 @@ class Engine:
         self.observer: Callable[[str], None] | None = None
         """Called with each event before it runs: for measurements of what lies between."""
 
-    def score(self, plan: Plan, batch: RolloutBatch, *, entropy: bool) -> StepResult:
-        """What the head gives of every trained token (and entropies), without a graph."""
-        with torch.no_grad(), self.host.entered():
-            return self._pass(plan, batch, self._prepare(plan, batch), entropy=entropy)
+    def score(
+        self, plan: Plan, batch: RolloutBatch, *, entropy: bool, graph: bool = False
+    ) -> StepResult:
+        """What the head gives of every trained token (and entropies).
+
+        graph: whether forwards record one, as those of a step with backwards do; it is dropped.
+        """
+        with torch.set_grad_enabled(graph), self.host.entered():
+            return self._pass(plan, batch, self._prepare(plan, batch), entropy=entropy, graph=graph)
 
     def forward_backward(
         self,
@@ -252,6 +257,7 @@ class Engine:
         row_loss: RowLoss | None = None,
         scale: float = 1.0,
         guard: GradientGuard | None = None,
+        graph: bool = False,
     ) -> StepResult:
         """Run every row's forward and, with a loss, its backward."""
         training = row_loss is not None
@@ -298,7 +304,7 @@ class Engine:
                     phase=phase,
                     boundary_only=first,
                 )
-                with torch.set_grad_enabled(training):
+                with torch.set_grad_enabled(training or graph):
                     with residency.forward(phase, index) if residency else nullcontext():
                         outputs = self.host.forward(context)
                     context.end_forward()

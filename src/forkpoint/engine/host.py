@@ -38,6 +38,15 @@ class Host(Protocol):
     def shape(self) -> ModelShape: ...
 
     @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder's blocks, in their order."""
+        ...
+
+    def fingerprint(self) -> int:
+        """A number that stays the same while nothing but the model's weights changes."""
+        ...
+
+    @property
     def compiles(self) -> bool:
         """Whether what it runs is compiled: such rows take other times."""
         ...

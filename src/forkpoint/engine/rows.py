@@ -1,9 +1,11 @@
 """A plan's rows as tensors: tokens, positions, attention tables, and what the head computes."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.engine.boundary import Arena, Capture
@@ -68,7 +70,10 @@ class RowContext:
         self.head_chunk_tokens = head_chunk_tokens
         self.entropy = entropy
         self.last_layer: int | None = None
-        """The layer whose boundary state is the last thing needed of this row; set by the host."""
+        """The index of the block whose boundary state is the last thing needed of this row; set by
+        the host."""
+        self.ends_in: frozenset[Hashable] = frozenset()
+        """The modules of that block."""
         row = inputs.row
         self.arena = arena
         self.capture: Capture | None = None
@@ -100,12 +105,12 @@ class RowContext:
             )
         return self._tables[window]
 
-    def ancestors(self, layer: int) -> ArenaSlice | None:
-        """K and V of the rows around this one in a layer; None where it reads nothing of them."""
+    def ancestors(self, module: Hashable) -> ArenaSlice | None:
+        """K and V of the rows around this one in an attention module; None where it reads none."""
         if not self._reads_arena:
             return None
-        k, grad_k = self.arena.read((layer, "k"))
-        v, grad_v = self.arena.read((layer, "v"))
+        k, grad_k = self.arena.read((module, "k"))
+        v, grad_v = self.arena.read((module, "v"))
         return ArenaSlice(k, v, grad_k, grad_v)
 
     def states(self, width: int, device: torch.device) -> RowStates:
@@ -188,6 +193,26 @@ def prepare_rows(plan: Plan, batch: RolloutBatch, device: torch.device) -> list[
     return prepared
 
 
+def row_tokens(plan: Plan, batch: RolloutBatch, row: Row) -> tuple[IntArray, NDArray[np.bool_]]:
+    """For each of a row's slots a token of the batch that it runs, and whether it is no padding.
+
+    Returns int64 [T] positions in the batch's flat tokens, of one of the rollouts that share the
+    token, and bool [T]. Padding repeats its segment's last token.
+    """
+    first_token = plan.forest.segment_tokens(batch.offsets)
+    segment, step = _segment_steps(plan, row)
+    length = plan.forest.length[segment]
+    return first_token[segment] + np.minimum(step, length - 1), step < length
+
+
+def _segment_steps(plan: Plan, row: Row) -> tuple[IntArray, IntArray]:
+    """The segment of every slot of a row, and how far into it the slot lies, padding included."""
+    segments = np.asarray(row.segments)
+    slots = np.full(len(segments), row.width) if row.width else plan.forest.length[segments]
+    step = np.arange(row.slots) - np.repeat(np.asarray(row.slot_begin), slots)
+    return np.repeat(segments, slots), step
+
+
 def _slots(
     plan: Plan, batch: RolloutBatch, row: Row, first_token: IntArray, edge_offsets: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
@@ -197,11 +222,7 @@ def _slots(
     attention hides it from every real token, and nothing reads it.
     """
     forest = plan.forest
-    segments = np.asarray(row.segments)
-    length = forest.length[segments]
-    slots = np.full(len(segments), row.width) if row.width else length
-    segment = np.repeat(segments, slots)
-    step = np.arange(row.slots) - np.repeat(np.asarray(row.slot_begin), slots)
+    segment, step = _segment_steps(plan, row)
     real = step < forest.length[segment]
     token = first_token[segment] + np.minimum(step, forest.length[segment] - 1)
     edges = np.where(real, edge_offsets[segment] + step, -1)

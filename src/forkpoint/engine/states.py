@@ -69,7 +69,7 @@ class RowStates:
 
 def _keep(output_T: Tensor, state_K: Tensor, key: Key, capture: Capture, slots: Tensor) -> Tensor:
     state, gradient = capture.arena.state_buffers(key, state_K)
-    if capture.open:
+    if capture.takes(key):
         with torch.no_grad():
             state.index_copy_(0, slots, state_K)
             if gradient is not None:

@@ -19,7 +19,7 @@ class Family:
     softcap: str | None = None
     """The configuration's name for the bound of its logits, by tanh."""
     scale: str | None = None
-    """The configuration's name for a factor of its logits."""
+    """The name of a factor of its logits, which the model keeps as an attribute."""
     divisor: str | None = None
     """The configuration's name for what its logits are divided by."""
 
@@ -31,11 +31,11 @@ class Family:
         """The family's token classifier; one of a single label is a critic. Not all have one."""
         return self.model_class.replace("ForCausalLM", "ForTokenClassification")
 
-    def head_options(self, config: Any) -> dict[str, float | None]:
-        """`logit_scale` and `softcap` of the head."""
-        scale = None
+    def head_options(self, causal: Any) -> dict[str, float | None]:
+        """`logit_scale` and `softcap` of the head, read where the stock forward reads them."""
+        config, scale = causal.config, None
         if self.scale is not None:
-            scale = float(getattr(config, self.scale))
+            scale = float(getattr(causal, self.scale))
         if self.divisor is not None:
             scale = 1.0 / float(getattr(config, self.divisor))
         softcap = getattr(config, self.softcap) if self.softcap is not None else None

@@ -58,7 +58,7 @@ class LogprobHead:
             entropy=context.entropy,
             chunk_tokens=context.head_chunk_tokens,
             keep_logits=inputs.row.keeps_logits,
-            **self.family.head_options(self.causal.config),
+            **self.family.head_options(self.causal),
         )
         return {"logprobs": logprobs} | ({} if entropies is None else {"entropies": entropies})
 

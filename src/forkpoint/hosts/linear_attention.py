@@ -126,7 +126,7 @@ def _gathered(module: Any, mixed_TC: Tensor, context: RowContext) -> tuple[Tenso
     The last inputs that other rows start from are captured: no compiled code sees them, and whether
     a row has any is nothing to compile for.
     """
-    key = (module.layer_idx, "conv")
+    key = (module, "conv")
     states = context.states(module.conv_kernel_size, mixed_TC.device)
     mixed_TC, windows_FWC, tails = gathered_inputs(mixed_TC, states.windows, *states.inputs(key))
     return states.keep(mixed_TC, {key: tails}), windows_FWC, states.windows.slots
@@ -150,7 +150,7 @@ def _delta_rule(
         g_TG,
         beta_TG,
         table=states.table,
-        initial_SGDE=states.initial((module.layer_idx, "state"), v_TGE, g_TG, beta_TG),
+        initial_SGDE=states.initial((module, "state"), v_TGE, g_TG, beta_TG),
         kernel=context.recurrence_kernel,
     )
     return _kept(module, context, o_TGE, ends)
@@ -172,7 +172,7 @@ def _selective_scan(
         b_THD,
         c_THD,
         table=states.table,
-        initial_SGED=states.initial((module.layer_idx, "state"), x_TGE, a_TG),
+        initial_SGED=states.initial((module, "state"), x_TGE, a_TG),
         kernel=context.recurrence_kernel,
     )
     return _kept(module, context, o_TGE, ends)
@@ -181,8 +181,8 @@ def _selective_scan(
 def _kept(module: Any, context: RowContext, o_TGE: Tensor, ends: Tensor | None) -> Tensor:
     """The recurrence's output, once the states that other rows start from have been captured."""
     states = context.states(module.conv_kernel_size, o_TGE.device)
-    o_TGE = states.keep(o_TGE, {(module.layer_idx, "state"): ends})
-    if module.layer_idx == context.last_layer:
+    o_TGE = states.keep(o_TGE, {(module, "state"): ends})
+    if module in context.ends_in:
         raise RowEnds((o_TGE,))
     # A view in any case: what is compiled for one is not what is compiled for other tensors.
     return o_TGE.view_as(o_TGE)

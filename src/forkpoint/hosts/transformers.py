@@ -24,6 +24,7 @@ from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, RowEnds, taken_context
 from forkpoint.hosts.checkpointing import checkpointed_blocks
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.families import FAMILIES, Family
+from forkpoint.hosts.fingerprint import Fingerprint
 from forkpoint.hosts.heads import LogprobHead, ModelHead, ValueHead
 from forkpoint.hosts.linear_attention import (
     check_recurrent_modules,
@@ -85,13 +86,11 @@ def _attend(
             "attention without masks of one's own and without dropout. Set attention_dropout to 0 "
             "and give no attention_mask."
         )
-    layer = module.layer_idx
-    assert isinstance(layer, int)
     batch, length, _, dim = q_BLHD.shape
     q_THD, k_TKD, v_TKE = (x.flatten(0, 1) for x in _autocast(q_BLHD, k_BLKD, v_BLKE))
-    k_TKD = boundary(k_TKD, (layer, "k"), context.capture)
-    v_TKE = boundary(v_TKE, (layer, "v"), context.capture)
-    if layer == context.last_layer:
+    k_TKD = boundary(k_TKD, (module, "k"), context.capture)
+    v_TKE = boundary(v_TKE, (module, "v"), context.capture)
+    if module in context.ends_in:
         raise RowEnds((k_TKD, v_TKE))
     window = sliding_window or 0
     o_THE, _ = shared_attention(
@@ -99,7 +98,7 @@ def _attend(
         k_TKD,
         v_TKE,
         table=context.table(window, q_BLHD.device),
-        arena=context.ancestors(layer),
+        arena=context.ancestors(module),
         sinks=s_aux,
         scale=dim**-0.5 if scaling is None else scaling,
         softcap=softcap or 0.0,
@@ -133,8 +132,11 @@ class TransformersHost:
         self._head: ModelHead = (
             ValueHead(self.causal) if critic else LogprobHead(self.causal, self.family)
         )
+        self._fingerprint = Fingerprint(model)
+        self._checked: tuple[int, bool] | None = None
         self._check_idle()
-        self._check_model()
+        with one_walk():
+            self._check_model()
         refusals.check_rotary_buffers(self.causal)  # here alone: it waits for the device
         self._blocks = CompiledBlocks(cast(nn.ModuleList, self.causal.base_model.layers))
         on_cuda = self.device.type == "cuda"
@@ -154,6 +156,11 @@ class TransformersHost:
     def shape(self) -> ModelShape:
         checkpointed = refusals.checkpointed(self.causal)
         return replace(self._shape, checkpointed=checkpointed, compiled=self._compiles)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder's blocks, in their order."""
+        return self._blocks.blocks
 
     @property
     def compiles(self) -> bool:
@@ -187,30 +194,47 @@ class TransformersHost:
             self._check_now(batch, training=training)
 
     def _check_now(self, batch: RolloutBatch, *, training: bool) -> None:
-        # Again at every step: since it was wrapped the model may have been compiled, moved, given
-        # adapters, or put into another mode.
-        self._check_model()
-        refusals.check_dropout(self.model)
-        refusals.check_causal(self.causal)
+        # Since it was wrapped the model may have been compiled, moved, given adapters, or put into
+        # another mode. What the fingerprint covers is looked at again where that has changed.
+        found = (self.fingerprint(), training)
+        if found != self._checked:
+            self._check_model()
+            refusals.check_random(self.model)
+            refusals.check_causal(self.causal)
+            if training:
+                refusals.check_checkpointing(self.causal)
+                refusals.check_routers(self.causal)
+            self._checked = found
+        refusals.check_parameters(self.model)
         refusals.check_rope(self.causal, int(batch.lengths.max()))
         if training:
-            refusals.check_checkpointing(self.causal)
             refusals.check_trainable(self.model)
-            refusals.check_routers(self.causal)
+            refusals.check_parameter_hooks(self.model)
         refusals.check_media(self.causal, self.family, batch)
         known = self._embedding.shape[0]
         # A critic predicts no tokens.
         batch.check_vocabulary(min(known, self._head.width()) if self.head == "logprobs" else known)
 
+    def fingerprint(self) -> int:
+        """A number that stays the same while nothing but the model's weights changes."""
+        return self._fingerprint.now()
+
     def _check_model(self) -> None:
+        """Refuse what does not depend on the batch or on the values of parameters."""
         refusals.check_adapters(self.model)
         refusals.check_adapters(self.causal)
+        refusals.check_blocks(cast(nn.ModuleList, self.causal.base_model.layers))
         check_recurrent_modules(self.causal)
         refusals.check_modules(
             self.model,
             self.family.package or self.causal.config.model_type,
             replaced={m.get_submodule("conv1d") for m in recurrent_modules(self.causal).values()},
         )
+        refusals.check_functions(self.model)
+        refusals.check_hooks(self.model)
+        refusals.check_attention_function(self.model)
+        refusals.check_embeddings(self.model)
+        refusals.check_derived_weights(self.model)
         refusals.check_parameters(self.model)
         self._head.check()
 
@@ -252,6 +276,7 @@ class TransformersHost:
         headless = context.boundary_only or not len(inputs.head_slots)
         if headless and not self._recomputes:
             context.last_layer = self._shape.layers - 1
+            context.ends_in = frozenset(self._blocks.blocks[-1].modules())
         policy = inputs.row.checkpointing
         if policy != "none" and self._recomputes:
             raise UnsupportedError(
@@ -288,6 +313,7 @@ class TransformersHost:
             # Whatever the configuration says: these would keep states and install hooks.
             output_attentions=False,
             output_hidden_states=False,
+            return_dict=True,
             **{CONTEXT_ARGUMENT: forkpoint_row},
         ).last_hidden_state
         if forkpoint_row.boundary_only:

@@ -1,0 +1,144 @@
+"""Which package the code of a function comes from.
+
+A model computes what its family computes only if the code that runs is the family's own. Names say
+little: `functools.wraps` copies them. So the file is looked at that a function was compiled from,
+and that of every function it wraps or closes over.
+"""
+
+import ast
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    *("torch", "transformers", "peft", "forkpoint"),
+    *("fla", "causal_conv1d", "mamba_ssm", "kernels", "triton"),
+)
+"""Packages whose functions are the model's own, or ours."""
+STANDARD = f"{Path(inspect.__file__).resolve().parent}/"
+"""The standard library; installed packages lie below it, in site-packages."""
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    found = [spec.submodule_search_locations for name in PACKAGES if (spec := find_spec(name))]
+    places = [str(Path(place).resolve()) for folders in found for place in folders or ()]
+    return tuple(f"{place}/" for place in places)
+
+
+def foreign_code(value: Any) -> str | None:
+    """The place of the first function that is not of `PACKAGES`, among `value` and what it calls.
+
+    Args:
+        value: a function, method, partial, class, or any other object that can be called. Those
+            that are compiled into Python, torch or an extension have no code to look at, and pass.
+
+    Returns None where there is none.
+    """
+    for function in _functions(value, set()):
+        if not _is_own(function.__code__):
+            return _place(function.__code__)
+    return None
+
+
+def _is_own(code: types.CodeType) -> bool:
+    file = _resolved(code.co_filename)
+    standard = file.startswith(STANDARD) and "/site-packages/" not in file
+    return standard or file.startswith(_folders())
+
+
+@functools.cache
+def _resolved(file: str) -> str:
+    # Code that was made of text, as by exec or on a prompt, has a name in angle brackets.
+    return file if file.startswith("<") else str(Path(file).resolve())
+
+
+def _functions(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:
+    """The functions that a callable is made of: itself, those it wraps and those it closes over."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, functools.partial):
+        for part in (value.func, *value.args):
+            if callable(part):
+                yield from _functions(part, seen)
+    elif isinstance(value, types.MethodType | staticmethod | classmethod):
+        yield from _functions(value.__func__, seen)
+    elif isinstance(value, property):
+        for part in (value.fget, value.fset):
+            if part is not None:
+                yield from _functions(part, seen)
+    elif isinstance(value, types.FunctionType):
+        yield value
+        wrapped = getattr(value, "__wrapped__", None)
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        for part in (wrapped, *cells):
+            if isinstance(part, types.FunctionType | types.MethodType | functools.partial):
+                yield from _functions(part, seen)
+    elif isinstance(value, type):
+        return
+    elif callable(value):
+        yield from _functions(getattr(type(value), "__call__"), seen)  # noqa: B004, B009
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # the function that is being defined, before it has its name
+        return False
+    return True
+
+
+def innermost(function: Any) -> Any:
+    """The function that a chain of `functools.wraps` decorators stands around."""
+    seen: set[int] = set()
+    while id(function) not in seen:
+        seen.add(id(function))
+        function = getattr(function, "__func__", function)
+        function = getattr(function, "__wrapped__", function)
+    return function
+
+
+def is_defined_as(function: Any, qualname: str, module: str) -> bool:
+    """Whether `module` defines `function` by this name, whatever decorators are around it."""
+    code = getattr(innermost(function), "__code__", None)
+    if code is None:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return (
+        code.co_qualname == qualname
+        and file is not None
+        and _resolved(code.co_filename) == _resolved(file)
+    )
+
+
+def place_of(function: Any) -> str:
+    """The name and place of a callable, for messages."""
+    if isinstance(function, functools.partial):
+        return f"a partial of {place_of(function.func)}"
+    code = getattr(innermost(function), "__code__", None)
+    if code is None:
+        kind = type(function)
+        return getattr(function, "__qualname__", None) or f"{kind.__module__}.{kind.__qualname__}"
+    return _place(code)
+
+
+def _place(code: types.CodeType) -> str:
+    return f"{code.co_qualname} of {code.co_filename}, line {code.co_firstlineno}"
+
+
+@functools.cache
+def defined_functions(module: str) -> frozenset[str]:
+    """The functions that the source of a module defines at its top level; none without source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):
+        return frozenset()
+    return frozenset(
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )

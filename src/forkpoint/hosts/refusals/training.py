@@ -1,0 +1,99 @@
+"""What holds in training: no randomness, no router losses, gradients that arrive whole."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedModel
+
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.modules import every_module, every_parameter
+
+
+def check_routers(causal: PreTrainedModel) -> None:
+    """Mixtures of experts route every token by itself, and nothing but the loss is trained on."""
+    if getattr(causal.config, "output_router_logits", False):
+        raise UnsupportedError(
+            "the configuration has output_router_logits=True: its load-balancing loss counts every "
+            "copy of a shared token, which forkpoint does not add yet. Set it to False."
+        )
+    for name, module in every_module(causal):
+        jitter = vars(module).get("jitter_noise") or 0
+        if module.training and jitter:
+            raise UnsupportedError(
+                f"{name} has router jitter {jitter} in training mode: dense training would draw "
+                "new noise for every copy of a shared token. Set it to 0, or call model.eval()."
+            )
+
+
+def checkpointed(causal: PreTrainedModel) -> bool:
+    """Whether activations of some layer are recomputed in its backward."""
+    return any(m.training and _flagged(m) for _, m in every_module(causal))
+
+
+def _flagged(module: nn.Module) -> bool:
+    # Not getattr: where it is missing, which is nearly everywhere, modules take long to say so.
+    return vars(module).get("gradient_checkpointing", False)
+
+
+def check_checkpointing(causal: PreTrainedModel) -> None:
+    """Recomputation that keeps a graph of the forward."""
+    for name, module in every_module(causal):
+        if not (module.training and _flagged(module)):
+            continue
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if not isinstance(function, functools.partial):
+            raise UnsupportedError(
+                f"{name} is checkpointed by {_name_of(function)}, which has not been shown "
+                "exact. Enable checkpointing by the model's own method, with use_reentrant=False."
+            )
+        # Without the argument torch checkpoints reentrantly.
+        reentrant = function.keywords.get("use_reentrant", True)
+        if reentrant is not False:
+            raise UnsupportedError(
+                f"{name} is checkpointed with use_reentrant={reentrant}: such a forward keeps no "
+                "graph, and gradients of shared tokens would be lost. Enable checkpointing with "
+                'gradient_checkpointing_kwargs={"use_reentrant": False} (in newer transformers '
+                "activation_checkpointing_kwargs)."
+            )
+
+
+def _name_of(function: Any) -> str:
+    """Its module and name, without the address that its repr has."""
+    name = getattr(function, "__qualname__", None)
+    return repr(function) if name is None else f"{function.__module__}.{name}"
+
+
+def check_random(model: nn.Module) -> None:
+    """No module in training mode draws random numbers."""
+    for name, module in every_module(model):
+        # Some families call dropout as a function, with a rate that the module keeps.
+        kept = (v for k, v in vars(module).items() if "dropout" in k and isinstance(v, float))
+        rate = module.p if isinstance(module, _DropoutNd) else max(kept, default=0)
+        if module.training and rate:
+            raise UnsupportedError(
+                f"{name} has dropout {rate} in training mode: dense training would draw a new mask "
+                "for every copy of a shared token. Set it to 0, or call model.eval()."
+            )
+        if module.training and isinstance(module, nn.RReLU) and module.lower != module.upper:
+            raise UnsupportedError(
+                f"{name} is a torch.nn.RReLU in training mode: dense training would draw new "
+                "slopes for every copy of a shared token. Use torch.nn.LeakyReLU, or call "
+                "model.eval()."
+            )
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Some parameter gets a gradient."""
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            "forward_backward was called under torch.inference_mode, where nothing has gradients; "
+            "leave it, or use policy.score for log-probs alone."
+        )
+    if not any(p.requires_grad for _, p in every_parameter(model)):
+        raise UnsupportedError(
+            "no parameter of the model requires a gradient; unfreeze some, or use policy.score for "
+            "log-probs alone."
+        )

@@ -1,0 +1,532 @@
+"""Models that would train on other values than ordinary training does, without an error.
+
+Each case changes a tiny model in float32. `REFUSED` are found by the lists of what is refused.
+`FORWARD` of them change log-probs, so that a sample finds each without the lists. `EXACT` look like
+them and are exact.
+"""
+
+import copy
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
+from torch.nn.utils import prune, spectral_norm, weight_norm
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.neftune import activate_neftune
+
+from forkpoint.testing import PLAIN_ATTENTION, plain_attention, tiny_model
+
+Patch = pytest.MonkeyPatch
+Change = Callable[[Any, Patch], Any]
+"""Changes a model in place, or returns another one."""
+
+MLP, ATTENTION, HEAD = "model.layers.1.mlp", "model.layers.1.self_attn", "lm_head"
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Each token with a part of the mean over its sequence's tokens."""
+    return x + 0.1 * x.mean(1, keepdim=True)
+
+
+# Hooks -------------------------------------------------------------------------------------------
+
+
+def forward_hook(where: str, function: Callable[[Tensor], Any]) -> Change:
+    def change(model: Any, _: Patch) -> None:
+        module = model.get_submodule(where)
+        module.register_forward_hook(
+            lambda module, args, out: (
+                function(out) if isinstance(out, Tensor) else (function(out[0]), *out[1:])
+            )
+        )
+
+    return change
+
+
+def forward_pre_hook(where: str, function: Callable[[Tensor], Tensor]) -> Change:
+    def change(model: Any, _: Patch) -> None:
+        model.get_submodule(where).register_forward_pre_hook(
+            lambda module, args: (function(args[0]), *args[1:])
+        )
+
+    return change
+
+
+def hook_of_the_causal_model(model: Any, _: Patch) -> None:
+    def scale(module: Any, args: Any, output: Any) -> Any:
+        output.logits = output.logits * 1.1
+        return output
+
+    model.register_forward_hook(scale)
+
+
+def pre_hook_of_the_causal_model(model: Any, _: Patch) -> None:
+    """Positions that begin at 5: what a call that gives none would have."""
+
+    def shift(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        ids = kwargs["input_ids"]
+        if kwargs.get("position_ids") is None:
+            # Halved, since a shift alone leaves rotary attention as it is.
+            kwargs["position_ids"] = (torch.arange(ids.shape[1]) // 2)[None]
+        return args, kwargs
+
+    model.register_forward_pre_hook(shift, with_kwargs=True)
+
+
+def global_hook(kind: str) -> Change:
+    def change(model: Any, patch: Patch) -> None:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return output * 1.1 if module is model.lm_head else None
+
+        def before(module: nn.Module, args: Any) -> Any:
+            return (args[0] * 1.1,) if module is model.lm_head else None
+
+        def backward(module: nn.Module, grad_in: Any, grad_out: Any) -> None:
+            return None
+
+        handle = {
+            "forward": lambda: register_module_forward_hook(after),
+            "pre": lambda: register_module_forward_pre_hook(before),
+            "backward": lambda: register_module_full_backward_hook(backward),
+        }[kind]()
+        undone(patch, handle.remove)
+
+    return change
+
+
+def undone(patch: Patch, undo: Callable[[], object]) -> None:
+    """Have `undo` called at the end of the test."""
+
+    class Undo(dict):
+        def __setitem__(self, key: str, value: object) -> None:
+            if key == "undo" and value is not now:
+                undo()
+
+    now = object()
+    patch.setitem(Undo(undo=None), "undo", now)
+
+
+def backward_hook(model: Any, _: Patch) -> None:
+    model.get_submodule(MLP).register_full_backward_hook(lambda module, grad_in, grad_out: None)
+
+
+def backward_pre_hook(model: Any, _: Patch) -> None:
+    model.get_submodule(MLP).register_full_backward_pre_hook(lambda module, grad: None)
+
+
+def tensor_hook(model: Any, _: Patch) -> None:
+    model.get_submodule(MLP).up_proj.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+
+
+def post_accumulate_hook(model: Any, _: Patch) -> None:
+    weight = model.get_submodule(MLP).up_proj.weight
+    weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
+
+
+def neftune(model: Any, _: Patch) -> None:
+    activate_neftune(model, 5.0)
+    model.train()
+
+
+# Weights that are computed -----------------------------------------------------------------------
+
+
+def normed(where: str) -> Change:
+    def change(model: Any, _: Patch) -> None:
+        with warnings.catch_warnings():  # torch has a newer way, which is refused by its class
+            warnings.simplefilter("ignore", FutureWarning)
+            weight_norm(model.get_submodule(where))
+        moved(model)
+
+    return change
+
+
+def spectral(where: str) -> Change:
+    def change(model: Any, _: Patch) -> None:
+        spectral_norm(model.get_submodule(where))
+
+    return change
+
+
+def pruned(where: str) -> Change:
+    def change(model: Any, _: Patch) -> None:
+        prune.l1_unstructured(model.get_submodule(where), "weight", amount=0.3)
+        moved(model)
+
+    return change
+
+
+def moved(model: Any) -> None:
+    """As an optimizer's step does: what was computed from the parameters before is no longer so."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+
+
+def embedding(**options: Any) -> Change:
+    def change(model: Any, _: Patch) -> None:
+        old = model.get_input_embeddings()
+        new = nn.Embedding(old.num_embeddings, old.embedding_dim, **options)
+        new.weight = old.weight
+        model.set_input_embeddings(new)
+
+    return change
+
+
+# Modules and functions ---------------------------------------------------------------------------
+
+
+def random_activation(model: Any, _: Patch) -> None:
+    model.get_submodule(MLP).act_fn = nn.RReLU()
+    model.train()
+
+
+def lambda_activation(model: Any, _: Patch) -> None:
+    activation = model.get_submodule(MLP)
+    del activation.act_fn
+    activation.act_fn = lambda x: mixed(nn.functional.silu(x))
+
+
+def partial_activation(model: Any, _: Patch) -> None:
+    activation = model.get_submodule(MLP)
+    del activation.act_fn
+    activation.act_fn = functools.partial(torch.softmax, dim=1)
+
+
+class Callable_:
+    def __call__(self, x: Tensor) -> Tensor:
+        return mixed(x)
+
+
+def object_activation(model: Any, _: Patch) -> None:
+    activation = model.get_submodule(MLP)
+    del activation.act_fn
+    activation.act_fn = Callable_()
+
+
+def class_forward(wraps: bool) -> Change:
+    def change(model: Any, patch: Patch) -> None:
+        kind = type(model.get_submodule(MLP))
+        stock = kind.forward
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            return mixed(stock(self, x))
+
+        patch.setattr(kind, "forward", functools.wraps(stock)(forward) if wraps else forward)
+
+    return change
+
+
+def class_forward_of_another_class(model: Any, patch: Patch) -> None:
+    """A forward of the same package that does not belong to the class."""
+    from transformers.models.llama import modeling_llama
+
+    def stock(self: Any, x: Tensor) -> Tensor:
+        return self.weight * (x - x.mean(1, keepdim=True))
+
+    patch.setattr(modeling_llama.LlamaRMSNorm, "forward", modeling_llama.LlamaMLP.forward)
+
+
+def class_call(model: Any, patch: Patch) -> None:
+    kind = type(model.get_submodule(MLP))
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixed(nn.Module.__call__(self, *args, **kwargs))
+
+    patch.setattr(kind, "__call__", call, raising=False)
+
+
+def call_of_every_module(model: Any, patch: Patch) -> None:
+    stock = nn.Module.__call__
+
+    @functools.wraps(stock)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = stock(self, *args, **kwargs)
+        return output * 1.1 if self is model.lm_head else output
+
+    patch.setattr(nn.Module, "__call__", call)
+
+
+def class_method(model: Any, patch: Patch) -> None:
+    """Not a forward, but what one calls."""
+    kind = type(model.get_submodule("model.rotary_emb"))
+    patch.setattr(kind, "extra", lambda self: None, raising=False)
+
+
+def code_of_a_forward(model: Any, patch: Patch) -> None:
+    kind = type(model.get_submodule(MLP))
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return y + 0.1 * y.mean(1, keepdim=True)
+
+    patch.setattr(kind.forward, "__code__", forward.__code__)
+
+
+def instance_forward(model: Any, _: Patch) -> None:
+    mlp = model.get_submodule(MLP)
+    stock = mlp.forward
+    mlp.forward = lambda x: mixed(stock(x))
+
+
+def rotary_function(wraps: bool) -> Change:
+    def change(model: Any, patch: Patch) -> None:
+        module = sys.modules[type(model).__module__]
+        stock = module.apply_rotary_pos_emb  # type: ignore[attr-defined]
+
+        def apply(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
+            q, k = stock(q, k, *args, **kwargs)
+            return q / (1 + 0.1 * q.shape[2]), k
+
+        made = functools.wraps(stock)(apply) if wraps else apply
+        patch.setattr(module, "apply_rotary_pos_emb", made)
+
+    return change
+
+
+def function_of_another_name(model: Any, patch: Patch) -> None:
+    module: Any = sys.modules[type(model).__module__]
+    patch.setattr(module, "rotate_half", module.repeat_kv)
+
+
+def subclass_of_a_module(model: Any, patch: Patch) -> None:
+    stock = type(model.get_submodule(MLP))
+
+    class Mixing(stock):  # type: ignore[valid-type,misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return mixed(super().forward(x))
+
+    Mixing.__module__, Mixing.__qualname__ = stock.__module__, stock.__qualname__
+    model.get_submodule(MLP).__class__ = Mixing
+
+
+def text_of_a_class(model: Any, patch: Patch) -> None:
+    """A class that is made of text, as notebooks and exec do, under the family's name."""
+    kind = type(model.get_submodule(MLP))
+    space: dict[str, Any] = {}
+    exec(
+        "def forward(self, x):\n"
+        "    y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
+        "    return y + 0.1 * y.mean(1, keepdim=True)\n",
+        space,
+    )
+    forward = space["forward"]
+    forward.__module__, forward.__qualname__ = kind.__module__, f"{kind.__qualname__}.forward"
+    patch.setattr(kind, "forward", forward)
+
+
+def bound_forward(model: Any, _: Patch) -> None:
+    """A method bound to the module, as its own forward would be."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return mixed(type(self).forward(self, x))
+
+    mlp = model.get_submodule(MLP)
+    mlp.forward = types.MethodType(forward, mlp)
+
+
+def functional(model: Any, patch: Patch) -> None:
+    stock = nn.functional.silu
+    patch.setattr(nn.functional, "silu", lambda x, inplace=False: mixed(stock(x, inplace)))
+
+
+# Attention ---------------------------------------------------------------------------------------
+
+
+def biased_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+    """ALiBi-like: what is further away counts less."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])[None, :]
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5 - 0.1 * distance
+    weights = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
+    return (weights @ v).transpose(1, 2).contiguous(), None
+
+
+def custom_attention(model: Any, patch: Patch) -> None:
+    AttentionInterface.register("biased", biased_attention)
+    undone(patch, lambda: AttentionInterface._global_mapping.pop("biased"))
+    model.config._attn_implementation = "biased"
+
+
+def replaced_attention(model: Any, patch: Patch) -> None:
+    """A known name that stands for other code."""
+    patch.setitem(AttentionInterface._global_mapping, "sdpa", biased_attention)
+    model.config._attn_implementation = "sdpa"
+
+
+def custom_mask(model: Any, patch: Patch) -> None:
+    stock = AttentionMaskInterface._global_mapping["eager"]
+
+    def narrow(*args: Any, **kwargs: Any) -> Any:
+        mask = stock(*args, **kwargs)
+        length = mask.shape[-1]
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        return mask.masked_fill(distance > 2, torch.finfo(mask.dtype).min)
+
+    patch.setitem(AttentionMaskInterface._global_mapping, "eager", narrow)
+    model.config._attn_implementation = "eager"
+
+
+def eager_function(model: Any, patch: Patch) -> None:
+    module = sys.modules[type(model).__module__]
+    patch.setattr(module, "eager_attention_forward", biased_attention)
+    model.config._attn_implementation = "eager"
+
+
+# Layers ------------------------------------------------------------------------------------------
+
+
+def shared_block(model: Any, _: Patch) -> None:
+    model.model.layers[2] = model.model.layers[1]
+
+
+def shared_attention(model: Any, _: Patch) -> None:
+    model.model.layers[2].self_attn = model.model.layers[0].self_attn
+
+
+def copied_block(model: Any, _: Patch) -> None:
+    """A layer copied for depth, with the `layer_idx` of the one it was copied from."""
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+    model.config.num_hidden_layers += 1
+
+
+def one_layer_idx(model: Any, _: Patch) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.layer_idx = 0
+
+
+def swapped_blocks(model: Any, _: Patch) -> None:
+    layers = model.model.layers
+    layers[0], layers[2] = layers[2], layers[0]
+
+
+def shared_mlp(model: Any, _: Patch) -> None:
+    """It works token by token, so nothing of it is kept for later tokens."""
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+
+
+def tied_layers(model: Any, _: Patch) -> None:
+    for mine, other in zip(
+        model.model.layers[2].modules(), model.model.layers[0].modules(), strict=True
+    ):
+        for name, parameter in other.named_parameters(recurse=False):
+            setattr(mine, name, parameter)
+
+
+def tuples(model: Any, _: Patch) -> None:
+    """With it the forward of transformers fails by itself."""
+    model.config.return_dict = False
+
+
+def hidden_states_collected(model: Any, _: Patch) -> None:
+    """transformers installs hooks at the first call that asks for hidden states, and keeps them."""
+    model(input_ids=torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+
+
+def inputs_require_gradients(model: Any, _: Patch) -> None:
+    model.enable_input_require_grads()
+
+
+def own_attention_of_a_test(model: Any, _: Patch) -> None:
+    assert plain_attention is AttentionInterface._global_mapping[PLAIN_ATTENTION]
+    model.config._attn_implementation = PLAIN_ATTENTION
+
+
+FORWARD: dict[str, Change] = {
+    "hook on the head": forward_hook(HEAD, lambda x: x * 1.1),
+    "pre-hook on the head": forward_pre_hook(HEAD, lambda x: x * 1.1),
+    "hook on the causal model": hook_of_the_causal_model,
+    "pre-hook on the causal model": pre_hook_of_the_causal_model,
+    "global forward hook": global_hook("forward"),
+    "global forward pre-hook": global_hook("pre"),
+    "hook that mixes tokens": forward_hook(MLP, mixed),
+    "pre-hook that mixes tokens": forward_pre_hook(MLP, mixed),
+    "hook that depends on the length": forward_hook(MLP, lambda x: x / (1 + x.shape[1] / 8)),
+    "hook that mixes sequences": forward_hook(MLP, lambda x: x + 0.1 * x.roll(1, 0)),
+    "hook that reverses a sequence": forward_hook("model.layers.0", lambda x: x + 0.1 * x.flip(1)),
+    "hook that draws numbers": forward_hook(MLP, lambda x: x + 0.1 * torch.randn_like(x)),
+    "hook that draws numpy's numbers": forward_hook(
+        MLP,
+        lambda x: x * (1 + 0.1 * float(np.random.rand())),  # noqa: NPY002
+    ),
+    "hook on the embeddings": forward_hook(
+        "model.embed_tokens", lambda x: x * (1 + torch.arange(x.shape[1])[:, None] / 8)
+    ),
+    "NEFTune": neftune,
+    "weight norm on the head": normed(HEAD),
+    "spectral norm on the head": spectral(HEAD),
+    "pruning on the head": pruned(HEAD),
+    "RReLU in training": random_activation,
+    "lambda as activation": lambda_activation,
+    "partial as activation": partial_activation,
+    "object as activation": object_activation,
+    "class's forward patched": class_forward(wraps=False),
+    "class's forward patched with wraps": class_forward(wraps=True),
+    "class's __call__ patched": class_call,
+    "nn.Module's __call__ patched": call_of_every_module,
+    "code of a forward replaced": code_of_a_forward,
+    "forward made of text": text_of_a_class,
+    "forward on the instance": instance_forward,
+    "method on the instance": bound_forward,
+    "subclass under the family's name": subclass_of_a_module,
+    "rotary function replaced": rotary_function(wraps=False),
+    "rotary function replaced with wraps": rotary_function(wraps=True),
+    "attention function registered": custom_attention,
+    "attention function replaced": replaced_attention,
+    "mask function replaced": custom_mask,
+    "eager attention replaced": eager_function,
+    "torch.nn.functional replaced": functional,
+    "block used twice": shared_block,
+    "attention used twice": shared_attention,
+}
+
+NOT_LISTED = {"torch.nn.functional replaced"}
+"""Of `FORWARD`, what the sample alone finds."""
+
+REFUSED: dict[str, Change] = {
+    **{name: change for name, change in FORWARD.items() if name not in NOT_LISTED},
+    "backward hook": backward_hook,
+    "backward pre-hook": backward_pre_hook,
+    "global backward hook": global_hook("backward"),
+    "tensor hook on a parameter": tensor_hook,
+    "post-accumulate hook on a parameter": post_accumulate_hook,
+    "scale_grad_by_freq": embedding(scale_grad_by_freq=True),
+    "sparse embedding": embedding(sparse=True),
+    "embedding with max_norm": embedding(max_norm=1.0),
+    "weight norm in a block": normed(f"{MLP}.up_proj"),
+    "spectral norm in a block": spectral(f"{MLP}.up_proj"),
+    "pruning in a block": pruned(f"{MLP}.up_proj"),
+    "forward of another class": class_forward_of_another_class,
+    "method added to a class": class_method,
+    "function of another name": function_of_another_name,
+    "return_dict=False": tuples,
+}
+
+EXACT: dict[str, Change] = {
+    "copied block": copied_block,
+    "every layer_idx 0": one_layer_idx,
+    "blocks swapped": swapped_blocks,
+    "MLP used twice": shared_mlp,
+    "weights of two layers tied": tied_layers,
+    "hidden states collected before": hidden_states_collected,
+    "inputs require gradients": inputs_require_gradients,
+    "attention of forkpoint.testing": own_attention_of_a_test,
+}
+
+
+def model_of(change: Change, patch: Patch, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    model = tiny_model("llama", dtype=dtype)
+    return change(model, patch) or model

@@ -1,0 +1,251 @@
+"""What would be silently wrong is refused by name, and found by a sample without the lists."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from silent_models import EXACT, FORWARD, NOT_LISTED, REFUSED, model_of
+from steps import ACROSS, forked_batch, step_error
+from torch import Tensor, nn
+
+from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, selfcheck, wrap
+from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.testing import Watching, tiny_model
+
+BATCH = forked_batch(stretch=4)
+LOSS = losses.GRPO()
+UNCHECKED = Config(sharing="tree", boundary="across_rows", max_row_tokens=48, self_check=False)
+
+
+@pytest.fixture
+def without_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is refused by name."""
+    monkeypatch.setattr(TransformersHost, "_check_model", lambda self: None)
+    for name in ("check_parameter_hooks", "check_checkpointing"):
+        monkeypatch.setattr(f"forkpoint.hosts.refusals.{name}", lambda *_: None)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a step of a model that changed after it was wrapped, before anything runs."""
+    model = tiny_model("llama", dtype=torch.float32)
+    policy = wrap(model, UNCHECKED)
+    ran: list[int] = []
+    model.get_input_embeddings().register_forward_hook(Watching(lambda *_: ran.append(1)))
+    assert REFUSED[case](model, monkeypatch) is None
+    with pytest.raises(UnsupportedError) as caught:
+        policy.forward_backward(BATCH, LOSS)
+    message = str(caught.value)
+    assert len(message) > 80 and message.endswith("."), message
+    assert not ran
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.usefixtures("without_lists")
+@pytest.mark.parametrize("case", FORWARD)
+def test_a_sample_finds_it_without_the_lists(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(FORWARD[case], monkeypatch)
+    generator = torch.get_rng_state()
+    with pytest.raises(UnsupportedError) as caught:
+        wrap(model, ACROSS).forward_backward(BATCH, LOSS)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(p.grad is None for p in model.parameters()), "it was found after the step"
+    message = str(caught.value)
+    assert any(
+        text in message
+        for text in ("Outputs part at", "does not agree with itself", "ran twice", "raised")
+    ), message
+
+
+@pytest.mark.parametrize("case", sorted(NOT_LISTED))
+def test_the_sample_finds_what_no_list_names(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(FORWARD[case], monkeypatch)
+    with pytest.raises(UnsupportedError, match="Outputs part at layer 0 of 3"):
+        wrap(model, ACROSS).score(BATCH)
+    wrap(model, UNCHECKED).score(BATCH)
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_what_looks_like_it_is_exact(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(EXACT[case], monkeypatch, dtype=torch.float64)
+    for config in (ACROSS, Config(sharing="tree", boundary="in_row")):
+        assert step_error(model, BATCH, LOSS, config) < 1e-10
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.usefixtures("without_lists")
+def test_the_layer_is_named_where_outputs_part(layer: int) -> None:
+    model = tiny_model("qwen3", dtype=torch.float32)
+    model.get_submodule(f"model.layers.{layer}.mlp").register_forward_hook(
+        lambda module, args, output: output + 0.01 * output.mean(1, keepdim=True)
+    )
+    with pytest.raises(UnsupportedError, match=f"Outputs part at layer {layer} of 3"):
+        wrap(model, ACROSS).score(BATCH)
+
+
+@pytest.mark.usefixtures("without_lists")
+def test_the_embeddings_are_named() -> None:
+    model = tiny_model("qwen3", dtype=torch.float32)
+    model.get_submodule("model.embed_tokens").register_forward_hook(
+        lambda module, args, output: output / output.shape[1]
+    )
+    with pytest.raises(UnsupportedError, match="Outputs part at the input of the first layer"):
+        wrap(model, ACROSS).score(BATCH)
+
+
+@pytest.mark.usefixtures("without_lists")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_small_effects_are_found_as_far_as_rounding_allows(dtype: torch.dtype) -> None:
+    """The limit that docs/verify.md states: ten times what a rounding of the embeddings does."""
+    found = []
+    for size in (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
+        model = tiny_model("llama", dtype=dtype)
+        model.lm_head.register_forward_hook(
+            lambda module, args, output, size=size: output * (1 + size)
+        )
+        try:
+            wrap(model, ACROSS).score(BATCH)
+        except UnsupportedError:
+            found.append(size)
+    least = {torch.bfloat16: 1.0}.get(dtype, 1e-5)
+    assert found and min(found) == least, found
+
+
+class Counted:
+    """Counts samples."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        stock = selfcheck.self_check
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return stock(*args, **kwargs)
+
+        patch.setattr("forkpoint.policy.self_check", counted)
+
+
+def test_when_a_sample_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step, at the next one with other weights, and when the model changed."""
+    counted = Counted(monkeypatch)
+    model = tiny_model("llama", dtype=torch.float32)
+    policy = wrap(model, ACROSS)
+
+    def step() -> int:
+        before = counted.count
+        policy.forward_backward(BATCH, LOSS)
+        return counted.count - before
+
+    def moved() -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1e-3)
+
+    assert [step(), step()] == [1, 0]
+    moved()
+    assert [step(), step()] == [1, 0]
+    moved()
+    assert [step(), step()] == [0, 0]
+    model.eval()
+    assert [step(), step()] == [1, 0]
+    model.train()
+    assert [step(), step()] == [0, 0], "both modes are remembered"
+    handle = model.get_submodule("model.norm").register_forward_hook(Watching(lambda *_: None))
+    assert step() == 1
+    handle.remove()
+    assert step() == 0
+    model.get_submodule("model.layers.1.mlp").act_fn = nn.SiLU()
+    assert step() == 1
+    model.config.rms_norm_eps = 1e-5
+    assert step() == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [step(), step()] == [1, 0]
+    scores = counted.count
+    policy.score(BATCH)
+    policy.score(BATCH)
+    assert counted.count == scores + 1
+    assert policy.with_config(sharing="none").forward_backward(BATCH, LOSS) and step() == 0
+
+
+def test_the_check_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    policy = wrap(tiny_model("llama"), UNCHECKED)
+    policy.forward_backward(BATCH, LOSS)
+    policy.score(BATCH)
+    assert counted.count == 0
+
+
+def test_a_sample_leaves_gradients_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = copy.deepcopy(model.state_dict())
+    policy = wrap(model, ACROSS)
+    selfcheck.self_check(policy.host, policy.config, BATCH, training=True)
+    assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("lengths", [[1], [2], [3, 1], [7], [8], [400, 3], [161]])
+@pytest.mark.parametrize("vocab", [1, 2, 61])
+def test_samples_of_any_batch(lengths: list[int], vocab: int) -> None:
+    rng = np.random.default_rng(0)
+    batch = RolloutBatch(Rollout(rng.integers(0, vocab, n), np.arange(n) > 0, 1.0) for n in lengths)
+    sample = selfcheck.sample_of(batch)
+    assert len(sample) == 3 and len(set(sample.lengths.tolist())) == 1
+    width = int(sample.lengths[0])
+    assert width == min(max(max(lengths), selfcheck.LEAST_TOKENS), selfcheck.WIDTH_TOKENS)
+    ids = sample.token_ids.reshape(3, width)
+    assert (ids[0, : width // 2] == ids[2, : width // 2]).all() and (ids[0] != ids[2]).any()
+    assert (ids[0, : width * 3 // 4] == ids[1, : width * 3 // 4]).all() and (ids[0] != ids[1]).any()
+    assert ids.max() < max(vocab, 2)
+    wrap(tiny_model("llama", dtype=torch.float32), ACROSS).score(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_rounding_alone_is_never_refused(family: str, dtype: torch.dtype) -> None:
+    """The largest ratio of a difference to what is allowed, over weights and tokens."""
+    most = 0.0
+    for seed in range(6):
+        model = tiny_model(family, seed=seed, dtype=dtype).eval()
+        policy = wrap(model, ACROSS)
+        batch = forked_batch(seed=seed, stretch=6)
+        found = selfcheck.self_check(policy.host, policy.config, batch, training=False)
+        most = max(most, found.difference / found.allowed)
+    assert most < 0.3, most
+
+
+def test_a_model_whose_values_overflow_is_not_called_wrong() -> None:
+    """Ordinary training has the same infinities."""
+    model = tiny_model("llama", dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.inf)
+    wrap(model, ACROSS).score(BATCH)
+
+
+def test_overflow_here_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = selfcheck.Engine.score
+
+    def overflowing(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        for values in result.per_token.values():
+            values[values != 0] = torch.nan
+        return result
+
+    monkeypatch.setattr(selfcheck.Engine, "score", overflowing)
+    with pytest.raises(UnsupportedError, match="by inf"):
+        wrap(tiny_model("llama", dtype=torch.float32), ACROSS).score(BATCH)
+
+
+def test_a_critic_is_compared_by_its_values() -> None:
+    critic = tiny_model("llama", critic=True, dtype=torch.float32)
+    policy = wrap(critic, ACROSS)
+    found = selfcheck.self_check(policy.host, policy.config, BATCH, training=False)
+    assert 0 < found.difference < found.allowed
+    seen: list[Tensor] = []
+    critic.score.register_forward_hook(Watching(lambda *args: seen.append(args[2])))
+    policy.score(BATCH)
+    assert seen
