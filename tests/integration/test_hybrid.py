@@ -258,6 +258,7 @@ def test_rounding_is_that_of_dense_training(dtype: torch.dtype, boundary: str) -
     assert report.dense_error > 0
 
 
+@pytest.mark.usefixtures("without_lists")  # which would refuse what stands for a package's kernel
 def test_kernels_of_packages_are_not_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those take 16 bits alone: what is more precise is computed by the stock torch forms."""
     modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
@@ -292,6 +293,7 @@ def test_autocast() -> None:
     assert report.passed, report.table()
 
 
+@pytest.mark.usefixtures("without_lists")
 def test_autocast_gives_the_delta_rule_what_the_stock_model_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,20 +11,11 @@ from steps import ACROSS, forked_batch, step_error
 from torch import Tensor, nn
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, selfcheck, wrap
-from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.testing import Watching, tiny_model
 
 BATCH = forked_batch(stretch=4)
 LOSS = losses.GRPO()
 UNCHECKED = Config(sharing="tree", boundary="across_rows", max_row_tokens=48, self_check=False)
-
-
-@pytest.fixture
-def without_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is refused by name."""
-    monkeypatch.setattr(TransformersHost, "_check_model", lambda self: None)
-    for name in ("check_parameter_hooks", "check_checkpointing"):
-        monkeypatch.setattr(f"forkpoint.hosts.refusals.{name}", lambda *_: None)
 
 
 @pytest.mark.parametrize("case", REFUSED)
