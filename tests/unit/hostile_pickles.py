@@ -318,9 +318,9 @@ FIELDS: dict[str, tuple[bytes, str]] = {
         name(_SAMPLE) + b")\x81\x94}" + text("a") + b"h\x00sb", "the value holds itself"),
     "a list of objects that grows later": (
         b"(" + array(row(number(1)), _OBJECTS, b"]\x94Na") + b"h\x00Nat", "there are 2"),
-    "a list a million deep": (nested(1_000_000, b"]", b"a")[:-1], "nested more than"),
-    "a tuple a million deep": (b"N" + b"\x85" * 1_000_000, "nested more than"),
-    "a tuple a million deep as a key": (b"}N" + b"\x85" * 1_000_000 + b"Ns", "a tuple is a key"),
+    "a list two hundred thousand deep": (nested(200_000, b"]", b"a")[:-1], "nested more than"),
+    "a tuple two hundred thousand deep": (b"N" + b"\x85" * 200_000, "nested more than"),
+    "a tuple two hundred thousand deep as a key": (b"}N" + b"\x85" * 200_000 + b"Ns", "a tuple is a key"),
     "a list as a key": (b"}]Ns", "a list is a key"),
     "an array as a key": (b"}" + array(ROWS, INT64, POINTERS) + b"Ns", "an array is a key"),
     "a list in a set": (b"\x8f(]\x90", "a list is a key"),

@@ -7,8 +7,6 @@ import warnings
 import zipfile
 from typing import Any
 
-import torch
-
 MAGIC = 0x1950A86A20F9469CFC6C
 
 
@@ -157,10 +155,3 @@ def stream(body: bytes, keys: Any = (), *storages: bytes) -> bytes:
 
 def stream_storage(count: int, raw: bytes) -> bytes:
     return struct.pack("<q", count) + raw
-
-
-def saved(value: Any) -> bytes:
-    """What torch.save writes."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hostile_pickles import FIELDS, FILES, LARGE, batch
+from pickle_writer import archive
 
 from forkpoint import RolloutError, load_rollouts
 from forkpoint.traces.pickles import load_pickle
@@ -25,14 +26,14 @@ def refused(path: Path) -> str:
     return message
 
 
-@pytest.mark.parametrize("field", ["uid", "other"])
+@pytest.mark.parametrize(("field", "suffix"), [("uid", "pkl"), ("other", "pkl"), ("uid", "pt")])
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_hostile_value_is_refused_where_it_is_read_and_where_not(
-    name: str, field: str, tmp_path: Path
-) -> None:
+def test_a_hostile_value_is_refused(name: str, field: str, suffix: str, tmp_path: Path) -> None:
+    """Whether its field is read or not, in a pickle and in a torch file."""
     value, said = FIELDS[name]
-    path = tmp_path / "x.pkl"
-    path.write_bytes(batch(field, value))
+    path = tmp_path / f"x.{suffix}"
+    content = batch(field, value)
+    path.write_bytes(archive({"x/data.pkl": content}) if suffix == "pt" else content)
     assert said in refused(path)
 
 

@@ -78,7 +78,7 @@ def _set(args: tuple[Any, ...], budget: Budget) -> set[Any]:
     raise Malformed(f"a set is made of {len(args)} arguments")
 
 
-_NAMES: Names = {
+NAMES: Names = {
     **pickle_arrays.NAMES,
     **torch_tensors.NAMES,
     "verl.protocol.DataProto": _shell(DataProto),
@@ -135,7 +135,7 @@ class _File:
         self._where, self._kind = where, kind
         self._most_bytes = limit_bytes + _FILE_TIMES * len(content)
         self._budget = Budget(self._most_bytes)
-        self._names: Names = {**_NAMES, "torch.storage._load_from_bytes": self._storage}
+        self._names: Names = {**NAMES, "torch.storage._load_from_bytes": self._storage}
 
     def pickle(self) -> Any:
         try:
