@@ -36,6 +36,7 @@ _FOREIGN = (
     "functools.partial", "numpy.core.multiarray.fromfile", "builtins.open",
 )  # fmt: skip
 _CODES = [ord(op.code) for op in pickletools.opcodes if op.arg is None]
+_PUTS = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
 _PUSHING = (b"N", b"\x88", b"\x89", b")", b"}", b"]", number(7))
 
 
@@ -142,7 +143,8 @@ class Mutations:
             for (op, arg, at), end in zip(found, ends, strict=True)
             if op.name != "FRAME"
         ]
-        codes = [code for _, _, code in parts]
+        # Entries of the memo are put without their numbers, which would no longer be in order.
+        codes = [b"\x94" if op in _PUTS else code for op, _, code in parts]
         inner = [n for n, (_, arg, _) in enumerate(parts) if _is_file(arg)]
         at, what = random.randrange(1, len(codes)), random.random()
         end = min(len(codes) - 1, at + random.choice((1, 1, 1, 2, 5)))
@@ -171,7 +173,7 @@ class Mutations:
     def _other(self, op: str, arg: object, code: bytes) -> bytes:
         """Another opcode in place of one: of the same kind where it pushes a value."""
         random = self._random
-        if op in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+        if op in _PUTS:
             return random.choice((code, b"\x94", b"r" + random.randbytes(4)))
         if op in ("BINGET", "LONG_BINGET"):
             return b"j" + struct.pack("<I", max(0, int(str(arg)) + random.randrange(-9, 10)))

@@ -55,7 +55,8 @@ def batch(field: str, value: bytes) -> bytes:
 
 
 def nested(depth: int, begin: bytes, end: bytes) -> bytes:
-    return begin * depth + end * depth
+    """None inside of so many values."""
+    return begin * depth + b"N" + end * depth
 
 
 def laughs(begin: bytes, end: bytes, levels: int = 40, times: int = 10) -> bytes:
@@ -318,9 +319,15 @@ FIELDS: dict[str, tuple[bytes, str]] = {
         name(_SAMPLE) + b")\x81\x94}" + text("a") + b"h\x00sb", "the value holds itself"),
     "a list of objects that grows later": (
         b"(" + array(row(number(1)), _OBJECTS, b"]\x94Na") + b"h\x00Nat", "there are 2"),
-    "a list two hundred thousand deep": (nested(200_000, b"]", b"a")[:-1], "nested more than"),
+    "a list two hundred thousand deep": (nested(200_000, b"]", b"a"), "nested more than"),
     "a tuple two hundred thousand deep": (b"N" + b"\x85" * 200_000, "nested more than"),
-    "a tuple two hundred thousand deep as a key": (b"}N" + b"\x85" * 200_000 + b"Ns", "a tuple is a key"),
+    "a tuple two hundred thousand deep as a key": (
+        b"}N" + b"\x85" * 200_000 + b"Ns", "a tuple is a key"),
+    "samples in samples": (
+        nested(50_000, name(_SAMPLE) + b")\x81}" + text("a"), b"sb"), "nested more than"),
+    "arrays in arrays": (
+        nested(20_000, empty_array() + b"(" + number(1) + row(number(1)) + _OBJECTS + b"\x89]",
+               b"atb"), "nested more than"),
     "a list as a key": (b"}]Ns", "a list is a key"),
     "an array as a key": (b"}" + array(ROWS, INT64, POINTERS) + b"Ns", "an array is a key"),
     "a list in a set": (b"\x8f(]\x90", "a list is a key"),

@@ -29,7 +29,7 @@ CORE = {
     "losses": {"rollouts", "errors"},
     "engine": {"ops", "losses", "plan", "forest", "rollouts", "config", "errors"},
 }
-WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine", "traces"}
+WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine"}
 LIBRARIES_OF_HOSTS = {"transformers", "peft", "accelerate", "trl", "verl", "torchtitan"}
 TORCH_AND_HOSTS = {"torch", *LIBRARIES_OF_HOSTS}
 

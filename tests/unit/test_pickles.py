@@ -5,6 +5,7 @@ import pickle
 import pickletools
 import subprocess
 import sys
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,22 @@ def test_tensors_of_another_byte_order() -> None:
     found = loaded(archive(content | {"x/byteorder": b"big"}))
     assert found["a"].tolist() == numbers[2:].reshape(3, 2).tolist()
     assert found["b"].tolist() == [1.0, -2.0]
+
+
+def test_archives_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of 4 GiB and more have their sizes in another place; here all have."""
+    content = entries(table(a=tensor()))
+    plain = archive(content)
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 3)
+    large = archive(content)
+    assert large.count(b"\xff" * 8) >= len(content) and b"PK\x06\x06" in large
+    equal(loaded(large), loaded(plain))
+
+
+def test_arrays_of_objects_in_the_order_of_fortran() -> None:
+    array = np.asfortranarray(np.array([["a", (1, 2)], [None, "b"], [[], 0]], object))
+    found = loaded(pickle.dumps(array))
+    assert found.tolist() == [["a", [1, 2]], [None, "b"], [[], 0]]
 
 
 def test_dtypes_and_devices_are_text() -> None:

@@ -64,29 +64,29 @@ def entries_of(content: bytes, where: str, budget: Budget) -> dict[str, memoryvi
     if sum(entry.size_bytes for entry in listed) > len(content):
         largest = max(listed, key=lambda entry: entry.size_bytes)
         raise RolloutError(
-            f"{where}: {largest.name} in it declares {largest.size_bytes} bytes, and the whole "
-            f"file has {len(content)}. torch.save does not compress; write it again."
+            f"{where}: {_shown(largest.name)} in it declares {largest.size_bytes} bytes, and the "
+            f"whole file has {len(content)}. torch.save does not compress; write it again."
         )
     view, found, last = memoryview(content), {}, 0
     for entry in sorted(listed, key=lambda entry: entry.begin):
         if entry.method or entry.encrypted or entry.stored_bytes != entry.size_bytes:
             raise RolloutError(
-                f"{where}: {short(entry.name)} in it is compressed or encrypted. torch.save does "
+                f"{where}: {_shown(entry.name)} in it is compressed or encrypted. torch.save does "
                 "neither; write it again."
             )
         begin = _data_of(content, entry)
         if begin is None or entry.begin < last or not entry.name.startswith(folder):
-            raise _damaged(where, f"the entry {short(entry.name)} is not where the directory says")
+            raise _damaged(where, f"the entry {_shown(entry.name)} is not where the directory says")
         last = begin + entry.size_bytes
         data = view[begin:last]
         if len(data) != entry.size_bytes or zlib.crc32(data) != entry.checksum:
             raise RolloutError(
-                f"{where} is damaged: the checksum of {short(entry.name)} in it is wrong. Copy or "
+                f"{where} is damaged: the checksum of {_shown(entry.name)} in it is wrong. Copy or "
                 "write the file again."
             )
         name = entry.name.removeprefix(folder)
         if name in found:
-            raise _damaged(where, f"the entry {short(entry.name)} is there twice")
+            raise _damaged(where, f"the entry {_shown(entry.name)} is there twice")
         found[name] = data
     return found
 
@@ -156,6 +156,10 @@ def _data_of(content: bytes, entry: _Entry) -> int | None:
     if content[name : name + fields[9]].decode("utf-8", "replace") != entry.name or fields[3]:
         return None
     return name + fields[9] + fields[10]
+
+
+def _shown(name: str) -> str:
+    return name if name.isprintable() and len(name) < 80 else short(name)
 
 
 def _damaged(where: str, what: str) -> RolloutError:

@@ -146,10 +146,12 @@ class Array(Node):
     def size_bytes(self) -> int:
         return 8 * len(self.data) if type(self.data) is list else len(self.data)
 
-    def objects(self) -> NDArray[Any] | None:
-        """An array of None for objects, to be filled in; None for an array of numbers or text."""
-        if self.dtype is None or not self.dtype.objects:
-            return None
+    @property
+    def holds_objects(self) -> bool:
+        return self.dtype is not None and self.dtype.objects
+
+    def objects(self) -> NDArray[Any]:
+        """An array of None [n] for its objects, to be filled in and then to get its shape."""
         self.check_size()
         return np.full(len(self.data), None, object)
 
@@ -157,10 +159,7 @@ class Array(Node):
         """The array of numbers or text, a view of the bytes of the file."""
         if self.dtype is None or not isinstance(self.data, bytes):
             raise Malformed("an array begins, and its state is never set")
-        return self.shaped(checked(np.frombuffer(self.data, self.dtype.made())))
-
-    def shaped(self, flat: NDArray[Any]) -> NDArray[Any]:
-        """Entries [n] in the shape of this array."""
+        flat = checked(np.frombuffer(self.data, self.dtype.made()))
         array = flat.reshape(self.shape, order="F" if self.fortran else "C")
         return array if self.axes is None else array.transpose(self.axes)
 

@@ -26,7 +26,7 @@ from forkpoint.traces.plain_values import (
     DataProto,
     Fields,
     Plain,
-    Reader,
+    PlainValues,
     Shell,
     TensorDict,
 )
@@ -173,9 +173,8 @@ class _File:
         raise Malformed(f"a storage is made of {len(args)} arguments")
 
     def _plain(self, value: Any, shared: set[int]) -> Plain:
-        return Reader(self._budget, self._most_bytes, shared, self._inside).value(
-            value, self._where
-        )
+        values = PlainValues(self._budget, self._most_bytes, shared, self._inside)
+        return values.value(value, self._where)
 
     def _refusal(self, error: Refused) -> RolloutError:
         if isinstance(error, Unsafe):

@@ -95,7 +95,7 @@ def refusal(error: Refused, where: str) -> RolloutError:
     return RolloutError(f"{where}: {error.reason}. {error.advice}")
 
 
-class Reader:
+class PlainValues:
     """Makes plain values of what one pickle describes.
 
     Args:
@@ -123,6 +123,7 @@ class Reader:
             dict: self._dict,
             set: self._set,
             frozenset: self._set,
+            np.ndarray: lambda value, *_: (value, NODE_BYTES + value.nbytes),  # made before
             Array: self._array,
             Dtype: lambda value, *_: (str(value.made()), TEXT_BYTES),
             Name: _named,
@@ -212,8 +213,7 @@ class Reader:
             if type(entry) is str:
                 size_bytes += TEXT_BYTES + len(entry)
             elif type(entry) not in _SCALARS:
-                name = key if type(key) is str and len(key) < 80 else short(key)
-                entries[key], taken = self.value(entry, f"{where}, {name}", depth + 1)
+                entries[key], taken = self.value(entry, f"{where}, {_shown(key)}", depth + 1)
                 size_bytes += taken
             if size_bytes > self._most_bytes:
                 raise TooLarge(f"it holds more than {self._most_bytes} bytes, with what it repeats")
@@ -228,12 +228,12 @@ class Reader:
     # Arrays --------------------------------------------------------------------------------------
 
     def _array(self, array: Array, where: str, depth: int) -> Plain:
-        flat = array.objects()
-        if flat is None:
+        if not array.holds_objects:
             return array.numbers(), NODE_BYTES + array.size_bytes
+        flat = array.objects()
         assert isinstance(array.data, list)
         taken = self._items(array.data, flat, where, depth)
-        return array.shaped(flat), NODE_BYTES + taken
+        return flat.reshape(array.shape), NODE_BYTES + taken  # numpy lists objects in C's order
 
     def _tensor(self, tensor: Tensor, *_: Any) -> Plain:
         array = tensor.made(self._budget)
@@ -368,6 +368,11 @@ class Reader:
                 f"{len(storage)}"
             )
         return self._of_bytes(storage[begin : begin + size_bytes], dtype, shape)
+
+
+def _shown(key: Any) -> str:
+    plain = type(key) is str and len(key) < 80 and key.isprintable()
+    return key if plain else short(key)
 
 
 def _named(name: Name, *_: Any) -> Plain:

@@ -224,11 +224,12 @@ def strided(
             f"{len(flat) * entry_bytes(dtype)} for it"
         )
     rows = entries // size[-1] if len(size) > 1 else 1
-    most = max(len(flat), budget.limit_bytes // flat.itemsize)
-    if entries > most or rows > max(len(flat), MOST_EMPTY_ROWS):
+    most = budget.limit_bytes // flat.itemsize
+    if entries > max(len(flat), most) or rows > max(len(flat), MOST_EMPTY_ROWS):
+        bound = f"{MOST_EMPTY_ROWS} rows" if rows > MOST_EMPTY_ROWS else f"{most} entries"
         raise Undescribed(
             f"a tensor declares {entries} entries in {rows} rows, and holds {len(flat)} numbers "
-            f"that it repeats; at most {most} entries in {MOST_EMPTY_ROWS} rows are read",
+            f"that it repeats; at most {bound} are read of such a tensor",
             "Write it with .contiguous().",
         )
     steps = (step if n > 1 else 0 for n, step in zip(size, stride, strict=True))
