@@ -5,7 +5,8 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hostile_pickles import FIELDS, FILES, LARGE, batch
+from hostile_pickles import FIELDS, LARGE, batch
+from hostile_torch_files import FILES
 from pickle_writer import archive
 
 from forkpoint import RolloutError, load_rollouts
