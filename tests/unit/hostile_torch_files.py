@@ -167,7 +167,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "a nested tensor of a million equal offsets": (
         torch_file(table(a=call(
             "torch.nested._internal.nested_tensor._rebuild_njt",
-            table(values=tensor(), offsets=tensor(None, 0, (1 << 27,), (0,)), lengths=b"N")))),
+            table(values=tensor(), offsets=tensor(None, 0, (1 << 25,), (0,)), lengths=b"N")))),
         "bytes of memory"),
     "a nested tensor of text": (
         torch_file(table(a=call("torch.nested._internal.nested_tensor._rebuild_njt",
@@ -220,6 +220,13 @@ FILES: dict[str, tuple[bytes, str]] = {
                    + b"}" + text("a") + b"h\x00u" + _BYTES + b"\x86R"), "of its own"),
     "a TensorDict of offsets alone": (
         _consolidated({"<NJT_OFFSETS>a": ("torch.int64", [1], 0, 8, 0)}), "'a' has no values"),
+    "a TensorDict of float offsets": (
+        _consolidated({"<NJT_VALUES>a": ("torch.int64", [1], 0, 8, 0),
+                       "<NJT_OFFSETS>a": ("torch.float64", [1], 0, 8, 0)}), "offsets or sizes"),
+    "a TensorDict of float lengths": (
+        _consolidated({"<NJT_VALUES>a": ("torch.int64", [1], 0, 8, 0),
+                       "<NJT_LENGTHS>a": ("torch.float64", [1], 0, 8, 0),
+                       "<NJT_OFFSETS>a": ("torch.int64", [1], 0, 8, 0)}), "offsets or sizes"),
     "a TensorDict of a value that is none": (_consolidated({}, {"a": ()}), "'a' of a TensorDict"),
     "a TensorDict of a leaf that is none": (_consolidated({"a": 1}), "no dtype, shape or place"),
     # Archives

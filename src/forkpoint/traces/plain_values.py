@@ -338,14 +338,14 @@ class PlainValues:
             offsets, _ = made.pop(name)
             plain = name.removeprefix(_OFFSETS)
             values, lengths = found.get(_VALUES + plain), found.get(_LENGTHS + plain)
-            if values is None or not values.ndim or offsets.ndim != 1 or offsets.dtype.kind != "i":
+            if values is None or not values.ndim:
                 raise Malformed(f"the nested tensor {short(plain)} has no values")
             made[plain] = _with_size(jagged(values, offsets, lengths, self._budget))
         for name, entry in others.items():
             if type(entry) is not tuple or not entry:
                 raise Malformed(f"{short(name)} of a TensorDict has no value")
             made[name] = self.value(entry[0], where, depth + 1)
-        for name in metadata.keys() - _METADATA:
+        for name in [name for name in metadata if name not in _METADATA]:
             made[name] = self._leaves(metadata[name], storage, where, depth + 1)
         size_bytes = CONTAINER_BYTES + sum(ENTRY_BYTES + part[1] for part in made.values())
         return {name: part[0] for name, part in made.items()}, size_bytes

@@ -134,8 +134,8 @@ class Jagged(Node):
     def made(self, budget: Budget) -> list[NDArray[Any]]:
         """Its rows."""
         values = self.values.made(budget)
-        starts = _whole(self.offsets, 1, budget)
-        lengths = None if self.lengths is None else _whole(self.lengths, 1, budget)
+        starts = self.offsets.made(budget)
+        lengths = None if self.lengths is None else self.lengths.made(budget)
         return jagged(values, starts, lengths, budget, axis=self.axis - 1)
 
 
@@ -155,11 +155,11 @@ class Nested(Node):
         flat = buffer.made(budget)
         if not flat.flags.c_contiguous:
             raise Malformed("the buffer of a nested tensor has gaps")
-        sizes, strides = (_whole(part, 2, budget) for part in self.parts[1:3])
-        offsets = _whole(self.parts[3], 1, budget)
+        sizes, strides, offsets = (part.made(budget) for part in self.parts[1:])
+        for part, ndim in ((sizes, 2), (strides, 2), (offsets, 1)):
+            _check_whole(part, ndim, budget)
         if flat.ndim != 1 or sizes.shape != strides.shape or len(sizes) != len(offsets):
             raise Malformed("the rows of a nested tensor have no sizes, strides or offsets")
-        budget.take(NODE_BYTES * len(offsets))
         rows = []
         for offset, size, stride in zip(
             offsets.tolist(), sizes.tolist(), strides.tolist(), strict=True
@@ -247,16 +247,17 @@ def jagged(
     axis: int = 0,
 ) -> list[NDArray[Any]]:
     """The rows of `values` that begin at `starts`, and end at the next, or after `lengths`."""
+    _check_whole(starts, 1, budget)
     begins, count = starts.tolist(), values.shape[axis]
     if lengths is None:
         ends = begins[1:]
         begins = begins[:-1]
     else:
+        _check_whole(lengths, 1, budget)
         if len(lengths) > len(begins):
             raise Malformed("a nested tensor has more lengths than offsets")
         begins = begins[: len(lengths)]
         ends = [begin + n for begin, n in zip(begins, lengths.tolist(), strict=True)]
-    budget.take(NODE_BYTES * len(begins))
     before = (slice(None),) * axis
     rows = []
     for begin, end in zip(begins, ends, strict=True):
@@ -266,15 +267,13 @@ def jagged(
     return rows
 
 
-def _whole(tensor: Tensor, ndim: int, budget: Budget) -> NDArray[Any]:
-    """Sizes or offsets, which become a list of integers."""
-    budget.take(64 * math.prod(tensor.size))
-    array = tensor.made(budget)
+def _check_whole(array: NDArray[Any], ndim: int, budget: Budget) -> None:
+    """Raises Refused for what is no array of sizes or offsets, or would be too long as a list."""
     if array.dtype.kind not in "iu" or array.ndim != ndim:
         raise Malformed(
             f"offsets or sizes of a nested tensor are {array.ndim}-dimensional {array.dtype}"
         )
-    return array
+    budget.take(NODE_BYTES * array.size)
 
 
 def _layout(offset: Any, size: Any, stride: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
