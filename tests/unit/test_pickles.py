@@ -1,5 +1,6 @@
 """What pickle.dump and torch.save write is read as Python and torch read it."""
 
+import gc
 import io
 import pickle
 import pickletools
@@ -32,7 +33,10 @@ from pickle_writer import (
 )
 
 from forkpoint import RolloutError
+from forkpoint.traces.pickle_machine import Machine
 from forkpoint.traces.pickles import load_pickle, load_torch
+from forkpoint.traces.plain_values import PlainValues
+from forkpoint.traces.torch_tensors import Storage, Tensor
 from stand_ins import data_proto
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -302,6 +306,22 @@ def test_arrays_are_views_of_the_file() -> None:
     for content in (pickle.dumps({"a": np.arange(9)}), archive(entries(table(a=tensor())))):
         array = loaded(content)["a"]
         assert array.base is not None and not array.flags.writeable
+
+
+@pytest.mark.parametrize("name", ["verl-batch.pkl", "trl-batch.pt"])
+def test_a_file_is_let_go_with_what_was_read_of_it(name: str) -> None:
+    """Its bytes may be as large as memory, so that they do not wait for a collection of cycles."""
+    content = (FIXTURES / name).read_bytes()
+    gc.collect()
+    gc.disable()
+    try:
+        found = loaded(content)
+        assert found
+        del found
+        kinds = (Machine, PlainValues, Storage, Tensor)
+        assert not [kept for kept in gc.get_objects() if type(kept) in kinds]
+    finally:
+        gc.enable()
 
 
 def test_a_limit_counts_what_copies_would_take() -> None:

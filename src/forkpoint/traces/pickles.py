@@ -135,11 +135,14 @@ class _File:
         self._where, self._kind = where, kind
         self._most_bytes = limit_bytes + _FILE_TIMES * len(content)
         self._budget = Budget(self._most_bytes)
-        self._names: Names = {**NAMES, "torch.storage._load_from_bytes": self._storage}
+
+    def _names(self) -> Names:
+        """The names of a pickle; not kept, so that they and this file do not hold each other."""
+        return {**NAMES, "torch.storage._load_from_bytes": self._storage}
 
     def pickle(self) -> Any:
         try:
-            machine = Machine(self._content, self._names, self._budget)
+            machine = Machine(self._content, self._names(), self._budget)
             value = machine.run()
             if machine.at != len(self._content):
                 raise Malformed(
@@ -155,7 +158,7 @@ class _File:
 
     def _torch(self, content: bytes) -> Plain:
         try:
-            value, shared = read_torch(content, self._where, self._names, self._budget)
+            value, shared = read_torch(content, self._where, self._names(), self._budget)
         except Refused as error:
             raise self._refusal(error) from None
         return self._plain(value, shared)

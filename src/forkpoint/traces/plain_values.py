@@ -117,25 +117,6 @@ class PlainValues:
         self._shared = shared
         self._inside = inside
         self._done: dict[int, tuple[Any, Plain] | None] = {}
-        self._makers: dict[type, Callable[[Any, str, int], Plain]] = {
-            list: self._list,
-            tuple: lambda value, where, depth: self._list(list(value), where, depth),
-            dict: self._dict,
-            set: self._set,
-            frozenset: self._set,
-            np.ndarray: lambda value, *_: (value, NODE_BYTES + value.nbytes),  # made before
-            Array: self._array,
-            Dtype: lambda value, *_: (str(value.made()), TEXT_BYTES),
-            Name: _named,
-            Tensor: self._tensor,
-            Jagged: self._rows,
-            Nested: self._rows,
-            Other: self._rows,
-            Consolidated: self._consolidated,
-            TensorDict: self._tensordict,
-            Fields: self._fields,
-            DataProto: self._data_proto,
-        }
 
     def value(self, value: Any, where: str, depth: int = 0) -> Plain:
         """The plain value of one that was described; lists and dicts are changed in place.
@@ -160,7 +141,7 @@ class PlainValues:
         return made
 
     def _made(self, value: Any, where: str, depth: int) -> Plain:
-        maker = self._makers.get(type(value))
+        maker = _MAKERS.get(type(value))
         if depth > MOST_DEPTH:
             raise RolloutError(
                 f"{where}: lists or dicts are nested more than {MOST_DEPTH} deep. Write each "
@@ -168,7 +149,7 @@ class PlainValues:
             )
         try:
             if maker is not None:
-                made = maker(value, where, depth)
+                made = maker(self, value, where, depth)
             elif isinstance(value, np.generic):
                 made = value, TEXT_BYTES + value.nbytes
             else:
@@ -183,6 +164,9 @@ class PlainValues:
 
     def _list(self, items: list[Any], where: str, depth: int) -> Plain:
         return items, CONTAINER_BYTES + self._items(items, items, where, depth)
+
+    def _tuple(self, items: tuple[Any, ...], where: str, depth: int) -> Plain:
+        return self._list(list(items), where, depth)
 
     def _items(self, items: list[Any], into: Any, where: str, depth: int) -> int:
         """Puts the plain value of each item at its position; gives what they take."""
@@ -234,6 +218,17 @@ class PlainValues:
         assert isinstance(array.data, list)
         taken = self._items(array.data, flat, where, depth)
         return flat.reshape(array.shape), NODE_BYTES + taken  # numpy lists objects in C's order
+
+    def _made_before(self, array: np.ndarray[Any, Any], *_: Any) -> Plain:
+        return array, NODE_BYTES + array.nbytes
+
+    def _dtype(self, dtype: Dtype, *_: Any) -> Plain:
+        return str(dtype.made()), TEXT_BYTES
+
+    def _name(self, name: Name, *_: Any) -> Plain:
+        if name.full not in DTYPE_NAMES:
+            raise Undescribed(f"a value is {name.full}, and not an object of it")
+        return name.full, TEXT_BYTES
 
     def _tensor(self, tensor: Tensor, *_: Any) -> Plain:
         array = tensor.made(self._budget)
@@ -375,11 +370,26 @@ def _shown(key: Any) -> str:
     return key if plain else short(key)
 
 
-def _named(name: Name, *_: Any) -> Plain:
-    if name.full not in DTYPE_NAMES:
-        raise Undescribed(f"a value is {name.full}, and not an object of it")
-    return name.full, TEXT_BYTES
-
-
 def _with_size(rows: list[Any]) -> Plain:
     return rows, CONTAINER_BYTES + sum(NODE_BYTES + row.nbytes for row in rows)
+
+
+_MAKERS: dict[type, Callable[[PlainValues, Any, str, int], Plain]] = {
+    list: PlainValues._list,
+    tuple: PlainValues._tuple,
+    dict: PlainValues._dict,
+    set: PlainValues._set,
+    frozenset: PlainValues._set,
+    np.ndarray: PlainValues._made_before,
+    Array: PlainValues._array,
+    Dtype: PlainValues._dtype,
+    Name: PlainValues._name,
+    Tensor: PlainValues._tensor,
+    Jagged: PlainValues._rows,
+    Nested: PlainValues._rows,
+    Other: PlainValues._rows,
+    Consolidated: PlainValues._consolidated,
+    TensorDict: PlainValues._tensordict,
+    Fields: PlainValues._fields,
+    DataProto: PlainValues._data_proto,
+}
