@@ -261,7 +261,7 @@ FIELDS: dict[str, tuple[bytes, str]] = {
     "an object of arguments": (
         call("torch._dynamo.decorators._DimRange", b"N"), "an object of 1 arguments"),
     "an object as a key": (
-        b"}" + call("torch._dynamo.decorators._DimRange") + b"Ns", "a key is <opaque>"),
+        b"}" + call("torch._dynamo.decorators._DimRange") + b"Ns", "an opaque is a key"),
     "a parameter of text": (
         call("torch._utils._rebuild_parameter", text("a"), b"N", b"N"), "a tensor is made of"),
     "a nested tensor of nothing": (

@@ -328,14 +328,14 @@ class Machine:
         items = self._since_mark()
         target = self._target(set)
         self._budget.take(ENTRY_BYTES * len(items))
-        check_keys(items, len(target))
+        check_keys(items, len(target), of_set=True)
         target.update(items)
         return at
 
     def _frozen_set(self, at: int) -> int:
         items = self._since_mark()
         self._budget.take(ENTRY_BYTES * len(items))
-        check_keys(items, 0)
+        check_keys(items, 0, of_set=True)
         self._stack.append(frozenset(items))
         return at
 

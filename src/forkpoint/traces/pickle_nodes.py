@@ -67,15 +67,23 @@ class Opaque(Node):
         """Takes any state, and forgets it."""
 
 
-def check_keys(keys: list[Any], present: int) -> None:
-    """Raises Malformed for keys that cannot be hashed, or that take too long."""
+def check_keys(keys: list[Any], present: int, *, of_set: bool = False) -> None:
+    """Raises Malformed for keys that cannot be hashed, or whose hashes take too long.
+
+    Args:
+        keys: the keys of a dict, or the items of a set.
+        present: how many entries the dict or set has already.
+        of_set: whether it is a set, which may hold objects of no use.
+    """
     numbered = present
     for key in keys:
         kind = type(key)
         if kind is str or kind is bytes:
             continue  # their hashes have a secret, so that they cannot be made to collide
         parts = key if kind is tuple and len(key) <= _MOST_PARTS else (key,)
-        if not all(type(p) in ATOMS or isinstance(p, np.generic | Opaque) for p in parts):
+        if not all(type(part) in ATOMS or isinstance(part, np.generic) for part in parts) and not (
+            of_set and kind is Opaque
+        ):
             raise Malformed(
                 f"{kind_of(key)} is a key; keys are text, numbers or short tuples of them"
             )

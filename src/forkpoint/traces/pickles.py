@@ -38,7 +38,7 @@ DATA_PROTO = 'torch.save({"batch": dict(data.batch.items()), "non_tensor_batch":
 )
 DEFAULT_LIMIT_BYTES = 512 << 20
 _FILE_TIMES = 4
-"""The bytes of a file are held once, copied once out of a pickle, and doubled as bfloat16."""
+"""Bytes are copied once out of a pickle, and become twice as many as bfloat16."""
 
 
 def _shell(kind: type[Shell]) -> Builder:
@@ -73,7 +73,7 @@ def _set(args: tuple[Any, ...], budget: Budget) -> set[Any]:
             return set()
         case (list(items),):
             budget.take(CONTAINER_BYTES + ENTRY_BYTES * len(items))
-            check_keys(items, 0)
+            check_keys(items, 0, of_set=True)
             return set(items)
     raise Malformed(f"a set is made of {len(args)} arguments")
 

@@ -174,10 +174,11 @@ class PlainValues:
         if kinds <= _ATOMS:
             if into is not items:
                 into[:] = items
-            texts = (
-                [item for item in items if type(item) in (str, bytes)] if kinds - _SCALARS else []
-            )
-            return TEXT_BYTES * len(items) + sum(map(len, texts))
+            size_bytes = SLOT_BYTES * len(items)
+            if kinds - _SCALARS:
+                lengths = (len(item) for item in items if type(item) in (str, bytes))
+                size_bytes += sum(TEXT_BYTES + length for length in lengths)
+            return size_bytes
         size_bytes = 0
         for position, item in enumerate(items):
             into[position], taken = self.value(item, where, depth + 1)
@@ -192,8 +193,6 @@ class PlainValues:
             size_bytes += ENTRY_BYTES
             if type(key) is str or type(key) is bytes:
                 size_bytes += len(key)
-            elif isinstance(key, Node):
-                raise Undescribed(f"a key is {short(key)}")
             if type(entry) is str:
                 size_bytes += TEXT_BYTES + len(entry)
             elif type(entry) not in _SCALARS:
