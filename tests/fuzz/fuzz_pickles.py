@@ -126,7 +126,8 @@ def work(folder: Path, first: int, step: int, count: int, seed: int) -> None:
         outcome, fault = read(path, watch)
         signal.alarm(0)
         line = {"index": index, "outcome": outcome, "fault": fault}
-        line["growth_bytes"] = _peak_bytes() - before
+        line["peak_bytes"] = _peak_bytes()
+        line["growth_bytes"] = line["peak_bytes"] - before
         line["seconds"] = time.perf_counter() - began
         print(json.dumps(line), flush=True)
 
@@ -195,12 +196,14 @@ class Tally:
         self.outcomes: Counter[str] = Counter()
         self.faults: list[dict[str, Any]] = []
         self.growth_bytes = 0
+        self.peak_bytes = 0
         self.slowest_seconds = 0.0
         self.seconds = 0.0
 
     def add(self, line: dict[str, Any]) -> None:
         self.outcomes[line["outcome"]] += 1
         self.growth_bytes = max(self.growth_bytes, line.get("growth_bytes", 0))
+        self.peak_bytes = max(self.peak_bytes, line.get("peak_bytes", 0))
         self.slowest_seconds = max(self.slowest_seconds, line.get("seconds", 0.0))
         if line["fault"]:
             self.faults.append(line)
@@ -211,6 +214,7 @@ class Tally:
             "outcomes": dict(self.outcomes.most_common()),
             "faults": self.faults,
             "growth_bytes": self.growth_bytes,
+            "peak_bytes": self.peak_bytes,
             "slowest_seconds": round(self.slowest_seconds, 3),
             "seconds": round(self.seconds, 1),
         }
@@ -238,6 +242,7 @@ def fuzz(count: int, seed: int, workers: int, command: tuple[str, ...] = (__file
         whole.outcomes += tally.outcomes
         whole.faults += tally.faults
         whole.growth_bytes = max(whole.growth_bytes, tally.growth_bytes)
+        whole.peak_bytes = max(whole.peak_bytes, tally.peak_bytes)
         whole.slowest_seconds = max(whole.slowest_seconds, tally.slowest_seconds)
     if whole.growth_bytes > MOST_GROWTH_BYTES:
         whole.faults.append({"outcome": "growth", "fault": f"{whole.growth_bytes} bytes"})

@@ -139,7 +139,7 @@ def archive(content: dict[str, bytes] | list[tuple[str, bytes]], method: int = 0
     with warnings.catch_warnings(), zipfile.ZipFile(file, "w", method) as made:
         warnings.simplefilter("ignore")  # of an entry that is there twice
         for path, raw in content.items() if isinstance(content, dict) else content:
-            made.writestr(path, raw)
+            made.writestr(zipfile.ZipInfo(path), raw, method)  # of a fixed date
     return file.getvalue()
 
 
