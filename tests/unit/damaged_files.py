@@ -206,15 +206,15 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "a pickle of a tensor that inflates": (in_storage, ["x.pkl: ", "data/0 in it declares 33"]),
     "an array of objects that are not there": (
         lambda f: pickled(f, {"uid": huge_array(object, ["a"])}),
-        ["x.pkl", "134217728 entries of object, and there are 1'"]),
+        ["x.pkl", "134217728 entries of object, and there are 1."]),
     "an array of objects in torch": (
         lambda f: write_torch(f / "x.pt", {"uid": huge_array(object, ["a"])}),
-        ["x.pt", "134217728 entries of object, and there are 1'"]),
+        ["x.pt", "134217728 entries of object, and there are 1."]),
     "an array of numbers that are not there": (
         lambda f: pickled(f, {"prompt_ids": huge_array(np.int64, bytes(8))}), ["there are 1"]),
     "an array of bytes that would be objects": (
         lambda f: pickled(f, {"uid": huge_array(object, bytes(2**20))}),
-        ["x.pkl", "134217728 entries of object, and there are 131072'"]),
+        ["x.pkl", "134217728 entries of object, and there are 131072."]),
     "an array that begins large": (lambda f: pickled(f, {"prompt_ids": huge_array(
         np.int64, bytes(8), begin=(2**27,))}), ["begins with the shape (134217728,)"]),
     "an array made by its class": (lambda f: pickled(f, {"prompt_ids": Made(
@@ -263,7 +263,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "no completion mask": (edited(TRL, without("completion_mask")), ["is of no format"]),
     "no advantages": (edited(TRL, without("advantages")), ["there is no advantages"]),
     "ids of floats": (edited(TRL, lambda t: t.update(
-        completion_ids=t["completion_ids"].astype(float))), ["completion_ids[0]", "float32"]),
+        completion_ids=t["completion_ids"].astype(float))), ["completion_ids[0]", "float64"]),
     "ids of NaN": (edited(TRL, at("completion_ids", 0, np.nan, float)), ["completion_ids[0]"]),
     "ids of one dimension too many": (edited(TRL, lambda t: t.update(
         completion_ids=t["completion_ids"][..., None])), ["completion_ids is 6 x 1"]),
@@ -276,6 +276,13 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
                                     ["position_ids"]),
     "a packed column too short": (edited(dumps.prime_rl_microbatch, lambda t: t.update(
         loss_mask=t["loss_mask"][:-1])), ["loss_mask has"]),
+    "a part of a batch that is no dict": (
+        lambda f: pickled(f, {"batch": TRL(truth()), "meta_info": np.ones(2)}),
+        ["x.pkl: meta_info is array", "it takes a dict"]),
+    "keys that are no text": (edited(VERL, lambda t: t.update({1: t.pop("attention_mask")})),
+                              ["there is no attention_mask; the record has [1, 'advantages'"]),
+    "a signalling NaN": (edited(TRL, lambda t: t["old_per_token_logps"].view(np.uint32).fill(
+        0x7FA00000)), ["x.pt, row 0: ", "old_logprobs[5] is nan"]),
     "things that are no batch": (lambda f: write_torch(f / "x.pt", [1, 2]), ["item 0: is 1"]),
     "a tensor alone": (lambda f: write_torch(f / "x.pt", torch.ones(3)), ["a batch is a dict"]),
     "unknown keys": (lambda f: write_json(f / "x.jsonl", [{"text": "a"}]),

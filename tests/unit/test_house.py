@@ -29,7 +29,7 @@ CORE = {
     "losses": {"rollouts", "errors"},
     "engine": {"ops", "losses", "plan", "forest", "rollouts", "config", "errors"},
 }
-WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine", "traces"}
+WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine"}
 LIBRARIES_OF_HOSTS = {"transformers", "peft", "accelerate", "trl", "verl", "torchtitan"}
 TORCH_AND_HOSTS = {"torch", *LIBRARIES_OF_HOSTS}
 
@@ -120,8 +120,10 @@ except SystemExit as end:
         PLAN,
         COMMAND.replace("ARGUMENTS", '"--help"'),
         PLAN + COMMAND.replace("ARGUMENTS", '"plan", "rollouts.jsonl"'),
+        COMMAND.replace("ARGUMENTS", f'"plan", {str(ROOT / "tests/fixtures/trl-batch.pt")!r}'),
+        COMMAND.replace("ARGUMENTS", f'"plan", {str(ROOT / "tests/fixtures/verl-batch.pkl")!r}'),
     ],
-    ids=["import", "make_plan", "--help", "plan"],
+    ids=["import", "make_plan", "--help", "plan", "plan of a torch file", "plan of a pickle"],
 )
 def test_runs_without_torch(code: str, tmp_path: Path) -> None:
     """Measured in a new interpreter, since imports of imports count too."""

@@ -1,6 +1,6 @@
 """Rollouts as trainers write them, and traces of training: recorded by any loop, read by batch.
 
-Imports no torch, which is imported when a torch file is read.
+Imports no torch; torch files are read without it.
 """
 
 from forkpoint.traces.formats import FORMATS as FORMATS

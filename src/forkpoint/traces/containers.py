@@ -1,7 +1,7 @@
 """Files of records: JSON lines, parquet, safetensors, torch files and pickles, told by content.
 
-Each gives the tables or samples that it holds, with where each stands. Imports no torch unless a
-torch file is read, and pyarrow only for parquet.
+Each gives the tables or samples that it holds, with where each stands. Imports no torch, and
+pyarrow only for parquet.
 """
 
 from collections.abc import Iterator, Mapping
@@ -120,14 +120,15 @@ def _tables(value: Any, where: str) -> Iterator[Part]:
     elif isinstance(value, Mapping) and isinstance(value.get("rollout_data"), Mapping):
         yield where, value["rollout_data"]  # slime's train data, before it wrote samples
     elif isinstance(value, Mapping) and isinstance(value.get("batch"), Mapping):
-        yield (
-            where,
-            {
-                **(value.get("meta_info") or {}),
-                **value["batch"],
-                **(value.get("non_tensor_batch") or {}),
-            },
-        )
+        table: dict[str, Any] = {}
+        for name in (SHARED, "batch", "non_tensor_batch"):
+            part = value.get(name)
+            if part is not None and not isinstance(part, Mapping):
+                message = f"{name} is {short(part)}; it takes a dict of the batch's fields."
+                yield where, RecordError(where, name, message)
+                return
+            table.update(part or {})
+        yield where, table
     elif isinstance(value, Mapping):
         yield where, value
     else:

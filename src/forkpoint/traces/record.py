@@ -91,9 +91,10 @@ class Record:
         """Numbers [length], as many as there are of `of`, or None where there are none."""
         if not self.has(name):
             return None
-        array = self._vector(name, "iuf", "numbers").astype(np.float64)
+        array = self._vector(name, "iuf", "numbers")
         self._check_length(name, array, length, of)
-        return array
+        with np.errstate(invalid="ignore"):  # of signalling NaN, which Rollout refuses
+            return array.astype(np.float64)
 
     def number(self, name: str) -> float | None:
         """A finite number, or None where there is none; an array of one is its number."""
@@ -139,7 +140,7 @@ class Record:
     def _vector(self, name: str, kinds: str, what: str) -> Array:
         if not self.has(name):
             raise self.fail(
-                name, f"there is no {name}; the record has {short(sorted(self.values))}."
+                name, f"there is no {name}; the record has {short(sorted(self.values, key=str))}."
             )
         value = self.values[name]
         if isinstance(value, list) and any(isinstance(v, bool) for v in value) and "b" not in kinds:

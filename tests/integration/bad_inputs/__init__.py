@@ -10,6 +10,7 @@ from bad_inputs.losses import LOSSES
 from bad_inputs.model_files import MODEL_FILES
 from bad_inputs.models import MODELS
 from bad_inputs.options import OPTIONS
+from bad_inputs.pickles import PICKLES
 from bad_inputs.plans import KERNELS, PLANS
 from bad_inputs.rollouts import ROLLOUTS
 from bad_inputs.states import STATES
@@ -17,6 +18,7 @@ from bad_inputs.traces import TRACES
 
 TOPICS: dict[str, tuple[Kind, ...]] = {
     "Files of rollouts": FILES,
+    "Pickles and torch files": PICKLES,
     "Rollouts and batches": ROLLOUTS,
     "Options": OPTIONS,
     "Arguments of the command line": ARGUMENTS,
