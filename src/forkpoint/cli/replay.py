@@ -30,7 +30,6 @@ from forkpoint.errors import ConfigError
 from forkpoint.replay.folder import ReplayFolder
 from forkpoint.replay.rates import Rate
 from forkpoint.rollouts import RolloutBatch
-from forkpoint.traces import open_trace
 from forkpoint.traces.trace import is_trace
 
 if TYPE_CHECKING:
@@ -195,7 +194,8 @@ class Replay:
             return None
         unused = [name for name, value in options(self.selection).items() if value is not None]
         given = options(self.reading)
-        unused += [name for name, value in options(Reading()).items() if given[name] != value]
+        usual = options(Reading(memory_limit=self.reading.memory_limit))
+        unused += [name for name, value in usual.items() if given[name] != value]
         unused += ["limit"] if self.limit is not None else []
         unused += ["groups_per_step"] if self.training.groups_per_step != 1 else []
         if unused:
@@ -203,8 +203,9 @@ class Replay:
                 f"{self.file} is a trace, whose batches are replayed as they are: "
                 f"{', '.join(unused)} has no meaning here. Leave it out."
             )
-        show_source(self.reading.open(self.file, None), out)
-        return open_trace(self.file)
+        source = self.reading.open(self.file, None)
+        show_source(source, out)
+        return source.trace
 
     def _batches(
         self, trace: "Trace | None", batch: RolloutBatch | None
