@@ -5,10 +5,11 @@ whatever the ratio: deflate gives at most 1,032 bytes for one, and zstd 128 KiB 
 """
 
 import gzip
+import re
 import zlib
 from collections.abc import Callable, Iterator
-from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
@@ -16,6 +17,7 @@ from forkpoint.errors import RolloutError
 from forkpoint.traces.limits import MIB, MemoryLimit, shown
 
 BLOCK_BYTES = 1 << 18
+_NOT_BLANK = re.compile(rb"\S[^\n]*")
 GZIP_PIECE_BYTES = 1 << 12
 ZSTD_PIECE_BYTES = 1 << 9
 GZIP_MAGIC = b"\x1f\x8b"
@@ -28,12 +30,7 @@ _USUAL_WINDOW_BYTES = 128 * MIB
 _LARGEST_WINDOW_BYTES = 1 << 31
 
 
-def open_blocks(path: Path) -> BufferedReader:
-    """The file, for `blocks`."""
-    return path.open("rb", buffering=BLOCK_BYTES)
-
-
-def blocks(file: BufferedReader, path: Path, memory: MemoryLimit) -> Iterator[bytes]:
+def blocks(file: Any, path: Path, memory: MemoryLimit) -> Iterator[bytes]:
     """The content of a file, decompressed, in blocks of at most a few MiB.
 
     Raises RolloutError, naming the file, where it is cut short, damaged, compressed twice, inflates
@@ -63,7 +60,7 @@ def blocks(file: BufferedReader, path: Path, memory: MemoryLimit) -> Iterator[by
         ) from None
 
 
-def _gzip(file: BufferedReader) -> Iterator[bytes]:
+def _gzip(file: Any) -> Iterator[bytes]:
     rest = b""
     while True:
         # Members may be followed by zeros, as on tapes.
@@ -84,7 +81,7 @@ def _gzip(file: BufferedReader) -> Iterator[bytes]:
                 raise EOFError("Compressed file ended before the end-of-stream marker was reached")
 
 
-def _zstd(file: BufferedReader, path: Path, memory: MemoryLimit) -> Iterator[bytes]:
+def _zstd(file: Any, path: Path, memory: MemoryLimit) -> Iterator[bytes]:
     # Not zstandard's stream_reader: it takes a file that is cut short for a complete one.
     largest = min(_LARGEST_WINDOW_BYTES, max(_USUAL_WINDOW_BYTES, memory.limit_bytes // 4))
     decompressor = zstandard.ZstdDecompressor(max_window_size=largest)
@@ -122,22 +119,30 @@ def lines(
     `cost` says how many bytes the caller's use of a line takes, the line included; they are charged
     to `memory` while it is used.
     """
-    number = 0
+    number = 0  # of the line that is begun, less one
     begun = bytearray()  # a line over several blocks: it may be a whole batch
-    with open_blocks(path) as file:
+    with path.open("rb", buffering=BLOCK_BYTES) as file:
         for block in blocks(file, path, memory):
             with memory.holding(len(block), "decompressed content"):
                 at = 0
-                while (end := block.find(b"\n", at)) >= 0:
-                    number += 1
-                    line: bytes | bytearray = block[at:end]
-                    if begun:
-                        begun += line
-                        line, begun = begun, bytearray()
-                    at = end + 1
-                    if line and not line.isspace():
+                if begun and (at := block.find(b"\n") + 1):
+                    begun += memoryview(block)[: at - 1]
+                    number, line, begun = number + 1, begun, bytearray()
+                    if not line.isspace():
                         with memory.holding(cost(line), f"line {number}"):
                             yield number, line
+                    del line
+                last = block.rfind(b"\n") + 1
+                # From the first byte that is not blank to the end of its line.
+                for found in _NOT_BLANK.finditer(block, at, last):
+                    number += block.count(b"\n", at, found.start()) + 1
+                    begin = max(at, block.rfind(b"\n", at, found.start()) + 1)
+                    line, at = block[begin : found.end()], found.end() + 1
+                    with memory.holding(cost(line), f"line {number}"):
+                        yield number, line
+                    del line
+                if last > at:
+                    number, at = number + block.count(b"\n", at, last), last
                 held = (len(begun) + len(block) - at) * 9 // 8  # which a bytearray takes at most
                 if held > memory.left_bytes:
                     raise memory.refusal(held, f"line {number + 1}, which has no end so far,")

@@ -220,9 +220,9 @@ def tree_bytes(value: Any) -> int:
     return count
 
 
-# What CPython 3.11 to 3.14 take at most for what a character of JSON begins or separates: a place in
-# a list, a number, a list with room for its first items, a dict with what it is made of, one pair
-# of it, and half a string.
+# What CPython 3.11 to 3.14 take at most for what a character of JSON begins or separates: a place
+# in a list, a number, a list with room for its first items, a dict with what it is made of, one
+# pair of it, and half a string.
 _SMALL_LINE = 1 << 14
 _CHARACTER = 48
 _PLACE, _NUMBER, _LIST, _DICT, _PAIR, _QUOTE = 9, 32, 112, 260, 200, 33

@@ -149,9 +149,9 @@ class Lines:
             with self._memory.holding(json_bytes(later), "a line of the manifest"):
                 found = _claimed(later)
             checksum = claimed.get("checksum")
-            if lines == 1 and isinstance(checksum, str) and found.get("previous") == checksum:
-                if "has been changed" in str(error):
-                    raise error
+            follows = isinstance(checksum, str) and found.get("previous") == checksum
+            if lines == 1 and follows and "has been changed" in str(error):
+                raise error
             batches.add(found.get("batch"))
             lines += 1
         return Broken(str(error), lines, frozenset(n for n in batches if type(n) is int))

@@ -13,7 +13,7 @@ import numpy as np
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts import short
-from forkpoint.traces.limits import KIB, MemoryLimit, shown
+from forkpoint.traces.limits import KIB, MemoryLimit
 from forkpoint.traces.parquet_pages import (
     DATA_PAGE,
     DATA_PAGE_V2,
@@ -31,8 +31,8 @@ _ROWS = 1024
 _TAIL_BYTES = 8
 _FEW_COLUMNS = 1_000
 _BUFFER_BYTES = 1 << 16
-# Measured with pyarrow 26: 2.2 KiB an element of a schema to open a file, and 6 KiB a column to read
-# a row group.
+# Measured with pyarrow 26: 2.2 KiB an element of a schema to open a file, and 6 KiB a column to
+# read a row group.
 _ELEMENT_BYTES = 3 * KIB
 _COLUMN_BYTES = 8 * KIB
 _FOOTER_TIMES = 32
@@ -127,7 +127,8 @@ class _File:
                     for batch in file.iter_batches(
                         batch_size=_ROWS, row_groups=[number], use_threads=False
                     ):
-                        columns = [self._column(*pair) for pair in zip(self.names, batch.columns)]
+                        named = zip(self.names, batch.columns, strict=True)
+                        columns = [self._column(name, column) for name, column in named]
                         for values in zip(*columns, strict=True):
                             yield dict(zip(self.names, values, strict=True))
 

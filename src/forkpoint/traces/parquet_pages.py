@@ -1,8 +1,9 @@
 """What the pages of a parquet file declare, read from their headers before any is decompressed.
 
-The metadata at the end of a file says how many values a column has and how many bytes they take, but
-a reader allocates by the headers of the pages, which may say something else. Headers are structs in
-Thrift's compact protocol: https://parquet.apache.org/docs/file-format/data-pages. Imports no torch.
+The metadata at the end of a file says how many values a column has and how many bytes they take,
+but a reader allocates by the headers of the pages, which may say something else. Headers are
+structs in Thrift's compact protocol: https://parquet.apache.org/docs/file-format/data-pages.
+Imports no torch.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any
 DATA_PAGE, _INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = range(4)
 DICTIONARY_ENCODINGS = (2, 8)
 DELTA_BYTE_ARRAY = 7
+_COUNTS = {DATA_PAGE: 5, DICTIONARY_PAGE: 7, DATA_PAGE_V2: 8}
+"""The field of a header that has the counts of each kind of page."""
 _MOST_DEPTH = 8
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
 
@@ -42,7 +45,7 @@ def pages(content: memoryview, begin: int, end: int) -> Iterator[Page]:
         try:
             header, begin = _struct(content, at, end, 0)
             kind, content_bytes, stored = header[1], header[2], header[3]
-            counts = header.get({DATA_PAGE: 5, DICTIONARY_PAGE: 7, DATA_PAGE_V2: 8}.get(kind), {})
+            counts = header.get(_COUNTS.get(kind, 0), {})
             encoding = counts.get(4 if kind == DATA_PAGE_V2 else 2, 0)
             values = counts.get(1, 0)
         except (KeyError, IndexError, AttributeError):

@@ -19,7 +19,6 @@ Array = NDArray[Any]
 _MOST_SHOWN = 80
 _MOST_KEYS = 1_000
 _MOST_NESTED = 4
-_MOST_BITS = 64
 
 
 class RecordError(RolloutError):
@@ -131,9 +130,10 @@ class Record:
                 value = value.reshape(()).item()
             elif isinstance(value, list | tuple) and len(value) == 1:
                 value = value[0]
-        if _kind(type(value)) in "biuf":
+        scalar: Any = value
+        if _kind(type(scalar)) in "biuf":
             try:
-                number = float(value)
+                number = float(scalar)
             except OverflowError:  # a whole number of hundreds of digits
                 number = np.inf
             if np.isfinite(number):
@@ -172,10 +172,10 @@ class Record:
             value = value.item()
         if value is None or isinstance(value, str):
             return value
-        if isinstance(value, int) and not isinstance(value, bool):
-            # Python writes no number of thousands of digits, and none is a name.
-            if value.bit_length() <= _MOST_BITS:
-                return str(value)
+        if isinstance(value, int) and not isinstance(value, bool | np.ndarray):
+            digits = short(value)  # Python writes no number of thousands of digits: none is a name
+            if digits.lstrip("-").isdigit():
+                return digits
         raise self.fail(name, f"{name} is {_short(value)}; it takes text or a whole number.")
 
     def refuse_media(self, *names: str) -> None:

@@ -105,8 +105,8 @@ def decode(
 
 def _no_batch(where: str, problem: str) -> TraceError:
     return TraceError(
-        f"{where} is no batch of a trace: {problem.rstrip('.')}. Take a copy of the trace as it was "
-        "recorded."
+        f"{where} is no batch of a trace: {problem.rstrip('.')}. Take a copy of the trace as it "
+        "was recorded."
     )
 
 
