@@ -110,12 +110,13 @@ def _gather_extras(record: dict[str, Any]) -> dict[str, Any]:
 def _all_finite(value: object) -> bool:
     """Whether no number in a tree of dicts and lists is NaN or infinite."""
     waiting = [value]
+    seen: set[int] = set()  # a list of a pickle may hold another one many times
     while waiting:
         item = waiting.pop()
-        if isinstance(item, dict):
-            waiting.extend(item.values())
-        elif isinstance(item, list):
-            waiting.extend(item)
+        if isinstance(item, dict | list):
+            if id(item) not in seen:
+                seen.add(id(item))
+                waiting.extend(item.values() if isinstance(item, dict) else item)
         elif isinstance(item, float) and not math.isfinite(item):
             return False
     return True
@@ -150,13 +151,14 @@ def check_extras(rollout: Rollout, position: int) -> None:
     """
     try:
         text = json.dumps(rollout.extras, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        same = json.loads(text) == rollout.extras
+    except (TypeError, ValueError, RecursionError) as error:
         raise RolloutError(
             f"{_named(rollout, position)}: extras {short(rollout.extras)} cannot be written as "
             f"JSON: {error}. Keep only text, finite numbers, booleans, None, lists and dicts "
             "with text keys in extras."
         ) from None
-    if json.loads(text) != rollout.extras:
+    if not same:
         raise RolloutError(
             f"{_named(rollout, position)}: extras {short(rollout.extras)} would come back from "
             "JSON changed. Keep only lists (no tuples) and dicts with text keys in extras."

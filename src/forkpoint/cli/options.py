@@ -51,6 +51,9 @@ Unlimited = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default:
 Chosen = Annotated[
     int | None, WholeNumber, arg(help_behavior_hint="(default: chosen by the planner)")
 ]
+MemoryText = DisallowNone[
+    Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: by the file)")]
+]
 Measured = DisallowNone[
     Annotated[
         Path | None,
@@ -164,9 +167,7 @@ class Reading:
     tokenizer: DisallowNone[
         Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")]
     ] = None
-    memory_limit: DisallowNone[
-        Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: by the file)")]
-    ] = None
+    memory_limit: MemoryText = None
 
     def open(self, file: Path, limit: int | None) -> RolloutFile:
         source = open_rollouts(

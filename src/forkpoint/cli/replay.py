@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from tyro.conf import DisallowNone, arg
@@ -26,6 +27,7 @@ from forkpoint.cli.options import (
 )
 from forkpoint.cli.output import Output, options, plain
 from forkpoint.cli.selection import Selection
+from forkpoint.cli.work import check_work
 from forkpoint.errors import ConfigError
 from forkpoint.replay.folder import ReplayFolder
 from forkpoint.replay.rates import Rate
@@ -133,6 +135,10 @@ class Replay:
         )
         trace = self._trace(out)
         batch = None if trace else self.selection.load(self.file, self.limit, self.reading, out)
+        if batch is not None:
+            first = batch.groups()[: max(1, training.steps * training.groups_per_step)]
+            lengths = batch.lengths[np.concatenate(first)]
+            check_work(lengths, self.file, self.model, self.reading)
         with out.waiting("making the model"):
             from forkpoint.bench.rows import environment
             from forkpoint.cli.environment import versions

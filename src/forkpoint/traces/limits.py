@@ -142,7 +142,7 @@ class MemoryLimit:
     def keep(self, rollout: Rollout) -> int:
         """Charge a rollout that the caller keeps, with what the caller needs for it, and return how
         many bytes that is. `let_go` gives them back."""
-        count = bytes_of(rollout)
+        count = bytes_of(rollout, self.left_bytes)
         if self.token_bytes:  # the caller makes batches, which copy the arrays
             count += count + self.rollout_bytes + self.token_bytes * len(rollout)
         self.hold(count, f"rollouts, of which {shown(self._kept_bytes)} are kept already,")
@@ -191,21 +191,22 @@ def _s(what: str) -> str:
     return "" if what.startswith("rollouts") else "s"
 
 
-def bytes_of(rollout: Rollout) -> int:
-    """Bytes that a rollout takes in memory, extras included."""
+def bytes_of(rollout: Rollout, most: int) -> int:
+    """Bytes that a rollout takes in memory, extras included; of more than `most`, a part."""
     count = ROLLOUT_BYTES
     for name in Rollout.__slots__:
         value = getattr(rollout, name)
         if isinstance(value, np.ndarray):
             count += value.nbytes
-    return count if rollout.extras is None else count + tree_bytes(rollout.extras)
+    return count if rollout.extras is None else count + tree_bytes(rollout.extras, most)
 
 
-def tree_bytes(value: Any) -> int:
-    """Bytes of a tree of Python objects; what several places of it share is counted once."""
+def tree_bytes(value: Any, most: int) -> int:
+    """Bytes of a tree of Python objects; what several places of it share is counted once. Of more
+    than `most` bytes only a part is counted, which is more than `most` as well."""
     seen: set[int] = set()
     waiting, count = [value], 0
-    while waiting:
+    while waiting and count <= most:
         item = waiting.pop()
         if isinstance(item, Mapping | list | tuple | np.ndarray):
             if id(item) in seen:

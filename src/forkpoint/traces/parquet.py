@@ -4,6 +4,7 @@ Dictionaries stay dictionaries: a value that a million rows repeat is one object
 pyarrow is imported when a file is read.
 """
 
+import itertools
 import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ _ROWS = 1024
 _TAIL_BYTES = 8
 _FEW_COLUMNS = 1_000
 _BUFFER_BYTES = 1 << 16
+_BUNDLE_BYTES = 1 << 25
 # Measured with pyarrow 26: 2.2 KiB an element of a schema to open a file, and 6 KiB a column to
 # read a row group.
 _ELEMENT_BYTES = 3 * KIB
@@ -85,6 +87,10 @@ def _footer_bytes(content: memoryview) -> int:
     return _FOOTER_TIMES * length + _ELEMENT_BYTES * schema_elements(footer)
 
 
+def _named(groups: list[int]) -> str:
+    return f"row group {groups[0]}" if len(groups) == 1 else f"row groups {groups[0]} and on"
+
+
 class _File:
     def __init__(self, path: Path, content: memoryview, memory: MemoryLimit) -> None:
         from pyarrow.parquet import ParquetFile
@@ -118,19 +124,40 @@ class _File:
     def records(self) -> Iterator[Mapping[str, Any]]:
         read = given = 0
         with self.open() as file:
-            for number in range(self.metadata.num_row_groups):
-                group = self.metadata.row_group(number)
-                needed, decoded, stored = self._needed(number, group)
-                read, given = read + stored, given + decoded
+            for groups, needed in self._bundles():
+                for number in groups:
+                    decoded, stored = self._sizes[number]
+                    read, given = read + stored, given + decoded
                 self.memory.check_inflation(read, given, "values")
-                with self.memory.holding(needed, f"row group {number}, decompressed,"):
+                with self.memory.holding(needed, f"{_named(groups)}, decompressed,"):
                     for batch in file.iter_batches(
-                        batch_size=_ROWS, row_groups=[number], use_threads=False
+                        batch_size=_ROWS, row_groups=groups, use_threads=False
                     ):
                         named = zip(self.names, batch.columns, strict=True)
                         columns = [self._column(name, column) for name, column in named]
                         for values in zip(*columns, strict=True):
                             yield dict(zip(self.names, values, strict=True))
+
+    def _bundles(self) -> Iterator[tuple[list[int], int]]:
+        """Row groups that are read together, small ones several at a time, and the bytes that they
+        need at most."""
+        held: list[int] = []
+        rows = needed = 0
+        self._sizes: dict[int, tuple[int, int]] = {}
+        for number in range(self.metadata.num_row_groups):
+            group = self.metadata.row_group(number)
+            if not group.num_rows:
+                continue
+            more, *sizes = self._needed(number, group)
+            if held and (needed + more > _BUNDLE_BYTES or rows >= _ROWS):
+                yield held, needed
+                held, rows, needed = [], 0, 0
+                self._sizes.clear()
+            self._sizes[number] = sizes[0], sizes[1]
+            held.append(number)
+            rows, needed = rows + group.num_rows, needed + more
+        if held:
+            yield held, needed
 
     def _column(self, name: str, column: Any) -> list[Any]:
         try:
@@ -153,11 +180,25 @@ class _File:
             if begin < 0 or size < 0 or begin + size > len(self.content):
                 raise ValueError(f"{leaf.path} of row group {number} lies outside the file")
             found = list(pages(self.content, begin, begin + size))
+            _check_dictionary(leaf, found)
             cost = _cost(leaf, found, group.num_rows)
             needed, decoded, stored = needed + cost[0], decoded + cost[1], stored + size
         if stored > self.memory.disk_bytes:
             raise ValueError(f"the columns of row group {number} overlap")
         return needed, decoded, stored
+
+
+def _check_dictionary(leaf: Any, found: list[Page]) -> None:
+    """Raises ValueError where a dictionary declares more values than it has bytes for."""
+    width = _WIDTHS.get(leaf.physical_type, 4)  # text has its length before it
+    if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        width = max(1, leaf.length)
+    for page in found:
+        if page.kind == DICTIONARY_PAGE and page.values * width > page.content_bytes:
+            raise ValueError(
+                f"the dictionary of {leaf.path} declares {page.values} values in "
+                f"{page.content_bytes} bytes"
+            )
 
 
 def _cost(leaf: Any, found: list[Page], count: int) -> tuple[int, int]:
@@ -178,7 +219,7 @@ def _cost(leaf: Any, found: list[Page], count: int) -> tuple[int, int]:
     largest = max((page.content_bytes for page in data), default=0)
     batches = -(-count // _ROWS) if leaf.physical_type == "BYTE_ARRAY" else 1
     values = sum(page.values for page in data)
-    decoded = batches * dictionary + values * max(width, objects)
+    decoded = batches * dictionary + values * (width if numbers else _OBJECT_BYTES)
     return _COLUMN_BYTES + 3 * dictionary + 2 * largest + most, decoded
 
 
@@ -230,7 +271,11 @@ def values_of(column: Any) -> list[Any]:
             None if lost else dict(zip(names, row, strict=True))
             for row, lost in zip(rows, missing, strict=True)
         ]
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+    if types.is_map(kind):
+        pairs = list(zip(values_of(column.keys), values_of(column.items), strict=True))
+        ends = column.offsets.to_numpy().tolist()
+        return _rows(pairs, ends, column)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _lists(column)
     return column.to_pylist()
 
@@ -238,19 +283,24 @@ def values_of(column: Any) -> list[Any]:
 def _lists(column: Any) -> list[Any]:
     from pyarrow import types
 
-    ends = np.cumsum(_array(column.value_lengths().fill_null(0)))
-    missing = _array(column.is_null()).tolist()
+    if types.is_fixed_size_list(column.type):
+        lengths = np.where(_array(column.is_null()), 0, column.type.list_size)
+    else:
+        lengths = _array(column.value_lengths().fill_null(0))
+    ends = [0, *np.cumsum(lengths).tolist()]
     flat = column.flatten()
     items = flat.type
-    if types.is_integer(items) or types.is_floating(items) or types.is_boolean(items):
-        rows: list[Any] = np.split(_array(flat), ends[:-1].tolist()) if len(ends) else []
-    else:
-        values = values_of(flat)
-        if types.is_map(column.type):
-            values = [tuple(pair.values()) for pair in values]
-        begins = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-        rows = [values[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
-    return [None if lost else row for row, lost in zip(rows, missing, strict=True)]
+    numbers = types.is_integer(items) or types.is_floating(items) or types.is_boolean(items)
+    return _rows(_array(flat) if numbers else values_of(flat), ends, column)
+
+
+def _rows(items: Any, ends: list[int], column: Any) -> list[Any]:
+    """The items of each row, None for what is missing; row n ends at `ends[n + 1]`."""
+    missing = _array(column.is_null()).tolist()
+    return [
+        None if lost else items[begin:end]
+        for (begin, end), lost in zip(itertools.pairwise(ends), missing, strict=True)
+    ]
 
 
 def _array(values: Any) -> np.ndarray:

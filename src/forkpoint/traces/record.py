@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
+from reprlib import Repr
 from typing import Any
 
 import numpy as np
@@ -245,24 +246,39 @@ class Record:
             raise self.fail(name, f"{name} has {len(array)} entries, but {of} has {length}.")
 
 
+class _Shown(Repr):
+    """Values as messages show them, without writing out what is large."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        return short(x)
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return short(x) if len(x) <= _MOST_SHOWN else f"{len(x)} bytes"
+
+    def repr_ndarray(self, x: Array, level: int) -> str:
+        if x.dtype == object or x.size > _MOST_SHOWN:
+            return f"an array of {_shape(x)} of {x.dtype}"
+        return short(x)
+
+
+_SHOWN = _Shown()
+_SHOWN.maxlevel = 3  # six items of six items of six items are enough
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = _MOST_SHOWN
+
+
 def named(name: Any) -> str:
     """A key as messages show it."""
-    return name if isinstance(name, str) and len(name) <= _MOST_SHOWN else short(name)
+    return name if isinstance(name, str) and len(name) <= _MOST_SHOWN else _SHOWN.repr(name)
 
 
 def _short(value: Any) -> str:
-    """A value as messages show it, without writing out what is large."""
-    if isinstance(value, np.ndarray) and (value.dtype == object or value.size > _MOST_SHOWN):
-        return f"an array of {_shape(value)} of {value.dtype}"
-    if isinstance(value, bytes | bytearray) and len(value) > _MOST_SHOWN:
-        return f"{len(value)} bytes"
-    return short(value)
+    return short(value) if isinstance(value, np.generic) else _SHOWN.repr(value)
 
 
 def _shape(value: Any) -> str:
     """The shape of an array of several dimensions, and anything else as it is."""
-    if isinstance(value, np.ndarray) and value.ndim:
-        return " x ".join(map(str, value.shape))
+    if isinstance(value, np.ndarray):
+        return " x ".join(map(str, value.shape)) or short(value)
     return _short(value)
 
 

@@ -191,7 +191,7 @@ class Trace:
             pass
 
     def _take(self, line: manifest.Line) -> None:
-        self._memory.hold(tree_bytes(line), "the manifest")
+        self._memory.hold(tree_bytes(line, self._memory.left_bytes), "the manifest")
         names = ("file", "bytes", "sha256", "rollouts", "tokens", "trained_tokens")
         values = {name: line[name] for name in (*names, "loss_inputs", "checksum")}
         self.entries.append(TraceEntry(index=len(self.entries), **values))

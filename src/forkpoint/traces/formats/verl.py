@@ -88,13 +88,11 @@ def _check_positions(record: Record, attended: np.ndarray) -> None:
     if not record.has("position_ids"):
         return
     given = record.values["position_ids"]
-    rows = given if isinstance(given, list | np.ndarray) else ()
-    if (isinstance(given, np.ndarray) and given.ndim > 1) or any(
-        isinstance(row, list | np.ndarray) for row in rows[:1]
-    ):
+    listed = isinstance(given, list) and given and isinstance(given[0], list | np.ndarray)
+    if listed or (isinstance(given, np.ndarray) and given.ndim > 1):
         raise record.fail(
             "position_ids",
-            f"position_ids has {len(rows)} rows for a sample; positions of several axes (mRoPE) "
+            f"position_ids has {len(given)} rows for a sample; positions of several axes (mRoPE) "
             "are not read.",
         )
     positions = record.row("position_ids", "iuf", "whole numbers")
