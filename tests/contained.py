@@ -2,7 +2,8 @@
 
 One interpreter imports forkpoint, and forks for every command, which then takes milliseconds.
 
-As a script it reads commands from its input, one JSON object a line, and writes an outcome for each.
+As a script it reads commands from its input, one JSON object a line, and writes an outcome for
+each.
 """
 
 import contextlib

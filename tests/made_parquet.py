@@ -50,8 +50,10 @@ def _encoded(value: Any) -> tuple[int, bytes]:
         return _STRUCT, struct(value)
     kinds = [_encoded(item) for item in value]
     kind = kinds[0][0] if kinds else _STRUCT
-    head = bytes([len(kinds) << 4 | kind]) if len(kinds) < 15 else (
-        bytes([15 << 4 | kind]) + varint(len(kinds))
+    head = (
+        bytes([len(kinds) << 4 | kind])
+        if len(kinds) < 15
+        else (bytes([15 << 4 | kind]) + varint(len(kinds)))
     )
     return _LIST, head + b"".join(content for _, content in kinds)
 
@@ -184,6 +186,4 @@ def dictionary(content: bytes, values: int) -> Page:
 def repeated(name: str, rows: int, each: int, value: int = 1) -> Column:
     """Lists that repeat one number, which a dictionary has: a few bytes for any number of them."""
     data = listed(name, bytes([1]) + run(0, rows * each, 1), rows, each, RLE_DICTIONARY).pages[0]
-    return Column(
-        name, INT64, (dictionary(value.to_bytes(8, "little"), 1), data), listed=True
-    )
+    return Column(name, INT64, (dictionary(value.to_bytes(8, "little"), 1), data), listed=True)

@@ -262,7 +262,7 @@ class _Shown(Repr):
 
 
 _SHOWN = _Shown()
-_SHOWN.maxlevel = 3  # six items of six items of six items are enough
+_SHOWN.maxlevel = 2  # six items of six items are enough
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = _MOST_SHOWN
 
 
@@ -278,7 +278,7 @@ def _short(value: Any) -> str:
 def _shape(value: Any) -> str:
     """The shape of an array of several dimensions, and anything else as it is."""
     if isinstance(value, np.ndarray):
-        return " x ".join(map(str, value.shape)) or short(value)
+        return " x ".join(map(str, value.shape)) or short(value.item())
     return _short(value)
 
 
