@@ -396,7 +396,7 @@ def safetensors(header: Any, data: bytes = b"", *, length: int | None = None) ->
     return written("x.safetensors", lambda: [said.to_bytes(8, "little"), encoded, data])
 
 
-def tensor(dtype: str, shape: list[Any], begin: Any, end: Any) -> dict[str, Any]:
+def tensor(dtype: Any, shape: Any, begin: Any, end: Any) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 

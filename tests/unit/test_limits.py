@@ -107,7 +107,7 @@ def test_a_reader_can_be_left_and_begun_again(tmp_path: Path) -> None:
     first = iter(reader)
     next(first)
     assert len(list(reader)) == 3 and reader.memory.held_bytes == 0
-    first.close()
+    del first
     assert reader.memory.held_bytes == 0
 
 

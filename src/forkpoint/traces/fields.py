@@ -11,6 +11,8 @@ from typing import Any
 from forkpoint.rollouts import short
 
 _MOST = 2**63 - 1
+_TOKEN_BYTES = 5
+"""A token's id and whether it is trained, in the file of a batch."""
 
 
 class Problem(ValueError):
@@ -98,12 +100,20 @@ def check_fields(values: Any, fields: Mapping[str, Field]) -> None:
             raise Problem(f"{name} is {short(values[name])}; it takes {field.takes}")
 
 
-def check_counts(rollouts: int, tokens: int, trained_tokens: int) -> None:
-    """Whether there may be a batch of these counts: every rollout has a token, and its first is not
-    trained.
+def check_counts(values: Mapping[str, Any]) -> None:
+    """Whether there may be a batch of the counts of a manifest's line: every rollout has a token,
+    whose first is not trained, and every token has its bytes.
 
     Raises Problem, naming the count that cannot be.
     """
+    rollouts, tokens, trained_tokens = (
+        values[name] for name in ("rollouts", "tokens", "trained_tokens")
+    )
+    if tokens > values["bytes"] // _TOKEN_BYTES:
+        raise Problem(
+            f"tokens is {tokens}; a file of {values['bytes']} bytes has at most "
+            f"{values['bytes'] // _TOKEN_BYTES}"
+        )
     if tokens < rollouts:
         raise Problem(f"tokens is {tokens}; it takes at least one for each of {rollouts} rollouts")
     if trained_tokens > tokens - rollouts:

@@ -212,7 +212,7 @@ def _check_line(line: Line, where: str, number: int) -> None:
     try:
         check_fields(line, HEADER if number == 1 else BATCH)
         if number > 1:
-            check_counts(line["rollouts"], line["tokens"], line["trained_tokens"])
+            check_counts(line)
     except Problem as problem:
         raise TraceError(f"{where}: {problem}. {AGAIN}") from None
     index = number - 2

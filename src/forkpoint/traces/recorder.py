@@ -174,9 +174,9 @@ class Recorder:
         """Raises TraceError in a process that was forked from the one that records."""
         if os.getpid() != self._lock.owner:
             raise TraceError(
-                f"the recorder of {self.path} belongs to process {self._lock.owner}, and this is "
-                f"process {os.getpid()}, forked from it; a trace has one recorder at a time. Add "
-                "batches in the process that called record, or record into a folder of its own."
+                f"the recorder of {self.path} belongs to process {self._lock.owner}, and this one "
+                "was forked from it; a trace has one recorder at a time. Add batches in the "
+                "process that called record, or record into a folder of its own."
             )
 
     def _check_alone(self) -> None:

@@ -128,10 +128,7 @@ class Trace:
         """
         entry = self.entries[index]
         where = self.path / entry.file
-        needed = shard.bytes_of(entry.bytes, entry.rollouts, entry.tokens)
-        with self._memory.holding(needed, f"batch {entry.index}"):
-            content = self._content(where, entry)
-            batch, arrays, about = shard.decode(content, str(where), self._memory)
+        batch, arrays, about = self._decoded(where, entry)
         if (about["trace"], about["batch"]) != (self.trace_id, entry.index):
             raise TraceError(
                 f"{where} is batch {short(about['batch'])} of trace {short(about['trace'])}, and "
@@ -236,24 +233,33 @@ class Trace:
         except FileNotFoundError:
             return False
 
-    def _content(self, where: Path, entry: TraceEntry) -> bytes:
-        """The content of a batch's file, as it was recorded."""
+    def _decoded(
+        self, where: Path, entry: TraceEntry
+    ) -> tuple[RolloutBatch, shard.Arrays, Mapping[str, Any]]:
+        """What a batch's file holds, which is what was recorded."""
         try:
             with where.open("rb") as file:
-                content = file.read(entry.bytes + 1)
+                size = os.fstat(file.fileno()).st_size
+                if size != entry.bytes:
+                    raise TraceError(
+                        f"{where} is not what was recorded: it has {size} bytes, and the manifest "
+                        f"says {entry.bytes}. {manifest.AGAIN}"
+                    )
+                needed = shard.bytes_of(entry.bytes, entry.rollouts, entry.tokens)
+                with self._memory.holding(needed, f"batch {entry.index}"):
+                    content = file.read()
+                    found = manifest.sha256(content)
+                    if found != entry.sha256:
+                        raise TraceError(
+                            f"{where} is not what was recorded: it has SHA-256 {found}, and the "
+                            f"manifest says {entry.sha256}. {manifest.AGAIN}"
+                        )
+                    return shard.decode(content, str(where), self._memory)
         except FileNotFoundError:
             raise TraceError(
                 f"{where} is missing, and the manifest has it as batch {entry.index}. Take a copy "
                 "of the whole folder."
             ) from None
-        found = manifest.sha256(content)
-        if found != entry.sha256:
-            size = where.stat().st_size
-            raise TraceError(
-                f"{where} is not what was recorded: it has {size} bytes with SHA-256 {found}, and "
-                f"the manifest says {entry.bytes} bytes with {entry.sha256}. {manifest.AGAIN}"
-            )
-        return content
 
 
 def _count(number: int, one: str, many: str) -> str:
