@@ -26,6 +26,7 @@ _ZSTD_SKIPPABLE = tuple(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16))
 COMPRESSED = (GZIP_MAGIC, ZSTD_MAGIC, *_ZSTD_SKIPPABLE)
 """What compressed files begin with. A skippable frame holds nothing; pzstd writes one first."""
 _FRAME_HEADER_BYTES = 18
+_MOST_PIECES = 256
 _USUAL_WINDOW_BYTES = 128 * MIB
 _LARGEST_WINDOW_BYTES = 1 << 31
 
@@ -41,19 +42,23 @@ def blocks(file: Any, path: Path, memory: MemoryLimit) -> Iterator[bytes]:
         while block := file.read(BLOCK_BYTES):
             yield block
         return
-    given = 0
+    given = yielded = 0
+    held: list[bytes] = []  # small pieces: a small file is seen to be whole before it is given
     decompressed = _gzip(file) if head.startswith(GZIP_MAGIC) else _zstd(file, path, memory)
     try:
-        for block in decompressed:
-            if not given and block.startswith(COMPRESSED):
+        for piece in decompressed:
+            if not given and piece.startswith(COMPRESSED):
                 raise RolloutError(
                     f"{path} is compressed twice: what it holds is compressed as well. Decompress "
                     "it once."
                 )
-            given += len(block)
+            given += len(piece)
             memory.check_inflation(file.tell(), given)
-            if block:
-                yield block
+            held.append(piece)
+            if given - yielded >= BLOCK_BYTES or len(held) == _MOST_PIECES:
+                yield b"".join(held)
+                held, yielded = [], given
+        yield b"".join(held)
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise RolloutError(
             f"{path} is cut short or damaged: {error}. Copy or write the file again."
