@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    sys.path[:0] = [str(ROOT / "tests" / "integration")]
+    sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT / "tests")]
     from bad_inputs.page import page
 
     (ROOT / "docs" / "errors.md").write_text(page(), encoding="utf-8")

@@ -15,7 +15,7 @@ PLANNING = {
     *("--sharing", "--boundary", "--waves", "--max-row-tokens", "--memory-budget-bytes"),
     *("--residency", "--checkpointing", "--calibration"),
 }
-READING = {"--format", "--on-error", "--tokenizer"}
+READING = {"--format", "--on-error", "--tokenizer", "--memory-limit"}
 BATCHING = {"--batch-rollouts", "--batch-tokens"}
 MEMORY = {"--dtype", "--gradient-checkpointing"}
 RUNTIME = {*MEMORY, "--device", "--seed"}

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,137 @@ def test_a_file_system_without_locks(
     recorded(tmp_path / "t")
     assert "cannot be locked (No locks available)" in caplog.text
     assert len(open_trace(tmp_path / "t")) == 3
+
+
+# Several recorders -------------------------------------------------------------------------------
+
+
+def forked(call: Any) -> str:
+    """What a call said in a process that was forked from this one: its result or its error."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def answered() -> None:
+        try:
+            sender.send(str(call()))
+        except Exception as error:
+            sender.send(f"{type(error).__name__}: {error}")
+
+    child = context.Process(target=answered)
+    child.start()
+    child.join()
+    assert receiver.poll(), "the process was killed"
+    return receiver.recv()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_forked_process_cannot_add(resume: bool, tmp_path: Path) -> None:
+    """Through the recorder that it has from its parent, whose trace stays whole."""
+    path = recorded(tmp_path / "t", 1) if resume else tmp_path / "t"
+    with record(path, resume=resume) as trace:
+        trace.add(some(seed=1))
+        before = {entry.name: entry.read_bytes() for entry in path.iterdir()}
+        said = forked(lambda: trace.add(some(seed=5)))
+        assert said.startswith(
+            f"TraceError: the recorder of {path} belongs to process {os.getpid()}"
+        )
+        assert "was forked from it; a trace" in said and "record into a folder of its own" in said
+        assert "is being recorded into" in forked(lambda: record(path, resume=True))
+        assert forked(trace.close) == "None" and forked(trace.__len__) == str(len(trace))
+        assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before
+        trace.add(some(seed=2))
+    assert [list(step.batch) for step in open_trace(path)][-2:] == [some(seed=1), some(seed=2)]
+    open_trace(path).verify()
+
+
+def test_a_lock_that_is_removed_is_taken_again(tmp_path: Path) -> None:
+    with record(tmp_path) as trace:
+        trace.add(some())
+        for n in range(1, 3):
+            (tmp_path / ".lock").unlink()
+            assert trace.add(some(seed=n)) == n
+            with pytest.raises(TraceError, match="is being recorded into by process"):
+                record(tmp_path, resume=True)
+    assert not (tmp_path / ".lock").exists()
+    open_trace(tmp_path).verify()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("adds", [0, 2])
+def test_a_recorder_that_began_after_the_lock_was_removed(
+    adds: int, ended: bool, tmp_path: Path
+) -> None:
+    """The first one is refused while the second holds the folder, and once it has added; the trace
+    is that of the second."""
+    with record(tmp_path) as first:
+        first.add(some())
+        (tmp_path / ".lock").unlink()
+        second = record(tmp_path, resume=True)
+        for n in range(adds):
+            second.add(some(seed=10 + n))
+        if ended:
+            second.close()
+        if ended and not adds:
+            first.add(some(seed=20))
+        else:
+            with pytest.raises(TraceError) as caught:
+                first.add(some(seed=20))
+            manifest_bytes = (tmp_path / "manifest.jsonl").stat().st_size
+            said = f"manifest.jsonl has {manifest_bytes} bytes, and this recorder left it with"
+            if not ended:
+                said = f"the lock of {tmp_path} was removed, and process {os.getpid()} on"
+            assert said in str(caught.value)
+            if not ended:
+                second.add(some(seed=30))
+        second.close()
+    read = open_trace(tmp_path)
+    read.verify()
+    added = [some(seed=10 + n) for n in range(adds)] + [some(seed=20 if ended else 30)]
+    wanted = [some(), *(added[:-1] if ended and adds else added)]
+    assert [list(step.batch) for step in read] == wanted
+    assert not (tmp_path / ".lock").exists()
+    with record(tmp_path, resume=True) as again:
+        again.add(some())
+
+
+@pytest.mark.parametrize("gone", ["manifest", "folder"])
+def test_a_trace_that_is_taken_away(gone: str, tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    with record(path) as trace:
+        trace.add(some())
+        if gone == "folder":
+            path.rename(tmp_path / "other")
+        else:
+            (path / "manifest.jsonl").unlink()
+        with pytest.raises(TraceError, match=f"{path} is no longer there, or its manifest is not"):
+            trace.add(some(seed=1))
+        assert len(trace) == 1
+
+
+def test_a_manifest_that_is_replaced(tmp_path: Path) -> None:
+    with record(tmp_path / "t") as trace:
+        trace.add(some())
+        copy = tmp_path / "copy"
+        copy.write_bytes((tmp_path / "t" / "manifest.jsonl").read_bytes())
+        copy.replace(tmp_path / "t" / "manifest.jsonl")
+        with pytest.raises(TraceError, match="something else has written it"):
+            trace.add(some(seed=1))
+    assert len(open_trace(tmp_path / "t")) == 1
+
+
+def test_two_threads_add_one_after_another(tmp_path: Path) -> None:
+    with record(tmp_path) as trace:
+        threads = [
+            threading.Thread(target=lambda n=n: [trace.add(some(seed=n)) for _ in range(5)])
+            for n in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(open_trace(tmp_path)) == 15
+    open_trace(tmp_path).verify()
 
 
 # Killed ------------------------------------------------------------------------------------------

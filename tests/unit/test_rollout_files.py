@@ -13,9 +13,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint import load_rollouts, rollout_files, save_rollouts
+from forkpoint import load_rollouts, save_rollouts
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts import MAX_TOKEN_ID, Rollout, RolloutBatch
+from forkpoint.traces import compressed
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 GOOD = '{"token_ids":[1,2,3],"loss_mask":[0,1,1],"advantage":0.5,"rollout_id":"a"}'
@@ -255,7 +256,7 @@ def test_real_files(tmp_path, name, rollouts, groups, tokens):
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_lines_of_many_blocks(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines end anywhere in a block, and a long one takes time in proportion to its length."""
-    monkeypatch.setattr(rollout_files, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(compressed, "BLOCK_BYTES", 64)
     long = Rollout(range(1, 300_000), [0] + [1] * 299_998, 0.5)
     rollouts = [*(Rollout(range(1, n), [0] * (n - 1), 0.5) for n in range(2, 60)), long]
     path = tmp_path / f"x{suffix}"

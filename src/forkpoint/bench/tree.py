@@ -25,6 +25,7 @@ def tree(
     most_tokens: int,
     label: str,
     tiny: bool = False,
+    memory_limit: str | None = None,
 ) -> Iterator[ResultRow]:
     """Real rollouts that fork, group by group, against the counted bound of their trees.
 
@@ -33,7 +34,7 @@ def tree(
     vocabulary. Groups of equal rewards have advantages of 0, and gradients of nothing but zeros: a
     GPU takes less power and less time for these, so such groups get random advantages.
     """
-    rollouts = load_rollouts(file)
+    rollouts = load_rollouts(file, memory_limit=memory_limit)
     if tiny:
         rollouts = [replace(r, token_ids=r.token_ids % stepper.vocab) for r in rollouts]
     batch = RolloutBatch(rollouts)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from rich.table import Table
 from tyro.conf import DisallowNone, Positional, arg
 
-from forkpoint.cli.options import Count, Flag
+from forkpoint.cli.options import Count, Flag, MemoryText
 from forkpoint.cli.output import Output
 from forkpoint.errors import ConfigError
 
@@ -235,11 +235,14 @@ class TreeBench(Steps):
         file: Rollouts: one JSON object a line, plain, gzip or zstd.
         most_tokens: Leave out groups of more tokens than this.
         shape: Whose sizes the model has. qwen3.5-4b is a hybrid; both sides checkpoint its blocks.
+        memory_limit: The most memory for the rollouts and for what is read to make them, such as
+            8GB.
     """
 
     file: Positional[Annotated[Path, arg(metavar="FILE")]]
     most_tokens: Count = 131_072
     shape: Literal["qwen3-4b", "qwen3.5-4b"] = "qwen3-4b"
+    memory_limit: MemoryText = None
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
         from forkpoint.bench.shapes import checkpoint
@@ -255,6 +258,7 @@ class TreeBench(Steps):
             file=self.file,
             most_tokens=self.most_tokens,
             tiny=self.tiny,
+            memory_limit=self.memory_limit,
         )
 
 

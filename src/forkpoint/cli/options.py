@@ -3,7 +3,8 @@
 The texts under Attributes are the help that the command line shows.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,10 +15,14 @@ from tyro.constructors import PrimitiveConstructorSpec
 from forkpoint.cli.output import Output
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError, TraceError
-from forkpoint.rollouts import RolloutBatch
-from forkpoint.traces import RolloutFile, open_rollouts, open_trace
+from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.traces import RolloutFile, open_rollouts
 
 MOST_SEED = 2**63 - 1
+PLAN_ROLLOUT_BYTES = 2560
+PLAN_TOKEN_BYTES = 96
+"""What a batch and its plan take for each rollout and for each of its tokens, besides the rollouts'
+own arrays: 1.3 KB and 70 to 90 bytes were measured with `forkpoint plan` and `forkpoint report`."""
 DtypeName = Literal["float32", "bfloat16", "float64"]
 
 
@@ -45,6 +50,9 @@ Limit = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: all
 Unlimited = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: no limit)")]
 Chosen = Annotated[
     int | None, WholeNumber, arg(help_behavior_hint="(default: chosen by the planner)")
+]
+MemoryText = DisallowNone[
+    Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: by the file)")]
 ]
 Measured = DisallowNone[
     Annotated[
@@ -149,6 +157,9 @@ class Reading:
         on_error: What is done at a record that cannot be read: stop there, or leave it out and say
             how many were left out and why.
         tokenizer: A tokenizer.json, for files that hold text; with token ids it is refused.
+        memory_limit: The most memory for the rollouts, for what is read to make them and for their
+            plan, such as 8GB. By default 640 MiB, or 16 times what FILE has on disk; files that
+            inflate far more are refused.
     """
 
     format: FormatName = "auto"
@@ -156,15 +167,20 @@ class Reading:
     tokenizer: DisallowNone[
         Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")]
     ] = None
+    memory_limit: MemoryText = None
 
     def open(self, file: Path, limit: int | None) -> RolloutFile:
-        return open_rollouts(
+        source = open_rollouts(
             file,
             format=None if self.format == "auto" else self.format,
             on_error="raise" if self.on_error == "stop" else "skip",
             limit=limit,
             tokenizer=self.tokenizer,
+            memory_limit=self.memory_limit,
         )
+        source.memory.rollout_bytes = PLAN_ROLLOUT_BYTES
+        source.memory.token_bytes = PLAN_TOKEN_BYTES
+        return source
 
 
 def load_batch(
@@ -178,15 +194,32 @@ def load_batch(
     return batch
 
 
-def recorded_batches(path: Path) -> Iterator[RolloutBatch]:
+def recorded_batches(source: RolloutFile) -> Iterator[RolloutBatch]:
     """The batches of a trace, one at a time. Raises TraceError where there is none yet."""
-    trace = open_trace(path)
-    if not len(trace):
+    assert source.trace is not None
+    if not len(source.trace):
         raise TraceError(
-            f"{path} has no whole batch yet. Wait until its recorder has added one, or record "
-            "again."
+            f"{source.path} has no whole batch yet. Wait until its recorder has added one, or "
+            "record again."
         )
-    return (step.batch for step in trace)
+    return (step.batch for step in source.trace)
+
+
+def streamed_batches(
+    source: RolloutFile, cut: Callable[[Iterable[Rollout]], Iterator[RolloutBatch]]
+) -> Iterator[RolloutBatch]:
+    """The batches that `cut` makes of a file's rollouts, which count towards the limit on memory
+    until the next batch is asked for."""
+    costs: deque[int] = deque()
+
+    def kept() -> Iterator[Rollout]:
+        for rollout in source:
+            costs.append(source.memory.keep(rollout))
+            yield rollout
+
+    for batch in cut(kept()):
+        yield batch
+        source.memory.let_go(sum(costs.popleft() for _ in range(len(batch))))
 
 
 def show_source(source: RolloutFile, out: Output) -> None:

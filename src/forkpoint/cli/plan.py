@@ -5,6 +5,7 @@ Imports no torch, unless the file is one of torch's.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ from forkpoint.cli.options import (
     WholeNumber,
     recorded_batches,
     show_source,
+    streamed_batches,
 )
 from forkpoint.cli.output import Output
 from forkpoint.errors import ConfigError, ForkpointError
@@ -39,6 +41,7 @@ from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.calibration import Calibration
 from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.traces import RolloutFile
 
 AnyModel = DisallowNone[
     Annotated[
@@ -108,7 +111,7 @@ class Plan:
         calibration = None if measured is None else Calibration.load(measured)
         estimate, totals, shown = Estimate(shape), Totals(), None
         with out.waiting("planning"):
-            for batch in self._batches(source, recorded=source.container == "trace"):
+            for batch in self._batches(source):
                 plan = self._plan(batch, totals.batches, shape, calibration)
                 estimate.add(batch)
                 if totals.batches == (self.batch or 0):
@@ -157,7 +160,7 @@ class Plan:
                 raise
             raise type(error)(f"{self.file}, batch {number}: {error}") from None
 
-    def _batches(self, source: Iterable[Rollout], *, recorded: bool) -> Iterator[RolloutBatch]:
+    def _batches(self, source: RolloutFile) -> Iterator[RolloutBatch]:
         given = self.batching
         if self.batch is not None and self.batch < 0:
             raise ConfigError(
@@ -173,11 +176,11 @@ class Plan:
                 f"batch_rollouts is {given.batch_rollouts} and batch_tokens {given.batch_tokens}; "
                 "a batch is of so many rollouts, or of so many tokens. Leave one of the two out."
             )
-        if recorded and self.limit is None and given == Batching():
-            return recorded_batches(self.file)
+        if source.trace is not None and self.limit is None and given == Batching():
+            return recorded_batches(source)
         if given.batch_rollouts is not None:
-            return by_rollouts(source, given.batch_rollouts)
-        return by_tokens(source, given.batch_tokens)
+            return streamed_batches(source, partial(by_rollouts, count=given.batch_rollouts))
+        return streamed_batches(source, partial(by_tokens, tokens=given.batch_tokens))
 
     def _result(self, plan: MadePlan, totals: Totals, estimate: Estimate) -> dict[str, Any]:
         return {

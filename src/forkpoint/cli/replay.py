@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from tyro.conf import DisallowNone, arg
@@ -26,11 +27,11 @@ from forkpoint.cli.options import (
 )
 from forkpoint.cli.output import Output, options, plain
 from forkpoint.cli.selection import Selection
+from forkpoint.cli.work import check_work
 from forkpoint.errors import ConfigError
 from forkpoint.replay.folder import ReplayFolder
 from forkpoint.replay.rates import Rate
 from forkpoint.rollouts import RolloutBatch
-from forkpoint.traces import open_trace
 from forkpoint.traces.trace import is_trace
 
 if TYPE_CHECKING:
@@ -134,6 +135,10 @@ class Replay:
         )
         trace = self._trace(out)
         batch = None if trace else self.selection.load(self.file, self.limit, self.reading, out)
+        if batch is not None:
+            first = batch.groups()[: max(1, training.steps * training.groups_per_step)]
+            lengths = batch.lengths[np.concatenate(first)]
+            check_work(lengths, self.file, self.model, self.reading)
         with out.waiting("making the model"):
             from forkpoint.bench.rows import environment
             from forkpoint.cli.environment import versions
@@ -195,7 +200,8 @@ class Replay:
             return None
         unused = [name for name, value in options(self.selection).items() if value is not None]
         given = options(self.reading)
-        unused += [name for name, value in options(Reading()).items() if given[name] != value]
+        usual = options(Reading(memory_limit=self.reading.memory_limit))
+        unused += [name for name, value in usual.items() if given[name] != value]
         unused += ["limit"] if self.limit is not None else []
         unused += ["groups_per_step"] if self.training.groups_per_step != 1 else []
         if unused:
@@ -203,8 +209,9 @@ class Replay:
                 f"{self.file} is a trace, whose batches are replayed as they are: "
                 f"{', '.join(unused)} has no meaning here. Leave it out."
             )
-        show_source(self.reading.open(self.file, None), out)
-        return open_trace(self.file)
+        source = self.reading.open(self.file, None)
+        show_source(source, out)
+        return source.trace
 
     def _batches(
         self, trace: "Trace | None", batch: RolloutBatch | None

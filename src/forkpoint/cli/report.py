@@ -152,9 +152,10 @@ class Report:
 
         # Batches of a trace are those of optimizer steps, which share nothing with each other.
         recorded = is_trace(path) and self.limit is None
-        if recorded and self.reading == Reading():
-            show_source(self.reading.open(path, None), out)
-            batches = map(planned, recorded_batches(path))
+        if recorded and self.reading == Reading(memory_limit=self.reading.memory_limit):
+            source = self.reading.open(path, None)
+            show_source(source, out)
+            batches = map(planned, recorded_batches(source))
             return rollouts_chapter(path.name, batches, recorded=True)
         batch = load_batch(path, self.limit, self.reading, out)
         return rollouts_chapter(path.name, [planned(batch)])

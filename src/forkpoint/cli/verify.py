@@ -17,6 +17,7 @@ from forkpoint.cli.options import (
     load_batch,
 )
 from forkpoint.cli.output import Output, options
+from forkpoint.cli.work import check_work
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
 from forkpoint.rollouts import RolloutBatch
@@ -66,6 +67,7 @@ class Verify:
                 "rollouts, or --loss likelihood."
             )
         batch = everything.select(int(index) for group in members for index in group)
+        check_work(batch.lengths, self.file, self.model, self.reading)
         with out.waiting("making the model"):
             from forkpoint.cli.environment import versions
             from forkpoint.cli.models import load_model, out_of_memory_explained

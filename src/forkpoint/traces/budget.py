@@ -1,6 +1,9 @@
 """The memory that reading one file may take, and the reasons for which a file is refused."""
 
 AGAIN = "Copy or write the file again."
+_RAISE = (
+    "Raise the limit (memory_limit=, --memory-limit), or write the rollouts into several files."
+)
 
 
 class Refused(Exception):
@@ -24,7 +27,7 @@ class TooLarge(Refused):
     """What the file declares takes more memory than reading it may take."""
 
     def __init__(self, reason: str, advice: str = "") -> None:
-        super().__init__(reason, advice or "Write the rollouts into several files.")
+        super().__init__(reason, advice or _RAISE)
 
 
 class Undescribed(Refused):

@@ -52,6 +52,29 @@ class FolderLock:
                 os.close(handle)
         return None
 
+    @property
+    def owner(self) -> int:
+        """The process that took it."""
+        return self._owner
+
+    def keep(self) -> str | None:
+        """Make sure that it is held still, and return None; or return by whom it is held now.
+
+        Where its file was removed, or replaced, what another process locks is another file: it is
+        taken again, unless somebody else has it.
+
+        Raises OSError where the folder is gone.
+        """
+        assert self._handle is not None, "it is not held"
+        if _is_file(self._handle, self.path):
+            return None
+        other = FolderLock(self.path.parent)
+        holder = other.take()
+        if holder is None:
+            os.close(self._handle)
+            self._handle, self._locked = other._handle, other._locked
+        return holder
+
     def release(self) -> None:
         """Let go; doing so again does nothing."""
         handle, self._handle = self._handle, None
@@ -59,7 +82,8 @@ class FolderLock:
             return
         # A process that was forked off has the same lock, and is not to end it.
         if self._owner == os.getpid():
-            if sys.platform != "win32":  # which takes no file away that is open
+            # Windows takes no file away that is open, and one of another holder is not ours.
+            if sys.platform != "win32" and _is_file(handle, self.path):
                 self.path.unlink(missing_ok=True)
             if self._locked:
                 _unlock(handle)

@@ -110,12 +110,14 @@ def load_torch(
     Raises RolloutError, naming `where`, for a file that is damaged, names code, holds what is of no
     kind that is read, or takes more memory.
     """
-    return _File(_content(source, where), where, "torch file", limit_bytes).torch()
+    content = _content(source, where)
+    return _File(content, where, "torch file", limit_bytes + _FILE_TIMES * len(content)).torch()
 
 
 def load_pickle(path: Path, *, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> Any:
     """What pickle.dump wrote. Result, limit and errors are those of `load_torch`."""
-    return _File(_content(path, str(path)), str(path), "pickle", limit_bytes).pickle()
+    content = _content(path, str(path))
+    return _File(content, str(path), "pickle", limit_bytes + _FILE_TIMES * len(content)).pickle()
 
 
 def _content(source: Path | BinaryIO, where: str) -> bytes:
@@ -127,14 +129,35 @@ def _content(source: Path | BinaryIO, where: str) -> bytes:
         ) from None
 
 
+def read_file(path: Path, *, torch: bool, most: int) -> tuple[Any, int]:
+    """The value of a torch file or of a pickle, and the bytes of memory that building it took.
+
+    Args:
+        path: the file.
+        torch: whether it is a torch file.
+        most: bytes that it may take, besides the file's own.
+
+    Raises RolloutError as `load_torch` does.
+    """
+    content = _content(path, str(path))
+    file = _File(content, str(path), "torch file" if torch else "pickle", most)
+    value = file.torch() if torch else file.pickle()
+    return value, file.taken_bytes
+
+
 class _File:
     """One file, with one budget for all that is in it."""
 
-    def __init__(self, content: bytes, where: str, kind: str, limit_bytes: int) -> None:
+    def __init__(self, content: bytes, where: str, kind: str, most_bytes: int) -> None:
         self._content = content
         self._where, self._kind = where, kind
-        self._most_bytes = limit_bytes + _FILE_TIMES * len(content)
-        self._budget = Budget(self._most_bytes)
+        self._most_bytes = most_bytes
+        self._budget = Budget(most_bytes)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of memory that were taken so far."""
+        return self._most_bytes - self._budget.left_bytes
 
     def _names(self) -> Names:
         """The names of a pickle; not kept, so that they and this file do not hold each other."""

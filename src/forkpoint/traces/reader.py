@@ -15,12 +15,17 @@ from forkpoint.rollout_files import as_path
 from forkpoint.rollouts import Rollout, short
 from forkpoint.traces.containers import container_of, parts
 from forkpoint.traces.formats import Format, detect, named, of_another_format
+from forkpoint.traces.limits import MemoryLimit, MemorySize, shown, size_in_bytes
 from forkpoint.traces.record import Record, RecordError
 from forkpoint.traces.samples import samples
-from forkpoint.traces.trace import is_trace, open_trace, refuse_part_of_trace
+from forkpoint.traces.trace import Trace, is_trace, refuse_part_of_trace
 
 OnError = Literal["raise", "skip"]
 MOST_MESSAGES = 10
+MOST_SKIPPED = 100_000
+"""Records that are left out at most before the first rollout."""
+_ID_BYTES = 256
+"""What it takes to see a rollout_id again, besides its text."""
 _REWARDS = (
     "The file has rewards and no advantages: advantages are the rewards less their group's mean, "
     "over their group's standard deviation (0 where that is 0)."
@@ -66,6 +71,9 @@ class RolloutFile:
     format: the name of the format, None before the first record.
     skipped: records left out.
     notes: what has to be known of these rollouts, such as where advantages are from.
+    memory: the limit on memory, and what is held of it. A rollout is the caller's own once it is
+        given; one that counts towards the limit is charged with `memory.keep`, as `read` does.
+    trace: where the file is the folder of a trace, the trace as it was opened.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class RolloutFile:
         on_error: OnError,
         limit: int | None,
         tokenizer: Callable[[str], list[int]] | None,
+        memory_limit: int | None,
     ) -> None:
         self.path = path
         self.container: str = "trace" if is_trace(path) else container_of(path)
@@ -90,20 +99,36 @@ class RolloutFile:
         self.notes: tuple[str, ...] = ()
         self._asked, self._on_error, self._limit = format, on_error, limit
         self._tokenizer = tokenizer
-        self._rewarded: set[int] = set()
+        self._rewarded: set[int] | None = None
+        self.memory: MemoryLimit = MemoryLimit(path, memory_limit)
+        self.trace: Trace | None = None
+        if self.container == "trace":
+            self._open_trace()
 
     def __iter__(self) -> Iterator[Rollout]:
         """The rollouts. Where a file has no advantages, a rollout's is its reward here."""
+        try:
+            yield from self._limited()
+        except MemoryError:
+            raise RolloutError(
+                f"{self.path} takes more memory than there is for this process, though less than "
+                f"memory_limit, which is {shown(self.memory.limit_bytes)}. Set it to what there is "
+                "(memory_limit=, --memory-limit), or read fewer rollouts (limit=, --limit)."
+            ) from None
+
+    def _limited(self) -> Iterator[Rollout]:
         self.format = self._asked
         self.skipped: Skipped = Skipped()
         self.notes = ()
-        self._rewarded = set()
+        self.memory = self.memory.again()
         count = 0
         for item in self._trace() if self.container == "trace" else self._items():
             if isinstance(item, RecordError):
                 if self._on_error == "raise":
                     raise item
                 self.skipped.add(item)
+                if not count and self.skipped.count == MOST_SKIPPED:
+                    break
                 continue
             yield item
             count += 1
@@ -116,23 +141,36 @@ class RolloutFile:
             if self.container == "trace":
                 what = "it has no whole batch yet. Wait for its recorder, or record again."
             if self.skipped.count:
-                what = f"all of its records were skipped, {self.skipped.why}; first: "
+                which = "all of its records"
+                if self.skipped.count == MOST_SKIPPED:
+                    which = f"its first {MOST_SKIPPED:,} records"
+                what = f"{which} were skipped, {self.skipped.why}; first: "
                 what += self.skipped.messages[0]
             raise RolloutError(f"{self.path} holds no rollouts: {what}")
 
     def read(self) -> list[Rollout]:
-        """All rollouts; rewards are made advantages where the file has no advantages."""
-        rollouts = list(self)
-        if self._rewarded:
-            self.notes = (*self.notes, _REWARDS)
-            _normalise(rollouts, self._rewarded)
+        """All rollouts; rewards are made advantages where the file has no advantages.
+
+        They are charged to `memory`. Raises RolloutError where they take more than it has left.
+        """
+        rollouts: list[Rollout] = []
+        self._rewarded = set()
+        try:
+            for rollout in self:
+                self.memory.keep(rollout)
+                rollouts.append(rollout)
+            if self._rewarded:
+                self.notes = (*self.notes, _REWARDS)
+                _normalise(rollouts, self._rewarded)
+        finally:
+            self._rewarded = None
         return rollouts
 
     def _items(self) -> Iterator[Rollout | RecordError]:
         format = named(self._asked) if self._asked else None
         seen: dict[str, str] = {}
         count = 0
-        for where, value in parts(self.path, self.container):
+        for where, value in parts(self.path, self.container, self.memory):
             if isinstance(value, RecordError):
                 yield value
                 continue
@@ -148,23 +186,48 @@ class RolloutFile:
             if self._tokenizer is not None and not format.text:
                 raise _no_text(self.path, format.name)
             self.format, self.notes = format.name, format.notes
-            for item in samples(where, value, format, self._tokenizer):
+            for item in samples(where, value, format, self._tokenizer, self.memory):
                 for made in _rollouts(item, format):
                     if isinstance(made, Rollout):
-                        twice = _seen_before(made, item.where, str(self.path), seen)
+                        twice = self._seen_before(made, item.where, seen)
                         if twice is not None:
                             yield twice
                             continue
-                        if item.rewarded:
+                        if item.rewarded and self._rewarded is not None:
                             self._rewarded.add(count)
                         count += 1
                     elif self._asked:
                         made = of_another_format(made, format, value)
                     yield made
 
+    def _seen_before(
+        self, rollout: Rollout, where: str, seen: dict[str, str]
+    ) -> RecordError | None:
+        name = rollout.rollout_id
+        if name is None:
+            return None
+        place = where.removeprefix(f"{self.path}, ")
+        if name not in seen:
+            self.memory.hold(_ID_BYTES + len(name) + len(place), "rollout_ids read so far")
+        first = seen.setdefault(name, place)
+        if first == place:
+            return None
+        return RecordError(
+            str(self.path),
+            "rollout_id",
+            f"rollout_id {short(name)} is on {first} and again on {place}; each rollout needs its "
+            "own. Rename one, or leave rollout_id out.",
+        )
+
+    def _open_trace(self) -> Trace:
+        self.trace = Trace(self.path, self.memory)
+        if self.trace.broken is not None:
+            self.notes = (self.trace.broken,)
+        return self.trace
+
     def _trace(self) -> Iterator[Rollout]:
         self.format = "trace"
-        for step in open_trace(self.path):
+        for step in self._open_trace():
             for rollout in step.batch:
                 group = rollout.group_id
                 yield replace(
@@ -181,6 +244,7 @@ def open_rollouts(
     on_error: OnError = "raise",
     limit: int | None = None,
     tokenizer: str | os.PathLike[str] | Callable[[str], list[int]] | None = None,
+    memory_limit: MemorySize | None = None,
 ) -> RolloutFile:
     """The rollouts of a file, to be read one at a time; arguments and errors of `load_rollouts`."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
@@ -192,9 +256,10 @@ def open_rollouts(
         raise ConfigError(f"on_error is {short(on_error)}; allowed are 'raise', 'skip'.")
     if format not in (None, "trace"):
         named(format)
+    memory_bytes = size_in_bytes(memory_limit)
     if tokenizer is not None and not callable(tokenizer):
         tokenizer = _tokenizer(Path(tokenizer))
-    return RolloutFile(as_path(path, "a file"), format, on_error, limit, tokenizer)
+    return RolloutFile(as_path(path, "a file"), format, on_error, limit, tokenizer, memory_bytes)
 
 
 def load_rollouts(
@@ -204,6 +269,7 @@ def load_rollouts(
     on_error: OnError = "raise",
     limit: int | None = None,
     tokenizer: str | os.PathLike[str] | Callable[[str], list[int]] | None = None,
+    memory_limit: MemorySize | None = None,
 ) -> list[Rollout]:
     """The rollouts of a file in their order.
 
@@ -218,13 +284,23 @@ def load_rollouts(
         limit: at most this many rollouts; what lies beyond is not looked at.
         tokenizer: for files that hold text, and refused for others: a function from text to token
             ids, or the path of a tokenizer.json.
+        memory_limit: the most memory for the rollouts and for what is read to make them, as a
+            number of bytes or text such as "8GB". What would take more is refused before it is
+            allocated. None takes 640 MiB, or 16 times what the file has on disk where that is more,
+            and refuses files that inflate more than 128 times.
 
     Raises RolloutError, naming the file, record and field, for anything that is not a rollout, for
-    a rollout_id that is there twice, and for a file that is missing, empty, damaged, of no known
-    format, or a pickle that could run code; and ConfigError for arguments that are not allowed.
+    a rollout_id that is there twice, for a file that is missing, empty, damaged, of no known
+    format, or a pickle that could run code, and for one that takes more memory than the limit; and
+    ConfigError for arguments that are not allowed.
     """
     return open_rollouts(
-        path, format=format, on_error=on_error, limit=limit, tokenizer=tokenizer
+        path,
+        format=format,
+        on_error=on_error,
+        limit=limit,
+        tokenizer=tokenizer,
+        memory_limit=memory_limit,
     ).read()
 
 
@@ -233,23 +309,6 @@ def _rollouts(record: Record, format: Format) -> Iterator[Rollout | RecordError]
         yield from format.rollouts(record)
     except RecordError as error:
         yield error
-
-
-def _seen_before(
-    rollout: Rollout, where: str, path: str, seen: dict[str, str]
-) -> RecordError | None:
-    if rollout.rollout_id is None:
-        return None
-    place = where.removeprefix(f"{path}, ")
-    first = seen.setdefault(rollout.rollout_id, place)
-    if first == place:
-        return None
-    return RecordError(
-        path,
-        "rollout_id",
-        f"rollout_id {short(rollout.rollout_id)} is on {first} and again on {place}; each rollout "
-        "needs its own. Rename one, or leave rollout_id out.",
-    )
 
 
 def _normalise(rollouts: list[Rollout], which: set[int]) -> None:

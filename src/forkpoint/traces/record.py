@@ -3,9 +3,11 @@
 Imports no torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
+from reprlib import Repr
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollouts import Rollout, short
 
 Array = NDArray[Any]
+_MOST_SHOWN = 80
+_MOST_KEYS = 1_000
+_MOST_NESTED = 4
 
 
 class RecordError(RolloutError):
@@ -38,6 +43,23 @@ class WrongRows:
     """Stands for a column that has not as many rows as the batch has samples."""
 
     message: str
+
+
+class Row(Mapping[str, Any]):
+    """Values of one sample, and those that it shares with others, without a copy of these."""
+
+    def __init__(self, own: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+        self._own, self._shared = own, shared
+
+    def __getitem__(self, name: str) -> Any:
+        return self._own[name] if name in self._own else self._shared[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for name in self._shared if name not in self._own)
+        yield from self._own
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class Record:
@@ -75,11 +97,14 @@ class Record:
 
     def ids(self, name: str) -> NDArray[np.int64]:
         """Token ids [n]; whether they are in range is for Rollout to say."""
-        return self._vector(name, "iu", "whole numbers").astype(np.int64)
+        array = self.row(name, "iu", "whole numbers")
+        if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+            raise self._beyond(name, int((array > np.iinfo(np.int64).max).argmax()), array.max())
+        return array.astype(np.int64)
 
     def mask(self, name: str, length: int, of: str) -> NDArray[np.bool_]:
         """0 and 1 or booleans [length], as many as there are of `of`."""
-        array = self._vector(name, "biuf", "0 and 1")
+        array = self.row(name, "biuf", "0 and 1")
         self._check_length(name, array, length, of)
         refused = (array != 0) & (array != 1)
         if refused.any():
@@ -91,24 +116,49 @@ class Record:
         """Numbers [length], as many as there are of `of`, or None where there are none."""
         if not self.has(name):
             return None
-        array = self._vector(name, "iuf", "numbers")
+        array = self.row(name, "iuf", "numbers")
         self._check_length(name, array, length, of)
-        with np.errstate(invalid="ignore"):  # of signalling NaN, which Rollout refuses
+        with np.errstate(invalid="ignore", over="ignore"):  # signalling NaN; wider floats
             return array.astype(np.float64)
 
     def number(self, name: str) -> float | None:
-        """A finite number, or None where there is none; an array of one is its number."""
+        """A finite number, or None where there is none; an array or list of one is its number."""
         if not self.has(name):
             return None
         value: Any = self.values[name]
-        array = np.asarray(value)
-        if array.size != 1 or array.dtype.kind not in "biuf" or not np.isfinite(array).all():
-            raise self.fail(name, f"{name} is {short(value)}; it takes one finite number.")
-        return float(array.reshape(()))
+        for _ in range(_MOST_NESTED):
+            if isinstance(value, np.ndarray) and value.size == 1:
+                value = value.reshape(()).item()
+            elif isinstance(value, list | tuple) and len(value) == 1:
+                value = value[0]
+        scalar: Any = value
+        if _kind(type(scalar)) in "biuf":
+            try:
+                number = float(scalar)
+            except OverflowError:  # a whole number of hundreds of digits
+                number = np.inf
+            if np.isfinite(number):
+                return number
+        raise self.fail(name, f"{name} is {_short(self.values[name])}; it takes one finite number.")
 
     def per_token(self, name: str) -> bool:
-        """Whether there is more than one number."""
-        return self.has(name) and np.ndim(self.values[name]) > 0
+        """Whether there is a row of numbers, not one."""
+        if not self.has(name):
+            return False
+        value = self.values[name]
+        return value.ndim > 0 if isinstance(value, np.ndarray) else isinstance(value, list | tuple)
+
+    def length(self, name: str) -> int:
+        """How many entries a row has, 0 where there is none.
+
+        Raises RecordError where it is no row.
+        """
+        if not self.has(name):
+            return 0
+        value = self.values[name]
+        if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1):
+            return len(value)
+        raise self.fail(name, f"{name} is {_shape(value)}; it takes one row.")
 
     def first(self, *names: str) -> str:
         """The first of the names that there is a value for; the first of all if there is none."""
@@ -123,9 +173,11 @@ class Record:
             value = value.item()
         if value is None or isinstance(value, str):
             return value
-        if isinstance(value, int) and not isinstance(value, bool):
-            return str(value)
-        raise self.fail(name, f"{name} is {short(value)}; it takes text or a whole number.")
+        if isinstance(value, int) and not isinstance(value, bool | np.ndarray):
+            digits = short(value)  # Python writes no number of thousands of digits: none is a name
+            if digits.lstrip("-").isdigit():
+                return digits
+        raise self.fail(name, f"{name} is {_short(value)}; it takes text or a whole number.")
 
     def refuse_media(self, *names: str) -> None:
         """Raises RecordError where there are images and the like: rollouts here are tokens only."""
@@ -137,41 +189,113 @@ class Record:
                     "and other media share nothing. Rollouts of text alone can be read.",
                 )
 
-    def _vector(self, name: str, kinds: str, what: str) -> Array:
+    def row(self, name: str, kinds: str, what: str) -> Array:
+        """One row [n] of numbers; the only place where values of a record become arrays.
+
+        Args:
+            name: the field.
+            kinds: numpy's letters of the kinds that are allowed. Lists are looked at value by
+                value first: numpy would make room for all that lists of lists repeat, and make
+                numbers of booleans and text of numbers.
+            what: the kinds in words.
+
+        Raises RecordError where the field is missing, is no row, or has other values.
+        """
         if not self.has(name):
-            raise self.fail(
-                name, f"there is no {name}; the record has {short(sorted(self.values, key=str))}."
-            )
+            keys = sorted(named(key) for key in islice(self.values, _MOST_KEYS))
+            raise self.fail(name, f"there is no {name}; the record has {short(keys)}.")
         value = self.values[name]
-        if isinstance(value, list) and any(isinstance(v, bool) for v in value) and "b" not in kinds:
-            at = next(i for i, v in enumerate(value) if isinstance(v, bool))
-            raise self.fail(name, f"{name}[{at}] is {value[at]}; it takes {what}.")
-        try:
-            array = np.asarray(value)
-        except (ValueError, TypeError, OverflowError):  # lists of lists of different lengths
-            array = np.empty((), object)
-        if array.ndim == 1 and not array.size:
-            return array.astype(np.int64)
-        if array.ndim != 1:
-            shape = " x ".join(map(str, array.shape)) or f"{short(value)}"
-            raise self.fail(name, f"{name} is {shape}; it takes one row of {what}.")
-        if array.dtype.kind not in kinds:
-            at = next((i for i, v in enumerate(array) if np.asarray(v).dtype.kind not in kinds), 0)
+        if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype == object:
+            value = value.tolist()
+        if isinstance(value, list | tuple):
+            return self._listed(name, value, kinds, what)
+        if not isinstance(value, np.ndarray) or value.ndim != 1:
+            raise self.fail(name, f"{name} is {_shape(value)}; it takes one row of {what}.")
+        if not value.size:
+            return np.empty(0, np.int64)
+        if value.dtype.kind not in kinds:
             raise self.fail(
-                name,
-                f"{name}[{at}] is {short(array[at])} ({array.dtype}); it takes {what}.",
+                name, f"{name}[0] is {_short(value[0])} ({value.dtype}); it takes {what}."
             )
-        return array
+        return value
+
+    def _listed(
+        self, name: str, values: list[Any] | tuple[Any, ...], kinds: str, what: str
+    ) -> Array:
+        refused = {kind for kind in set(map(type, values)) if _kind(kind) not in kinds}
+        if any(issubclass(kind, list | tuple | np.ndarray) for kind in refused):
+            raise self.fail(name, f"{name} is {_short(values)}; it takes one row of {what}.")
+        if refused:
+            at = next(i for i, v in enumerate(values) if type(v) in refused)
+            raise self.fail(name, f"{name}[{at}] is {_short(values[at])}; it takes {what}.")
+        whole, dtype = "f" not in kinds, np.float64 if "f" in kinds else np.int64
+        try:
+            return np.array(values if not whole else list(map(int, values)), dtype)
+        except OverflowError:
+            most = 2**63 - 1 if whole else 10**308
+            at = next(i for i, v in enumerate(values) if abs(v) > most)
+            raise self._beyond(name, at, values[at]) from None
+
+    def _beyond(self, name: str, at: int, value: Any) -> RecordError:
+        return self.fail(
+            name, f"{name}[{at}] is {short(value)}, which is more than 64 bits of a number hold."
+        )
 
     def _check_length(self, name: str, array: Array, length: int, of: str) -> None:
         if len(array) != length:
             raise self.fail(name, f"{name} has {len(array)} entries, but {of} has {length}.")
 
 
+class _Shown(Repr):
+    """Values as messages show them, without writing out what is large."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        return short(x)
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return short(x) if len(x) <= _MOST_SHOWN else f"{len(x)} bytes"
+
+    def repr_ndarray(self, x: Array, level: int) -> str:
+        if x.dtype == object or x.size > _MOST_SHOWN:
+            return f"an array of {_shape(x)} of {x.dtype}"
+        return short(x)
+
+
+_SHOWN = _Shown()
+_SHOWN.maxlevel = 2  # six items of six items are enough
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = _MOST_SHOWN
+
+
+def named(name: Any) -> str:
+    """A key as messages show it."""
+    return name if isinstance(name, str) and len(name) <= _MOST_SHOWN else _SHOWN.repr(name)
+
+
+def _short(value: Any) -> str:
+    return short(value) if isinstance(value, np.generic) else _SHOWN.repr(value)
+
+
+def _shape(value: Any) -> str:
+    """The shape of an array of several dimensions, and anything else as it is."""
+    if isinstance(value, np.ndarray):
+        return " x ".join(map(str, value.shape)) or short(value.item())
+    return _short(value)
+
+
+def _kind(value_type: type) -> str:
+    """numpy's letter for the kind of a scalar type of Python's or numpy's; "O" for others."""
+    for scalar, letter in ((bool, "b"), (int, "i"), (float, "f")):
+        if issubclass(value_type, scalar):
+            return letter
+    return np.dtype(value_type).kind if issubclass(value_type, np.generic) else "O"
+
+
 def _is_nothing(value: Any) -> bool:
     """None, what is empty, or holds None alone, as trainers write where there is only text."""
     if isinstance(value, np.ndarray):
-        value = value.tolist() if value.dtype == object else [0] * value.size
+        if value.dtype != object:
+            return not value.size
+        value = value.ravel().tolist()
     if isinstance(value, Mapping):
         value = list(value.values())
     return value is None or (isinstance(value, list | tuple) and all(v is None for v in value))
@@ -207,7 +331,10 @@ def spread(values: Array | None, begin: int, length: int) -> Array | None:
 
 def group_of(prompt: Array | str) -> str:
     """A group_id that is equal for equal prompts."""
-    content = prompt.encode() if isinstance(prompt, str) else prompt.astype("<i8").tobytes()
+    if isinstance(prompt, str):  # which may hold half a surrogate pair, as JSON may
+        content = prompt.encode("utf-8", "surrogatepass")
+    else:
+        content = prompt.astype("<i8").tobytes()
     return f"prompt-{blake2b(content, digest_size=8).hexdigest()}"
 
 

@@ -8,6 +8,7 @@ whole batches only.
 
 import os
 import secrets
+import threading
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from forkpoint.rollout_files import as_path, check_extras
 from forkpoint.rollouts import Rollout, RolloutBatch, short
 from forkpoint.traces import manifest, shard
 from forkpoint.traces.kept import settings_of, split_inputs
+from forkpoint.traces.limits import MemoryLimit
 from forkpoint.traces.lock import LOCK, FolderLock
 
 _TEMPORARY = ".tmp"
@@ -68,6 +70,7 @@ class Recorder:
             raise TraceError(f"{path} is a file; a trace is a folder. Give another path.")
         path.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(path)
+        self._adding = threading.Lock()
         holder = self._lock.take()
         if holder is not None:
             raise TraceError(
@@ -118,7 +121,8 @@ class Recorder:
         Raises:
             RolloutError: no rollouts, or extras that JSON cannot give back.
             ConfigError: a loss input that cannot be kept, named.
-            TraceError: the recorder is closed.
+            TraceError: the recorder is closed; it was opened by another process, of which this one
+                was forked; or another recorder has written into the folder, or holds it.
 
         Whatever is raised, by a full disk for one, the trace has the batches that it had before,
         and the same or another batch can be added. An interrupt may also come when the batch is in:
@@ -129,6 +133,14 @@ class Recorder:
                 f"the recorder of {self.path} is closed. Add batches inside the with block, or go "
                 "on with record(path, resume=True)."
             )
+        self._check_process()
+        with self._adding:  # by one thread at a time
+            return self._add(batch, loss_inputs)
+
+    def _add(
+        self, batch: RolloutBatch | Iterable[Rollout], loss_inputs: Mapping[str, Any] | None
+    ) -> int:
+        self._check_alone()
         if not isinstance(batch, RolloutBatch):
             batch = RolloutBatch(batch)
         if loss_inputs is not None and not isinstance(loss_inputs, Mapping):
@@ -142,6 +154,7 @@ class Recorder:
         content = shard.encode(batch, arrays, self._trace, self._batches)
         name = manifest.shard_name(self._batches)
         _write(self.path / name, content)
+        self._check_alone()
         self._append(
             {
                 "batch": self._batches,
@@ -156,6 +169,40 @@ class Recorder:
             self._batches + 1,
         )
         return self._batches - 1
+
+    def _check_process(self) -> None:
+        """Raises TraceError in a process that was forked from the one that records."""
+        if os.getpid() != self._lock.owner:
+            raise TraceError(
+                f"the recorder of {self.path} belongs to process {self._lock.owner}, and this one "
+                "was forked from it; a trace has one recorder at a time. Add batches in the "
+                "process that called record, or record into a folder of its own."
+            )
+
+    def _check_alone(self) -> None:
+        """Whether nobody else holds the folder, and its manifest ends where this recorder left it.
+
+        Raises TraceError where it is not so.
+        """
+        try:
+            holder = self._lock.keep()
+            found = self._manifest.stat()
+        except FileNotFoundError:
+            raise TraceError(
+                f"{self.path} is no longer there, or its manifest is not. Record into a new folder."
+            ) from None
+        if holder is not None:
+            raise TraceError(
+                f"the lock of {self.path} was removed, and {holder} has taken it since; a trace "
+                "has one recorder at a time. Go on with that one; this one adds nothing more."
+            )
+        here = os.fstat(self._file.fileno())
+        if not os.path.samestat(found, here) or here.st_size != self._end:
+            raise TraceError(
+                f"{self._manifest} has {found.st_size} bytes, and this recorder left it with "
+                f"{self._end}: something else has written it. Go on with record(path, "
+                "resume=True), which reads what is there."
+            )
 
     def _open(self, settings: dict[str, Any], *, resume: bool) -> None:
         if resume and self._manifest.exists() and self._go_on(settings):
@@ -179,15 +226,20 @@ class Recorder:
     def _go_on(self, settings: dict[str, Any]) -> bool:
         """Open the trace that is there at its end; False where not even its header is whole."""
         last = manifest.last_shard(self.path)
-        lines, end = manifest.read_lines(self._manifest, 0, "", 1)
+        lines = manifest.Lines(self._manifest, MemoryLimit(self.path))
+        header, previous, count = None, "", 0
+        for line in lines:
+            header, previous, count = header or line, line["checksum"], count + 1
+        if lines.broken is not None:
+            raise TraceError(
+                f"{lines.broken.reason} The batches before it can be read (open_trace), and none "
+                "can be added. Record into a new folder."
+            )
         for entry in self.path.glob(f".batch-*{_TEMPORARY}"):
             entry.unlink()
-        if not lines:
+        if header is None:
             self._manifest.unlink()
             return False
-        header = lines[0]
-        if header.get("kind") != manifest.KIND:
-            raise TraceError(f"{self._manifest} is not that of a trace. Give another folder.")
         for name, value in settings.items():
             if value is None or header.get(name) == value:
                 continue
@@ -197,12 +249,11 @@ class Recorder:
                 f"{self.path} was recorded with {name} {short({k: before.get(k) for k in keys})}, "
                 f"and now it is {short({k: value.get(k) for k in keys})}. Record into a new folder."
             )
-        self._trace, self._previous = header["trace"], lines[-1]["checksum"]
-        self._batches = len(lines) - 1
+        self._trace, self._previous, self._batches = header["trace"], previous, count - 1
         manifest.check_end(self._manifest, self._batches, last)
-        self._file, self._end = self._manifest.open("r+b", buffering=0), end
-        self._file.truncate(end)
-        self._file.seek(end)
+        self._file, self._end = self._manifest.open("r+b", buffering=0), lines.end
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
         return True
 
     def _append(self, values: dict[str, Any], batches: int) -> None:

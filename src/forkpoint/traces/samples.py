@@ -7,7 +7,12 @@ import numpy as np
 
 from forkpoint.traces.containers import SHARED
 from forkpoint.traces.formats import Format
-from forkpoint.traces.record import Record, WrongRows
+from forkpoint.traces.limits import MemoryLimit
+from forkpoint.traces.record import Record, Row, WrongRows, named
+
+_ROW_BYTES = 32
+"""What a row of a table counts as, and each value that all rows share, in the check of how far a
+file inflates. Rows may be empty, and then take nothing in the file."""
 
 
 def samples(
@@ -15,8 +20,12 @@ def samples(
     table: Mapping[str, Any],
     format: Format,
     tokenizer: Callable[[str], list[int]] | None,
+    memory: MemoryLimit,
 ) -> Iterator[Record]:
-    """The samples of a table, or the one sample that it is."""
+    """The samples of a table, or the one sample that it is.
+
+    Raises RolloutError where it has far more rows than the file has bytes.
+    """
     settings = table.get(SHARED)
     shared: dict[str, Any] = dict(settings) if isinstance(settings, Mapping) else {}
     key = next((name for name in format.key if table.get(name) is not None), None)
@@ -34,12 +43,15 @@ def samples(
             shared[name] = None  # a field that was never filled
         else:  # an error if the format has a use for it
             shared[name] = WrongRows(
-                f"{name} has {len(value)} rows, but {key} has {count}. Where {key} holds lists, "
-                "each is a rollout, and every other list has as many entries; one rollout has one "
-                "list of ids."
+                f"{named(name)} has {len(value)} rows, but {key} has {count}. Where {key} holds "
+                "lists, each is a rollout, and every other list has as many entries; one rollout "
+                "has one list of ids."
             )
+    # forkpoint's own format gives every row what they share, as extras of its own.
+    each = len(columns) + (len(shared) if format.shares else 1)
+    memory.check_inflation(memory.disk_bytes, count * each * _ROW_BYTES, "rows")
     for row in range(count):
-        values = {**shared, **{name: column[row] for name, column in columns.items()}}
+        values = Row({name: column[row] for name, column in columns.items()}, shared)
         yield Record(f"{where}, row {row}", values, tokenizer)
 
 

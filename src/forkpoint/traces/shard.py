@@ -16,15 +16,19 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 
-from forkpoint.errors import TraceError
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.errors import RolloutError, TraceError
+from forkpoint.rollouts import Rollout, RolloutBatch, short
+from forkpoint.traces import tensors
+from forkpoint.traces.fields import SHARD, Problem, check_fields
+from forkpoint.traces.json_lines import parse_strictly
+from forkpoint.traces.limits import ROLLOUT_BYTES, MemoryLimit, json_bytes
 
 LOSS_INPUT = "loss_inputs."
 ARRAYS = frozenset({"token_ids", "offsets", "loss_mask", "temperatures"})
 """What every shard has, and no file that is read as rollouts."""
 _METADATA = "forkpoint"
+_LOGPROBS_AND_VALUES = ("old_logprobs", "reference_logprobs", "old_values")
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -38,7 +42,7 @@ def encode(
         "loss_mask": np.asarray(batch.loss_mask),
         "temperatures": np.asarray(batch.temperatures),
     }
-    for name in ("old_logprobs", "reference_logprobs", "old_values"):
+    for name in _LOGPROBS_AND_VALUES:
         values = getattr(batch, name)
         if values is not None:
             arrays[name] = np.asarray(values)
@@ -58,28 +62,95 @@ def encode(
     return safetensors.numpy.save(arrays, {_METADATA: json.dumps(about, allow_nan=False)})
 
 
-def decode(content: bytes, where: str) -> tuple[RolloutBatch, Arrays, Mapping[str, Any]]:
+def bytes_of(size: int, rollouts: int, tokens: int) -> int:
+    """The most bytes that it takes to read a shard of `size` bytes: its content, the rollouts, and
+    the batch of them.
+
+    Per token there are at most nine numbers of 8 bytes, in a rollout and again in the batch.
+    """
+    return 2 * size + 2 * ROLLOUT_BYTES * rollouts + 144 * tokens
+
+
+def decode(
+    content: bytes, where: str, memory: MemoryLimit
+) -> tuple[RolloutBatch, Arrays, Mapping[str, Any]]:
     """The batch of a shard, the arrays that its loss was given besides, and the metadata.
 
-    Raises TraceError, naming `where`, for content that is not a shard.
+    Raises TraceError, naming `where`, for content that is not a shard, and RolloutError where its
+    metadata takes more memory than is left.
     """
     try:
-        arrays = safetensors.numpy.load(content)
-        about = _about(content)
-        batch = RolloutBatch(_rollouts(arrays, about))
-    except (SafetensorError, KeyError, ValueError, TypeError, IndexError) as error:
-        raise TraceError(
-            f"{where} is no batch of a trace: {type(error).__name__}: {error}. Take a copy of the "
-            "trace as it was recorded."
-        ) from None
-    extra = {k.removeprefix(LOSS_INPUT): v for k, v in arrays.items() if k.startswith(LOSS_INPUT)}
-    return batch, extra, about
+        arrays, metadata = tensors.decode(np.frombuffer(content, np.uint8), memory)
+        text = metadata.get(_METADATA, "").encode()
+    except RolloutError:
+        raise
+    except ValueError as error:
+        raise _no_batch(where, str(error)) from None
+    with memory.holding(json_bytes(text), "the metadata of a batch"):
+        try:
+            about = parse_strictly(text)
+            check_fields(about, SHARD)
+            _check_arrays(arrays, about)
+        except ValueError as error:
+            raise _no_batch(where, str(error)) from None
+        try:
+            batch = RolloutBatch(_rollouts(arrays, about))
+        except RolloutError as error:
+            raise _no_batch(where, str(error)) from None
+    extra = {
+        k.removeprefix(LOSS_INPUT): v.copy() for k, v in arrays.items() if k.startswith(LOSS_INPUT)
+    }
+    return batch, extra, {"trace": about["trace"], "batch": about["batch"]}
 
 
-def _about(content: bytes) -> dict[str, Any]:
-    # safetensors gives metadata back of files alone, not of bytes.
-    length = int.from_bytes(content[:8], "little")
-    return json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_METADATA])
+def _no_batch(where: str, problem: str) -> TraceError:
+    return TraceError(
+        f"{where} is no batch of a trace: {problem.rstrip('.')}. Take a copy of the trace as it "
+        "was recorded."
+    )
+
+
+def _check_arrays(arrays: Arrays, about: Mapping[str, Any]) -> None:
+    """Whether there are the arrays of a batch, of their dtypes and lengths, and no others.
+
+    Raises Problem, naming the first that is not so.
+    """
+    given = {name: array for name, array in arrays.items() if not name.startswith(LOSS_INPUT)}
+    offsets = given.get("offsets", np.empty(0))
+    if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) < 2:
+        raise Problem("there are no offsets of rollouts")
+    lengths = np.diff(offsets)
+    if offsets[0] != 0 or (lengths < 1).any():
+        raise Problem("offsets do not rise from 0")
+    rollouts, tokens = len(lengths), int(offsets[-1])
+    number, per_token = (np.float64, rollouts), (np.float64, tokens)
+    needed: dict[str, tuple[Any, int]] = {
+        "token_ids": (np.int32, tokens),
+        "offsets": (np.int64, rollouts + 1),
+        "loss_mask": (np.bool_, tokens),
+        "temperatures": number,
+    }
+    for name in ("advantage", "weights", "returns"):
+        numbers = given.get(f"{name}.number")
+        if numbers is not None or name == "advantage":
+            needed[f"{name}.number"] = number
+        if numbers is not None and (numbers.dtype, numbers.shape) == (np.float64, (rollouts,)):
+            needed[f"{name}.per_token"] = np.float64, int(lengths[np.isnan(numbers)].sum())
+    allowed = {name: per_token for name in _LOGPROBS_AND_VALUES if name in given} | needed
+    if missing := [name for name in needed if name not in given]:
+        raise Problem(f"there is no {', '.join(missing)}")
+    if unknown := sorted(given.keys() - allowed.keys()):
+        raise Problem(f"there is {short(unknown[0])}, which no recorder writes")
+    for name, (dtype, length) in allowed.items():
+        found = given[name]
+        if found.dtype != dtype or found.shape != (length,):
+            raise Problem(
+                f"{name} is {list(found.shape)} of {found.dtype}; it takes [{length}] of "
+                f"{np.dtype(dtype)}"
+            )
+    for name in ("rollout_ids", "group_ids", "extras"):
+        if len(about[name]) != rollouts:
+            raise Problem(f"{name} has {len(about[name])} entries, for {rollouts} rollouts")
 
 
 def _rollouts(arrays: Arrays, about: Mapping[str, Any]) -> list[Rollout]:

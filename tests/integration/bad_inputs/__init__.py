@@ -6,12 +6,14 @@ One table for the tests (test_bad_inputs.py) and for the page of errors (docs/er
 from bad_inputs.arguments import ARGUMENTS
 from bad_inputs.files import FILES
 from bad_inputs.kind import Kind
+from bad_inputs.limits import LIMITS
 from bad_inputs.losses import LOSSES
 from bad_inputs.model_files import MODEL_FILES
 from bad_inputs.models import MODELS
 from bad_inputs.options import OPTIONS
 from bad_inputs.pickles import PICKLES
 from bad_inputs.plans import KERNELS, PLANS
+from bad_inputs.recorders import RECORDERS
 from bad_inputs.rollouts import ROLLOUTS
 from bad_inputs.states import STATES
 from bad_inputs.traces import TRACES
@@ -19,6 +21,7 @@ from bad_inputs.traces import TRACES
 TOPICS: dict[str, tuple[Kind, ...]] = {
     "Files of rollouts": FILES,
     "Pickles and torch files": PICKLES,
+    "Memory for files": LIMITS,
     "Rollouts and batches": ROLLOUTS,
     "Options": OPTIONS,
     "Arguments of the command line": ARGUMENTS,
@@ -28,7 +31,7 @@ TOPICS: dict[str, tuple[Kind, ...]] = {
     "Losses": LOSSES,
     "Plans": PLANS,
     "Attention kernels": KERNELS,
-    "Traces and folders of replays": TRACES,
+    "Traces and folders of replays": (*TRACES, *RECORDERS),
 }
 KINDS: dict[str, Kind] = {kind.name: kind for kinds in TOPICS.values() for kind in kinds}
 

@@ -20,7 +20,7 @@ def _openrlhf(record: Record) -> Iterator[Rollout]:
     ids = record.ids("sequences")
     attended = record.mask("attention_mask", len(ids), "sequences")
     inside = unpadded(record, "attention_mask", attended, "either")
-    actions = len(record.values["action_mask"]) if record.has("action_mask") else 0
+    actions = record.length("action_mask")
     if actions > len(ids):
         raise record.fail(
             "action_mask", f"action_mask has {actions} entries, but sequences has {len(ids)}."

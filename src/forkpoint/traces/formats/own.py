@@ -16,6 +16,9 @@ def _own(record: Record) -> Iterator[Rollout]:
     for key, value in record.values.items():
         if isinstance(value, WrongRows):
             raise RecordError(record.where, key, value.message)
+    for name in ("group_id", "rollout_id"):
+        if isinstance(record.values.get(name), int):
+            record.text(name)  # which refuses numbers of thousands of digits
     try:
         yield rollout_of({key: _plain(value) for key, value in record.values.items()})
     except RolloutError as error:
@@ -25,7 +28,11 @@ def _own(record: Record) -> Iterator[Rollout]:
 
 
 def _plain(value: Any) -> Any:
-    """A number or text as Python has it, where a column gave numpy's; arrays stay."""
+    """A number or text as Python has it, where a column gave numpy's; arrays stay, of at most 64
+    bits."""
+    if isinstance(value, np.ndarray) and value.dtype == np.longdouble:
+        with np.errstate(over="ignore"):  # to infinities, which Rollout refuses
+            return value.astype(np.float64)
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -34,4 +41,5 @@ FORKPOINT = Format(
     signatures=(frozenset({"token_ids", "loss_mask"}),),
     key=("token_ids",),
     rollouts=_own,
+    shares=True,
 )

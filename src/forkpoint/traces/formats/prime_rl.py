@@ -11,10 +11,11 @@ import numpy as np
 
 from forkpoint.rollouts import Rollout, short
 from forkpoint.traces.formats.base import MEDIA, Format, before_first, made
-from forkpoint.traces.record import Record, group_of
+from forkpoint.traces.record import Record, Row, group_of
 
 PADDING_ID = 1
 """What prime-rl fills microbatches up with, whatever the tokenizer's own padding is."""
+_FLOATS = ("advantages", "inference_logprobs", "temperatures", "ref_logprobs", "rl_weights")
 
 
 def _prime_rl(record: Record) -> Iterator[Rollout]:
@@ -99,20 +100,17 @@ def _microbatch(record: Record) -> Iterator[Rollout]:
             f"position_ids[{at}] is {positions[at]} after {positions[at - 1]}; positions count on, "
             "or begin again at 0.",
         )
-    columns = ("input_ids", "loss_mask", "advantages", "inference_logprobs", "temperatures")
-    given = [*columns, "ref_logprobs", "rl_weights"]
-    for name in given:
-        value = record.values.get(name)
-        if value is not None and np.ndim(value) and len(value) != len(ids):
-            raise record.fail(
-                name, f"{name} has {len(value)} entries, but input_ids has {len(ids)}."
-            )
+    columns: dict[str, Any] = {"input_ids": ids}
+    for name in ("loss_mask", *_FLOATS):
+        if record.per_token(name):
+            kinds, what = ("biuf", "0 and 1") if name == "loss_mask" else ("iuf", "numbers")
+            columns[name] = record.row(name, kinds, what)
+            if len(columns[name]) != len(ids):
+                raise record.fail(
+                    name, f"{name} has {len(columns[name])} entries, but input_ids has {len(ids)}."
+                )
     for begin, end in itertools.pairwise(starts):
-        part = {
-            name: value[begin:end] if name in given and np.ndim(value) else value
-            for name, value in record.values.items()
-            if value is not None
-        }
+        part = Row({name: value[begin:end] for name, value in columns.items()}, record.values)
         sample = Record(f"{record.where}, tokens {begin} to {end - 1}", part)
         own = sample.ids("input_ids")
         trained = sample.mask("loss_mask", len(own), "input_ids")

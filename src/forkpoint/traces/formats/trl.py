@@ -28,8 +28,7 @@ def _trl(record: Record) -> Iterator[Rollout]:
         return None if values is None else spread(values[inside], len(prompt), len(tokens))
 
     ratio = "importance_sampling_ratio"
-    given: Any = record.values.get(ratio)
-    single = given is not None and np.size(given) == 1
+    single = not record.per_token(ratio) or record.length(ratio) == 1
     yield made(
         record,
         {"token_ids": "completion_ids", "loss_mask": "completion_mask", "advantage": "advantages",

@@ -87,13 +87,15 @@ def _check_positions(record: Record, attended: np.ndarray) -> None:
     """Positions count the tokens of the rollout from 0; others are not what would be trained."""
     if not record.has("position_ids"):
         return
-    positions = np.asarray(record.values["position_ids"])
-    if positions.ndim != 1:
+    given = record.values["position_ids"]
+    listed = isinstance(given, list) and given and isinstance(given[0], list | np.ndarray)
+    if listed or (isinstance(given, np.ndarray) and given.ndim > 1):
         raise record.fail(
             "position_ids",
-            f"position_ids has {positions.ndim} rows for a sample; positions of several axes "
-            "(mRoPE) are not read.",
+            f"position_ids has {len(given)} rows for a sample; positions of several axes (mRoPE) "
+            "are not read.",
         )
+    positions = record.row("position_ids", "iuf", "whole numbers")
     wanted = np.cumsum(attended) - 1
     if len(positions) != len(attended) or (positions[attended] != wanted[attended]).any():
         raise record.fail(

@@ -1,0 +1,243 @@
+"""The limit on the memory that reading takes, and the account that readers keep of it.
+
+A reader charges the account before it allocates, gives back what it has streamed, and the rollouts
+that are kept stay charged. Imports no torch.
+"""
+
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.rollouts import Rollout, short
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+LEAST_BYTES = 640 * MIB
+"""The default limit for any file, however small."""
+TIMES_FILE = 16
+"""The default limit for larger files, as a multiple of the bytes that they take on disk. JSON lines
+that are not compressed stay below it: a number of two bytes is read as one of eight, and a line is
+held as bytes, as text and as Python objects."""
+FREE_BYTES = 32 * MIB
+MOST_INFLATION = 128
+"""By default a file may give FREE_BYTES, and beyond that at most so many times the bytes read."""
+ROLLOUT_BYTES = 512
+"""A `Rollout` without the numbers in its arrays."""
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+
+MemorySize = int | str
+"""A number of bytes, or text such as "8GB" or "512 MiB"."""
+
+
+def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int | None:
+    """The bytes that a number or a text such as "8GB", "8 GiB" or "8000000000" stands for.
+
+    Raises ConfigError, naming the option `name`, for anything else and for less than 1 byte.
+    """
+    if given is None:
+        return None
+    size = 0
+    if isinstance(given, int) and not isinstance(given, bool):
+        size = int(given)
+    elif isinstance(given, str) and len(given) < 40 and (found := _SIZE.fullmatch(given.strip())):
+        unit = (found[2] or "").lower()
+        size = int(float(found[1]) * {**_UNITS, **_BINARY}[unit])
+    if size < 1:
+        raise ConfigError(
+            f"{name} is {short(given)}; it takes a number of bytes of at least 1, or text such as "
+            "'8GB', '512MiB'. Leave it out for the default."
+        )
+    return size
+
+
+def shown(count: float) -> str:
+    """A number of bytes as messages show it: 1.5 GiB."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return f"{int(count)} bytes"
+
+
+def bytes_on_disk(path: Path) -> int:
+    """What a file takes on disk, which a file with holes takes less of than its length; of a
+    folder, what the files in it take."""
+    found = path.stat()
+    if stat.S_ISDIR(found.st_mode):
+        with os.scandir(path) as entries:
+            return sum(_allocated(e.stat()) for e in entries if e.is_file())
+    return _allocated(found)
+
+
+def _allocated(found: os.stat_result) -> int:
+    # Some file systems count no blocks, and Windows has no such count.
+    blocks = 0 if sys.platform == "win32" else found.st_blocks
+    return min(found.st_size, blocks * 512) if blocks else found.st_size
+
+
+class MemoryLimit:
+    """What reading one file may hold in memory, and what it holds.
+
+    given: the limit in bytes that was asked for; None takes the default, which is LEAST_BYTES or
+        TIMES_FILE times what the file takes on disk, whichever is larger.
+    disk_bytes: what the file takes on disk.
+    limit_bytes: the limit.
+    held_bytes: what is charged at present.
+    rollout_bytes, token_bytes: what the caller needs for each rollout that it keeps, and for each
+        token of it, besides the rollout itself: a plan of a batch, for one.
+    """
+
+    def __init__(self, path: Path, given: int | None = None) -> None:
+        self.path = path
+        self.given = given
+        self.disk_bytes: int = bytes_on_disk(path)
+        self.limit_bytes: int = given or max(LEAST_BYTES, TIMES_FILE * self.disk_bytes)
+        self.held_bytes: int = 0
+        self.rollout_bytes: int = 0
+        self.token_bytes: int = 0
+        self._kept_bytes: int = 0
+
+    def again(self) -> "MemoryLimit":
+        """The same limit with nothing held."""
+        made = MemoryLimit(self.path, self.given)
+        made.rollout_bytes, made.token_bytes = self.rollout_bytes, self.token_bytes
+        return made
+
+    @property
+    def left_bytes(self) -> int:
+        """How much more can be charged."""
+        return self.limit_bytes - self.held_bytes
+
+    def hold(self, count: int, what: str) -> None:
+        """Charge `count` bytes before they are allocated; `what` is what they are for.
+
+        Raises RolloutError, naming the limit and the option, where that is more than is left.
+        """
+        if count > self.limit_bytes - self.held_bytes:
+            raise self.refusal(count, what)
+        self.held_bytes += count
+
+    def release(self, count: int) -> None:
+        """Give back what was charged."""
+        self.held_bytes -= count
+        assert self.held_bytes >= 0, "more was given back than was charged"
+
+    @contextmanager
+    def holding(self, count: int, what: str) -> Iterator[None]:
+        """Charge `count` bytes while the block runs."""
+        self.hold(count, what)
+        try:
+            yield
+        finally:
+            self.release(count)
+
+    def keep(self, rollout: Rollout) -> int:
+        """Charge a rollout that the caller keeps, with what the caller needs for it, and return how
+        many bytes that is. `let_go` gives them back."""
+        count = bytes_of(rollout, self.left_bytes)
+        if self.token_bytes:  # the caller makes batches, which copy the arrays
+            count += count + self.rollout_bytes + self.token_bytes * len(rollout)
+        self.hold(count, f"rollouts, of which {shown(self._kept_bytes)} are kept already,")
+        self._kept_bytes += count
+        return count
+
+    def let_go(self, count: int) -> None:
+        """Give back what `keep` charged."""
+        self.release(count)
+        self._kept_bytes -= count
+
+    def check_inflation(self, read: int, given: int, what: str = "content") -> None:
+        """Refuse a file that gives far more than is read of it. A limit that was asked for bounds
+        memory alone, and then nothing is refused here.
+
+        Args:
+            read: bytes read of the file so far.
+            given: bytes of `what` that they gave.
+
+        Raises RolloutError, naming both.
+        """
+        if self.given is not None or given <= FREE_BYTES + MOST_INFLATION * read:
+            return
+        raise RolloutError(
+            f"{self.path} inflates: the first {shown(read)} of it give {shown(given)} of {what}, "
+            f"and by default a file gives at most {shown(FREE_BYTES)} and {MOST_INFLATION} times "
+            "what is read. Where it is meant to, set a limit on memory (memory_limit=, "
+            "--memory-limit), such as 4GB, which is then the only one."
+        )
+
+    def refusal(self, count: int, what: str) -> RolloutError:
+        """The error for `count` bytes that are not left."""
+        origin = "as given"
+        if self.given is None:
+            origin = f"the default for a file of {shown(self.disk_bytes)}"
+        held = f" besides the {shown(self.held_bytes)} held" if self.held_bytes else ""
+        return RolloutError(
+            f"{self.path} needs more memory than it may take: {what} need{_s(what)} "
+            f"{shown(count)}{held}, and memory_limit is {shown(self.limit_bytes)}, {origin}. Where "
+            "the file is meant to be so large, raise the limit (memory_limit=, --memory-limit), "
+            "for example to 8GB; limit= or --limit reads fewer rollouts."
+        )
+
+
+def _s(what: str) -> str:
+    return "" if what.startswith("rollouts") else "s"
+
+
+def bytes_of(rollout: Rollout, most: int) -> int:
+    """Bytes that a rollout takes in memory, extras included; of more than `most`, a part."""
+    count = ROLLOUT_BYTES
+    for name in Rollout.__slots__:
+        value = getattr(rollout, name)
+        if isinstance(value, np.ndarray):
+            count += value.nbytes
+    return count if rollout.extras is None else count + tree_bytes(rollout.extras, most)
+
+
+def tree_bytes(value: Any, most: int) -> int:
+    """Bytes of a tree of Python objects; what several places of it share is counted once. Of more
+    than `most` bytes only a part is counted, which is more than `most` as well."""
+    seen: set[int] = set()
+    waiting, count = [value], 0
+    while waiting and count <= most:
+        item = waiting.pop()
+        if isinstance(item, Mapping | list | tuple | np.ndarray):
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+        count += item.nbytes if isinstance(item, np.ndarray) else sys.getsizeof(item)
+        if isinstance(item, Mapping):
+            waiting.extend(item.keys())
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)
+    return count
+
+
+# What CPython 3.11 to 3.14 take at most for what a character of JSON begins or separates: a place
+# in a list, a number, a list with room for its first items, a dict with what it is made of, one
+# pair of it, and half a string.
+_SMALL_LINE = 1 << 14
+_CHARACTER = 48
+_PLACE, _NUMBER, _LIST, _DICT, _PAIR, _QUOTE = 9, 32, 112, 260, 200, 33
+_MARGIN = 1 << 12
+
+
+def json_bytes(line: bytes | bytearray) -> int:
+    """The most bytes that a line of JSON takes while it is parsed, its text included."""
+    size = len(line)
+    if size <= _SMALL_LINE:
+        return _CHARACTER * size
+    text = size if line.isascii() else 4 * size
+    strings = 6 * size if b"\\u" in line else text
+    numbers, lists, dicts = line.count(b",") + 1, line.count(b"["), line.count(b"{")
+    objects = _PLACE * (numbers + lists + dicts) + _NUMBER * numbers + _LIST * lists
+    objects += _DICT * dicts + _PAIR * line.count(b":") + _QUOTE * line.count(b'"')
+    return _MARGIN + size + text + strings + objects

@@ -1,0 +1,229 @@
+"""Every field of every format with values of every kind: a rollout, or an error that names it.
+
+Through the one place where values of a record become arrays, record.py.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dumps
+from forkpoint import Rollout, RolloutError
+from forkpoint.traces.formats import Format, detect
+from forkpoint.traces.limits import MemoryLimit
+from forkpoint.traces.record import Record, RecordError
+from forkpoint.traces.samples import samples
+
+Make = Callable[[Sequence[Rollout]], dict[str, Any]]
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = [1]
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def shared(depth: int, count: int) -> list[Any]:
+    """Lists that hold one list many times: count ** depth items, and a few bytes."""
+    found: list[Any] = [0] * count
+    for _ in range(depth - 1):
+        found = [found] * count
+    return found
+
+
+def objects(*values: Any) -> np.ndarray:
+    made = np.empty(len(values), object)
+    made[:] = values
+    return made
+
+
+KINDS: dict[str, Any] = {
+    "None": None,
+    "a number": 3,
+    "a number below 0": -1,
+    "a float": 0.5,
+    "a boolean": True,
+    "text": "abc",
+    "no text": "",
+    "text of digits": "9" * 10_000,
+    "half a surrogate pair": "\ud800",
+    "bytes": b"ab",
+    "a view of bytes": memoryview(b"ab"),
+    "a complex number": 1j,
+    "NaN": float("nan"),
+    "infinity": float("inf"),
+    "a number of 5,000 digits": 10**4999,
+    "a number of 65 bits": 2**64,
+    "a dict": {"a": 1},
+    "a set": {1, 2},
+    "a range": range(3),
+    "an object": object(),
+    "nothing in a list": [],
+    "ragged lists": [[1, 2], [3]],
+    "ragged arrays": [np.ones(2), np.ones(3)],
+    "lists of one length": [[1, 2], [3, 4]],
+    "a list three deep": [[[1]]],
+    "a list 2,000 deep": nested(2000),
+    "a list of 10**18 items": shared(6, 1000),
+    "None in a list": [1, None, 2],
+    "None alone in a list": [None] * 5,
+    "text in a list": [1, "a"],
+    "texts": ["a" * 10] * 3,
+    "booleans": [True, False],
+    "bytes in a list": [b"a"],
+    "dicts": [{"a": 1}],
+    "NaNs": [float("nan")] * 3,
+    "complex numbers": [1j, 2],
+    "floats": [1.0, 2.5],
+    "numbers of 71 bits": [2**70, 1],
+    "a number beyond floats": [10**400, 1],
+    "a number beyond floats, and a float": [10**400, 0.5],
+    "a number of 64 bits": [2**63],
+    "a number of 64 bits and one below 0": [-1, 2**63],
+    "numpy's numbers": [np.int64(1), np.uint64(2**63)],
+    "numpy's wide floats": [np.longdouble(1)],
+    "a tuple": (1, 2, 3),
+    "one entry more": "more",
+    "one entry less": "less",
+    "an array of objects": np.array([1, "a", None], object),
+    "an array of lists": objects([1, 2], [3]),
+    "an array of arrays": objects(np.ones(2), np.ones(2)),
+    "an array of texts": np.array(["a", "b"]),
+    "an array of bytes": np.array([b"a"]),
+    "an array of dates": np.array(["2020-01-01"], "M8[D]"),
+    "an array of structs": np.zeros(2, [("a", "i4")]),
+    "an array of wide floats": np.array([np.longdouble("1e4000")]),
+    "an array of half floats": np.ones(3, np.float16),
+    "an array of complex numbers": np.ones(3, complex),
+    "an array of unsigned numbers": np.array([2**64 - 1], np.uint64),
+    "an array of no dimension": np.array(3),
+    "an array of two": np.ones((2, 3)),
+    "an array of three": np.ones((2, 3, 4)),
+    "an array of no rows": np.ones((0, 5)),
+    "an array of no columns": np.ones((5, 0)),
+    "numpy's boolean": np.bool_(True),
+    "numpy's number": np.int64(5),
+}
+OTHERS = (
+    *("temperature", "temperatures", "reward", "rewards", "uid", "group_id", "rollout_id"),
+    *("advantage", "advantages", "weights", "rl_weights", "rollout_is_weights"),
+    *("importance_sampling_ratio", "values", "returns", "old_values", "position_ids"),
+    *("group_index", "remove_sample", "sample_mask", "loss_mask", "meta_info", "extras"),
+    *("multi_modal_inputs", "kind"),
+)
+"""Fields that some format reads and its dumps here have not."""
+
+
+def critic(make: Make) -> Make:
+    return lambda rollouts: make(dumps.with_critic(rollouts))
+
+
+TABLES: dict[str, Make] = {
+    **dumps.TABLES,
+    "verl, critic": critic(dumps.verl_critic),
+    "openrlhf, critic": critic(dumps.openrlhf_critic),
+    "nemo-rl, critic": critic(dumps.nemo_rl_critic),
+    "slime, critic": critic(dumps.slime_critic),
+}
+
+
+def changed(table: dict[str, Any], field: str, kind: str) -> Iterator[dict[str, Any]]:
+    """A sample, a batch, and one row of a batch with that value in a field."""
+    row, whole = dumps.rows_of(table)[0], dumps.listed(table)
+    column = whole.get(field)
+    count = len(dumps.rows_of(table))
+    rest = column[1:] if isinstance(column, list) and len(column) == count else [None] * (count - 1)
+    value = KINDS[kind]
+    if kind in ("one entry more", "one entry less"):
+        given = row.get(field)
+        if not isinstance(given, list):
+            return
+        value = [*given, given[0]] if kind == "one entry more" else given[1:]
+    else:
+        yield {**table, field: value}
+    yield {**row, field: value}
+    yield {**whole, field: [value, *rest]}
+
+
+def read(table: dict[str, Any], format: Format, memory: MemoryLimit) -> None:
+    """Reads what can be read of a table; what cannot has to say so, and where."""
+    try:
+        for record in samples("x.pkl", table, format, None, memory):
+            try:
+                for rollout in format.rollouts(record):
+                    assert isinstance(rollout, Rollout)
+            except RecordError as error:
+                assert str(error).startswith("x.pkl")
+                # Those of forkpoint's own fields are Rollout's.
+                assert len(str(error)) < 1500 or format.shares
+    except RolloutError as error:
+        assert "inflates" in str(error)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_field_with_every_kind_of_value(name: str, tmp_path: Path) -> None:
+    table = TABLES[name](dumps.truth(groups=2, rollouts_per_group=2))
+    format = detect(table, "x")
+    (tmp_path / "x").write_bytes(bytes(1000))
+    memory = MemoryLimit(tmp_path / "x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for field in dict.fromkeys([*table, *OTHERS]):
+            for kind in KINDS:
+                for given in changed(table, field, kind):
+                    try:
+                        read(given, format, memory)
+                    except Exception as error:
+                        error.add_note(f"{field} is {kind}")
+                        raise
+
+
+def record(**values: Any) -> Record:
+    return Record("here", values)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([1, "7"], r"a\[1\] is '7'; it takes whole numbers"),
+        ([1, True], r"a\[1\] is True; it takes whole"),
+        ([1, 2.5], r"a\[1\] is 2.5; it takes whole"),
+        ([[1], [2]], r"a is \[\[1\], \[2\]\]; it takes one row of whole"),
+        ([1, 2**63], rf"a\[1\] is {2**63}, which is more than 64 bits"),
+        (np.array([2**63], np.uint64), rf"a\[0\] is {2**63}, which is more than 64 bits"),
+        (np.ones((3, 4), int), "a is 3 x 4; it takes one row"),
+        (np.ones(2), r"a\[0\] is 1.0 \(float64\); it takes whole"),
+        (np.array(3), "a is 3; it takes one row"),
+        ("12", "a is '12'; it takes one row"),
+        (None, r"there is no a; the record has \['a'\]"),
+        (shared(6, 1000), r"a is \[\[\[\.\.\.\], \[\."),
+        ([b"x" * 10**6], r"a\[0\] is 1000000 bytes; "),
+    ],
+)
+def test_ids_that_are_none(value: Any, said: str) -> None:
+    with pytest.raises(RecordError, match=f"here: {said}"):
+        record(a=value).ids("a")
+
+
+@pytest.mark.parametrize(
+    "value", [[1, 2], (1, 2), np.array([1, 2], object), np.array([1, 2], "u1")]
+)
+def test_ids(value: Any) -> None:
+    found = record(a=value).ids("a")
+    assert found.dtype == np.int64 and found.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("value", [0.5, [0.5], [[0.5]], np.array([[0.5]]), np.float16(0.5)])
+def test_one_number(value: Any) -> None:
+    assert record(a=value).number("a") == 0.5
+
+
+def test_rows_of_many_objects_take_the_room_of_their_items(tmp_path: Path) -> None:
+    """numpy would make room for the longest text, as many times as there are entries."""
+    with pytest.raises(RecordError, match=r"a\[0\] is 'x"):
+        record(a=["x" * 10**7, *[1] * 10**6]).ids("a")
