@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from forkpoint import ConfigError, RolloutBatch
 from forkpoint.losses import GRPO
-from forkpoint.replay.folder import CHECKPOINT, MANIFEST, ROWS, ReplayFolder, read_manifest
+from forkpoint.replay.folder import CHECKPOINT, MANIFEST, ROWS, SAVING, ReplayFolder, read_manifest
 from forkpoint.replay.loop import replay
 from forkpoint.replay.rates import Rate
 from forkpoint.testing import tiny_model
@@ -237,12 +237,15 @@ def test_a_folder_that_is_being_written_is_refused(processes: Any, tmp_path: Pat
     process = processes.Process(target=run_and_wait, args=(folder, begun))
     process.start()
     assert begun.wait(120)
-    (folder / ".checkpoint.safetensors.tmp").write_bytes(b"half of what it is saving")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / SAVING).mkdir()
+    for name in (".tmpAb12Cd", CHECKPOINT):
+        (folder / SAVING / name).write_bytes(b"half of what it is saving")
+    (folder / ".tmpAb12Cd").write_bytes(b"the same, of an earlier version")
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     for resume in (True, False):
         with pytest.raises(ConfigError, match=f"is being written by .* {process.pid} on"):
             run(folder, steps=3, checkpoint_every=1, resume=resume)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
     assert len(rows(folder)) == 1, "rows can be read meanwhile"
     process.kill()
     process.join()

@@ -11,11 +11,12 @@ from typing import Annotated, Literal
 from tyro.conf import DisallowNone, Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
+from forkpoint.cli.last_resort import working_on
 from forkpoint.cli.output import Output
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError, TraceError
 from forkpoint.rollouts import RolloutBatch
-from forkpoint.traces import RolloutFile, open_rollouts, open_trace
+from forkpoint.traces import RolloutFile, Trace, open_rollouts, open_trace
 
 MOST_SEED = 2**63 - 1
 DtypeName = Literal["float32", "bfloat16", "float64"]
@@ -171,8 +172,9 @@ def load_batch(
     file: Path, limit: int | None, reading: Reading | None = None, out: Output | None = None
 ) -> RolloutBatch:
     """The rollouts of a file as one batch; what was left out, and what to know, is shown."""
-    source = (reading or Reading()).open(file, limit)
-    batch = RolloutBatch(source.read())
+    with working_on(file):
+        source = (reading or Reading()).open(file, limit)
+        batch = RolloutBatch(source.read())
     if out is not None:
         show_source(source, out)
     return batch
@@ -180,13 +182,20 @@ def load_batch(
 
 def recorded_batches(path: Path) -> Iterator[RolloutBatch]:
     """The batches of a trace, one at a time. Raises TraceError where there is none yet."""
-    trace = open_trace(path)
-    if not len(trace):
-        raise TraceError(
-            f"{path} has no whole batch yet. Wait until its recorder has added one, or record "
-            "again."
-        )
-    return (step.batch for step in trace)
+    with working_on(path):
+        trace = open_trace(path)
+        if not len(trace):
+            raise TraceError(
+                f"{path} has no whole batch yet. Wait until its recorder has added one, or record "
+                "again."
+            )
+    return _batches_of(trace)
+
+
+def _batches_of(trace: Trace) -> Iterator[RolloutBatch]:
+    with working_on(trace.path):
+        for step in trace:
+            yield step.batch
 
 
 def show_source(source: RolloutFile, out: Output) -> None:

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from tyro.conf import DisallowNone, arg
 
+from forkpoint.cli.last_resort import working_on
 from forkpoint.cli.losses import LossOptions
 from forkpoint.cli.options import (
     Count,
@@ -150,6 +151,8 @@ class Replay:
                 f"{training.optimizer}, lr {training.lr:g}"
             )
         with (
+            working_on(recording.output),
+            working_on(self.file),
             out_of_memory_explained(),
             out.progress("training", training.steps) as advance,
         ):
