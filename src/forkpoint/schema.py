@@ -132,21 +132,21 @@ def whole(least: int = 0, most: int = MOST_WHOLE) -> Check:
     return check
 
 
-def number(least: float = -math.inf, most: float = math.inf) -> Check:
-    """A finite number within bounds, both included."""
+def number(least: float = -math.inf, most: float = math.inf, *, above: bool = False) -> Check:
+    """A finite number within bounds, both included; `above` leaves the least out."""
     bounds = "a finite number"
-    if least > -math.inf:
-        bounds = (
-            f"a number from {least:g} to {most:g}"
-            if most < math.inf
-            else (f"a finite number of at least {least:g}")
-        )
+    if most < math.inf:
+        bounds = f"a number from {least:g} to {most:g}"
+    elif least > -math.inf:
+        bounds = f"a finite number {'above' if above else 'of at least'} {least:g}"
 
     def check(value: Any, field: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise refuse(field, value, bounds)
         # A whole number may be too large for a float, and is compared exactly.
         if not (abs(value) <= sys.float_info.max and least <= value <= most):
+            raise refuse(field, value, bounds)
+        if above and value == least:
             raise refuse(field, value, bounds)
         return float(value)
 

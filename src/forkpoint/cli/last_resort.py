@@ -71,7 +71,7 @@ def working_on(path: Path | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if path is not None:
+        if path is not None and not isinstance(error, ForkpointError):
             error.add_note(f"{_WORKING_ON}{path}")
         raise
 

@@ -1,6 +1,7 @@
 """The losses that the command line knows by name, and their main options. Imports no torch."""
 
 import inspect
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -9,6 +10,7 @@ from tyro.conf import DisallowNone, arg
 
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
+from forkpoint.replay.schema import MOST_NUMBER
 from forkpoint.rollouts import RolloutBatch
 
 if TYPE_CHECKING:
@@ -111,7 +113,12 @@ class LossOptions:
             name: set(inspect.signature(getattr(losses, kind)).parameters)
             for name, kind in CLASSES.items()
         }
-        for option in given:
+        for option, value in given.items():
+            if isinstance(value, int | float) and MOST_NUMBER < abs(value) != math.inf:
+                raise ConfigError(
+                    f"{option} is {value}; it takes a number of at most {MOST_NUMBER:g}, since "
+                    "losses are computed in float32."
+                )
             if option not in takes[self.name]:
                 having = ", ".join(name for name, options in takes.items() if option in options)
                 raise ConfigError(

@@ -147,7 +147,7 @@ class Replay:
         device = next(model.parameters()).device
         if trace is not None and trace.optimizer is not None:
             out.show(
-                f"recorded with {plain(dict(trace.optimizer))}; replayed with "
+                f"recorded with {plain(trace.optimizer)}; replayed with "
                 f"{training.optimizer}, lr {training.lr:g}"
             )
         with (

@@ -17,6 +17,7 @@ from forkpoint.plan.arena import place_boundaries
 from forkpoint.plan.cost import ModelShape, Work
 from forkpoint.plan.layout import Row, slot_lengths
 from forkpoint.plan.plan import JSON_VERSION, Candidate, Plan
+from forkpoint.plan.sizes import MOST_LAYERS
 from forkpoint.rollouts import short
 from forkpoint.schema import (
     SchemaError,
@@ -35,7 +36,6 @@ from forkpoint.schema import (
 MOST_TOKENS = 2**40
 """Of a batch. Products of two positions are then counted without overflow."""
 MOST_POSITION = 2**31 - 1
-MOST_LAYERS = 10_000
 MOST_SIZE = 2**31
 MOST_COUNT = 2**100
 """Of pairs of tokens."""
@@ -146,15 +146,23 @@ def read_plan(given: Any) -> Plan:
             f"{JSON_VERSION}; make the plan again."
         )
     try:
-        plan = Plan(**_values(PLAN(given, "")))
+        return plan_of(given, "")
+    except SchemaError as error:
+        raise PlanError(f"this plan is damaged: {error}. Make the plan again.") from None
+
+
+def plan_of(given: Any, field: str) -> Plan:
+    """The check of a field that holds a plan. Raises SchemaError for what is none."""
+    values = PLAN(given, field)
+    try:
+        plan = Plan(**_values(values))
         _check_forest(plan)
         _check_rows(plan)
         _check_places(plan)
         _check_counts(plan)
     except (SchemaError, ConfigError) as error:
-        raise PlanError(
-            f"this plan is damaged: {str(error).rstrip('.')}. Make the plan again."
-        ) from None
+        said = str(error).rstrip(".")
+        raise SchemaError(f"{field}: {said}" if field else said) from None
     return plan
 
 
@@ -167,9 +175,13 @@ def _values(given: dict[str, Any]) -> dict[str, Any]:
     for name in ("dense", "shared"):
         values[name] = Work(**values[name])
     if values["shape"] is not None:
-        windows = tuple(values["shape"]["windows"].tolist())
-        values["shape"] = ModelShape(**{**values["shape"], "windows": windows})
+        values["shape"] = shape_of(values["shape"])
     return values
+
+
+def shape_of(values: dict[str, Any]) -> ModelShape:
+    """The shape that SHAPE gave the fields of. Raises ConfigError where they do not agree."""
+    return ModelShape(**{**values, "windows": tuple(values["windows"].tolist())})
 
 
 def _row(given: dict[str, Any]) -> Row:

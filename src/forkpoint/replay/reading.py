@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forkpoint.errors import ConfigError, PlanError
+from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan
-from forkpoint.plan.written import read_plan
 from forkpoint.replay.records import ReplayStep, StepRecord, read_step
 from forkpoint.replay.schema import (
     MANIFEST,
@@ -132,17 +131,9 @@ def read_plans(
 
 def _planned(value: Any) -> PlannedBatch:
     found = PLANNED(value, "")
-    plans: dict[str, Plan | None] = {"dense": None}
-    for way, given in found["plans"].items():
-        try:
-            plans[way] = read_plan(given)
-        except PlanError as error:
-            raise SchemaError(f"plans.{way}: {str(error).rstrip('.')}") from None
-    shared, dense = plans["shared"], plans["dense"]
-    assert shared is not None
-    for way, plan in plans.items():
-        if plan is None:
-            continue
+    shared: Plan = found["plans"]["shared"]
+    dense: Plan | None = found["plans"].get("dense")
+    for way, plan in found["plans"].items():
         if plan.shape is None:
             raise SchemaError(f"plans.{way}.shape is None; it takes the model's shape")
         if plan.fingerprint != found["fingerprint"]:

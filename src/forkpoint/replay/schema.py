@@ -6,7 +6,7 @@ Every field of every file has its type and its bounds here. Imports no torch.
 from typing import Any, get_args
 
 from forkpoint.config import Boundary, Sharing
-from forkpoint.plan.written import BYTES, FINGERPRINT, MOST_TOKENS
+from forkpoint.plan.written import BYTES, FINGERPRINT, MOST_TOKENS, plan_of
 from forkpoint.replay.rates import Schedule
 from forkpoint.schema import (
     SchemaError,
@@ -33,6 +33,8 @@ MOST_LINE_BYTES = 1 << 26
 """Of one row, and of the plans of one batch. What JSON becomes in memory is up to 24 times that."""
 MOST_ROWS_BYTES = 1 << 32
 MOST_STEPS = 2**31
+MOST_NUMBER = 1e30
+"""Of a loss's options and a step's scale: torch makes float32 of them, which holds 3e38."""
 
 TOKENS = whole(0, MOST_TOKENS)
 SOME_TOKENS = whole(1, MOST_TOKENS)
@@ -83,7 +85,7 @@ FIXED = record(
                 "steps": or_null(STEPS),
             }
         ),
-        "max_grad_norm": or_null(number(0)),
+        "max_grad_norm": or_null(number(0, above=True)),
         "steps": STEPS,
         "baseline": flag,
         "config": mapping(tree),
@@ -154,18 +156,13 @@ STEP = record(
 # Plans -------------------------------------------------------------------------------------------
 
 
-def _anything(value: Any, field: str) -> Any:
-    """A plan, which `forkpoint.plan.written` reads."""
-    return value
-
-
 PLANNED = record(
     {
         "fingerprint": FINGERPRINT,
         "rollout_ids": array(text),
         "group_ids": array(or_null(text)),
         "trained_tokens": TOKENS,
-        "plans": record({"shared": _anything, "dense": _anything}, optional=("dense",)),
+        "plans": record({"shared": plan_of, "dense": plan_of}, optional=("dense",)),
     }
 )
 

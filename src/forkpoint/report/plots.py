@@ -1,6 +1,7 @@
 """The figures of a report for papers: PNG and SVG by matplotlib."""
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,10 @@ def write_plots(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        # Names may have characters that the font lacks: they are boxes in the PNG, and text in the
+        # SVG.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         for number, chapter in enumerate(chapters):
             stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(chapter.title).stem).strip("-")
             stem = stem[:MOST_STEM_CHARACTERS] or "input"
