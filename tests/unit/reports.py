@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forkpoint import Config, ModelShape, Plan, RolloutBatch
+from forkpoint import Config, ModelShape, Plan, Rollout, RolloutBatch
 from forkpoint.plan import make_plan
 from forkpoint.replay.folder import ReplayFolder
 from forkpoint.replay.records import ParameterDifference, ReplayStep, StepRecord
@@ -148,3 +148,46 @@ def row_of(
             "predicted_peak_bytes": plan.predicted_peak_bytes,
         }
     return row
+
+
+# Hostile text -------------------------------------------------------------------------------------
+
+
+def renamed(batch: RolloutBatch, text: str) -> RolloutBatch:
+    """The batch with ids that have this text in them."""
+    return RolloutBatch(
+        Rollout(
+            *(r.token_ids, r.loss_mask, r.advantage),
+            group_id=f"{text}{r.group_id}",
+            rollout_id=f"{text}{r.rollout_id}",
+        )
+        for r in batch
+    )
+
+
+def filled(text: str) -> dict[str, Any]:
+    """Arguments of write_run that put a text wherever a folder may hold any."""
+    anything = {text: text, "list": [text, [text, {text: text}]], "object": {text: [text]}}
+    return {
+        "fixed": {
+            **FIXED,
+            "loss": text,
+            "batches": anything,
+            "optimizer": anything,
+            "config": anything,
+            "model": {
+                **FIXED["model"],
+                "kind": text,
+                "config": {"model_type": text, text: text, "hidden_size": text},
+                "initial_parameters": text,
+            },
+            "runs_on": {"device": text, "threads": 1, "torch": text, "calibration": text},
+        },
+        "about": {
+            **dict.fromkeys(("file", "command", "device"), text),
+            "options": anything,
+            "versions": {text: text, "torch": None},
+            text: anything,
+            "environment": {**dict.fromkeys(("device", "commit", "command"), text), text: anything},
+        },
+    }

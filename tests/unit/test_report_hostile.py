@@ -10,10 +10,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from reports import FIXED, made_up, write_run
+from reports import filled, made_up, renamed, write_run
 
 import json_mutations
-from forkpoint import ConfigError, Rollout, RolloutBatch
+from forkpoint import ConfigError
 from forkpoint.replay.schema import MANIFEST, PLANS, ROWS
 from forkpoint.report.chapters import replay_chapter
 from forkpoint.report.figure import Chapter, Figure, Table, Tile
@@ -169,46 +169,6 @@ def test_figures_of_any_values(value: Any) -> None:
 
 
 # Folders ------------------------------------------------------------------------------------------
-
-
-def renamed(batch: RolloutBatch, text: str) -> RolloutBatch:
-    """The batch with ids that have this text in them."""
-    return RolloutBatch(
-        Rollout(
-            *(r.token_ids, r.loss_mask, r.advantage),
-            group_id=f"{text}{r.group_id}",
-            rollout_id=f"{text}{r.rollout_id}",
-        )
-        for r in batch
-    )
-
-
-def filled(text: str) -> dict[str, Any]:
-    """Arguments of write_run that put a text wherever a folder may hold any."""
-    anything = {text: text, "list": [text, [text, {text: text}]], "object": {text: [text]}}
-    return {
-        "fixed": {
-            **FIXED,
-            "loss": text,
-            "batches": anything,
-            "optimizer": anything,
-            "config": anything,
-            "model": {
-                **FIXED["model"],
-                "kind": text,
-                "config": {"model_type": text, text: text, "hidden_size": text},
-                "initial_parameters": text,
-            },
-            "runs_on": {"device": text, "threads": 1, "torch": text, "calibration": text},
-        },
-        "about": {
-            **dict.fromkeys(("file", "command", "device"), text),
-            "options": anything,
-            "versions": {text: text, "torch": None},
-            text: anything,
-            "environment": {**dict.fromkeys(("device", "commit", "command"), text), text: anything},
-        },
-    }
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))

@@ -27,7 +27,7 @@ Row = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
 PEAK = "peak of phase B drained over dense"
 MOST_BYTES = 1 << 26
-MOST_CASE_CHARACTERS = 120
+MOST_CASE_CHARACTERS = 72
 COLOURS = (
     *("#1f77b4", "#d95f02", "#1b9e77", "#7570b3"),
     *("#e7298a", "#666666", "#a6761d", "#66c2a5"),

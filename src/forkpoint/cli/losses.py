@@ -1,7 +1,6 @@
 """The losses that the command line knows by name, and their main options. Imports no torch."""
 
 import inspect
-import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,7 +9,7 @@ from tyro.conf import DisallowNone, arg
 
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
-from forkpoint.replay.schema import MOST_NUMBER
+from forkpoint.replay.schema import MOST_NUMBER, MOST_WHOLE_NUMBER, is_too_large
 from forkpoint.rollouts import RolloutBatch
 
 if TYPE_CHECKING:
@@ -114,10 +113,11 @@ class LossOptions:
             for name, kind in CLASSES.items()
         }
         for option, value in given.items():
-            if isinstance(value, int | float) and MOST_NUMBER < abs(value) != math.inf:
+            if is_too_large(value):
+                most = MOST_WHOLE_NUMBER if isinstance(value, int) else f"{MOST_NUMBER:g}"
                 raise ConfigError(
-                    f"{option} is {value}; it takes a number of at most {MOST_NUMBER:g}, since "
-                    "losses are computed in float32."
+                    f"{option} is {value}; it takes a number of at most {most}, since losses are "
+                    "computed in float32."
                 )
             if option not in takes[self.name]:
                 having = ", ".join(name for name, options in takes.items() if option in options)

@@ -1,6 +1,5 @@
 """Replaying a trace: a step for each recorded batch, with what its loss was given."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -9,7 +8,7 @@ from forkpoint import losses
 from forkpoint.errors import ConfigError
 from forkpoint.losses import Denominators, Loss
 from forkpoint.replay.batches import StepInput
-from forkpoint.replay.schema import MOST_NUMBER, NOT_JSON
+from forkpoint.replay.schema import MOST_NUMBER, NOT_JSON, is_too_large
 from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.schema import SchemaError, number, record
 from forkpoint.traces import Trace
@@ -92,9 +91,7 @@ def _made(recorded: Mapping[str, Any]) -> Loss | None:
     if not (isinstance(kind, type) and issubclass(kind, Loss) and is_dataclass(kind)):
         return None
     known = fields(kind)
-    numbers = (v for v in values.values() if isinstance(v, int | float))
-    too_large = any(MOST_NUMBER < abs(v) != math.inf for v in numbers)
-    if values.keys() != {field.name for field in known} or too_large:
+    if values.keys() != {field.name for field in known} or any(map(is_too_large, values.values())):
         return None
     try:
         made = kind(**{field.name: values[field.name] for field in known if field.init})

@@ -3,6 +3,7 @@
 Every field of every file has its type and its bounds here. Imports no torch.
 """
 
+import math
 from typing import Any, get_args
 
 from forkpoint.config import Boundary, Sharing
@@ -35,6 +36,8 @@ MOST_ROWS_BYTES = 1 << 32
 MOST_STEPS = 2**31
 MOST_NUMBER = 1e30
 """Of a loss's options and a step's scale: torch makes float32 of them, which holds 3e38."""
+MOST_WHOLE_NUMBER = 2**53
+"""Of these where they are whole: torch takes no more than 64 bits of them."""
 
 TOKENS = whole(0, MOST_TOKENS)
 SOME_TOKENS = whole(1, MOST_TOKENS)
@@ -44,6 +47,14 @@ MS = number(0, 1e12)
 FLOPS = number(0, 1e60)
 STEPS = whole(1, MOST_STEPS)
 SIZE_OR_NAN = number_or_nan(0)
+
+
+def is_too_large(value: object) -> bool:
+    """Whether a loss cannot compute with a number; infinities are for the loss to judge."""
+    if isinstance(value, int):
+        return abs(value) > MOST_WHOLE_NUMBER
+    return isinstance(value, float) and MOST_NUMBER < abs(value) != math.inf
+
 
 # The manifest ------------------------------------------------------------------------------------
 
