@@ -11,6 +11,8 @@ Boundary = Literal["in_row", "across_rows", "mixed"]
 Waves = Literal["packed", "padded"]
 Residency = Literal["keep", "offload", "recompute"]
 Checkpointing = Literal["none", "selective", "full"]
+MOST = 2**63 - 1
+"""Of a number of tokens or bytes, which numpy counts in int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +106,5 @@ class Config:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it takes a whole number of at least 1.")
+            if value > MOST:
+                raise ConfigError(f"{name} is above {MOST}, the most that it takes.")

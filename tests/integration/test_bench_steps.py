@@ -4,6 +4,7 @@ import json
 import runpy
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -245,13 +246,58 @@ def test_a_failure_is_drawn_and_ways_that_do_not_compare_stand_apart(tmp_path: P
     assert "<!-- compiled at their best (nothing to compare with yet) -->" in texts[1]
 
 
-def test_what_is_no_row_is_refused(tmp_path: Path) -> None:
+ROW = {"bench": "step-grid", "case": "eager 2/8 N=4", "metric": "speed-up", "value": 1, "bound": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"value": None}, "value is None; it takes a number"),
+        ({"value": "1"}, "value is '1'"),
+        ({"value": 1e300}, "value is 1e[+]300"),
+        ({"bound": None}, "bound is None"),
+        ({"bound": [2]}, "bound is .2."),
+        ({"case": "eager N=4"}, "case is 'eager N=4'; it takes a mode, a split and N=count"),
+        ({"case": "eager 2/8 N=x"}, "case is 'eager 2/8 N=x'"),
+        ({"case": 4}, "case is 4; it takes text"),
+        ({"note": 1}, "note is 1; it takes text, or null"),
+        (
+            {"bench": "memory", "metric": "peak of phase B drained over dense", "bound": None},
+            "bound",
+        ),
+    ],
+)
+def test_what_is_no_row_is_refused(changes: dict, said: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"bench": "memory"}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match="line 1 is not a row"):
+    path.write_text(f"{json.dumps(ROW)}\n{json.dumps({**ROW, **changes})}\n")
+    with pytest.raises(ConfigError, match=f"line 2 is not a row of a bench: {said}"):
         read_rows([path])
+
+
+def test_files_without_rows_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for content in (b'{"bench": "memory"}', b"[" * 9_999, b"\xff", b"NaN", b"[]"):
+        path.write_bytes(content + b"\n")
+        with pytest.raises(ConfigError, match="line 1 is not a row"):
+            read_rows([path])
     with pytest.raises(ConfigError, match="nothing to draw"):
         draw_all([], tmp_path)
+
+
+def test_names_of_cases_are_drawn_as_text(tmp_path: Path) -> None:
+    """Formulas, markup, characters that no font has, and those that XML has not."""
+    path = tmp_path / "rows.jsonl"
+    hostile = r"$\frac{$ <b>&amp;]]> \u7d44" + "\x00\x1b\ud800\u202e" + "x" * 500
+    rows = [
+        {"bench": "capacity", "case": f"{hostile}: dense", "metric": "largest total", "value": 5},
+        {**ROW, "case": "<b> $x^$ N=4"},
+        {**ROW, "metric": "predicted / measured time", "bench": hostile},
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    drawn = draw_all(read_rows([path]), tmp_path)
+    assert len(drawn) == 3
+    for figure in drawn:
+        ElementTree.parse(figure)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 15, 16, 17, 100, 1023, 1024, 5000])

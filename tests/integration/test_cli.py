@@ -14,7 +14,7 @@ import torch
 from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_rollouts
 
 import dumps
-from forkpoint import Policy, RolloutBatch, load_rollouts
+from forkpoint import RolloutBatch, load_rollouts
 from forkpoint.cli.models import load_model
 from forkpoint.cli.options import Runtime
 from forkpoint.cli.output import Output
@@ -87,17 +87,6 @@ def _with_logprobs(rollouts: list) -> list:
 # What goes wrong ----------------------------------------------------------------------------------
 
 
-def test_defects_are_not_taken_for_errors_of_users(
-    shell: Shell, rollouts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken_planner(*_: object, **__: object) -> None:
-        raise AssertionError("an invariant")
-
-    monkeypatch.setattr("forkpoint.cli.plan.make_plan", broken_planner)
-    with pytest.raises(AssertionError, match="an invariant"):
-        shell("plan", rollouts)
-
-
 def test_what_the_system_refuses_names_the_path(shell: Shell, rollouts: Path) -> None:
     too_long = rollouts.parent / ("a" * 300)
     done = shell("report", rollouts, "--output", too_long)
@@ -106,17 +95,6 @@ def test_what_the_system_refuses_names_the_path(shell: Shell, rollouts: Path) ->
         f"error: {too_long} cannot be read or written: File name too long. Look at the path, who "
         "may use it, and the room on its disk.\n"
     )
-
-
-def test_interrupt(
-    shell: Shell, rollouts: Path, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Policy, "forward_backward", interrupted)
-    done = shell("replay", rollouts, "--model", config)
-    assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)], ids=["tables", "json"])

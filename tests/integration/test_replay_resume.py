@@ -1,9 +1,12 @@
 """A replay that is killed and resumed ends bitwise where an uninterrupted one does."""
 
+import copy
 import json
+import math
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -13,44 +16,18 @@ from typing import Any
 import pytest
 import torch
 from commands import Shell, changed, made_up_rollouts, write_config, write_rollouts
-from safetensors.torch import load_file, save_file
+from replays import STEPS, assert_same_end, copy_of, rows, run
+from safetensors.torch import load_file
 
 from forkpoint import ConfigError, RolloutBatch
 from forkpoint.losses import GRPO
-from forkpoint.replay.folder import CHECKPOINT, MANIFEST, ROWS, ReplayFolder, read_manifest
-from forkpoint.replay.loop import replay
+from forkpoint.replay.folder import SAVING, read_manifest
 from forkpoint.replay.rates import Rate
+from forkpoint.replay.reading import read_steps
+from forkpoint.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
 from forkpoint.testing import tiny_model
 
-STEPS = 40
 KILLS = 10
-
-
-def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def noisy(outputs: Any, batch: Any) -> torch.Tensor:
-    """A loss that draws random numbers, so that generators have to be put back as well."""
-    weights = torch.rand(len(outputs.logprobs), dtype=outputs.logprobs.dtype)
-    return -(batch.trained(outputs.logprobs) * weights * batch.advantages).sum()
-
-
-def run(folder: Path, *, steps: int = STEPS, resume: bool = True, **changes: Any) -> None:
-    """The replay of these tests, in whatever process calls it."""
-    torch.manual_seed(3)
-    options: dict[str, Any] = {
-        "optimizer": adamw,
-        "groups_per_step": 2,
-        "rate": Rate(schedule="cosine", warmup_steps=1, steps=steps),
-        "max_grad_norm": 0.5,
-        "checkpoint_every": 2,
-        **changes,
-    }
-    model = options.pop("model", None) or tiny_model("qwen3", dtype=torch.float32)
-    batch = options.pop("batch", None) or RolloutBatch(made_up_rollouts())
-    loss = options.pop("loss", noisy)
-    replay(model, batch, loss, steps=steps, folder=ReplayFolder(folder, resume=resume), **options)
 
 
 def run_and_die(folder: Path, call: str, count: int) -> None:
@@ -64,28 +41,6 @@ def run_and_die(folder: Path, call: str, count: int) -> None:
 
     setattr(os, call, dying)
     run(folder, steps=2, checkpoint_every=1)
-
-
-def without_times(value: Any) -> Any:
-    """Rows without what a clock says; names of times end in ms."""
-    if isinstance(value, dict):
-        return {k: without_times(v) for k, v in value.items() if k.rpartition("_")[2] != "ms"}
-    return value
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [without_times(json.loads(line)) for line in (folder / ROWS).read_text().splitlines()]
-
-
-def assert_same_end(folder: Path, expected: Path) -> None:
-    assert rows(folder) == rows(expected)
-    found, other = (load_file(path / CHECKPOINT) for path in (folder, expected))
-    assert found.keys() == other.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == other[name].dtype, name
-        one, two = (t.reshape(-1).view(torch.uint8) for t in (tensor, other[name]))
-        assert torch.equal(one, two), name
-    assert (folder / "plans.jsonl").read_bytes() == (expected / "plans.jsonl").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -237,53 +192,21 @@ def test_a_folder_that_is_being_written_is_refused(processes: Any, tmp_path: Pat
     process = processes.Process(target=run_and_wait, args=(folder, begun))
     process.start()
     assert begun.wait(120)
-    (folder / ".checkpoint.safetensors.tmp").write_bytes(b"half of what it is saving")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / SAVING).mkdir()
+    for name in (".tmpAb12Cd", CHECKPOINT):
+        (folder / SAVING / name).write_bytes(b"half of what it is saving")
+    (folder / ".tmpAb12Cd").write_bytes(b"the same, of an earlier version")
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     for resume in (True, False):
         with pytest.raises(ConfigError, match=f"is being written by .* {process.pid} on"):
             run(folder, steps=3, checkpoint_every=1, resume=resume)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
     assert len(rows(folder)) == 1, "rows can be read meanwhile"
     process.kill()
     process.join()
     run(folder, steps=3, checkpoint_every=1)
     assert len(rows(folder)) == 3
     assert not list(folder.glob(".*"))
-
-
-def copy_of(folder: Path, path: Path) -> Path:
-    path.mkdir()
-    for file in folder.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    return path
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(bytes(data))
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "said"),
-    [
-        (CHECKPOINT, lambda path: flip(path, -5), "is damaged"),
-        (CHECKPOINT, lambda path: path.write_bytes(path.read_bytes()[:-9]), "no whole checkpoint"),
-        (CHECKPOINT, lambda path: save_file({"x": torch.ones(1)}, path), "schema None"),
-        (ROWS, lambda path: flip(path, 40), "not as the checkpoint left it"),
-        (ROWS, lambda path: path.unlink(), "not as the checkpoint left it"),
-        (MANIFEST, lambda path: path.write_text("{"), "not JSON"),
-        (MANIFEST, lambda path: path.write_text('{"schema": 7}'), "schema 7"),
-    ],
-    ids=["bit", "cut", "foreign", "row", "no-rows", "manifest", "version"],
-)
-def test_damage_is_refused(
-    begun: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], said: str
-) -> None:
-    folder = copy_of(begun, tmp_path / "damaged")
-    damage(folder / name)
-    with pytest.raises(ConfigError, match=said):
-        run(folder, steps=2)
 
 
 def test_resuming_what_is_finished_gives_its_report(begun: Path, tmp_path: Path) -> None:
@@ -297,19 +220,39 @@ def test_resuming_what_is_finished_gives_its_report(begun: Path, tmp_path: Path)
 # What is saved ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
-        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-        lambda p: torch.optim.Adagrad([{"params": p[:3]}, {"params": p[3:], "lr": 0.1}]),
-    ],
-    ids=["amsgrad", "momentum", "groups"],
-)
+OPTIMIZERS: dict[str, Any] = {
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "groups": lambda p: torch.optim.Adagrad([{"params": p[:3]}, {"params": p[3:], "lr": 0.1}]),
+}
+OTHERS: dict[str, Any] = {
+    "Adadelta": torch.optim.Adadelta,
+    "Adam": torch.optim.Adam,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_every_state_comes_back(dtype: torch.dtype, optimizer: Any, tmp_path: Path) -> None:
     """Two steps of four, then the rest, in one process: as all four at once."""
+    stopped_and_resumed(dtype, optimizer, tmp_path)
 
+
+@pytest.mark.parametrize("optimizer", OTHERS.values(), ids=OTHERS)
+def test_every_optimizer_of_torch_comes_back(optimizer: Any, tmp_path: Path) -> None:
+    """What a checkpoint has of each is what the check of checkpoints expects of it."""
+    stopped_and_resumed(torch.float32, optimizer, tmp_path)
+
+
+def stopped_and_resumed(dtype: torch.dtype, optimizer: Any, tmp_path: Path) -> None:
     class Stop(Exception):
         pass
 
@@ -325,6 +268,112 @@ def test_every_state_comes_back(dtype: torch.dtype, optimizer: Any, tmp_path: Pa
     run(tmp_path / "twice", model=tiny_model("qwen3", dtype=dtype), **options)
     assert_same_end(tmp_path / "twice", tmp_path / "once")
     assert len(rows(tmp_path / "twice")) == 4
+
+
+def test_plain_state_that_json_lacks(tmp_path: Path) -> None:
+    """Infinities and NaN of an optimizer's state come back as they were."""
+
+    class Plain(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    state.update(best=-math.inf, worst=math.nan, count=state.get("count", 0) + 1)
+                    state["name"], state["nothing"], state["flag"] = "NaN", None, True
+            return super().step(closure)
+
+    seen: list[Any] = []
+
+    def optimizer(parameters: list[torch.nn.Parameter]) -> Plain:
+        seen.append(Plain(parameters, lr=0.1))
+        return seen[-1]
+
+    options = {"optimizer": optimizer, "loss": GRPO(), "baseline": False}
+    run(tmp_path / "run", steps=2, **options)
+    run(tmp_path / "run", steps=2, **options)
+    before, after = (optimizer.state.values() for optimizer in seen)
+    for one, other in zip(before, after, strict=True):
+        assert other["best"] == -math.inf and math.isnan(other["worst"])
+        for name in ("count", "name", "nothing", "flag"):
+            assert one[name] == other[name] and type(one[name]) is type(other[name])
+
+
+def test_numbers_of_a_configuration_that_json_lacks(tmp_path: Path) -> None:
+    """As some models have infinity for a limit: the manifest is JSON, and the replay resumes."""
+    model = tiny_model("qwen3", dtype=torch.float32)
+    model.config.time_step_limit = (0.0, math.inf)
+    for _ in range(2):
+        run(tmp_path / "run", steps=2, model=copy.deepcopy(model))
+    text = (tmp_path / "run" / MANIFEST).read_text()
+    json.loads(text, parse_constant=pytest.fail)
+    config = read_manifest(tmp_path / "run")["fixed"]["model"]["config"]
+    assert config["time_step_limit"] == [0.0, "inf"]
+
+
+def test_what_could_not_be_read_back_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read back: about.file is 5; it takes text"):
+        run(tmp_path / "run", steps=2, about={"file": 5})
+    assert not list((tmp_path / "run").iterdir())
+    monkeypatch.setattr("forkpoint.replay.folder.MOST_LINE_BYTES", 1_000)
+    with pytest.raises(ConfigError, match=r"plans.jsonl would have \d+ bytes, and at most 1000"):
+        run(tmp_path / "run", steps=2)
+
+
+def test_lines_and_files_of_any_length_are_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "run", steps=2)
+    manifest = read_manifest(tmp_path / "run")
+    monkeypatch.setattr("forkpoint.replay.reading.MOST_LINE_BYTES", 1_000)
+    with pytest.raises(ConfigError, match=r"rows.jsonl, line 1 is too long: a line has at most"):
+        read_steps(tmp_path / "run", manifest)
+    monkeypatch.undo()
+    most = (tmp_path / "run" / ROWS).stat().st_size - 1
+    monkeypatch.setattr("forkpoint.replay.reading.MOST_ROWS_BYTES", most)
+    with pytest.raises(ConfigError, match=f"rows.jsonl, line 2 is too long: .* the file {most}"):
+        read_steps(tmp_path / "run", manifest)
+    monkeypatch.setattr("forkpoint.replay.reading.MOST_MANIFEST_BYTES", 1_000)
+    with pytest.raises(ConfigError, match=r"manifest.json has \d+ bytes; at most 1000"):
+        read_manifest(tmp_path / "run")
+
+
+def run_without_room(folder: Path) -> None:
+    """The replay, in a process whose files can only have so many bytes; exits with 3 if refused."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    try:
+        run(folder, steps=2, checkpoint_every=1)
+    except OSError as error:
+        os._exit(3 if "cannot be written" in str(error) else 4)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no limits to processes")
+def test_a_disk_without_room(processes: Any, tmp_path: Path) -> None:
+    """A checkpoint that does not fit is said to, and leaves nothing behind."""
+    folder = tmp_path / "run"
+    assert finish(processes.Process(target=run_without_room, args=(folder,))) == 3
+    assert sorted(path.name for path in folder.rglob("*")) == [MANIFEST, PLANS, ROWS]
+    run(folder, steps=2, checkpoint_every=1)
+    assert len(rows(folder)) == 2
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    """What has the name of our folder for files that are written, and is none."""
+    folder = tmp_path / "run"
+    (folder / SAVING).mkdir(parents=True)
+    (folder / SAVING / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"1 other files, among them .saving"):
+        run(folder, steps=2)
+    assert (folder / SAVING / "thesis.txt").read_text() == "mine"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / CHECKPOINT).write_text("mine")
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / SAVING).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="holds no replay"):
+        run(linked, steps=2)
+    assert (tmp_path / "elsewhere" / CHECKPOINT).read_text() == "mine"
 
 
 def test_state_in_float32_of_parameters_in_16_bits_is_not_rounded(tmp_path: Path) -> None:

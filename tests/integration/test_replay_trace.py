@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,20 @@ def test_losses_come_back(loss: Any, tmp_path: Path) -> None:
     assert recorded_loss(record(tmp_path / "trace", loss=loss)) == loss
 
 
-@pytest.mark.parametrize("loss", [{"name": "Mine"}, {"name": "GRPO", "clip": 1}, {"x": 1}], ids=str)
+GRPO_AS_RECORDED = {"name": "GRPO", **asdict(GRPO())}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *({"name": "Mine"}, {"name": "GRPO", "clip": 1}, {"x": 1}, {"name": ["GRPO"]}),
+        *({"name": "Loss"}, {"name": "Denominators"}, {"name": "__doc__"}, {"name": "base"}),
+        *({**GRPO_AS_RECORDED, "clip": "0.2"}, {**GRPO_AS_RECORDED, "clip": [0.2]}),
+        *({**GRPO_AS_RECORDED, "clip": 2**70}, {**GRPO_AS_RECORDED, "dual_clip": 1e300}),
+        {**GRPO_AS_RECORDED, "normalize": {"a": 1}},
+    ],
+    ids=str,
+)
 def test_losses_of_others_are_refused(loss: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Say with --loss which to take"):
         recorded_loss(record(tmp_path / "trace", loss=loss))
@@ -100,10 +114,18 @@ def test_losses_of_others_are_refused(loss: dict[str, Any], tmp_path: Path) -> N
     ("inputs", "said"),
     [
         ({"kl_weights": np.ones(3)}, "loss inputs kl_weights"),
-        ({"scale": "half"}, "scale is 'half'"),
-        ({"denominators": {"tokens": 1}}, "they take groups, rollouts, tokens"),
+        ({"scale": "half"}, "batch 2: scale is 'half'; it takes a number"),
+        ({"scale": 1e300}, "batch 2: scale is 1e[+]300; it takes a number from"),
+        ({"scale": True}, "batch 2: scale is True"),
+        ({"scale": np.ones(3)}, "batch 2: scale is array"),
+        ({"denominators": {"tokens": 1}}, "batch 2: denominators.rollouts is missing"),
+        ({"denominators": [1, 2, 3]}, "batch 2: denominators is .*; it takes an object"),
+        (
+            {"denominators": {"tokens": -1, "rollouts": 1, "groups": 1}},
+            "denominators.tokens is -1; it takes a finite number of at least 0",
+        ),
     ],
-    ids=["unknown", "scale", "denominators"],
+    ids=["unknown", "text", "large", "flag", "array", "missing", "list", "negative"],
 )
 def test_what_cannot_be_given_is_refused_before_the_first_step(
     inputs: dict[str, Any], said: str, tmp_path: Path

@@ -1,6 +1,8 @@
 """The report opened in a browser: it works, asks for nothing, and shows what the rows say."""
 
+import contextlib
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from forkpoint.losses import GRPO
 from forkpoint.replay.folder import ReplayFolder
 from forkpoint.replay.loop import replay
 from forkpoint.testing import tiny_model
+from json_mutations import HOSTILE as HOSTILE_TEXTS
+from unit.reports import filled, made_up, renamed, write_run
 
+By = pytest.importorskip("selenium.webdriver.common.by", reason="selenium is not installed").By
 STEPS = 24
 HOSTILE = '</script><img src="x" onerror="document.title=1">&amp;@@body@@'
 
@@ -113,8 +118,6 @@ def test_text_from_outside_is_text(driver: Any, page: Path) -> None:
 
 
 def test_hovering_lights_the_path(driver: Any) -> None:
-    from selenium.webdriver.common.by import By
-
     bands = driver.find_elements(By.CSS_SELECTOR, "#forest-0 path.band")
     leaf = next(band for band in bands if "own" in band.get_attribute("class"))
     begin = int(leaf.get_attribute("data-begin"))
@@ -157,8 +160,6 @@ def test_another_batch_is_drawn(driver: Any) -> None:
 
 
 def test_zooming(driver: Any) -> None:
-    from selenium.webdriver.common.by import By
-
     def widest() -> float:
         return driver.execute_script(
             "return Math.max(...[...document.querySelectorAll('#forest-0 path.band')]"
@@ -174,8 +175,6 @@ def test_zooming(driver: Any) -> None:
 
 
 def test_the_theme_is_switched(driver: Any) -> None:
-    from selenium.webdriver.common.by import By
-
     def paper() -> str:
         return driver.execute_script("return getComputedStyle(document.body).backgroundColor")
 
@@ -189,8 +188,6 @@ def test_the_theme_is_switched(driver: Any) -> None:
 
 
 def test_numbers_are_copied_as_a_table(driver: Any) -> None:
-    from selenium.webdriver.common.by import By
-
     driver.execute_script(
         "navigator.clipboard.writeText = t => { window.copied = t; return Promise.resolve(); }"
     )
@@ -205,6 +202,73 @@ def test_numbers_are_copied_as_a_table(driver: Any) -> None:
     assert all(len(line.split("\t")) == 6 for line in lines)
     assert float(lines[-1].split("\t")[5]) > 1e-4, "the model has moved"
     assert count(driver, "section.figure button.copy") == count(driver, "section.figure")
+
+
+# Folders that somebody has changed ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of a folder that has hostile text wherever it may have any."""
+    find_browser()
+    folder, text = tmp_path_factory.mktemp("hostile"), "".join(HOSTILE_TEXTS[:7])
+    run = write_run(folder / "run", renamed(made_up(), text), 3, baseline=True, **filled(text))
+    page = folder / "report.html"
+    assert main(["report", str(run), "--output", str(page), "--json"]) == 0
+    return page
+
+
+def test_hostile_folders_run_nothing_and_ask_for_nothing(
+    hostile_page: Path, tmp_path: Path
+) -> None:
+    with opened(hostile_page, tmp_path) as driver:
+        address = driver.current_url
+        for selector in ("#forest-0 path.band", "#schedule-0 rect.event", ".chart svg[role=img]"):
+            assert count(driver, selector) > 0, f"{selector} is not drawn"
+            hover(driver, driver.find_element(By.CSS_SELECTOR, selector))
+        for opener in driver.find_elements(By.TAG_NAME, "summary"):
+            opener.click()
+        assert driver.execute_script("return typeof window.pwned") == "undefined"
+        assert driver.current_url == address and len(driver.window_handles) == 1
+        assert count(driver, "script") == 2 and count(driver, "style") == 1
+        for name in ("a", "base", "embed", "form", "frame", "iframe", "img", "object", "use"):
+            assert count(driver, name) == 0, name
+        assert count(driver, "[style*=url], [onerror], [onload], [onclick], [src]") == 0
+        assert messages(driver) == [] and requests(driver) == []
+
+
+def test_markup_that_got_in_would_neither_run_nor_load(hostile_page: Path, tmp_path: Path) -> None:
+    """The policy is a second line: it stops what the first would have let through."""
+    page, text = tmp_path / "broken.html", hostile_page.read_text(encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(1)
+        host = f"http://127.0.0.1:{server.getsockname()[1]}"
+        injected = (
+            "<script>window.pwned=1</script><style>h1{color:red}</style>"
+            f"<script src='{host}/s'></script><link rel=stylesheet href='{host}/l'>"
+            f"<img src='{host}/i' onerror='window.pwned=2'><svg onload='window.pwned=3'></svg>"
+            f"<iframe src='{host}/f'></iframe><object data='{host}/o'></object>"
+            f"<video src='{host}/v'></video><p style='background:url({host}/b)'>x</p>"
+            f"<form action='{host}/a'><button id=send>x</button></form>"
+        )
+        page.write_text(text.replace("<main>", f"<main>{injected}"), encoding="utf-8")
+        with opened(page, tmp_path) as driver:
+            driver.execute_script("document.getElementById('send').click()")
+            color = driver.execute_script(
+                "return getComputedStyle(document.querySelector('h1')).color"
+            )
+            assert color != "rgb(255, 0, 0)"
+            assert driver.execute_script("return typeof window.pwned") == "undefined"
+            assert driver.current_url == page.resolve().as_uri()
+            said = " ".join(messages(driver))
+            for directive in ("script-src", "style-src", "img-src", "form-action", "default-src"):
+                assert f'"{directive} ' in said, directive
+        # For a frame Chromium opens a connection before it looks at the policy, and sends nothing.
+        with contextlib.suppress(TimeoutError):
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    assert connection.recv(1000) == b""
 
 
 def test_a_request_would_be_seen(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         lambda f: pickled(f, {"batch": TRL(truth()), "meta_info": np.ones(2)}),
         ["x.pkl: meta_info is array", "it takes a dict"]),
     "keys that are no text": (edited(VERL, lambda t: t.update({1: t.pop("attention_mask")})),
-                              ["there is no attention_mask; the record has [1, 'advantages'"]),
+                              ["there is no attention_mask; the record has ['1', 'advantages'"]),
     "a signalling NaN": (edited(TRL, lambda t: t["old_per_token_logps"].view(np.uint32).fill(
         0x7FA00000)), ["x.pt, row 0: ", "old_logprobs[5] is nan"]),
     "things that are no batch": (lambda f: write_torch(f / "x.pt", [1, 2]), ["item 0: is 1"]),

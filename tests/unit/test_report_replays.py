@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reports import CONFIGS, SHAPE, made_up, steps
+from reports import FINGERPRINT, SHAPE, made_up, steps, write_run
 
-from forkpoint import ConfigError, RolloutBatch
+from forkpoint import ConfigError
 from forkpoint.plan import make_plan
 from forkpoint.replay.folder import ReplayFolder
 from forkpoint.replay.records import ReplayStep
-from forkpoint.report import chapters
 from forkpoint.report.chapters import replay_chapter, typical_step
 from forkpoint.report.curves import drift_figure, drift_trend, loss_figure, speed_figure
 from forkpoint.report.runs import read_run
@@ -79,35 +78,13 @@ def test_numbers_that_are_none_are_gaps() -> None:
 
 
 def test_the_typical_step_is_a_warm_one() -> None:
-    found = typical_step(steps([0.0] * 4), "f")
+    found = typical_step(steps([0.0] * 4), FINGERPRINT)
     assert found is not None and found.step == 3
-    assert typical_step(steps([0.0]), "f") is not None
+    assert typical_step(steps([0.0]), FINGERPRINT) is not None
     assert typical_step(steps([0.0]), "other") is None
 
 
 # Folders of replays -------------------------------------------------------------------------------
-
-
-def write_run(folder: Path, batch: RolloutBatch, count: int) -> Path:
-    """The folder of a replay of 30 steps that has come to step `count`."""
-    plan = make_plan(batch, SHAPE, CONFIGS["group-in"])
-    fixed = {
-        "steps": 30,
-        "model": {"kind": "Model", "config": {"model_type": "llama", "num_hidden_layers": 2}},
-        "runs_on": {"device": "cpu"},
-        "loss": "GRPO()",
-        "max_grad_norm": None,
-        **{name: {} for name in ("optimizer", "rate", "config", "batches")},
-    }
-    run = ReplayFolder(folder)
-    run.open(fixed, {"file": "some.jsonl"})
-    run.add_plans("f", batch, {"shared": plan})
-    for step in steps([1e-9] * count):
-        row = step.to_dict()
-        events = plan.events()
-        row["shared"] |= {"events": events, "event_ms": [1.0] * len(events)}
-        run.add_row({**row, "dense": None})
-    return folder
 
 
 def test_a_replay_that_still_runs(tmp_path: Path) -> None:
@@ -122,14 +99,19 @@ def test_a_replay_that_still_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("rows.jsonl", b"{\n", "rows.jsonl, line 1 is not JSON"),
-        ("rows.jsonl", b'{"step": 1}\n', "rows.jsonl, line 1 is no row"),
-        ("rows.jsonl", b"[]\n", "rows.jsonl, line 1 is no JSON object"),
+        ("rows.jsonl", b"{\n", "rows.jsonl, line 1: this is not JSON"),
+        ("rows.jsonl", b'{"step": 1}\n', "rows.jsonl, line 1: fingerprint is missing"),
+        ("rows.jsonl", b"[]\n", "rows.jsonl, line 1: it is .*; it takes an object with step"),
         ("rows.jsonl", b"", "has no step yet"),
-        ("plans.jsonl", b'{"fingerprint": "f"}\n', "plans.jsonl, line 1 is no plan"),
+        (
+            "plans.jsonl",
+            b'{"fingerprint": "0123456789abcdef"}\n',
+            "plans.jsonl, line 1: rollout_ids is missing",
+        ),
+        ("plans.jsonl", b"", "has no plan of the batch .* of step 1"),
         ("plans.jsonl", None, "plans.jsonl is missing"),
     ],
-    ids=["broken", "foreign", "list", "empty", "plan", "missing"],
+    ids=["broken", "foreign", "list", "empty", "plan", "no plan", "missing"],
 )
 def test_damaged_folders(name: str, content: bytes | None, said: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", made_up(), 2)
@@ -140,12 +122,13 @@ def test_damaged_folders(name: str, content: bytes | None, said: str, tmp_path: 
         read_run(folder)
 
 
-def test_many_batches_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chapters, "MOST_BATCHES", 1)
-    batch = made_up()
-    folder = write_run(tmp_path / "run", batch, 2)
-    other = ReplayFolder(folder, resume=True)
-    other.add_plans("g", batch, {"shared": make_plan(batch, SHAPE)})
-    figures = {figure.name: figure for figure in replay_chapter(read_run(folder)).figures}
+def test_many_batches_are_counted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", made_up(), 2)
+    other, more = made_up(groups=2), ReplayFolder(folder, resume=True)
+    plan = make_plan(other, SHAPE)
+    more.add_plans(plan.fingerprint, other, {"shared": plan})
+    run = read_run(folder, most_batches=1)
+    assert (len(run.planned), run.batches) == (1, 2)
+    figures = {figure.name: figure for figure in replay_chapter(run).figures}
     assert figures["forest"].notes == ("Not drawn: 1 more of the batches.",)
     assert "Not drawn: 1 more of the batches." in figures["schedule"].notes

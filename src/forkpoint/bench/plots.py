@@ -1,17 +1,33 @@
 """Figures drawn from rows of measurements, and from nothing else."""
 
-import json
+import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from forkpoint.errors import ConfigError
+from forkpoint.report.text import cut, visible
+from forkpoint.schema import (
+    SchemaError,
+    number,
+    or_null,
+    parse_json,
+    record,
+    refuse,
+    text,
+    tree,
+)
 
 Row = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
+PEAK = "peak of phase B drained over dense"
+MOST_BYTES = 1 << 26
+MOST_CASE_CHARACTERS = 72
 COLOURS = (
     *("#1f77b4", "#d95f02", "#1b9e77", "#7570b3"),
     *("#e7298a", "#666666", "#a6761d", "#66c2a5"),
@@ -26,16 +42,49 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
     """
     rows: list[Row] = []
     for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if file.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"{file} has more than {MOST_BYTES} bytes; give files of benches.")
+        for number_, line in enumerate(file.read_bytes().splitlines(), start=1):
             try:
-                row = json.loads(line)
-                rows.append({key: row[key] for key in ("bench", "case", "metric", "value")} | row)
-            except (ValueError, KeyError, TypeError):
+                rows.append(_row(parse_json(line)))
+            except SchemaError as error:
                 raise ConfigError(
-                    f"{file}, line {number} is not a row of a bench; give files that forkpoint "
-                    "bench wrote."
+                    f"{file}, line {number_} is not a row of a bench: {error}. Give files that "
+                    "forkpoint bench wrote."
                 ) from None
     return rows
+
+
+_NUMBER = number(-1e15, 1e15)
+_FIELDS = record(
+    {
+        **dict.fromkeys(("bench", "case", "metric"), text),
+        "value": _NUMBER,
+        **dict.fromkeys(("bound", "p20", "p80"), or_null(_NUMBER)),
+        "note": or_null(text),
+    },
+    optional=("bound", "p20", "p80", "note"),
+    others=tree,
+)
+_SPLIT = re.compile(r"\S+ \S+ N=\d{1,9}", re.ASCII)
+
+
+def _row(value: Any) -> Row:
+    row = {"bound": None, "note": None, **_FIELDS(value, "")}
+    drawn = row["bench"], row["metric"]
+    if drawn in (("step-grid", "speed-up"), ("step-grid", OUT_OF_MEMORY)):
+        if not _SPLIT.fullmatch(row["case"]):
+            raise refuse("case", row["case"], "a mode, a split and N=count")
+        if row["metric"] != OUT_OF_MEMORY:
+            _NUMBER(row["bound"], "bound")
+    if drawn == ("memory", PEAK):
+        _NUMBER(row["bound"], "bound")
+    # They are labels of axes.
+    names = {
+        name: cut(visible(" ".join(row[name].split())), MOST_CASE_CHARACTERS)
+        for name in ("bench", "case")
+    }
+    return row | names
 
 
 def latest(rows: list[Row]) -> list[Row]:
@@ -71,12 +120,15 @@ def draw_all(rows: list[Row], folder: Path) -> list[Path]:
         ("capacity", _capacity),
         ("predicted", _predicted),
     ):
-        figure = draw(rows)
-        if figure is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            drawn.append(folder / f"{name}.svg")
-            FigureCanvasAgg(figure)
-            figure.savefig(drawn[-1])
+        with rc_context({"text.parse_math": False}), warnings.catch_warnings():
+            # Names of cases may hold dollar signs, and characters that the font lacks.
+            warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+            figure = draw(rows)
+            if figure is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                drawn.append(folder / f"{name}.svg")
+                FigureCanvasAgg(figure)
+                figure.savefig(drawn[-1])
     if not drawn:
         raise ConfigError("these rows hold nothing to draw: no step-grid, memory or capacity.")
     return drawn
@@ -128,8 +180,7 @@ def _step_grid(rows: list[Row]) -> Figure | None:
 
 def _memory(rows: list[Row]) -> Figure | None:
     """Peaks of phase B above weights and gradients, over dense, with the bar of each split."""
-    metric = "peak of phase B drained over dense"
-    found = [r for r in rows if r["bench"] == "memory" and r["metric"] == metric]
+    found = [r for r in rows if r["bench"] == "memory" and r["metric"] == PEAK]
     if not found:
         return None
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -1,5 +1,23 @@
 """The command line: `forkpoint`, or `python -m forkpoint`."""
 
-from forkpoint.cli.app import main as main
+from collections.abc import Sequence
+
+from forkpoint.cli.last_resort import guarded
 
 __all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` are its arguments, by default those of the process.
+
+    Returns the exit code: 0 done, 1 a check failed, 2 an error in what was given, 70 a defect of
+    forkpoint, 130 interrupted. Errors are one message on stderr; nothing is raised.
+    """
+    return guarded(_run, argv)
+
+
+def _run(arguments: list[str]) -> int:
+    # What this imports can fail, and takes long enough to be interrupted.
+    from forkpoint.cli.app import run
+
+    return run(arguments)

@@ -1,11 +1,10 @@
-"""Reading the command line, and what its commands' errors become. Imports no torch."""
+"""Reading the command line. Imports no torch."""
 
 import contextlib
 import functools
 import io
 import operator
 import sys
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import tyro
@@ -19,12 +18,13 @@ from forkpoint.cli.bench_steps import Plot as PlotBench
 from forkpoint.cli.calibrate import Calibrate
 from forkpoint.cli.demo import Demo
 from forkpoint.cli.doctor import Doctor
+from forkpoint.cli.last_resort import USER_ERROR, say
 from forkpoint.cli.output import write_anything
 from forkpoint.cli.plan import Plan
 from forkpoint.cli.replay import Replay
 from forkpoint.cli.report import Report
 from forkpoint.cli.verify import Verify
-from forkpoint.errors import ConfigError, ForkpointError
+from forkpoint.errors import ConfigError
 
 DESCRIPTION = """Train language models on rollouts that share tokens, computing every shared token \
 once.
@@ -33,7 +33,8 @@ Rollouts are prompts with sampled responses, as reinforcement learning trains on
 responses to one prompt form a group and share its tokens. Begin with `forkpoint demo`, then \
 `forkpoint plan FILE` to see what sharing would save on your own rollouts.
 
-Exit codes: 0 done, 1 a check failed, 2 an error in what was given, 130 interrupted."""
+Exit codes: 0 done, 1 a check failed, 2 an error in what was given, 70 a defect of forkpoint, 130 \
+interrupted. With --debug, or FORKPOINT_DEBUG=1, an error comes with its traceback."""
 
 COMMANDS: dict[str, Any] = {
     "demo": Demo,
@@ -47,40 +48,17 @@ COMMANDS: dict[str, Any] = {
 }
 Command = Demo | Plan | Replay | Report | Verify | Bench | Calibrate | Doctor | Steps | PlotBench
 
-OUTPUT_CLOSED = 1
-USER_ERROR = 2
-INTERRUPTED = 130
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; `argv` are its arguments, by default those of the process.
-
-    Returns the exit code: 0 done, 1 a check failed, 2 an error in what was given, 130 interrupted.
-    Errors in what was given are one message on stderr; any other is a defect and is raised.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code: 0 done, 1 a check failed, 2 wrong arguments."""
     write_anything(sys.stdout)
-    try:
-        if arguments == ["--version"]:
-            print(f"forkpoint {__version__}")
-            return 0
-        command = _parse(arguments)
-        code = command if isinstance(command, int) else command.run()
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output (head, a pager) has enough. The code is the one that rich exits
-        # with where the pipe breaks below a table.
-        return OUTPUT_CLOSED
-    except ForkpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except OSError as error:
-        print(f"error: {_of_system(error)}", file=sys.stderr)
-        return USER_ERROR
+    if arguments == ["--version"]:
+        print(f"forkpoint {__version__}")
+        return 0
+    command = _parse(arguments)
+    code = command if isinstance(command, int) else command.run()
+    sys.stdout.flush()
+    return code
 
 
 def _parse(arguments: list[str]) -> Command | int:
@@ -92,7 +70,7 @@ def _parse(arguments: list[str]) -> Command | int:
     except SystemExit as stop:
         if not stop.code:
             return 0
-        print(f"error: {_unframed(report.getvalue())}", file=sys.stderr)
+        say(f"error: {_unframed(report.getvalue())}")
         return USER_ERROR
 
 
@@ -116,16 +94,6 @@ def _read(arguments: list[str]) -> Command:
     ]
     every: Any = functools.reduce(operator.or_, listed)
     return tyro.cli(every, prog="forkpoint", description=DESCRIPTION, args=arguments, config=config)
-
-
-def _of_system(error: OSError) -> str:
-    """What the system refused, on which path."""
-    if error.filename is None or error.strerror is None:
-        return str(error)
-    return (
-        f"{error.filename} cannot be read or written: {error.strerror}. Look at the path, who may "
-        "use it, and the room on its disk."
-    )
 
 
 def _unframed(report: str) -> str:

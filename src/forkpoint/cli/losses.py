@@ -9,6 +9,7 @@ from tyro.conf import DisallowNone, arg
 
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
+from forkpoint.replay.schema import MOST_NUMBER, MOST_WHOLE_NUMBER, is_too_large
 from forkpoint.rollouts import RolloutBatch
 
 if TYPE_CHECKING:
@@ -111,7 +112,13 @@ class LossOptions:
             name: set(inspect.signature(getattr(losses, kind)).parameters)
             for name, kind in CLASSES.items()
         }
-        for option in given:
+        for option, value in given.items():
+            if is_too_large(value):
+                most = MOST_WHOLE_NUMBER if isinstance(value, int) else f"{MOST_NUMBER:g}"
+                raise ConfigError(
+                    f"{option} is {value}; it takes a number of at most {most}, since losses are "
+                    "computed in float32."
+                )
             if option not in takes[self.name]:
                 having = ", ".join(name for name, options in takes.items() if option in options)
                 raise ConfigError(

@@ -41,8 +41,9 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises ConfigError for a file that is none.
     """
     try:
+        # Not the strict JSON of forkpoint's own files: transformers writes infinities.
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not JSON ({error}). Give a config.json as transformers writes it."
         ) from None

@@ -43,12 +43,14 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
             # On a CPU billions of random weights take minutes. A seed means others on each kind.
             with torch.device(device):
                 made = random_model(config, dtype, options.seed)
+            if device.type == "cpu":  # elsewhere kernels might be compiled for it
+                _run_once(made)
     except ForkpointError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".rstrip(".")
         raise ConfigError(
-            f"transformers cannot make a model of {model} ({reason}). "
+            f"transformers cannot make and run a model of {model} ({reason}). "
             f"Correct {path.name}, or give a model that this transformers ({__version__}) knows."
         ) from error
     if options.gradient_checkpointing:
@@ -75,6 +77,15 @@ def random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> PreTr
     """A model of a configuration (the keys of a config.json), drawn as transformers draws it."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+
+
+def _run_once(model: PreTrainedModel) -> None:
+    """Run two tokens, which fails where sizes of a configuration do not fit each other.
+
+    The random numbers that this takes are drawn again.
+    """
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        model.eval()(torch.zeros((1, 2), dtype=torch.int64), use_cache=False)
 
 
 def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

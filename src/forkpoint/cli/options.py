@@ -12,11 +12,12 @@ from typing import Annotated, Literal
 from tyro.conf import DisallowNone, Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
+from forkpoint.cli.last_resort import working_on
 from forkpoint.cli.output import Output
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError, TraceError
 from forkpoint.rollouts import Rollout, RolloutBatch
-from forkpoint.traces import RolloutFile, open_rollouts
+from forkpoint.traces import RolloutFile, Trace, open_rollouts
 
 MOST_SEED = 2**63 - 1
 PLAN_ROLLOUT_BYTES = 2560
@@ -187,8 +188,9 @@ def load_batch(
     file: Path, limit: int | None, reading: Reading | None = None, out: Output | None = None
 ) -> RolloutBatch:
     """The rollouts of a file as one batch; what was left out, and what to know, is shown."""
-    source = (reading or Reading()).open(file, limit)
-    batch = RolloutBatch(source.read())
+    with working_on(file):
+        source = (reading or Reading()).open(file, limit)
+        batch = RolloutBatch(source.read())
     if out is not None:
         show_source(source, out)
     return batch
@@ -202,7 +204,13 @@ def recorded_batches(source: RolloutFile) -> Iterator[RolloutBatch]:
             f"{source.path} has no whole batch yet. Wait until its recorder has added one, or "
             "record again."
         )
-    return (step.batch for step in source.trace)
+    return _batches_of(source.trace)
+
+
+def _batches_of(trace: Trace) -> Iterator[RolloutBatch]:
+    with working_on(trace.path):
+        for step in trace:
+            yield step.batch
 
 
 def streamed_batches(

@@ -20,6 +20,9 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
+
+from forkpoint.report.text import visible
 
 NARROW = 100
 _FRAMES = {**dict.fromkeys("─━═╌╍┄┅┈┉", "-"), **dict.fromkeys("│┃║╎╏┆┇┊┋", "|"), "…": "."}
@@ -46,6 +49,13 @@ def write_anything(stream: Any) -> None:
         stream.reconfigure(errors="forkpoint")
 
 
+class _Console(Console):
+    """A console on which text is only shown: it cannot steer the terminal."""
+
+    def render_str(self, text: str, *arguments: Any, **options: Any) -> Text:
+        return super().render_str(visible(text), *arguments, **options)
+
+
 class Output:
     """Text and tables to stdout, progress to stderr where that is a terminal, the result last."""
 
@@ -54,8 +64,8 @@ class Output:
         self.facts: dict[str, Any] = {}
         """What goes into the JSON line besides, at its end."""
         self.width: int = NARROW if not sys.stdout.isatty() else Console().width
-        self._console = Console(width=self.width, highlight=False, markup=False)
-        self._errors = Console(stderr=True, highlight=False, markup=False)
+        self._console = _Console(width=self.width, highlight=False, markup=False)
+        self._errors = _Console(stderr=True, highlight=False, markup=False)
 
     def show(self, *things: RenderableType) -> None:
         """Print text or tables, unless only the JSON line was asked for."""

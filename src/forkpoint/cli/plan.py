@@ -20,6 +20,7 @@ from forkpoint.cli.estimate import (
     splits,
     totals_table,
 )
+from forkpoint.cli.last_resort import working_on
 from forkpoint.cli.losses import LossName, coupling
 from forkpoint.cli.model_config import read_shape
 from forkpoint.cli.options import (
@@ -106,11 +107,12 @@ class Plan:
     def run(self) -> int:
         out = Output(json_only=self.json)
         shape = None if self.model is None else read_shape(self.model, self.memory)
-        source = self.reading.open(self.file, self.limit)
+        with working_on(self.file):
+            source = self.reading.open(self.file, self.limit)
         measured = self.planning.calibration
         calibration = None if measured is None else Calibration.load(measured)
         estimate, totals, shown = Estimate(shape), Totals(), None
-        with out.waiting("planning"):
+        with out.waiting("planning"), working_on(self.file):
             for batch in self._batches(source):
                 plan = self._plan(batch, totals.batches, shape, calibration)
                 estimate.add(batch)

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from tyro.conf import DisallowNone, arg
 
+from forkpoint.cli.last_resort import working_on
 from forkpoint.cli.losses import LossOptions
 from forkpoint.cli.options import (
     Count,
@@ -151,10 +152,12 @@ class Replay:
         device = next(model.parameters()).device
         if trace is not None and trace.optimizer is not None:
             out.show(
-                f"recorded with {plain(dict(trace.optimizer))}; replayed with "
+                f"recorded with {plain(trace.optimizer)}; replayed with "
                 f"{training.optimizer}, lr {training.lr:g}"
             )
         with (
+            working_on(recording.output),
+            working_on(self.file),
             out_of_memory_explained(),
             out.progress("training", training.steps) as advance,
         ):

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from tyro.conf import DisallowNone, Positional, arg
 
+from forkpoint.cli.last_resort import working_on
 from forkpoint.cli.model_config import read_shape
 from forkpoint.cli.options import (
     Flag,
@@ -70,10 +71,12 @@ class Report:
                 "there is nothing to report on; give the folder of a replay, or a file of rollouts."
             )
         self._check()
-        chapters = [self._chapter(path, out) for path in self.inputs]
+        chapters = []
+        for path in self.inputs:
+            with working_on(path):
+                chapters.append(self._chapter(path, out))
         page = render_page(" · ".join(chapter.title for chapter in chapters), chapters)
-        # Ids are text as JSON has it, of which UTF-8 cannot write all (halves of surrogate pairs).
-        content = page.encode("utf-8", errors="replace")
+        content = page.encode("utf-8")
         self.output.write_bytes(content)
         plots = [] if self.plots is None else write_plots(chapters, self.plots)
         for chapter in chapters:

@@ -11,7 +11,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +19,26 @@ from typing import Any
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan.cost import ModelShape
+from forkpoint.plan.sizes import MOST_LAYERS
+from forkpoint.plan.written import SHAPE, shape_of
+from forkpoint.rollouts import short
+from forkpoint.schema import (
+    Check,
+    SchemaError,
+    array,
+    flag,
+    mapping,
+    number,
+    one_of,
+    parse_json,
+    record,
+    text,
+    whole,
+)
 
 SCHEMA = 1
 FOLDER_VARIABLE = "FORKPOINT_CALIBRATIONS"
+MOST_BYTES = 1 << 24
 CURVES = ("block", "rest", "head", "causal", "rectangle", "part")
 RATES = ("causal", "rectangle")
 
@@ -158,81 +175,71 @@ class Calibration:
             ConfigError: there is no such file, or it is damaged, or of another kind or version.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            if path.stat().st_size > MOST_BYTES:
+                raise SchemaError(f"not a calibration (it has more than {MOST_BYTES} bytes)")
+            values = parse_json(path.read_bytes())
         except OSError as error:
             raise ConfigError(
                 f"the calibration {path} cannot be read ({error.strerror}). Give a file that "
                 "forkpoint calibrate wrote, or None."
             ) from None
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON ({error}), so it is no calibration.") from None
-        schema = values.get("schema") if isinstance(values, dict) else None
-        names = {item.name for item in fields(cls)}
-        if schema != SCHEMA or values.keys() != {"schema", *names}:
+        except SchemaError as error:
             raise ConfigError(
-                f"{path} has schema {schema!r} and this forkpoint reads calibrations of schema "
-                f"{SCHEMA}; run forkpoint calibrate again."
-            )
-        del values["schema"]
-        try:
-            found = cls(**_from_json_values(values))
-            found._check_values()
-        except (AttributeError, ConfigError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the calibration {path} is damaged ({type(error).__name__}: {error}); run "
-                "forkpoint calibrate again."
+                f"{path} is {error}. Give a file that forkpoint calibrate wrote."
             ) from None
-        return found
-
-    def _check_values(self) -> None:
-        """Raises ValueError or TypeError for what no measurement gives, so that no plan rests on
-        it."""
-        for name, wanted in (("device", str), ("compiled", bool), ("versions", Mapping)):
-            if not isinstance(getattr(self, name), wanted):
-                raise TypeError(f"{name} is {getattr(self, name)!r}")
-        for name in CURVES:
-            curve: Curve = getattr(self, name)
-            sizes = {len(curve.at), len(curve.forward), len(curve.backward)}
-            if len(sizes) > 1 or 0 in sizes:
-                raise ValueError(f"{name} has no or not equally many sizes and figures")
-            _check_numbers(f"{name}.at", curve.at, positive=True)
-            if any(a >= b for a, b in pairwise(curve.at)):
-                raise ValueError(f"{name}.at is {curve.at}, which does not ascend")
-            for way in ("forward", "backward"):
-                _check_numbers(f"{name}.{way}", getattr(curve, way), positive=name in RATES)
-        for name in ("out_bytes_per_ms", "back_bytes_per_ms"):
-            _check_numbers(name, (getattr(self, name),), positive=True)
-        for policy in ("none", "selective", "full"):
-            _check_numbers(f"kept_bytes.{policy}", self.kept_bytes[policy], count=2)
-        _check_numbers("working_bytes", self.working_bytes, count=2)
-        _check_numbers("measured_layers", self.measured_layers, count=2)
-        _check_numbers("seconds", (self.seconds,))
+        schema = values.get("schema") if isinstance(values, dict) else None
+        if type(schema) is not int or schema != SCHEMA:
+            raise ConfigError(
+                f"{path} has schema {short(schema)} and this forkpoint reads calibrations of "
+                f"schema {SCHEMA}; run forkpoint calibrate again."
+            )
+        try:
+            found = _FIELDS(values, "")
+            del found["schema"]
+            return cls(**{**found, "shape": shape_of(found["shape"])})
+        except (ConfigError, SchemaError) as error:
+            raise ConfigError(
+                f"the calibration {path} is damaged: {str(error).rstrip('.')}. Run forkpoint "
+                "calibrate again."
+            ) from None
 
 
-def _from_json_values(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a calibration from what JSON holds of them."""
-    values = dict(given)
-    for name in CURVES:
-        values[name] = Curve(**{k: tuple(v) for k, v in values[name].items()})
-    shape = values["shape"]
-    values["shape"] = ModelShape(**{**shape, "windows": tuple(shape["windows"])})
-    for name in ("measured_layers", "working_bytes"):
-        values[name] = tuple(values[name])
-    values["kept_bytes"] = {k: tuple(v) for k, v in values["kept_bytes"].items()}
-    return values
+# What no measurement gives is refused, so that no plan rests on it.
+_NUMBER, _POSITIVE = number(0), number(0, above=True)
+_PAIR = array(_NUMBER, length=2)
 
 
-def _check_numbers(
-    name: str, values: Sequence[Any], *, count: int | None = None, positive: bool = False
-) -> None:
-    if count is not None and len(values) != count:
-        raise ValueError(f"{name} has {len(values)} numbers, and there are {count}")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} holds {value!r}, which is no number")
-        if not math.isfinite(value) or value < 0 or (positive and value == 0):
-            least = "above 0" if positive else "of at least 0"
-            raise ValueError(f"{name} holds {value}; it takes finite numbers {least}")
+def _curve(figure: Check) -> Check:
+    fields = record({"at": array(_POSITIVE), "forward": array(figure), "backward": array(figure)})
+
+    def check(value: Any, field: str) -> Curve:
+        curve = Curve(**fields(value, field))
+        sizes = {len(curve.at), len(curve.forward), len(curve.backward)}
+        if len(sizes) > 1 or 0 in sizes:
+            raise SchemaError(f"{field} has no or not equally many sizes and figures")
+        if any(a >= b for a, b in pairwise(curve.at)):
+            raise SchemaError(f"{field}.at is {short(curve.at)}, which does not ascend")
+        return curve
+
+    return check
+
+
+_FIELDS = record(
+    {
+        "schema": one_of(SCHEMA),
+        "device": text,
+        "versions": mapping(text),
+        "compiled": flag,
+        "shape": SHAPE,
+        "measured_layers": array(whole(0, MOST_LAYERS), length=2),
+        **{name: _curve(_POSITIVE if name in RATES else _NUMBER) for name in CURVES},
+        "out_bytes_per_ms": _POSITIVE,
+        "back_bytes_per_ms": _POSITIVE,
+        "kept_bytes": record(dict.fromkeys(("none", "selective", "full"), _PAIR)),
+        "working_bytes": _PAIR,
+        "seconds": _NUMBER,
+    }
+)
 
 
 def _comparable(shape: ModelShape) -> dict[str, Any]:

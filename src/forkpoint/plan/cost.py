@@ -14,6 +14,8 @@ import numpy as np
 from forkpoint.errors import ConfigError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.plan.hybrid import recurrent_kinds, recurrent_shape
+from forkpoint.plan.sizes import MOST_LAYERS, REMEDY, count, needed, size
+from forkpoint.rollouts import short
 
 # A backward runs two matrix products for each one of the forward; attention's runs five for two.
 LINEAR_BACKWARD = 2.0
@@ -60,7 +62,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "vocab"):
-            _size(f"the model's {name}", getattr(self, name))
+            size(f"the model's {name}", getattr(self, name))
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"the model has {self.heads} query heads and {self.kv_heads} key-value heads; each "
@@ -91,16 +93,18 @@ class ModelShape:
                 f"the model configuration lacks {', '.join(missing)}; forkpoint counts FLOPs of "
                 "decoders described by these keys. Give the config.json that save_pretrained wrote."
             )
-        layers, hidden, heads, vocab = (_size(n, config[n]) for n in names)
+        layers, hidden, heads, vocab = (size(n, config[n]) for n in names)
+        size(names[0], layers, MOST_LAYERS)
         # A window of 0 is none; the others may be left out, not 0.
         optional = ("head_dim", "num_key_value_heads")
-        given = {n: _size(n, config[n]) for n in optional if config.get(n) is not None}
+        given = {n: size(n, config[n]) for n in optional if config.get(n) is not None}
         head_dim = given.get("head_dim") or hidden // heads
-        window = (
-            _size("sliding_window", config["sliding_window"]) if config.get("sliding_window") else 0
-        )
+        window = count(config, "sliding_window")
         # Without kinds of layers, a window is that of all of them.
-        kinds = config.get("layer_types") or ["sliding_attention"] * layers
+        given_kinds = config.get("layer_types") or ["sliding_attention"] * layers
+        if not isinstance(given_kinds, list | tuple):
+            raise ConfigError(f"layer_types is {short(given_kinds)}; it takes a list. {REMEDY}")
+        kinds = list(given_kinds)
         if len(kinds) != layers:
             raise ConfigError(
                 f"layer_types has {len(kinds)} entries and num_hidden_layers is {layers}; there is "
@@ -112,7 +116,7 @@ class ModelShape:
         for kind in kinds:
             if kind not in known:
                 raise ConfigError(
-                    f"layer_types has {kind!r}; of this model forkpoint counts layers of "
+                    f"layer_types has {short(kind)}; of this model forkpoint counts layers of "
                     f"{', '.join(known)}. Take a model of these alone."
                 )
         recurrent = recurrent_shape(config, kinds)
@@ -216,34 +220,22 @@ class ModelShape:
         return 0.0
 
 
-def _size(name: str, value: object) -> int:
-    """`value`, if it is a whole number of at least 1; raises ConfigError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"{name} is {value!r}; it takes a whole number of at least 1. Give the config.json "
-            "that save_pretrained wrote."
-        )
-    return value
-
-
 def _active_intermediate(config: Mapping[str, Any], layers: int) -> int:
     """The MLP's width that one token goes through, as the mean over layers.
 
     In mixtures of experts these are the experts that a token is routed to, and the shared ones.
     """
-    dense = 0
-    if not _only_experts(config):
-        dense = _size("intermediate_size", config["intermediate_size"])
-    routed = config.get("num_experts_per_tok")
+    dense = 0 if _only_experts(config) else needed(config, "intermediate_size")
+    routed = count(config, "num_experts_per_tok")
     if not routed:
-        return int(config.get("shared_intermediate_size") or dense)
-    width = int(config.get("moe_intermediate_size") or dense)
-    expert = int(routed) * width + int(config.get("n_shared_experts") or 0) * width
+        return count(config, "shared_intermediate_size", dense)
+    width = count(config, "moe_intermediate_size", dense)
+    expert = (routed + count(config, "n_shared_experts")) * width
     if config.get("num_local_experts") == 0:
         expert = 0
     for shared in ("shared_expert_intermediate_size", "shared_intermediate_size"):
-        expert += int(config.get(shared) or 0)
-    first = min(layers, int(config.get("first_k_dense_replace") or 0))
+        expert += count(config, shared)
+    first = min(layers, count(config, "first_k_dense_replace"))
     return (first * dense + (layers - first) * expert) // layers
 
 
@@ -255,13 +247,13 @@ def _only_experts(config: Mapping[str, Any]) -> bool:
 
 def _latent_attention(config: Mapping[str, Any]) -> dict[str, int]:
     """Multi-head latent attention: keys and values are expanded from a low rank for every head."""
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    hidden, heads = needed(config, "hidden_size"), needed(config, "num_attention_heads")
     nope, rope, value = (
-        int(config[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        needed(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
-    latent, q_rank = int(config["kv_lora_rank"]), config.get("q_lora_rank")
+    latent, q_rank = needed(config, "kv_lora_rank"), count(config, "q_lora_rank")
     queries = heads * (nope + rope)
-    weights = int(q_rank) * (hidden + queries) if q_rank else hidden * queries
+    weights = q_rank * (hidden + queries) if q_rank else hidden * queries
     weights += hidden * (latent + rope) + latent * heads * (nope + value)
     return {
         "kv_heads": heads,

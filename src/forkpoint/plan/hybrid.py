@@ -9,6 +9,8 @@ multiply-adds, which a backward has twice as many of, like those of weights.
 from collections.abc import Mapping
 from typing import Any
 
+from forkpoint.plan.sizes import needed
+
 CHUNK = 64
 """Tokens whose triangular matrix a chunked recurrence keeps, for each token and head."""
 
@@ -30,12 +32,12 @@ def recurrent_shape(config: Mapping[str, Any], kinds: list[str]) -> dict[str, in
 
 def _gated_delta_net(config: Mapping[str, Any]) -> dict[str, int]:
     """Qwen3-Next and Qwen3.5, whose attention has a gate as well, made by its query projection."""
-    hidden = int(config["hidden_size"])
-    heads, kv_heads = (int(config[f"num_{kind}_heads"]) for kind in ("attention", "key_value"))
-    attention_dim = int(config["head_dim"])
-    keys, values = (int(config[f"linear_num_{kind}_heads"]) for kind in ("key", "value"))
-    key_dim, value_dim = (int(config[f"linear_{kind}_head_dim"]) for kind in ("key", "value"))
-    width = int(config["linear_conv_kernel_dim"])
+    hidden = needed(config, "hidden_size")
+    heads, kv_heads = (needed(config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    attention_dim = needed(config, "head_dim")
+    keys, values = (needed(config, f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    key_dim, value_dim = (needed(config, f"linear_{kind}_head_dim") for kind in ("key", "value"))
+    width = needed(config, "linear_conv_kernel_dim")
     mixed, out = 2 * keys * key_dim + values * value_dim, values * value_dim
     state = values * key_dim * value_dim
     # q, k, v, the gate, beta and the decay in; the output out. The state is read for what it holds
@@ -54,10 +56,10 @@ def _gated_delta_net(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _mamba2(config: Mapping[str, Any]) -> dict[str, int]:
-    hidden, heads = int(config["hidden_size"]), int(config["mamba_n_heads"])
-    inner, state_dim = heads * int(config["mamba_d_head"]), int(config["mamba_d_state"])
-    width = int(config["mamba_d_conv"])
-    mixed = inner + 2 * int(config["mamba_n_groups"]) * state_dim
+    hidden, heads = needed(config, "hidden_size"), needed(config, "mamba_n_heads")
+    inner, state_dim = heads * needed(config, "mamba_d_head"), needed(config, "mamba_d_state")
+    width = needed(config, "mamba_d_conv")
+    mixed = inner + 2 * needed(config, "mamba_n_groups") * state_dim
     state = inner * state_dim
     # The state is written to and read; x, B, C, the gate and the time steps in, the output out.
     weights = hidden * (mixed + inner + heads) + inner * hidden

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -15,6 +14,7 @@ from forkpoint.forest import Forest, IntArray
 from forkpoint.plan.cost import ModelShape, Work
 from forkpoint.plan.layout import Row
 from forkpoint.rollouts import RolloutBatch
+from forkpoint.schema import SchemaError, parse_json
 
 JSON_VERSION = 2
 DEPTH_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -207,59 +207,17 @@ class Plan:
         """Read a plan that `to_json` wrote.
 
         Raises:
-            PlanError: it is not a plan, or one of another version.
+            PlanError: it is not a plan, one of another version, or one whose parts disagree.
         """
+        from forkpoint.plan.written import read_plan
+
         try:
-            values = json.loads(text)
-        except (TypeError, ValueError) as error:
+            values = parse_json(text)
+        except SchemaError as error:
             raise PlanError(
-                f"this is not JSON ({error}), so it is no plan. Give what Plan.to_json returned."
+                f"this is {error}, so it is no plan. Give what Plan.to_json returned."
             ) from error
-        if not isinstance(values, Mapping) or values.get("version") != JSON_VERSION:
-            found = values.get("version") if isinstance(values, Mapping) else type(values).__name__
-            raise PlanError(
-                f"this JSON has version {found!r} and this forkpoint reads plans of version "
-                f"{JSON_VERSION}; make the plan again."
-            )
-        expected = {"version", *(item.name for item in fields(cls))}
-        if values.keys() != expected:
-            wrong = ", ".join(sorted(values.keys() ^ expected))
-            raise PlanError(f"this plan lacks or has besides: {wrong}. Make the plan again.")
-        try:
-            plan = cls(**_from_json_values(values))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(
-                f"this plan is damaged ({type(error).__name__}: {error}). Make the plan again."
-            ) from error
-        placed = sorted(segment for row in plan.rows for segment in row.segments)
-        if placed != list(range(len(plan.forest))):
-            raise PlanError(
-                f"this plan is damaged: its rows hold {len(placed)} segments and its forest has "
-                f"{len(plan.forest)}, each of which lies in one row. Make the plan again."
-            )
-        return plan
-
-
-def _from_json_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a plan from what JSON holds of them."""
-    values = {name: value for name, value in given.items() if name != "version"}
-    values["forest"] = Forest(
-        **{name: np.asarray(v, np.int64) for name, v in values["forest"].items()}
-    )
-    values["rows"] = tuple(_row_from_json(row) for row in values["rows"])
-    values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
-    for name in ("dense", "shared"):
-        pairs = {int(window): n for window, n in values[name]["pairs"].items()}
-        values[name] = Work(**{**values[name], "pairs": pairs})
-    if values["shape"] is not None:
-        shape = values["shape"]
-        values["shape"] = ModelShape(**{**shape, "windows": tuple(shape["windows"])})
-    return values
-
-
-def _row_from_json(row: Mapping[str, Any]) -> Row:
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-    return Row(**values)
+        return read_plan(values)
 
 
 # Batches cannot be written to, so each is read once.

@@ -3,13 +3,18 @@
 Loading is bitwise: optimizer state is put back as it was, not through `load_state_dict`, which
 casts it to the parameters' dtype, and values are copied out of the file, so that all of them lie in
 memory as torch allocates it.
+
+Nothing of a file is believed: what belongs in it follows from the models and the optimizers at
+hand, and names, dtypes and shapes are compared with that before a tensor is read.
 """
 
 import hashlib
 import json
+import math
 import random
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,22 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.replay.reading import CHANGED
+from forkpoint.replay.schema import FACTS, SCHEMA
+from forkpoint.replay.states import Kept, check_states, generator_takes
+from forkpoint.rollouts import short
+from forkpoint.schema import SchemaError, parse_json
 
-SCHEMA = 1
 Side = tuple[nn.Module, torch.optim.Optimizer]
+FACTS_KEY = "forkpoint"
+
+
+@dataclass
+class _Loaded:
+    """A checkpoint that was read and found to fit, and is not put back yet."""
+
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
 
 
 class Checkpoint:
@@ -31,24 +49,24 @@ class Checkpoint:
     def __init__(self, sides: Mapping[str, Side]) -> None:
         self.sides = sides
         self.cuda: bool = torch.cuda.is_available()
+        self._loaded: _Loaded | None = None
 
     def write(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Write everything to `path`, which is synced to disk, with `facts` beside it.
+        """Write everything to `path`, with `facts` beside it.
 
-        Raises UnsupportedError for optimizer state that neither tensors nor JSON can hold.
+        Raises UnsupportedError for state that a checkpoint cannot hold, and OSError where the file
+        cannot be written.
         """
-        tensors: dict[str, Tensor] = {}
+        tensors = {name: tensor.detach() for name, tensor in self._of_models()}
         plain: dict[str, Any] = {}
-        for side, (model, optimizer) in self.sides.items():
-            for name, tensor in _changing(model):
-                tensors[f"{side}/model/{name}"] = tensor.detach()
+        for side, (_, optimizer) in self.sides.items():
             for index, parameter in enumerate(_parameters(optimizer)):
                 for name, value in optimizer.state.get(parameter, {}).items():
                     key = f"{side}/optimizer/{index}/{name}"
                     if isinstance(value, Tensor):
                         tensors[key] = value.detach()
                     elif value is None or isinstance(value, bool | int | float | str):
-                        plain[key] = value
+                        plain[key] = _plain_value(value)
                     else:
                         raise UnsupportedError(
                             f"the optimizer {type(optimizer).__name__} keeps {name} as "
@@ -64,39 +82,61 @@ class Checkpoint:
             "devices": devices,
             "plain": plain,
             "python_random": random.getstate(),
-            "numpy_random": [_plain(part) for part in np.random.get_state()],  # noqa: NPY002
+            "numpy_random": _numpy_random(),
             "crc32": {name: _crc(tensor) for name, tensor in tensors.items()},
         }
-        save_file(tensors, path, metadata={"forkpoint": json.dumps(facts)})
+        text = json.dumps(facts, allow_nan=False)
+        try:
+            save_file(tensors, path, metadata={FACTS_KEY: text})
+        except SafetensorError as error:
+            raise OSError(
+                f"the checkpoint {path} cannot be written: {error}. Look at the room on its disk."
+            ) from error
 
-    def read(self, path: Path) -> dict[str, Any]:
-        """Put the state of a file back, and return the facts written beside it.
+    def load(self, path: Path) -> dict[str, Any]:
+        """Read a file and return the facts written beside the state; `put_back` does the rest.
 
-        Nothing is put back unless all of it fits and is whole. Raises ConfigError otherwise.
+        Raises ConfigError unless all of it fits these models and optimizers and is whole.
         """
-        facts, tensors = _load(path)
-        expected: dict[str, Tensor] = {}
-        for side, (model, _) in self.sides.items():
-            for name, tensor in _changing(model):
-                expected[f"{side}/model/{name}"] = tensor
-        found = {name for name in tensors if "/model/" in name}
-        if found != expected.keys():
-            wrong = sorted(found ^ expected.keys())
+        self._loaded = None
+        try:
+            with safe_open(path, "pt") as file:
+                facts = _facts(path, (file.metadata() or {}).get(FACTS_KEY))
+                self._check_header(path, facts, file)
+                # Each in memory of its own.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            damaged = sorted(n for n, t in tensors.items() if facts["crc32"][n] != _crc(t))
+            if damaged:
+                raise ConfigError(
+                    f"{path} is damaged: {len(damaged)} of its tensors differ from their "
+                    f"checksums, among them {short(damaged[0])}. Begin anew in another folder."
+                )
+            self._check_values(facts, tensors)
+        except (SafetensorError, OSError) as error:
             raise ConfigError(
-                f"{path} is a checkpoint of another model: {len(wrong)} tensors are in one of them "
-                f"alone, among them {wrong[0]}."
-            )
+                f"{path} is no whole checkpoint ({error}). Begin anew in another folder."
+            ) from error
+        except SchemaError as error:
+            raise ConfigError(f"{path}: {error}. {CHANGED}.") from None
+        self._loaded = _Loaded(facts, tensors)
+        return facts
+
+    def put_back(self) -> None:
+        """Make what `load` has read the state of models, optimizers and generators."""
+        assert self._loaded is not None
+        facts, tensors = self._loaded.facts, self._loaded.tensors
+        self._loaded = None
         with torch.no_grad():
-            for name, tensor in expected.items():
+            for name, tensor in self._of_models():
                 tensor.copy_(tensors[name])
         for side, (_, optimizer) in self.sides.items():
             state: dict[int, dict[str, Any]] = {}
             for key, value in (*tensors.items(), *facts["plain"].items()):
-                owner, kind, *rest = key.split("/", 3)
-                if (owner, kind) == (side, "optimizer"):
+                kept = Kept.of(key)
+                if kept is not None and kept.side == side:
                     if isinstance(value, Tensor):
                         value = value.to(facts["devices"][key])
-                    state.setdefault(int(rest[0]), {})[rest[1]] = value
+                    state.setdefault(kept.index, {})[kept.name] = value
             for index, parameter in enumerate(_parameters(optimizer)):
                 if index in state:
                     optimizer.state[parameter] = state[index]
@@ -105,11 +145,9 @@ class Checkpoint:
             torch.cuda.set_rng_state_all(
                 [tensors[f"random/cuda:{n}"] for n in range(torch.cuda.device_count())]
             )
-        version, numbers, gauss = facts["python_random"]
-        random.setstate((version, tuple(numbers), gauss))
+        random.setstate(facts["python_random"])
         kind, keys, *rest = facts["numpy_random"]
         np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))  # noqa: NPY002
-        return facts
 
     def _generators(self) -> dict[str, Tensor]:
         states = {"random/cpu": torch.get_rng_state()}
@@ -117,6 +155,67 @@ class Checkpoint:
             for index, state in enumerate(torch.cuda.get_rng_state_all()):
                 states[f"random/cuda:{index}"] = state
         return states
+
+    def _check_header(self, path: Path, facts: dict[str, Any], file: Any) -> None:
+        """Refuse a file before any tensor is read, by what its header says of them."""
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        generators = self._generators()
+        expected = {**dict(self._of_models()), **generators}
+        states = {name: shape for name, shape in shapes.items() if Kept.of(name) is not None}
+        found = shapes.keys() - states.keys()
+        if found != expected.keys():
+            wrong = sorted(found ^ expected.keys())
+            raise ConfigError(
+                f"{path} is a checkpoint of another model: {len(wrong)} tensors are in one of them "
+                f"alone, among them {short(wrong[0])}. Begin anew in another folder."
+            )
+        for name, tensor in expected.items():
+            if shapes[name] != tuple(tensor.shape):
+                raise ConfigError(
+                    f"{path} has {name} with shape {shapes[name]}, and the model at hand has "
+                    f"{tuple(tensor.shape)}. Begin anew in another folder."
+                )
+        for field, known in (("crc32", {*shapes}), ("devices", shapes.keys() - generators.keys())):
+            if facts[field].keys() != known:
+                wrong = sorted(facts[field].keys() ^ known)
+                raise SchemaError(
+                    f"{field} and the tensors of the file have other names, among them "
+                    f"{short(wrong[0])}"
+                )
+        for key in (*states, *facts["plain"]):
+            kept = Kept.of(key)
+            if kept is None or kept.side not in self.sides:
+                raise SchemaError(
+                    f"there is {short(key)}, which is no state of {' or '.join(self.sides)}"
+                )
+        for side, (_, optimizer) in self.sides.items():
+            check_states(side, optimizer, _parameters(optimizer), states, facts["plain"])
+
+    def _check_values(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Refuse values that a model, an optimizer or a generator fails on. Raises SchemaError."""
+        for name in self._generators():
+            if not generator_takes(name.removeprefix("random/"), tensors[name]):
+                raise SchemaError(f"{name} is no state of a random number generator")
+        for name, tensor in self._of_models():
+            if tensors[name].dtype != tensor.dtype:
+                raise SchemaError(f"{name} is {tensors[name].dtype}, and here {tensor.dtype}")
+        for side, (model, optimizer) in self.sides.items():
+            kinds = {"cpu", *(p.device.type for p in model.parameters())}
+            parameters = _parameters(optimizer)
+            for key, device in facts["devices"].items():
+                if key.startswith(f"{side}/") and device not in kinds:
+                    allowed = " or ".join(sorted(kinds))
+                    raise SchemaError(f"devices.{key} is {short(device)}; it takes {allowed}")
+            for key, tensor in tensors.items():
+                kept = Kept.of(key)
+                if kept is not None and kept.side == side:
+                    kept.check(optimizer, parameters[kept.index], tensor, facts["step"])
+
+    def _of_models(self) -> Iterator[tuple[str, Tensor]]:
+        """What training changes of the models, by names in the file."""
+        for side, (model, _) in self.sides.items():
+            for name, tensor in _changing(model):
+                yield f"{side}/model/{name}", tensor
 
 
 def model_digest(model: nn.Module) -> str:
@@ -138,38 +237,25 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Facts and tensors of a file, each in memory of its own, checked against their checksums."""
+def _facts(path: Path, text: str | None) -> dict[str, Any]:
+    """What was written beside the state."""
     try:
-        with safe_open(path, "pt") as file:
-            facts = json.loads((file.metadata() or {}).get("forkpoint", "{}"))
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise ConfigError(
-            f"{path} is no whole checkpoint ({error}). Begin anew in another folder."
-        ) from error
-    if facts.get("schema") != SCHEMA:
-        raise ConfigError(
-            f"{path} has schema {facts.get('schema')!r}, and this forkpoint reads {SCHEMA}. Resume "
-            "with the forkpoint that wrote it, or begin anew in another folder."
-        )
-    damaged = sorted(n for n in {*tensors, *facts["crc32"]} if not _whole(tensors, facts, n))
-    if damaged:
-        raise ConfigError(
-            f"{path} is damaged: {len(damaged)} of its tensors differ from their checksums, among "
-            f"them {damaged[0]}. Begin anew in another folder."
-        )
-    return facts, tensors
+        facts = {} if text is None else parse_json(text)
+        schema = facts.get("schema") if isinstance(facts, dict) else None
+        if type(schema) is not int or schema != SCHEMA:
+            raise ConfigError(
+                f"{path} has schema {short(schema)}, and this forkpoint reads {SCHEMA}. Resume "
+                "with the forkpoint that wrote it, or begin anew in another folder."
+            )
+        return FACTS(facts, "")
+    except SchemaError as error:
+        raise ConfigError(f"{path}, its metadata: {error}. {CHANGED}.") from None
 
 
 def _copy(tensor: Tensor) -> Tensor:
     """On the CPU, in memory of its own: safetensors refuses tensors that are parts of one."""
     here = tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
     return here.contiguous()
-
-
-def _whole(tensors: dict[str, Tensor], facts: dict[str, Any], name: str) -> bool:
-    return name in tensors and facts["crc32"].get(name) == _crc(tensors[name])
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -181,5 +267,19 @@ def _crc(tensor: Tensor) -> int:
     return zlib.crc32(_bytes(tensor))
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
+def _plain_value(value: Any) -> Any:
+    """A value as JSON has it; a number that JSON lacks as a list of its name."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ["NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"]
+    return value
+
+
+def _numpy_random() -> list[Any]:
+    """The state of numpy's global generator, ready for JSON."""
+    state: Any = np.random.get_state()  # noqa: NPY002
+    if isinstance(state, dict):
+        raise UnsupportedError(
+            f"numpy's global generator is {state.get('bit_generator')}; checkpoints hold the state "
+            "of MT19937. Replay without a folder, or leave numpy its own generator."
+        )
+    return [part.tolist() if isinstance(part, np.ndarray) else part for part in state]

@@ -5,28 +5,44 @@
     plans.jsonl              the plans of every batch that is new, before its first row
     checkpoint.safetensors   the state after some step, and how long the files then were
 
-Whatever moment a replay is killed at, the checkpoint is whole: it is written under another name,
-synced and renamed. What the other files hold beyond it is cut off on resuming and made again. While
-a replay runs, a lock on `.lock` keeps others out. Imports no torch.
+Whatever moment a replay is killed at, the checkpoint is whole: it is written in the folder
+`.saving`, synced and renamed. What a killed replay left in there is removed when the folder is
+opened again. What the other files hold beyond the checkpoint is cut off on resuming and made again.
+While a replay runs, a lock on `.lock` keeps others out. Imports no torch.
 """
 
 import json
 import math
 import os
+import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan
+from forkpoint.replay.reading import CHANGED, read_manifest, read_plans, read_steps
+from forkpoint.replay.records import ReplayStep
+from forkpoint.replay.schema import (
+    CHECKPOINT,
+    MANIFEST,
+    MANIFEST_FIELDS,
+    MOST_LINE_BYTES,
+    MOST_MANIFEST_BYTES,
+    PLANS,
+    ROWS,
+    SCHEMA,
+)
 from forkpoint.rollouts import RolloutBatch, short
+from forkpoint.schema import SchemaError, finite
 from forkpoint.traces.lock import LOCK, FolderLock
 
-SCHEMA = 1
-MANIFEST, ROWS, PLANS = "manifest.json", "rows.jsonl", "plans.jsonl"
-CHECKPOINT = "checkpoint.safetensors"
+SAVING = ".saving"
+"""A folder in which files are written before they are renamed. What is in it is never needed."""
 GROWING = (ROWS, PLANS)
+CHUNK_BYTES = 1 << 20
 MOST_NAMED = 8
 
 
@@ -34,7 +50,8 @@ class State(Protocol):
     """What is saved and put back: `forkpoint.replay.checkpoint.Checkpoint`."""
 
     def write(self, path: Path, facts: Mapping[str, Any]) -> None: ...
-    def read(self, path: Path) -> dict[str, Any]: ...
+    def load(self, path: Path) -> dict[str, Any]: ...
+    def put_back(self) -> None: ...
 
 
 class ReplayFolder:
@@ -66,6 +83,7 @@ class ReplayFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; a replay is a folder. Give another path.")
         self.path.mkdir(parents=True, exist_ok=True)
+        self._refuse_links(LOCK)
         holder = self._lock.take()
         if holder is not None:
             raise ConfigError(
@@ -83,27 +101,63 @@ class ReplayFolder:
         self._lock.release()
 
     def _open(self, fixed: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-        for left in self.path.glob(".*.tmp"):
-            left.unlink()
+        self._remove_leftovers()
         present = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
-        now = json.loads(json.dumps(fixed, default=str))
+        text = json.dumps(
+            _named_numbers({"schema": SCHEMA, "fixed": fixed, "about": about}),
+            indent=1,
+            default=str,
+        )
+        now = json.loads(text)
         if MANIFEST in present:
             if not self.resume:
                 raise ConfigError(
                     f"{self.path} holds a replay already. Add --resume to go on with it, or give "
                     "another folder."
                 )
-            self._compare(now)
+            self._refuse_links(MANIFEST, ROWS, PLANS, CHECKPOINT)
+            self._compare(now["fixed"])
             return True
         if present:
             raise ConfigError(
                 f"{self.path} holds no replay, but {len(present)} other files, among them "
                 f"{present[0]}. Give an empty or a new folder."
             )
-        manifest = {"schema": SCHEMA, "fixed": now, "about": dict(about)}
-        text = json.dumps(manifest, indent=1, default=str)
+        try:
+            MANIFEST_FIELDS(now, "")
+            if len(text) > MOST_MANIFEST_BYTES:
+                raise SchemaError(f"it has {len(text)} bytes, and at most {MOST_MANIFEST_BYTES}")
+        except SchemaError as error:
+            raise ConfigError(
+                f"what the manifest would say of this replay cannot be read back: {error}. Change "
+                "that, or replay without a folder."
+            ) from None
         self._put(MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
         return False
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a process that was killed had begun to write; nothing else is touched."""
+        saving = self.path / SAVING
+        if saving.is_dir() and not saving.is_symlink():
+            left = list(saving.iterdir())
+            if all(e.name in (MANIFEST, CHECKPOINT) or _of_safetensors(e) for e in left):
+                for entry in left:
+                    entry.unlink()
+                saving.rmdir()
+        if (self.path / MANIFEST).exists():  # then these are of an earlier version of forkpoint
+            for entry in self.path.glob(".*"):
+                if entry.name == f".{CHECKPOINT}.tmp" or _of_safetensors(entry):
+                    entry.unlink()
+
+    def _refuse_links(self, *names: str) -> None:
+        """Refuse files that lie elsewhere: they are cut off, appended to and replaced."""
+        for name in names:
+            path = self.path / name
+            if path.is_symlink() or (path.exists() and not path.is_file()):
+                raise ConfigError(
+                    f"{path} is a link or no regular file, and the replay would write to it. "
+                    "Put the file itself there, or begin anew in another folder."
+                )
 
     def _compare(self, now: dict[str, Any]) -> None:
         before = read_manifest(self.path)["fixed"]
@@ -116,27 +170,37 @@ class ReplayFolder:
                 + f"{more}\nResume with what it was begun with, or begin anew in another folder."
             )
 
-    def restore(self, state: State) -> list[dict[str, Any]]:
-        """Put the last checkpoint back and return the rows up to it; none without a checkpoint.
+    def restore(self, state: State) -> list[ReplayStep]:
+        """Put the last checkpoint back and return the steps up to it; none without a checkpoint.
 
-        Raises ConfigError where a file is not what the checkpoint was written beside.
+        Nothing is put back and nothing cut off unless all of it is as it was written. Raises
+        ConfigError otherwise.
         """
         lengths = dict.fromkeys(GROWING, 0)
-        if (self.path / CHECKPOINT).exists():
-            facts = state.read(self.path / CHECKPOINT)
+        steps: list[ReplayStep] = []
+        path = self.path / CHECKPOINT
+        if path.exists():
+            facts = state.load(path)
+            lengths = facts["bytes"]
             for name in GROWING:
-                begun = self._read(name)[: facts["bytes"][name]]
-                if len(begun) != facts["bytes"][name] or zlib.crc32(begun) != facts["crc"][name]:
+                if self._crc(name, lengths[name]) != facts["crc"][name]:
                     raise ConfigError(
                         f"{self.path / name} is not as the checkpoint left it: its first "
-                        f"{facts['bytes'][name]} bytes have changed. Begin anew in another folder."
+                        f"{lengths[name]} bytes have changed. Begin anew in another folder."
                     )
-            lengths = facts["bytes"]
+            steps = read_steps(self.path, read_manifest(self.path), lengths[ROWS])
+            if len(steps) != facts["step"]:
+                raise ConfigError(
+                    f"{path} is of step {facts['step']}, and {ROWS} has {len(steps)} rows up to "
+                    f"it. {CHANGED}."
+                )
+            plans = read_plans(self.path, steps, lengths[PLANS])
+            self._known = {planned.fingerprint for planned in plans}
+            state.put_back()
         for name in GROWING:
             with (self.path / name).open("ab") as file:
                 file.truncate(lengths[name])
-        self._known = {plan["fingerprint"] for plan in self._lines(PLANS)}
-        return self._lines(ROWS)
+        return steps
 
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Append a row; whoever reads along sees it at once."""
@@ -160,59 +224,62 @@ class ReplayFolder:
 
     def save(self, state: State, step: int) -> None:
         """Make `state` the checkpoint, as of `step` steps."""
-        content = {name: self._read(name) for name in GROWING}
+        lengths: dict[str, int] = {}
         for name in GROWING:
             _sync(self.path / name)
+            lengths[name] = (self.path / name).stat().st_size
         facts = {
             "step": step,
-            "bytes": {name: len(data) for name, data in content.items()},
-            "crc": {name: zlib.crc32(data) for name, data in content.items()},
+            "bytes": lengths,
+            "crc": {name: self._crc(name, length) for name, length in lengths.items()},
         }
         self._put(CHECKPOINT, lambda path: state.write(path, facts))
 
-    def _put(self, name: str, write: Any) -> None:
-        """A file is there whole or not at all, also after a power cut."""
-        temporary = self.path / f".{name}.tmp"
-        write(temporary)
-        _sync(temporary)
-        temporary.replace(self.path / name)
+    def _put(self, name: str, write: Callable[[Path], object]) -> None:
+        """A file is there whole or not at all, also after a power cut.
+
+        It is written in a folder of its own, since safetensors writes files under names of its
+        own, which a process that is killed leaves behind.
+        """
+        saving = self.path / SAVING
+        saving.mkdir(exist_ok=True)
+        temporary = saving / name
+        try:
+            write(temporary)
+            _sync(temporary)
+            temporary.replace(self.path / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # of what a library left in it; the next to open removes it
+                saving.rmdir()
         _sync(self.path)
 
     def _append(self, name: str, value: Mapping[str, Any]) -> None:
-        line = json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
+        line = json.dumps(finite(value), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        if len(line) > MOST_LINE_BYTES:
+            raise ConfigError(
+                f"a line of {self.path / name} would have {len(line)} bytes, and at most "
+                f"{MOST_LINE_BYTES} can be read back. Give fewer groups to a step, or replay "
+                "without a folder."
+            )
         with (self.path / name).open("ab") as file:
-            file.write(line.encode() + b"\n")
+            file.write(line)
 
-    def _read(self, name: str) -> bytes:
-        path = self.path / name
-        return path.read_bytes() if path.exists() else b""
+    def _crc(self, name: str, length: int) -> int | None:
+        """The checksum of the first `length` bytes of a file; None where it has fewer."""
+        path, crc = self.path / name, 0
+        if not path.is_file() or path.stat().st_size < length:
+            return None
+        with path.open("rb") as file:
+            while length and (chunk := file.read(min(CHUNK_BYTES, length))):
+                crc = zlib.crc32(chunk, crc)
+                length -= len(chunk)
+        return crc
 
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._read(name).splitlines()]
 
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a replay's folder.
-
-    Raises ConfigError where there is none, or one of another version.
-    """
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder} holds no replay: it has no {MANIFEST}. Give the folder that "
-            "forkpoint replay --output wrote."
-        )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}). It has been changed by hand.") from None
-    found = manifest.get("schema") if isinstance(manifest, dict) else None
-    if found != SCHEMA:
-        raise ConfigError(
-            f"{path} has schema {found!r}, and this forkpoint reads {SCHEMA}. Use the forkpoint "
-            "that wrote it, or replay again."
-        )
-    return manifest
+def _of_safetensors(path: Path) -> bool:
+    """Whether a file has a name under which safetensors begins to write."""
+    return path.is_file() and re.fullmatch(r"\.tmp[A-Za-z0-9]{6}", path.name) is not None
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[str]:
@@ -238,14 +305,14 @@ def _said_once(fixed: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {**fixed, "rate": rate}
 
 
-def finite(value: Any) -> Any:
-    """The same tree with numbers that JSON lacks (NaN, infinities) as null."""
+def _named_numbers(value: Any) -> Any:
+    """The same tree with numbers that JSON lacks (NaN, infinities) as text."""
     if isinstance(value, Mapping):
-        return {key: finite(entry) for key, entry in value.items()}
+        return {key: _named_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(entry) for entry in value]
+        return [_named_numbers(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return None
+        return str(value)
     return value
 
 

@@ -123,7 +123,7 @@ def replay(
                 {name: (side.model, side.optimizer) for name, side in sides.items()}
             )
             if folder.open(fixed, about or {}):
-                done = [ReplayStep.from_dict(row) for row in folder.restore(checkpoint)]
+                done = folder.restore(checkpoint)
                 if done and on_resume is not None:
                     on_resume(len(done))
         resumed_at = len(done) or None

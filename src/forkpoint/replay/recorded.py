@@ -1,6 +1,6 @@
 """Replaying a trace: a step for each recorded batch, with what its loss was given."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -8,11 +8,12 @@ from forkpoint import losses
 from forkpoint.errors import ConfigError
 from forkpoint.losses import Denominators, Loss
 from forkpoint.replay.batches import StepInput
+from forkpoint.replay.schema import MOST_NUMBER, NOT_JSON, is_too_large
 from forkpoint.rollouts import RolloutBatch, short
+from forkpoint.schema import SchemaError, number, record
 from forkpoint.traces import Trace
 
-# How a trace writes the numbers that JSON lacks.
-NO_JSON = {name: float(name) for name in ("Infinity", "-Infinity", "NaN")}
+_DENOMINATORS = record({field.name: number(0) for field in fields(Denominators)})
 
 
 class TraceBatches:
@@ -43,15 +44,16 @@ class TraceBatches:
                 "replay can give a loss only denominators and scale. Record without them, or put "
                 "what the loss needs into the rollouts."
             )
-        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-            raise ConfigError(f"{where}: scale is {short(scale)}; it takes a number.")
-        if denominators is not None:
-            denominators = _denominators(denominators, where)
-        return StepInput(
-            batch=recorded.batch,
-            denominators=denominators,
-            scale=1.0 if scale is None else float(scale),
-        )
+        try:
+            return StepInput(
+                batch=recorded.batch,
+                denominators=None
+                if denominators is None
+                else Denominators(**_DENOMINATORS(denominators, "denominators")),
+                scale=1.0 if scale is None else number(-MOST_NUMBER, MOST_NUMBER)(scale, "scale"),
+            )
+        except SchemaError as error:
+            raise ConfigError(f"{where}: {error}. Record it again.") from None
 
     def every(self) -> Iterator[RolloutBatch]:
         return (self.at(step).batch for step in range(self.count))
@@ -71,34 +73,37 @@ def recorded_loss(trace: Trace) -> Loss | None:
     """
     if trace.loss is None:
         return None
-    values = dict(trace.loss)
-    name = values.pop("name", None)
-    kind = getattr(losses, name, None) if isinstance(name, str) else None
-    if isinstance(kind, type) and issubclass(kind, Loss) and is_dataclass(kind):
-        known = fields(kind)
-        values = {k: _as_given(v) for k, v in values.items()}
-        if values.keys() == {field.name for field in known}:
-            made = kind(**{field.name: values[field.name] for field in known if field.init})
-            # What is fixed in a loss must be what was recorded as well.
-            if all(getattr(made, name) == value for name, value in values.items()):
-                return made
+    if isinstance(trace.loss, Mapping):
+        made = _made(trace.loss)
+        if made is not None:
+            return made
     raise ConfigError(
-        f"{trace.path} was recorded with the loss {short(dict(trace.loss))}, which is not one of "
+        f"{trace.path} was recorded with the loss {short(trace.loss)}, which is not one of "
         "forkpoint.losses with its options. Say with --loss which to take."
     )
 
 
-def _denominators(values: Any, where: str) -> Denominators:
-    names = {field.name for field in fields(Denominators)}
-    if not isinstance(values, dict) or values.keys() != names:
-        raise ConfigError(
-            f"{where}: denominators are {short(values)}; they take {', '.join(sorted(names))}."
-        )
-    return Denominators(**values)
+def _made(recorded: Mapping[str, Any]) -> Loss | None:
+    """The loss of `forkpoint.losses` that is recorded so, None where there is none."""
+    values = {name: _as_given(value) for name, value in recorded.items()}
+    name = values.pop("name", None)
+    kind = getattr(losses, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, Loss) and is_dataclass(kind)):
+        return None
+    known = fields(kind)
+    if values.keys() != {field.name for field in known} or any(map(is_too_large, values.values())):
+        return None
+    try:
+        made = kind(**{field.name: values[field.name] for field in known if field.init})
+    except (TypeError, ValueError):  # of the loss, for options that it does not take
+        return None
+    # What is fixed in a loss must be what was recorded as well.
+    same = all(getattr(made, name) == value for name, value in values.items())
+    return made if same else None
 
 
 def _as_given(value: Any) -> Any:
     """An option of a loss before it became JSON, which knows neither infinity nor tuples."""
     if isinstance(value, list):
         return tuple(value)
-    return NO_JSON.get(value, value) if isinstance(value, str) else value
+    return NOT_JSON.get(value, value) if isinstance(value, str) else value

@@ -1,10 +1,14 @@
 """What a replay records of every step, as objects and as rows of JSON. Imports no torch."""
 
-import math
 import statistics
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from forkpoint.errors import ConfigError
+from forkpoint.replay.schema import STEP
+from forkpoint.schema import SchemaError, finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,27 +88,28 @@ class ReplayStep:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ReplayStep":
-        """Numbers that JSON lacks come back as NaN.
+        """The step of a row of JSON; numbers that JSON lacks come back as NaN.
 
-        Raises KeyError or TypeError where a field is missing or none of ours.
+        Raises ConfigError where a field is missing, is none of ours, or has a value that no replay
+        writes.
         """
-        given = dict(values)
-        difference, dense = given["difference"], given["dense"]
-        given["shared"] = _record(given["shared"])
-        given["dense"] = None if dense is None else _record(dense)
-        if difference is not None:
-            numbers = {k: math.nan if v is None else v for k, v in difference.items()}
-            given["difference"] = ParameterDifference(**numbers)
-        return cls(**given)
+        try:
+            return read_step(finite(values))
+        except SchemaError as error:
+            raise ConfigError(f"this is no row of a replay: {error}. Replay again.") from None
 
 
-def _record(values: Mapping[str, Any]) -> StepRecord:
-    given: dict[str, Any] = dict(values)
-    for name in ("events", "event_ms", "event_memory_bytes"):
-        given[name] = None if given[name] is None else tuple(given[name])
-    for name in ("loss", "gradient_norm"):
-        given[name] = math.nan if given[name] is None else given[name]
-    return StepRecord(**given)
+def read_step(values: Any) -> ReplayStep:
+    """The step of a row of JSON. Raises SchemaError for what is none."""
+    found = STEP(values, "")
+    for way in ("shared", "dense"):
+        if found[way] is not None:
+            # The same few names come in every row.
+            events = tuple(map(sys.intern, found[way]["events"]))
+            found[way] = StepRecord(**{**found[way], "events": events})
+    if found["difference"] is not None:
+        found["difference"] = ParameterDifference(**found["difference"])
+    return ReplayStep(**found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,33 +9,33 @@ from forkpoint.replay.records import ReplayReport, ReplayStep
 from forkpoint.report.curves import drift_figure, drift_trend, loss_figure, speed_figure
 from forkpoint.report.figure import Chapter, Figure, Table, Tile
 from forkpoint.report.forests import draw_forest, forest_figure
-from forkpoint.report.runs import Run
+from forkpoint.report.runs import MOST_BATCHES, Run
 from forkpoint.report.schedules import (
     counted_lane,
     labelled_of_segments,
     measured_lane,
     timeline_figure,
 )
+from forkpoint.report.text import cut, shown
 from forkpoint.rollouts import RolloutBatch
 
-MOST_BATCHES = 12
-"""Whose forests and timelines are drawn; of the others, how many they are is said."""
 MOST_GROUPS_NAMED = 3
+MOST_NAME_CHARACTERS = 100
+"""Of the names of a group, a file and a kind of model."""
 
 
 def replay_chapter(run: Run) -> Chapter:
     """What a replay did."""
     steps = run.steps
     totals = ReplayReport(steps=steps).to_dict()
-    drawn = list(run.planned.items())[:MOST_BATCHES]
-    left_out = len(run.planned) - len(drawn)
+    left_out = run.batches - len(run.planned)
     forests, timelines = [], []
-    for fingerprint, planned in drawn:
-        step = typical_step(steps, fingerprint)
+    for planned in run.planned:
+        step = typical_step(steps, planned.fingerprint)
         if step is None:
             continue  # planned, and then interrupted before its first row
         label = f"step {step.step}: {named_groups(planned.group_ids)}"
-        picture = draw_forest(planned.shared, planned.rollout_ids, planned.group_ids)
+        picture = draw_forest(planned.shared, planned.rollout_ids)
         forests.append((label, picture))
         lanes = [measured_lane("shared", planned.shared, step.shared)]
         if planned.dense is not None and step.dense is not None:
@@ -54,7 +54,7 @@ def replay_chapter(run: Run) -> Chapter:
     if len(steps) < run.steps_asked:
         done = f"{len(steps):,} of {run.steps_asked:,} steps so far"
     return Chapter(
-        title=about.get("file", run.path.name),
+        title=cut(about.get("file", run.path.name), MOST_NAME_CHARACTERS),
         subtitle=f"A replay of {done} on {model_name(run.manifest)}, "
         + ("dense beside shared." if steps[0].dense is not None else "shared alone."),
         tiles=replay_tiles(steps, totals),
@@ -82,19 +82,19 @@ def rollouts_chapter(
         if number >= MOST_BATCHES:
             continue
         of_batch = f"batch {number}: {named_groups(batch.group_ids)}"
-        label = of_batch if recorded else f"all of {name}"
+        label = of_batch if recorded else f"all of {cut(name, MOST_NAME_CHARACTERS)}"
         lanes = [
             counted_lane(way, made, labelled_of_segments(made, batch.loss_mask, batch.offsets))
             for way, made in (("dense", dense), ("shared", plan))
         ]
-        forests.append((label, draw_forest(plan, batch.rollout_ids, batch.group_ids)))
+        forests.append((label, draw_forest(plan, batch.rollout_ids)))
         timelines.append((label, lanes))
     left_out = totals.batches - len(forests)
     what = f"{totals.batches:,} recorded batches, each on its own"
     if not recorded:
         what = "rollouts, taken as one batch"
     return Chapter(
-        title=name,
+        title=cut(name, MOST_NAME_CHARACTERS),
         subtitle=f"What sharing would save on these {what}. Nothing was run.",
         tiles=(
             Tile(
@@ -211,42 +211,40 @@ def named_groups(group_ids: Sequence[str | None]) -> str:
     """The groups of a batch, the first few of many."""
     names = list(dict.fromkeys("no group" if name is None else name for name in group_ids))
     more = f" and {len(names) - MOST_GROUPS_NAMED} more" if len(names) > MOST_GROUPS_NAMED else ""
-    return ", ".join(names[:MOST_GROUPS_NAMED]) + more
+    return ", ".join(cut(name, MOST_NAME_CHARACTERS) for name in names[:MOST_GROUPS_NAMED]) + more
 
 
 def model_name(manifest: dict[str, Any]) -> str:
     model = manifest["fixed"]["model"]
-    config = model.get("config") or {}
+    config = model["config"] or {}
     sizes = [
         f"{config[key]:,} {word}"
         for key, word in (("num_hidden_layers", "layers"), ("hidden_size", "wide"))
-        if isinstance(config.get(key), int)
+        if type(config.get(key)) is int
     ]
-    name = config.get("model_type") or model["kind"]
+    name = config.get("model_type")
+    name = cut(name if isinstance(name, str) and name else model["kind"], MOST_NAME_CHARACTERS)
     return f"a {name} ({', '.join(sizes)})" if sizes else f"a {name}"
 
 
 def environment_figure(manifest: dict[str, Any]) -> Figure:
     """All that decides the numbers, and where they came from."""
     about, fixed = manifest["about"], manifest["fixed"]
-    rows: list[tuple[str, str]] = []
-    for name in ("command", "device"):
-        if about.get(name):
-            rows.append((name, str(about[name])))
-    rows += [(f"runs on: {key}", str(value)) for key, value in fixed["runs_on"].items()]
-    environment = about.get("environment") or {}
-    if environment.get("commit"):
-        rows.append(("commit", str(environment["commit"])))
-    versions = {**(about.get("versions") or {}), **environment.get("versions", {})}
-    rows += [(f"version: {key}", str(value)) for key, value in versions.items() if value]
-    rows += [("loss", str(fixed["loss"]))]
+    rows: list[tuple[str, Any]] = [(name, about.get(name)) for name in ("command", "device")]
+    rows += [(f"runs on: {key}", value) for key, value in fixed["runs_on"].items()]
+    environment = about.get("environment", {})
+    rows.append(("commit", environment.get("commit")))
+    versions = {**about.get("versions", {}), **environment.get("versions", {})}
+    rows += [(f"version: {key}", value) for key, value in versions.items()]
+    rows = [(name, value) for name, value in rows if value]
+    rows.append(("loss", fixed["loss"]))
     for part in ("optimizer", "rate", "config", "batches"):
-        rows += [(f"{part}: {key}", str(value)) for key, value in fixed[part].items()]
-    rows += [("max_grad_norm", str(fixed["max_grad_norm"]))]
+        rows += [(f"{part}: {key}", value) for key, value in fixed[part].items()]
+    rows.append(("max_grad_norm", fixed["max_grad_norm"]))
     model = fixed["model"]
     rows += [
-        (f"model: {key}", str(value))
-        for key, value in {**(model.get("config") or {}), **model}.items()
+        (f"model: {key}", value)
+        for key, value in {**(model["config"] or {}), **model}.items()
         if key != "config" and isinstance(value, str | int | float)
     ]
     return Figure(
@@ -255,5 +253,7 @@ def environment_figure(manifest: dict[str, Any]) -> Figure:
         caption="What decides these numbers. A replay that is resumed with anything else is "
         "refused.",
         kind="table",
-        table=Table(columns=("what", "value"), rows=rows),
+        table=Table(
+            columns=("what", "value"), rows=[(cut(name), shown(value)) for name, value in rows]
+        ),
     )

@@ -12,6 +12,8 @@ LEAST_STEPS = 20
 """Fewer steps say nothing about a trend."""
 UNUSUAL = 4
 """What is so many times the median is not drawn."""
+DRAWABLE = 1e100
+"""Larger numbers are not drawn: their axes would overflow. They are in the table."""
 
 Values = Sequence[float | None]
 
@@ -19,7 +21,7 @@ Values = Sequence[float | None]
 def drift_trend(steps: Sequence[ReplayStep]) -> Trend | None:
     """The trend of the mean parameter difference; None where there is too little to tell."""
     means = [step.difference.mean for step in steps if step.difference is not None]
-    if len(means) < LEAST_STEPS or not all(map(math.isfinite, means)):
+    if len(means) < LEAST_STEPS or not all(abs(mean) < DRAWABLE for mean in means):
         return None
     return trend(means)
 
@@ -105,7 +107,10 @@ def drift_figure(steps: Sequence[ReplayStep]) -> Figure | None:
             f"errors: {'no trend' if known.is_noise else 'a trend'} (noise is up to {LIMIT})."
         )
     elif len(found) >= LEAST_STEPS:
-        verdict = "Some differences are not finite, so that nothing can be said of a trend."
+        verdict = (
+            "Some differences are not finite, or too large to be drawn, so that nothing can be "
+        )
+        verdict += "said of a trend."
     sizes = Chart(
         x=x,
         y_label="difference, log scale",
@@ -192,9 +197,10 @@ def loss_figure(steps: Sequence[ReplayStep]) -> Figure:
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
+    """What a scale can show."""
+    return [value if abs(value) < DRAWABLE else None for value in values]
 
 
 def _positive(values: Sequence[float]) -> list[float | None]:
     """What a logarithmic scale can show."""
-    return [value if math.isfinite(value) and value > 0 else None for value in values]
+    return [value if 1 / DRAWABLE < value < DRAWABLE else None for value in values]

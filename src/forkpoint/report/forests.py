@@ -13,11 +13,13 @@ import numpy as np
 from forkpoint.forest import Forest
 from forkpoint.plan import Plan
 from forkpoint.report.figure import Choice, Figure, Table
+from forkpoint.report.text import cut
 
 MOST_SEGMENTS = 900
 """Drawn at most in one forest."""
 MOST_NAMES = 4_000
 """Rollouts whose ids are written down; of more, positions are shown."""
+MOST_NAME_CHARACTERS = 120
 
 
 class _Merged:
@@ -63,9 +65,7 @@ class _Merged:
         return len(self.first)
 
 
-def draw_forest(
-    plan: Plan, rollout_ids: Sequence[str], group_ids: Sequence[str | None]
-) -> dict[str, Any]:
+def draw_forest(plan: Plan, rollout_ids: Sequence[str]) -> dict[str, Any]:
     """A forest as the page draws it; lists have one entry a node, parents before children."""
     merged = _Merged(plan)
     keep = np.zeros(len(merged), bool)
@@ -87,12 +87,11 @@ def draw_forest(
             }
         )
     nodes += _left_out(merged, keep, place)
-    order = plan.forest.order.tolist()
+    order: list[int] = plan.forest.order.tolist()
     named = len(order) <= MOST_NAMES
     return {
         "nodes": nodes,
-        "names": [rollout_ids[i] for i in order] if named else None,
-        "groups": [group_ids[i] for i in order] if named else None,
+        "names": [cut(rollout_ids[i], MOST_NAME_CHARACTERS) for i in order] if named else None,
         "rollouts": len(order),
         "segments": len(merged),
         "drawn": int(keep.sum()),

@@ -1,33 +1,32 @@
 """Chapters as one HTML file that asks for nothing else. Imports no torch.
 
-Text from outside (file names, ids, commands) enters in two ways: escaped by `html.escape` in the
-body, and as JSON without angle brackets or ampersands, which the page's scripts only ever put into
-text nodes. A content security policy forbids the page every request.
+All markup is made by `forkpoint.report.markup.tag`, which escapes whatever is not markup. What
+scripts draw is embedded as JSON without angle brackets or ampersands, and they only ever put it
+into text nodes and numbers. A content security policy allows the page's own script and style sheet,
+by their hashes, and forbids every request.
 """
 
-import html
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
 from forkpoint import __version__
-from forkpoint.replay.folder import finite
 from forkpoint.report.figure import Cell, Chapter, Figure, Table
+from forkpoint.report.markup import NOTHING, Markup, document, policy, tag
+from forkpoint.report.text import cut, visible
+from forkpoint.schema import finite
 
 MOST_TABLE_ROWS = 2_000
-MARKER = re.compile("@@([a-z]+)@@")
+MOST_TITLE_CHARACTERS = 200
 SCRIPTS = ("draw.js", "charts.js", "forest.js", "timeline.js", "page.js")
 
 
 def render_page(title: str, chapters: Sequence[Chapter]) -> str:
     """The whole page."""
     figures: dict[str, Any] = {}
-    parts = []
     for number, chapter in enumerate(chapters):
-        parts.append(_chapter(chapter, number))
         for figure in chapter.figures:
             if figure.kind != "table":
                 figures[_anchor(figure, number)] = {
@@ -35,79 +34,133 @@ def render_page(title: str, chapters: Sequence[Chapter]) -> str:
                     "charts": [asdict(chart) for chart in figure.charts],
                     "choices": [asdict(choice) for choice in figure.choices],
                 }
-    contents = {
-        "style": _file("style.css"),
-        "scripts": "\n".join(_file(name) for name in SCRIPTS),
-        "title": html.escape(title),
-        "version": html.escape(__version__),
-        "body": "\n".join(parts),
-        "data": embedded(figures),
-    }
-    # In one pass, so that nothing that came in is taken for a marker.
-    return MARKER.sub(lambda found: contents[found[1]], _file("page.html"))
+    style, script = _file("style.css"), "\n".join(map(_file, SCRIPTS))
+    title = cut(title, MOST_TITLE_CHARACTERS)
+    return document(
+        tag(
+            "head",
+            tag("meta", charset="utf-8"),
+            policy(script, style),
+            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            tag("meta", name="referrer", content="no-referrer"),
+            tag("meta", name="color-scheme", content="light dark"),
+            tag("meta", name="generator", content=f"forkpoint {__version__}"),
+            tag("link", rel="icon", href=NOTHING),
+            tag("title", title),
+            tag("style", style),
+        ),
+        tag(
+            "body",
+            tag(
+                "header",
+                tag("h1", title),
+                tag(
+                    "button",
+                    "Theme",
+                    type="button",
+                    id="theme",
+                    aria_label="Switch between light and dark",
+                ),
+            ),
+            tag("main", *(_chapter(chapter, number) for number, chapter in enumerate(chapters))),
+            tag(
+                "footer",
+                f"Made by forkpoint {__version__}. This file is complete: it asks for nothing from "
+                "elsewhere.",
+            ),
+            tag("div", id="tip", role="status", hidden=True),
+            tag("script", embedded(figures), type="application/json", id="data"),
+            tag("script", script),
+        ),
+        lang="en",
+    )
 
 
 def embedded(value: Any) -> str:
-    """JSON that cannot end the element it stands in."""
-    text = json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
+    """JSON that cannot end the element it stands in, with nothing invisible in its text."""
+    text = json.dumps(_visible(finite(value)), allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def _chapter(chapter: Chapter, number: int) -> str:
-    tiles = "".join(
-        f'<div class="tile"><div class="value">{html.escape(tile.value)}</div>'
-        f'<div class="label">{html.escape(tile.label)}</div>'
-        f'<div class="remark">{html.escape(tile.remark)}</div></div>'
+def _visible(value: Any) -> Any:
+    """The same tree with texts as they are shown."""
+    if isinstance(value, dict):
+        return {visible(str(key)): _visible(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_visible(entry) for entry in value]
+    return visible(value) if isinstance(value, str) else value
+
+
+def _chapter(chapter: Chapter, number: int) -> Markup:
+    tiles = (
+        tag(
+            "div",
+            tag("div", tile.value, class_="value"),
+            tag("div", tile.label, class_="label"),
+            tag("div", tile.remark, class_="remark"),
+            class_="tile",
+        )
         for tile in chapter.tiles
     )
-    figures = "\n".join(_figure(figure, number) for figure in chapter.figures)
-    return (
-        f'<article id="chapter-{number}"><h2 class="input">{html.escape(chapter.title)}</h2>'
-        f'<p class="subtitle">{html.escape(chapter.subtitle)}</p>'
-        f'<div class="tiles">{tiles}</div>\n{figures}</article>'
+    return tag(
+        "article",
+        tag("h2", cut(chapter.title, MOST_TITLE_CHARACTERS), class_="input"),
+        tag("p", chapter.subtitle, class_="subtitle"),
+        tag("div", *tiles, class_="tiles"),
+        *(_figure(figure, number) for figure in chapter.figures),
+        id=f"chapter-{number}",
     )
 
 
-def _figure(figure: Figure, number: int) -> str:
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in figure.notes)
-    picture = f'<div class="plot" id="{_anchor(figure, number)}"></div>'
-    opened = ' class="numbers"'
-    if figure.kind == "table":
-        picture, opened = "", ' class="numbers" open'
-    return (
-        f'<section class="figure {figure.kind}"><h3>{html.escape(figure.title)}</h3>'
-        f'<p class="caption">{html.escape(figure.caption)}</p>{picture}'
-        + (f'<ul class="notes">{notes}</ul>' if notes else "")
-        + f"<details{opened}><summary>Numbers</summary>{_table(figure.table, figure.title)}"
-        "</details></section>"
+def _figure(figure: Figure, number: int) -> Markup:
+    is_table = figure.kind == "table"
+    notes = [tag("li", note) for note in figure.notes]
+    return tag(
+        "section",
+        tag("h3", figure.title),
+        tag("p", figure.caption, class_="caption"),
+        None if is_table else tag("div", class_="plot", id=_anchor(figure, number)),
+        tag("ul", *notes, class_="notes") if notes else None,
+        tag(
+            "details",
+            tag("summary", "Numbers"),
+            *_table(figure.table, figure.title),
+            class_="numbers",
+            open=is_table,
+        ),
+        class_=f"figure {figure.kind}",
     )
 
 
-def _table(table: Table, caption: str) -> str:
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in table.columns)
-    body = "".join(
-        "<tr>" + "".join(_cell(value) for value in row) + "</tr>"
-        for row in table.rows[:MOST_TABLE_ROWS]
-    )
+def _table(table: Table, caption: str) -> list[Markup]:
+    rows = (tag("tr", *map(_cell, row)) for row in table.rows[:MOST_TABLE_ROWS])
+    parts = [
+        tag("button", "Copy as table", type="button", class_="copy"),
+        tag(
+            "div",
+            tag(
+                "table",
+                tag("caption", caption),
+                tag("thead", tag("tr", *(tag("th", name, scope="col") for name in table.columns))),
+                tag("tbody", *rows),
+            ),
+            class_="scroll",
+            tabindex="0",
+        ),
+    ]
     beyond = len(table.rows) - MOST_TABLE_ROWS
-    note = f"<p>The first {MOST_TABLE_ROWS:,} rows; {beyond:,} more are left out.</p>"
-    return (
-        '<button type="button" class="copy">Copy as table</button>'
-        f'<div class="scroll" tabindex="0"><table><caption>{html.escape(caption)}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        + (note if beyond > 0 else "")
-    )
+    if beyond > 0:
+        parts.append(tag("p", f"The first {MOST_TABLE_ROWS:,} rows; {beyond:,} more are left out."))
+    return parts
 
 
-def _cell(value: Cell) -> str:
-    if value is None:
-        return "<td></td>"
-    if isinstance(value, str):
-        return f"<td>{html.escape(value)}</td>"
-    shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return f'<td class="number" data-value="{value!r}">{shown}</td>'
+def _cell(value: Cell) -> Markup:
+    if value is None or isinstance(value, str):
+        return tag("td", None if value is None else cut(value))
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return tag("td", text, class_="number", data_value=repr(value))
 
 
 def _anchor(figure: Figure, number: int) -> str:

@@ -1,11 +1,13 @@
 """The figures of a report for papers: PNG and SVG by matplotlib."""
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forkpoint.report.figure import Chapter, Chart, Figure
+from forkpoint.report.text import cut, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +33,8 @@ STYLE: Any = {
     "svg.hashsalt": "forkpoint",
     "text.parse_math": False,  # names of rollouts may hold dollar signs
 }
+MOST_STEM_CHARACTERS = 60
+MOST_TITLE_CHARACTERS = 80
 WIDTH_INCHES, HEIGHT_INCHES, DPI = 6.5, 2.6, 200
 
 
@@ -43,9 +47,13 @@ def write_plots(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        # Names may have characters that the font lacks: they are boxes in the PNG, and text in the
+        # SVG.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         for number, chapter in enumerate(chapters):
-            stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(chapter.title).stem).strip("-") or "input"
+            stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(chapter.title).stem).strip("-")
+            stem = stem[:MOST_STEM_CHARACTERS] or "input"
             for name, height, draw in _pictures(chapter):
                 canvas = Canvas(figsize=(WIDTH_INCHES, height), layout="constrained")
                 FigureCanvasAgg(canvas)
@@ -130,7 +138,7 @@ def draw_forest(axes: "Axes", figure: Figure) -> None:
             hatch="////" if hidden else None,
             linewidth=0.4,
         )
-    axes.set(xlabel="position (tokens)", ylabel="rollouts", title=choice.label)
+    axes.set(xlabel="position (tokens)", ylabel="rollouts", title=_title(choice.label))
     axes.invert_yaxis()
     axes.grid(False)
 
@@ -166,8 +174,13 @@ def draw_timeline(axes: "Axes", figure: Figure) -> None:
     axes.invert_yaxis()
     axes.grid(False)
     measured = "measured" if lanes[0]["measured"] else "counted"
-    axes.set(xlabel=f"{lanes[0]['unit']} ({measured})", title=choice.label)
+    axes.set(xlabel=f"{lanes[0]['unit']} ({measured})", title=_title(choice.label))
     axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.28))
+
+
+def _title(label: str) -> str:
+    """A label that may hold names from a file, as one line that XML can hold."""
+    return cut(visible(" ".join(label.split())), MOST_TITLE_CHARACTERS)
 
 
 def _phase(event: dict[str, Any]) -> str:

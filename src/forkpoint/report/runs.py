@@ -1,24 +1,15 @@
-"""Reading a replay's folder for a report. Imports no torch."""
+"""A replay as a report shows it. Imports no torch."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forkpoint.errors import ConfigError, PlanError
-from forkpoint.plan import Plan
-from forkpoint.replay.folder import PLANS, ROWS, read_manifest
+from forkpoint.errors import ConfigError
+from forkpoint.replay.reading import PlannedBatch, read_manifest, read_plans, read_steps
 from forkpoint.replay.records import ReplayStep
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedBatch:
-    """What was planned for one batch of a replay."""
-
-    rollout_ids: tuple[str, ...]
-    group_ids: tuple[str | None, ...]
-    shared: Plan
-    dense: Plan | None
+MOST_BATCHES = 12
+"""Whose forests and timelines are drawn; of the others, how many they are is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,62 +19,33 @@ class Run:
     path: Path
     manifest: dict[str, Any]
     steps: tuple[ReplayStep, ...]
-    planned: dict[str, PlannedBatch]
-    """By the batch's fingerprint, in order of first appearance."""
+    planned: tuple[PlannedBatch, ...]
+    """Of the first batches that ran, in order of first appearance."""
+    batches: int
+    """How many different batches have plans."""
 
     @property
     def steps_asked(self) -> int:
-        return int(self.manifest["fixed"]["steps"])
+        return self.manifest["fixed"]["steps"]
 
 
-def read_run(folder: Path) -> Run:
-    """The replay in a folder, as far as it has come.
+def read_run(folder: Path, *, most_batches: int = MOST_BATCHES) -> Run:
+    """The replay in a folder, as far as it has come, with the plans of its first batches.
 
-    Raises ConfigError where there is none, where it has no whole row yet, and for rows and plans
-    that are not as forkpoint writes them, naming file and line.
+    Raises ConfigError where there is none, where it has no whole row yet, and for files that are
+    not as forkpoint writes them, naming file, line and field.
     """
     manifest = read_manifest(folder)
-    steps, planned = [], {}
-    for where, row in _lines(folder / ROWS):
-        try:
-            steps.append(ReplayStep.from_dict(row))
-        except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{where} is no row of this forkpoint's replays ({error}). Replay again."
-            ) from None
-    for where, entry in _lines(folder / PLANS):
-        try:
-            plans = entry["plans"]
-            planned[entry["fingerprint"]] = PlannedBatch(
-                rollout_ids=tuple(entry["rollout_ids"]),
-                group_ids=tuple(entry["group_ids"]),
-                shared=Plan.from_json(json.dumps(plans["shared"])),
-                dense=Plan.from_json(json.dumps(plans["dense"])) if "dense" in plans else None,
-            )
-        except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{where} is no plan of this forkpoint's replays ({error}). Replay again."
-            ) from None
-        except PlanError as error:
-            raise ConfigError(f"{where}: {error} Replay again.") from None
+    # Rows first: a replay that goes on meanwhile adds a batch's plans before the row that ran it.
+    steps = read_steps(folder, manifest)
     if not steps:
         raise ConfigError(f"{folder} has no step yet. Wait for the replay's first row.")
-    return Run(path=folder, manifest=manifest, steps=tuple(steps), planned=planned)
-
-
-def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Where each line is, and its object. A last line without an end is still being written."""
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing. Give the folder that forkpoint replay wrote.")
-    *lines, _ = path.read_bytes().split(b"\n")
-    found = []
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}, line {number}"
-        try:
-            value = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where} is not JSON ({error}). Replay again.") from None
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where} is no JSON object. Replay again.")
-        found.append((where, value))
-    return found
+    planned: list[PlannedBatch] = []
+    batches = 0
+    for batch in read_plans(folder, steps):
+        batches += 1
+        if len(planned) < most_batches:
+            planned.append(batch)
+    return Run(
+        path=folder, manifest=manifest, steps=tuple(steps), planned=tuple(planned), batches=batches
+    )

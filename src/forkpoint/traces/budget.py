@@ -1,9 +1,7 @@
 """The memory that reading one file may take, and the reasons for which a file is refused."""
 
 AGAIN = "Copy or write the file again."
-_RAISE = "Raise the limit (memory_limit=, --memory-limit), or write the rollouts to several files."
-    "Raise the limit (memory_limit=, --memory-limit), or write the rollouts into several files."
-)
+_RAISE = "Raise the limit (memory_limit=, --memory-limit), or write several files."
 
 
 class Refused(Exception):

@@ -5,6 +5,7 @@ One table for the tests (test_bad_inputs.py) and for the page of errors (docs/er
 
 from bad_inputs.arguments import ARGUMENTS
 from bad_inputs.files import FILES
+from bad_inputs.folders import FOLDERS
 from bad_inputs.kind import Kind
 from bad_inputs.limits import LIMITS
 from bad_inputs.losses import LOSSES
@@ -32,6 +33,7 @@ TOPICS: dict[str, tuple[Kind, ...]] = {
     "Plans": PLANS,
     "Attention kernels": KERNELS,
     "Traces and folders of replays": (*TRACES, *RECORDERS),
+    "Folders of replays that were changed": FOLDERS,
 }
 KINDS: dict[str, Kind] = {kind.name: kind for kinds in TOPICS.values() for kind in kinds}
 

@@ -82,6 +82,15 @@ LOSSES = (
         means="It is how far the ratio may leave 1.",
         remedy="0.2 is the usual value; math.inf does not clip.",
     ),
+    Kind(
+        name="An option of a loss that float32 cannot hold",
+        error=ConfigError,
+        message="clip is 1e+300; it takes a number of at most 1e+30, since losses are computed in "
+        "float32.",
+        means="Ratios and log-probs are, so that it would become infinite.",
+        remedy="Give a smaller number, or inf for no clipping.",
+        argv=("replay", "ok.jsonl", "--model", "ok.json", "--clip", "1e300"),
+    ),
     loss_kind(
         "A dual clip of at most 1",
         lambda: losses.GRPO(dual_clip=1),

@@ -218,8 +218,8 @@ MODEL_FILES = (
         "Values that transformers refuses",
         command="replay",
         hidden_act="sploosh",
-        message="transformers cannot make a model of bad.json (KeyError: 'sploosh'). Correct "
-        f"bad.json, or give a model that this transformers ({__version__}) knows.",
+        message="transformers cannot make and run a model of bad.json (KeyError: 'sploosh'). "
+        f"Correct bad.json, or give a model that this transformers ({__version__}) knows.",
         means="The configuration passes here and fails in transformers, whose error is in "
         "brackets.",
         remedy="Look the key up in the documentation of the family.",
@@ -227,7 +227,7 @@ MODEL_FILES = (
     Kind(
         name="A folder without weights",
         error=ConfigError,
-        message="transformers cannot make a model of model (OSError: Error no file named "
+        message="transformers cannot make and run a model of model (OSError: Error no file named "
         "model.safetensors, or pytorch_model.bin, found in directory model). Correct "
         f"config.json, or give a model that this transformers ({__version__}) knows.",
         means="A folder stands for its weights; random ones are not taken instead.",

@@ -113,6 +113,14 @@ OPTIONS = (
         remedy="Leave it out, and the planner chooses.",
     ),
     option_kind(
+        "A number that no array can count to",
+        lambda: Config(max_row_tokens=2**63),
+        ("plan", "ok.jsonl", "--max-row-tokens", "9223372036854775808"),
+        message="max_row_tokens is above 9223372036854775807, the most that it takes.",
+        means="Tokens and bytes are counted in 64 bits.",
+        remedy="Leave it out; without a limit the planner chooses.",
+    ),
+    option_kind(
         "memory_budget_bytes below 1",
         lambda: Config(memory_budget_bytes=-1),
         ("plan", "ok.jsonl", "--memory-budget-bytes", "-1"),

@@ -30,7 +30,8 @@ All classes are a `forkpoint.ForkpointError` and a `ValueError`:
 
 TAIL = """\
 On the command line a message follows `error: ` on stderr, stdout is empty, and the exit status is
-2, with `--json` too. Any other exception is a defect of forkpoint, which has a traceback.
+2, with `--json` too. Any other exception is a defect of forkpoint: one line that begins with
+`internal error` and says what to report, and exit status 70. `--debug` shows the traceback.
 
 A refusal changes nothing: it comes before anything runs, or the step's gradients are taken back.
 Then a note says which. Errors that come from elsewhere while a step runs (out of memory, an error

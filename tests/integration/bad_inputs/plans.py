@@ -124,8 +124,8 @@ PLANS = (
     calibration_kind(
         "A damaged calibration",
         {"schema": 1, **{item.name: None for item in fields(Calibration)}},
-        message="the calibration calibration.json is damaged (AttributeError: 'NoneType' object "
-        "has no attribute 'items'); run forkpoint calibrate again.",
+        message="the calibration calibration.json is damaged: device is None; it takes text. Run "
+        "forkpoint calibrate again.",
         means="A figure that plans are priced by is missing, or is one that no measurement gives.",
     ),
     plan_kind(
@@ -164,15 +164,17 @@ PLANS = (
     plan_kind(
         "A plan with other keys",
         lambda: Plan.from_json(written(rowz=[])),
-        message="this plan lacks or has besides: rowz. Make the plan again.",
+        message="this plan is damaged: rowz is no field of this schema, which has "
+        f"{', '.join(['version', *(item.name for item in fields(Plan))])}; a newer forkpoint may "
+        "have written it. Make the plan again.",
         means="The text was changed after it was written.",
         remedy="Make the plan again; it takes little time.",
     ),
     plan_kind(
         "A plan that is damaged",
         lambda: Plan.from_json(written(forest=3)),
-        message="this plan is damaged (AttributeError: 'int' object has no attribute 'items'). "
-        "Make the plan again.",
+        message="this plan is damaged: forest is 3; it takes an object with order, parent, start, "
+        "length, owner_begin, owner_end, leaf. Make the plan again.",
         means="The text was changed after it was written.",
         remedy="Make the plan again; it takes little time.",
     ),

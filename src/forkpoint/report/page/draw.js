@@ -1,6 +1,7 @@
 "use strict";
 // What all figures use: elements, numbers, the tip, and drawing again when the width changes.
-// Text only ever enters through textContent.
+// Text only ever enters through textContent, and nothing sets a style attribute: the page's policy
+// forbids both markup from text and styles that are not in its sheet.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -46,14 +47,15 @@ function amount(value, unit) {
   return unit === "bytes" ? bytes(value) : `${shortNumber(value)} ${unit}`;
 }
 
-// About `count` round numbers that cover a range.
+// About `count` round numbers that cover a range, and never many: far from 0, where neighbouring
+// numbers are further apart than the step, counting on would not end.
 function ticks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   if (!(rough > 0)) return [low];
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].find((f) => f * power >= rough * 0.999) * power;
   const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) {
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9 && found.length < 50; n += 1) {
     found.push(n === 0 ? 0 : Number((n * step).toPrecision(12)));
   }
   return found;

@@ -27,7 +27,7 @@ function drawTimeline(parent, lanes, width) {
   const most = lanes.reduce((m, lane) => lane.events.reduce((n, e) => Math.max(n, e.held), m), 0) || 1;
   lanes.forEach((lane, index) => {
     const top = 18 + index * (laneHeight + memoryHeight + gap);
-    svg("text", { x: 0, y: top + 17, style: "font-weight:600;fill:var(--ink)" }, root, lane.name);
+    svg("text", { class: "lane", x: 0, y: top + 17 }, root, lane.name);
     let at = 0;
     const area = [];
     const block = (size, key, text) => {

@@ -1,0 +1,362 @@
+"""Plans from their JSON: a strict schema, and what a plan's parts must agree in.
+
+A plan decides which tokens are trained, so nothing of one is believed: every field has a type and
+bounds, the forest is a forest in which each rollout is one path, each segment lies in one row, rows
+nest, and places in rows and in the arena are those that the planner gives.
+"""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import numpy as np
+
+from forkpoint.config import Boundary, Checkpointing, Residency, Sharing, Waves
+from forkpoint.errors import ConfigError, PlanError
+from forkpoint.forest import Forest, IntArray
+from forkpoint.plan.arena import place_boundaries
+from forkpoint.plan.cost import ModelShape, Work
+from forkpoint.plan.layout import Row, slot_lengths
+from forkpoint.plan.plan import JSON_VERSION, Candidate, Plan
+from forkpoint.plan.sizes import MOST_LAYERS
+from forkpoint.rollouts import short
+from forkpoint.schema import (
+    SchemaError,
+    array,
+    flag,
+    number,
+    one_of,
+    or_null,
+    record,
+    text,
+    text_like,
+    whole,
+    whole_numbers,
+)
+
+MOST_TOKENS = 2**40
+"""Of a batch. Products of two positions are then counted without overflow."""
+MOST_POSITION = 2**31 - 1
+MOST_SIZE = 2**31
+MOST_COUNT = 2**100
+"""Of pairs of tokens."""
+
+TOKENS = whole(0, MOST_TOKENS)
+INDICES = whole_numbers(0, MOST_TOKENS)
+INDICES_OR_NONE = whole_numbers(-1, MOST_TOKENS)
+BYTES = or_null(whole(0, 2**62))
+FINGERPRINT = text_like("[0-9a-f]{16}", "16 digits of 0-9 and a-f")
+
+
+def _pairs(value: Any, field: str) -> dict[int, int]:
+    count = whole(0, MOST_COUNT)
+    if not isinstance(value, dict) or not all(key.isdecimal() and len(key) < 12 for key in value):
+        raise SchemaError(f"{field} is no object of windows and counts of pairs")
+    return {int(key): count(entry, f"{field}.{key}") for key, entry in value.items()}
+
+
+FOREST = record(
+    {
+        "order": INDICES,
+        "parent": INDICES_OR_NONE,
+        "start": whole_numbers(0, MOST_POSITION),
+        "length": whole_numbers(1, MOST_POSITION),
+        "owner_begin": INDICES,
+        "owner_end": INDICES,
+        "leaf": INDICES_OR_NONE,
+    }
+)
+ROW = record(
+    {
+        "index": TOKENS,
+        "parent": whole(-1, MOST_TOKENS),
+        "segments": INDICES,
+        "slot_begin": INDICES,
+        "width": TOKENS,
+        "arena_begin": INDICES_OR_NONE,
+        "children": INDICES,
+        "slots": TOKENS,
+        "tokens": TOKENS,
+        "state_slot": INDICES_OR_NONE,
+        "residency": one_of(*get_args(Residency)),
+        "checkpointing": one_of(*get_args(Checkpointing)),
+        "keeps_logits": flag,
+    }
+)
+WORK = record({"tokens": TOKENS, "pairs": _pairs, "labelled": TOKENS})
+SIZE, NONE_OR_MORE = whole(1, MOST_SIZE), whole(0, 2**62)
+SHAPE = record(
+    {
+        "layers": whole(1, MOST_LAYERS),
+        **dict.fromkeys(("hidden", "heads", "kv_heads", "head_dim", "value_dim", "vocab"), SIZE),
+        "intermediate": NONE_OR_MORE,
+        "windows": whole_numbers(0, MOST_SIZE),
+        "attention_parameters": or_null(NONE_OR_MORE),
+        "attention_activations": NONE_OR_MORE,
+        "recurrent_layers": whole(0, MOST_LAYERS),
+        **dict.fromkeys(("recurrent_parameters", "recurrent_activations"), NONE_OR_MORE),
+        **dict.fromkeys(("state_elements", "tail_elements"), NONE_OR_MORE),
+        "dtype_bytes": one_of(1, 2, 4, 8),
+        **dict.fromkeys(("checkpointed", "compiled"), flag),
+    }
+)
+COST = number(0, 1e60)
+CANDIDATE = record(
+    {"sharing": text, "boundary": text, "cost": or_null(COST), "refused": or_null(text)}
+)
+PLAN = record(
+    {
+        "version": one_of(JSON_VERSION),
+        "sharing": one_of(*get_args(Sharing)),
+        "boundary": one_of(*get_args(Boundary)),
+        "waves": one_of(*get_args(Waves)),
+        "max_row_tokens": whole(1, MOST_TOKENS),
+        "forest": FOREST,
+        "rows": array(ROW),
+        "arena_slots": TOKENS,
+        "state_slots": TOKENS,
+        "rollouts": whole(1, MOST_TOKENS),
+        "logical_tokens": whole(1, MOST_TOKENS),
+        "unique_tokens": whole(1, MOST_TOKENS),
+        "labelled": TOKENS,
+        "dense": WORK,
+        "shared": WORK,
+        "fingerprint": FINGERPRINT,
+        "shape": or_null(SHAPE),
+        "cost": COST,
+        "cost_unit": one_of("ms", "FLOPs", "tokens"),
+        "predicted_ms": or_null(COST),
+        "predicted_peak_bytes": BYTES,
+        "rests_on": text,
+        "candidates": array(CANDIDATE),
+        "reason": text,
+    }
+)
+
+
+def read_plan(given: Any) -> Plan:
+    """The plan that JSON values describe.
+
+    Raises:
+        PlanError: the values are no plan, one of another version, or one whose parts disagree.
+    """
+    if not isinstance(given, Mapping) or given.get("version") != JSON_VERSION:
+        found = given.get("version") if isinstance(given, Mapping) else type(given).__name__
+        raise PlanError(
+            f"this JSON has version {short(found)} and this forkpoint reads plans of version "
+            f"{JSON_VERSION}; make the plan again."
+        )
+    try:
+        return plan_of(given, "")
+    except SchemaError as error:
+        raise PlanError(f"this plan is damaged: {error}. Make the plan again.") from None
+
+
+def plan_of(given: Any, field: str) -> Plan:
+    """The check of a field that holds a plan. Raises SchemaError for what is none."""
+    values = PLAN(given, field)
+    try:
+        plan = Plan(**_values(values))
+        _check_forest(plan)
+        _check_rows(plan)
+        _check_places(plan)
+        _check_counts(plan)
+    except (SchemaError, ConfigError) as error:
+        said = str(error).rstrip(".")
+        raise SchemaError(f"{field}: {said}" if field else said) from None
+    return plan
+
+
+def _values(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a plan from what the schema gives back."""
+    values = {name: value for name, value in given.items() if name != "version"}
+    values["forest"] = Forest(**values["forest"])
+    values["rows"] = tuple(_row(row) for row in values["rows"])
+    values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
+    for name in ("dense", "shared"):
+        values[name] = Work(**values[name])
+    if values["shape"] is not None:
+        values["shape"] = shape_of(values["shape"])
+    return values
+
+
+def shape_of(values: dict[str, Any]) -> ModelShape:
+    """The shape that SHAPE gave the fields of. Raises ConfigError where they do not agree."""
+    return ModelShape(**{**values, "windows": tuple(values["windows"].tolist())})
+
+
+def _row(given: dict[str, Any]) -> Row:
+    values: dict[str, Any] = {
+        name: tuple(value.tolist()) if isinstance(value, np.ndarray) else value
+        for name, value in given.items()
+    }
+    return Row(**values)
+
+
+def _require(held: Any, message: str) -> None:
+    if not held:
+        raise SchemaError(message)
+
+
+def _check_forest(plan: Plan) -> None:
+    """Every rollout is the path of one segment, and no segment has other owners."""
+    forest, rollouts = plan.forest, plan.rollouts
+    segments, owners = len(forest), len(forest.order)
+    for name in ("start", "length", "owner_begin", "owner_end"):
+        found = len(getattr(forest, name))
+        _require(
+            found == segments,
+            f"forest.{name} has {found} entries and forest.parent {segments}, one for each segment",
+        )
+    _require(
+        len(forest.leaf) == rollouts,
+        f"forest.leaf has {len(forest.leaf)} entries, and there are {rollouts} rollouts",
+    )
+    ends = np.flatnonzero(forest.leaf >= 0)
+    _require(
+        np.array_equal(np.sort(forest.order), ends),
+        "forest.order does not have each rollout of two or more tokens once",
+    )
+    parent, number_of = forest.parent, np.arange(segments)
+    _require((parent < number_of).all(), "in the forest, a segment comes before its parent")
+    below = parent >= 0
+    above = parent[below]
+    start = np.zeros(segments, np.int64)
+    start[below] = forest.start[above] + forest.length[above]
+    _require(
+        np.array_equal(start, forest.start),
+        "in the forest, a segment does not start where its parent ends",
+    )
+    begin, end = forest.owner_begin, forest.owner_end
+    _require(
+        (begin < end).all()
+        and (end <= owners).all()
+        and (begin[above] <= begin[below]).all()
+        and (end[below] <= end[above]).all(),
+        "in the forest, a segment has no owners, or has some that its parent has not",
+    )
+    leaf = forest.leaf[forest.order]
+    place = np.arange(owners)
+    _require(
+        (leaf < segments).all() and ((begin[leaf] <= place) & (place < end[leaf])).all(),
+        "in the forest, a rollout ends in a segment that is not its own",
+    )
+    through = np.bincount(leaf, minlength=segments)
+    for segment in range(segments - 1, -1, -1):
+        if parent[segment] >= 0:
+            through[parent[segment]] += through[segment]
+    _require(
+        np.array_equal(through, end - begin),
+        "in the forest, the rollouts through a segment are not its owners",
+    )
+
+
+def _check_rows(plan: Plan) -> None:
+    """Each segment lies in one row, and rows nest in visiting order."""
+    forest, rows = plan.forest, plan.rows
+    placed = sorted(segment for row in rows for segment in row.segments)
+    _require(
+        placed == list(range(len(forest))),
+        f"its rows hold {len(placed)} segments and its forest has {len(forest)}, each of which "
+        "lies in one row",
+    )
+    children: dict[int, list[int]] = {}
+    opened: list[int] = []
+    last = np.arange(len(rows))
+    for index, row in enumerate(rows):
+        _require(row.index == index, f"rows[{index}].index is {row.index}")
+        while opened and opened[-1] != row.parent:
+            opened.pop()
+        _require(
+            row.parent == -1 or opened,
+            f"rows[{index}].parent is {row.parent}, which is no row that is open there",
+        )
+        opened.append(index)
+        children.setdefault(row.parent, []).append(index)
+    for index in range(len(rows) - 1, -1, -1):
+        if rows[index].parent >= 0:
+            last[rows[index].parent] = max(last[rows[index].parent], last[index])
+    row_of = {segment: row.index for row in rows for segment in row.segments}
+    for row in rows:
+        found = list(row.children)
+        _require(
+            found == children.get(row.index, []),
+            f"rows[{row.index}].children are not the rows that have it for their parent",
+        )
+        _check_layout(forest, row)
+        seen: set[int] = set()
+        for segment in row.segments:
+            parent = int(forest.parent[segment])
+            owner = row_of.get(parent, row.index)
+            _require(
+                parent in seen if owner == row.index and parent >= 0 else owner <= row.index,
+                f"rows[{row.index}] holds segment {segment} before the one that it follows",
+            )
+            _require(
+                last[owner] >= row.index,
+                f"rows[{row.index}] holds segment {segment}, whose parent is in a row that is not "
+                "open there",
+            )
+            seen.add(segment)
+
+
+def _check_layout(forest: Forest, row: Row) -> None:
+    """Segments lie back to back, as `slot_begin` and the row's sizes say."""
+    where = f"rows[{row.index}]"
+    _require(row.segments, f"{where}.segments is empty")
+    for name in ("slot_begin", "arena_begin", "state_slot"):
+        found = len(getattr(row, name))
+        _require(
+            found == len(row.segments),
+            f"{where}.{name} has {found} entries, and the row {len(row.segments)} segments",
+        )
+    lengths = forest.length[list(row.segments)]
+    slots = slot_lengths(forest, row)
+    begins: IntArray = np.cumsum([0, *slots])
+    _require(
+        list(row.slot_begin) == begins[:-1].tolist()
+        and (row.slots, row.tokens) == (int(begins[-1]), int(lengths.sum()))
+        and (not row.width or (row.width >= lengths.max() and not row.children)),
+        f"{where}: slot_begin, slots, tokens and width are not those of its segments",
+    )
+
+
+def _check_places(plan: Plan) -> None:
+    """Boundary state lies in the arena where the planner puts it."""
+    rows, slots, states = place_boundaries(plan.forest, list(plan.rows))
+    _require(
+        (plan.arena_slots, plan.state_slots) == (slots, states)
+        and all(
+            (a.arena_begin, a.state_slot) == (b.arena_begin, b.state_slot)
+            for a, b in zip(plan.rows, rows, strict=True)
+        ),
+        "arena_begin, state_slot, arena_slots and state_slots are not those of its rows",
+    )
+
+
+def _check_counts(plan: Plan) -> None:
+    """Counts agree with the forest, and pairs are counted for every window."""
+    forest = plan.forest
+    ends = forest.leaf[forest.leaf >= 0]
+    dense = int((forest.start[ends] + forest.length[ends]).sum())
+    for name, found, wanted in (
+        ("logical_tokens", plan.logical_tokens, dense + plan.rollouts),
+        ("dense.tokens", plan.dense.tokens, dense),
+        ("shared.tokens", plan.shared.tokens, forest.edges),
+        ("shared.labelled", plan.shared.labelled, plan.labelled),
+    ):
+        _require(found == wanted, f"{name} is {found}, and its forest has {wanted}")
+    _require(
+        plan.labelled <= forest.edges and plan.dense.labelled <= dense,
+        "more edges have labels than there are",
+    )
+    _require(
+        plan.unique_tokens <= plan.logical_tokens,
+        f"unique_tokens is {plan.unique_tokens}, and logical_tokens {plan.logical_tokens}",
+    )
+    windows = {0, *(plan.shape.windows if plan.shape else ())}
+    for name in ("dense", "shared"):
+        pairs = getattr(plan, name).pairs
+        _require(
+            pairs.keys() == windows,
+            f"{name}.pairs has the windows {sorted(pairs)}, and the model {sorted(windows)}",
+        )

@@ -1,0 +1,37 @@
+"""Text from files as it is shown: nothing invisible, and no more than fits. Imports no torch."""
+
+import json
+import re
+from typing import Any
+
+MOST_CHARACTERS = 500
+"""Of one text that is shown, such as the id of a rollout."""
+
+_HIDDEN = re.compile(
+    "["
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls but tab and line feed
+    "\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"  # directions, and what has no width
+    "\u2028\u2029\ufeff\ufff9-\ufffb\ufffe\uffff"  # separators, marks, no characters
+    "\ud800-\udfff"  # halves of surrogate pairs, which no encoding can write
+    "\U000e0000-\U000e007f"  # tags
+    "]"
+)
+
+
+def visible(text: str) -> str:
+    """The text with escapes in the place of characters that nobody sees or that change others.
+
+    These are control characters (also those that steer a terminal), those that turn the direction
+    of writing, and what UTF-8 or XML cannot hold. Tabs and line feeds stay.
+    """
+    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def cut(text: str, most: int = MOST_CHARACTERS) -> str:
+    """The text, or its beginning and an ellipsis where it is longer than `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def shown(value: Any) -> str:
+    """A value of JSON as text: text as it is, anything else as JSON, cut where it is long."""
+    return cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,154 @@
+"""Folders of replays that were changed after they were written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from bad_inputs.kind import Kind
+from bad_inputs.traces import REPLAY, replayed
+from forkpoint.errors import ConfigError
+
+REPORT = ("report", "out")
+RESUME = (*REPLAY, "--output", "out", "--resume")
+CHANGED = (
+    "The file is not as forkpoint wrote it: take the folder as it was written, or replay again."
+)
+
+
+def changed_kind(
+    name: str,
+    change: Callable[[], object],
+    *,
+    message: str,
+    means: str,
+    remedy: str,
+    argv: tuple[str, ...] = REPORT,
+) -> Kind:
+    def prepare(patch: pytest.MonkeyPatch) -> None:
+        replayed(patch)
+        change()
+
+    return Kind(
+        name=name,
+        error=ConfigError,
+        message=message,
+        means=means,
+        remedy=remedy,
+        argv=argv,
+        prepare=prepare,
+    )
+
+
+def lines(name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the first line of a file of the folder."""
+    path = Path("out", name)
+    first, *others = path.read_text().splitlines()
+    value = json.loads(first)
+    change(value)
+    path.write_text("\n".join([json.dumps(value), *others, ""]))
+
+
+def lines_of_manifest(change: Callable[[dict[str, Any]], object]) -> None:
+    path = Path("out/manifest.json")
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def facts(change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a checkpoint says besides its tensors."""
+    path = Path("out/checkpoint.safetensors")
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        values = json.loads(file.metadata()["forkpoint"])
+    change(values)
+    path.unlink()
+    save_file(tensors, path, metadata={"forkpoint": json.dumps(values)})
+
+
+def linked() -> None:
+    Path("out/rows.jsonl").rename("rows.jsonl")
+    Path("out/rows.jsonl").symlink_to(Path("rows.jsonl").resolve())
+
+
+FOLDERS = (
+    changed_kind(
+        "A row with a value that no replay writes",
+        lambda: lines("rows.jsonl", lambda row: row["shared"].update(ms="fast")),
+        message="out/rows.jsonl, line 1: shared.ms is 'fast'; it takes a number from 1e-09 to "
+        f"1e+12. {CHANGED}",
+        means="Every field has a type and bounds, so that a report shows what a replay measured, "
+        "and runs nothing else.",
+        remedy="Take a copy of the folder as the replay left it, or replay again.",
+    ),
+    changed_kind(
+        "A row without a field",
+        lambda: lines("rows.jsonl", lambda row: row.pop("fingerprint")),
+        message=f"out/rows.jsonl, line 1: fingerprint is missing; it has to be there. {CHANGED}",
+        means="What the row is of would not be known.",
+        remedy="Take a copy of the folder as the replay left it, or replay again.",
+    ),
+    changed_kind(
+        "A row with a field that is not known",
+        lambda: lines("rows.jsonl", lambda row: row.update(energy_j=4)),
+        message="out/rows.jsonl, line 1: energy_j is no field of this schema, which has step, "
+        "fingerprint, lr, rollouts, logical_tokens, unique_tokens, dense_flops, shared, dense, "
+        f"difference; a newer forkpoint may have written it. {CHANGED}",
+        means="It would be left out of the report, silently.",
+        remedy="Use the forkpoint that wrote the folder; its manifest.json says which.",
+    ),
+    changed_kind(
+        "Rows that are out of order",
+        lambda: lines("rows.jsonl", lambda row: row.update(step=3)),
+        message=f"out/rows.jsonl, line 1: step is 3; here belongs step 1. {CHANGED}",
+        means="Lines are missing, doubled, or of several replays.",
+        remedy="Take a copy of the folder as the replay left it, or replay again.",
+    ),
+    changed_kind(
+        "A line of a replay that is not JSON",
+        lambda: Path("out/plans.jsonl").write_text("{'fingerprint': 1}\n"),
+        message="out/plans.jsonl, line 1: this is not JSON (Expecting property name enclosed in "
+        f"double quotes: line 1 column 2 (char 1)). {CHANGED}",
+        means="The file was edited, or damaged.",
+        remedy="Take a copy of the folder as the replay left it, or replay again.",
+    ),
+    changed_kind(
+        "A plan whose parts disagree",
+        lambda: lines("plans.jsonl", lambda line: line["plans"]["shared"].update(labelled=5)),
+        message="out/plans.jsonl, line 1: plans.shared: shared.labelled is 32, and its forest has "
+        f"5. {CHANGED}",
+        means="The forest, the rows and the counts of a plan follow from each other.",
+        remedy="Take a copy of the folder as the replay left it, or replay again.",
+    ),
+    changed_kind(
+        "A manifest with another value",
+        lambda: lines_of_manifest(lambda values: values["fixed"].update(steps=None)),
+        message="out/manifest.json: fixed.steps is None; it takes a whole number from 1 to "
+        f"2147483648. {CHANGED}",
+        means="The manifest says which replay this is.",
+        remedy="Take a copy of the folder as the replay left it, or replay again.",
+    ),
+    changed_kind(
+        "A checkpoint that says something else",
+        lambda: facts(lambda values: values.update(step=0)),
+        message="out/checkpoint.safetensors, its metadata: step is 0; it takes a whole number from "
+        f"1 to 2147483648. {CHANGED}",
+        means="A checkpoint is put back whole or not at all, so all of it is checked before.",
+        remedy="Begin anew in another folder.",
+        argv=RESUME,
+    ),
+    changed_kind(
+        "A link in a replay's folder",
+        linked,
+        message="out/rows.jsonl is a link or no regular file, and the replay would write to it. "
+        "Put the file itself there, or begin anew in another folder.",
+        means="Resuming cuts files off and appends to them, and this one lies elsewhere.",
+        remedy="Copy the file into the folder.",
+        argv=RESUME,
+    ),
+)

@@ -1,0 +1,74 @@
+"""Replays that tests interrupt, resume and change."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from commands import made_up_rollouts
+from safetensors.torch import load_file
+
+from forkpoint import RolloutBatch
+from forkpoint.replay.folder import ReplayFolder
+from forkpoint.replay.loop import replay
+from forkpoint.replay.rates import Rate
+from forkpoint.replay.schema import CHECKPOINT, ROWS
+from forkpoint.testing import tiny_model
+
+STEPS = 40
+
+
+def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def noisy(outputs: Any, batch: Any) -> torch.Tensor:
+    """A loss that draws random numbers, so that generators have to be put back as well."""
+    weights = torch.rand(len(outputs.logprobs), dtype=outputs.logprobs.dtype)
+    return -(batch.trained(outputs.logprobs) * weights * batch.advantages).sum()
+
+
+def run(folder: Path, *, steps: int = STEPS, resume: bool = True, **changes: Any) -> None:
+    """The replay of these tests, in whatever process calls it."""
+    torch.manual_seed(3)
+    options: dict[str, Any] = {
+        "optimizer": adamw,
+        "groups_per_step": 2,
+        "rate": Rate(schedule="cosine", warmup_steps=1, steps=steps),
+        "max_grad_norm": 0.5,
+        "checkpoint_every": 2,
+        **changes,
+    }
+    model = options.pop("model", None) or tiny_model("qwen3", dtype=torch.float32)
+    batch = options.pop("batch", None) or RolloutBatch(made_up_rollouts())
+    loss = options.pop("loss", noisy)
+    replay(model, batch, loss, steps=steps, folder=ReplayFolder(folder, resume=resume), **options)
+
+
+def without_times(value: Any) -> Any:
+    """Rows without what a clock says; names of times end in ms."""
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if k.rpartition("_")[2] != "ms"}
+    return value
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [without_times(json.loads(line)) for line in (folder / ROWS).read_text().splitlines()]
+
+
+def assert_same_end(folder: Path, expected: Path) -> None:
+    assert rows(folder) == rows(expected)
+    found, other = (load_file(path / CHECKPOINT) for path in (folder, expected))
+    assert found.keys() == other.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == other[name].dtype, name
+        one, two = (t.reshape(-1).view(torch.uint8) for t in (tensor, other[name]))
+        assert torch.equal(one, two), name
+    assert (folder / "plans.jsonl").read_bytes() == (expected / "plans.jsonl").read_bytes()
+
+
+def copy_of(folder: Path, path: Path) -> Path:
+    path.mkdir()
+    for file in folder.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    return path

@@ -1,0 +1,102 @@
+"""Model configurations with values that are no sizes, in every place: refused by name."""
+
+from typing import Any
+
+import pytest
+
+from forkpoint import Config, ConfigError, ModelShape
+from forkpoint.plan.sizes import MOST_LAYERS
+
+PLAIN: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "sliding_window": 8,
+}
+EXPERTS = {
+    **PLAIN,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    **PLAIN,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+DELTA = {
+    **PLAIN,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MAMBA = {
+    **PLAIN,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "layer_types": ["mamba", "attention"],
+}
+KINDS = {
+    "plain": PLAIN,
+    "experts": EXPERTS,
+    "latent": LATENT,
+    "delta rule": DELTA,
+    "Mamba-2": MAMBA,
+}
+WRONG: tuple[Any, ...] = (
+    *("8", "<b>", -1, -(10**400), 1.5, float("nan"), float("inf"), True, [8], {"a": 8}),
+    *(2**31, 10**30, 10**5_000),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_size_is_refused(kind: str) -> None:
+    config = KINDS[kind]
+    ModelShape.from_config(config)
+    for name in config:
+        for value in WRONG:
+            with pytest.raises(ConfigError, match=name) as caught:
+                ModelShape.from_config({**config, name: value})
+            assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("kind", ["latent", "delta rule", "Mamba-2"])
+def test_sizes_that_are_missing_are_named(kind: str) -> None:
+    config = KINDS[kind]
+    optional = {"q_lora_rank", "sliding_window", "layer_types"}
+    optional |= {"linear_num_value_heads", "mamba_n_heads", "kv_lora_rank"}  # these say what it is
+    for name in config.keys() - PLAIN.keys() - optional:
+        with pytest.raises(ConfigError, match=f"lacks {name}"):
+            ModelShape.from_config({k: v for k, v in config.items() if k != name})
+
+
+def test_layers_are_bounded() -> None:
+    """A list of so many windows is made."""
+    with pytest.raises(ConfigError, match=f"num_hidden_layers is 10001; .* at most {MOST_LAYERS}"):
+        ModelShape.from_config({**PLAIN, "num_hidden_layers": MOST_LAYERS + 1})
+
+
+@pytest.mark.parametrize(
+    "name", ["max_row_tokens", "max_wave_tokens", "memory_budget_bytes", "host_memory_bytes"]
+)
+def test_options_that_numpy_cannot_count(name: str) -> None:
+    Config(**{name: 2**63 - 1})
+    for value in (2**63, 10**5_000):
+        with pytest.raises(ConfigError, match=f"{name} is above 9223372036854775807"):
+            Config(**{name: value})

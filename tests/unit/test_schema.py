@@ -1,0 +1,136 @@
+"""Checks of JSON from files: what they give back, and what they say of what they refuse."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint.schema import (
+    MOST_DEPTH,
+    Check,
+    SchemaError,
+    array,
+    finite,
+    flag,
+    mapping,
+    number,
+    number_or_nan,
+    one_of,
+    or_null,
+    parse_json,
+    record,
+    text,
+    text_like,
+    tree,
+    whole,
+    whole_numbers,
+)
+
+POINT = record({"x": whole(0, 9), "y": whole(0, 9), "name": text}, optional=("name",))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "not JSON (Expecting"),
+        (b"\xff\xfe{\x00}\x00", "not JSON ('utf-8' codec can't decode"),
+        ("{}".encode("utf-16"), "not JSON ('utf-8' codec"),
+        (b"\xef\xbb\xbf{}", "not JSON"),
+        (b"NaN", "not JSON (NaN is no number there)"),
+        (b"[-Infinity]", "not JSON (-Infinity is no number there)"),
+        (b'{"a": 1, "b": {"c": 1, "c": 1}}', "an object that has the key 'c' twice"),
+        (b"[" * 100_000, "not JSON that can be read (nested too deep)"),
+        (b"9" * 5_000, "not JSON (Exceeds the limit"),
+        (None, "not JSON (of type NoneType)"),
+    ],
+    ids=["cut", "bytes", "utf-16", "bom", "nan", "infinity", "twice", "deep", "digits", "none"],
+)
+def test_json_that_is_none(content: Any, said: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        parse_json(content)
+    assert str(caught.value).startswith(said)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=9))
+@settings(max_examples=50, deadline=None)
+def test_json_comes_back(value: Any) -> None:
+    assert parse_json(json.dumps(value)) == value == parse_json(json.dumps(value).encode())
+    assert tree(value, "x") == value
+
+
+@pytest.mark.parametrize(
+    ("check", "taken", "refused"),
+    [
+        (text, ["", "a"], [None, 1, [], {}]),
+        (text_like("[ab]+", "a and b"), ["ab"], ["", "abc", "ab\n", 1]),
+        (flag, [True, False], [0, 1, None, "true"]),
+        (one_of("a", 1), ["a", 1], ["b", 1.0, True, None, [], {}]),
+        (whole(-1, 3), [-1, 0, 3], [-2, 4, 1.0, True, None, "1", 10**5000]),
+        (number(0, 2), [0, 2, 1.5], [-1, 2.1, math.nan, math.inf, True, "1", None, 10**400]),
+        (number(0, above=True), [1e-300, 1], [0, 0.0, -1, math.nan, 10**400, -(10**400)]),
+        (or_null(whole()), [None, 4], [-1, "x", False]),
+        (array(whole()), [[], [1, 2], (1,)], [None, {}, "ab", [None], [1, -1]]),
+        (array(whole(), length=2), [[1, 2]], [[], [1], [1, 2, 3]]),
+        (mapping(whole()), [{}, {"a": 1}], [None, [], {"a": -1}]),
+        (tree, [{"a": [1, None, {"b": 0.5}]}], [math.nan, [math.inf], {"a": [[math.nan]]}]),
+        (POINT, [{"x": 1, "y": 2}, {"x": 1, "y": 2, "name": "a"}], [{}, {"x": 1}, [], None]),
+        (POINT, [], [{"x": 1, "y": 2, "z": 3}, {"x": 10, "y": 0}, {"x": 1, "y": 2, "name": 3}]),
+    ],
+)
+def test_what_checks_take(check: Check, taken: list[Any], refused: list[Any]) -> None:
+    for value in taken:
+        assert check(value, "x") in (value, tuple(value) if isinstance(value, list) else value)
+    for value in refused:
+        with pytest.raises(SchemaError):
+            check(value, "x")
+
+
+def test_lists_of_whole_numbers() -> None:
+    check = whole_numbers(-1, 5)
+    found = check([0, -1, 5], "x")
+    assert found.dtype == np.int64 and found.tolist() == [0, -1, 5]
+    assert check([], "x").dtype == np.int64
+    for wrong in ([6], [0, -2], [True], [1.0], ["1"], [None], [[1]], 3, {"a": 1}, [2**70]):
+        with pytest.raises(SchemaError):
+            check(wrong, "x")
+
+
+def test_numbers_that_json_lacks() -> None:
+    assert math.isnan(number_or_nan()(None, "x")) and number_or_nan(0)(2, "x") == 2
+    with pytest.raises(SchemaError, match="x is -1; it takes a finite number of at least 0, or n"):
+        number_or_nan(0)(-1, "x")
+    assert finite({"a": [math.nan, 1.5, (math.inf,)]}) == {"a": [None, 1.5, [None]]}
+
+
+def test_depth_is_bounded() -> None:
+    value: Any = 1
+    for _ in range(MOST_DEPTH):
+        value = [value]
+    assert tree(value, "x") is value
+    with pytest.raises(SchemaError, match=f"nested more than {MOST_DEPTH} deep"):
+        tree({"a": value}, "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"y": 1}, "where.x is missing; it has to be there"),
+        ({"x": 1, "y": 10}, "where.y is 10; it takes a whole number from 0 to 9"),
+        ([], r"where is []; it takes an object with x, y, name"),
+        (
+            {"x": 1, "y": 2, "zz": 3},
+            "where.zz is no field of this schema, which has x, y, name; a newer forkpoint may have "
+            "written it",
+        ),
+        ({"x": 1, "y": 2, "\x1b[2J<b>": 3}, r"where.'\x1b[2J<b>' is no field of this schema"),
+        ({"x": 1, "y": 2, "a" * 5_000: 3}, "where.'aaaaaaaaaa"),
+    ],
+)
+def test_messages_name_the_field(value: Any, said: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        POINT(value, "where")
+    assert str(caught.value).startswith(said) and len(str(caught.value)) < 400
