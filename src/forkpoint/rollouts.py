@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forkpoint.errors import RolloutError
+from forkpoint.rollout_fields import MAX_TOKEN_ID as MAX_TOKEN_ID
 from forkpoint.rollout_fields import (
     named,
     read_floats,
@@ -22,7 +23,6 @@ from forkpoint.rollout_fields import (
     read_temperature,
     read_token_ids,
 )
-from forkpoint.rollout_fields import MAX_TOKEN_ID as MAX_TOKEN_ID
 from forkpoint.rollout_fields import short as short
 
 

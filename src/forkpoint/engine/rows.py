@@ -12,7 +12,7 @@ from forkpoint.engine.states import RowStates
 from forkpoint.forest import IntArray
 from forkpoint.ops.attention import ArenaSlice, AttentionTable
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
-from forkpoint.plan.layout import Row, full_table, windowed_table
+from forkpoint.plan.layout import Row, full_table, slot_steps, windowed_table
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.recurrence import convolution_layout, state_layout
 from forkpoint.rollouts import RolloutBatch
@@ -197,11 +197,7 @@ def _slots(
     attention hides it from every real token, and nothing reads it.
     """
     forest = plan.forest
-    segments = np.asarray(row.segments)
-    length = forest.length[segments]
-    slots = np.full(len(segments), row.width) if row.width else length
-    segment = np.repeat(segments, slots)
-    step = np.arange(row.slots) - np.repeat(np.asarray(row.slot_begin), slots)
+    segment, step = slot_steps(forest, row)
     real = step < forest.length[segment]
     token = first_token[segment] + np.minimum(step, forest.length[segment] - 1)
     edges = np.where(real, edge_offsets[segment] + step, -1)
