@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forkpoint.dense import DenseRun, dense_run
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, following, routed
-from forkpoint.hosts.upcasts import lifted_upcasts, plain_recurrences
+from forkpoint.hosts.upcasts import lifted_upcasts, plain_experts, plain_recurrences
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
@@ -72,7 +72,7 @@ def verify(
     routes = None
     reference_dtype = torch.float64
     if dtype == torch.float64:
-        with torch.enable_grad(), lifted_upcasts(model), plain_recurrences(model):
+        with torch.enable_grad(), _plainly(model, dtype):
             shared, stats = _shared(policy, batch, loss, denominators)
             dense = reference = dense_run(model, batch, loss, denominators)
     else:
@@ -218,11 +218,20 @@ def _reference(
     twin = copy.deepcopy(policy.host.model).to(dtype)
     with torch.enable_grad(), ExitStack() as stack:
         stack.enter_context(torch.autocast(policy.host.device.type, enabled=False))
-        stack.enter_context(plain_recurrences(twin))
-        if dtype == torch.float64:
-            stack.enter_context(lifted_upcasts(twin))
+        stack.enter_context(_plainly(twin, dtype))
         run = stack.enter_context(held.within(twin, record=True))
         return dense_run(twin, batch, loss, denominators, run and run.at)
+
+
+@contextmanager
+def _plainly(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within it a stock model computes in `dtype` throughout, by code that takes any dtype."""
+    with ExitStack() as stack:
+        stack.enter_context(plain_recurrences(model))
+        stack.enter_context(plain_experts(model))
+        if dtype == torch.float64:
+            stack.enter_context(lifted_upcasts(model))
+        yield
 
 
 def _lowest_dtype(model: nn.Module, device: torch.device) -> torch.dtype:

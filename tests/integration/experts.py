@@ -63,9 +63,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def expert_model(
-    family: str, dtype: torch.dtype = torch.bfloat16, *, seed: int = 1, **changes: Any
+    family: str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    seed: int = 1,
+    eager: bool = True,
+    **changes: Any,
 ) -> PreTrainedModel:
-    """Two layers of width 64 as the family initialises them, 2 of 8 experts a token."""
+    """Two layers of width 64 as the family initialises them, 2 of 8 experts a token.
+
+    eager: whether experts run one by one; transformers' default, a grouped matrix product, has no
+        float64.
+    """
     sizes: dict[str, Any] = {
         "vocab_size": 256,
         "hidden_size": 64,
@@ -88,8 +97,7 @@ def expert_model(
         warnings.simplefilter("ignore")
         config = AutoConfig.for_model(family, **{**sizes, **changes})
         model = AutoModelForCausalLM.from_config(config)
-    if hasattr(model, "set_experts_implementation"):
-        # The default's grouped matrix product has no float64.
+    if eager:
         model.set_experts_implementation("eager")
     return model.to(dtype)
 

@@ -239,6 +239,17 @@ def test_float64_needs_no_holding_and_dense_models_have_no_routes() -> None:
     assert report.routes is None and report.to_dict()["routes"] is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_grouped_products_of_experts(dtype: torch.dtype) -> None:
+    """They are transformers' default, and have no float64, which references of float32 are in."""
+    model = expert_model("mixtral", dtype, eager=False)
+    before = model.config._experts_implementation
+    assert before != "eager"
+    report = wrap(model, ACROSS).verify(expert_batch(), LOSS)
+    assert report.passed, report.table()
+    assert model.config._experts_implementation == before
+
+
 def test_a_loss_that_takes_two_passes() -> None:
     policy = wrap(expert_model("gpt_oss"), replace(ACROSS, max_row_tokens=110))
     report = policy.verify(expert_batch(), losses.GSPO())
