@@ -175,18 +175,21 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
     inside: list[nn.Module] = []
     calls: dict[str, int] = {}
 
+    def enter(module: nn.Module, _: Any) -> None:
+        inside.append(module)
+
+    def leave(*_: Any) -> None:
+        inside.pop()
+
     def count(_: Tensor, own: Any) -> Any:
-        calls[names[inside[-1]]] = calls.get(names[inside[-1]], 0) + 1
+        name = names[inside[-1]]
+        calls[name] = calls.get(name, 0) + 1
         return own
 
     token = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
     with ExitStack() as stack:
-        stack.callback(
-            register_module_forward_pre_hook(lambda module, _: inside.append(module)).remove
-        )
-        stack.callback(
-            register_module_forward_hook(lambda *_: inside.pop() and None, always_call=True).remove
-        )
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Intercepted(count))
         model(input_ids=token, use_cache=False)
