@@ -19,6 +19,7 @@ TESTS=(
   tests/integration/test_refusals.py
   tests/integration/test_acceptance.py
   tests/integration/test_verify.py
+  tests/integration/test_verify_experts.py
   tests/integration/test_hybrid.py
   tests/integration/test_hybrid_refusals.py
   tests/integration/test_hybrid_compiled.py

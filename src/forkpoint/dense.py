@@ -5,6 +5,7 @@ would write, and what every claim that gradients are exact is measured against. 
 only the tensors that a loss is shown (`engine.views`); no plan, row, kernel, head or schedule.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.views import LossViews, batch_denominators
+from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
 from forkpoint.rollouts import RolloutBatch
 
@@ -44,12 +46,16 @@ def dense_run(
     batch: RolloutBatch,
     loss: Loss,
     denominators: Denominators | None = None,
+    entering: Callable[[IntArray], None] | None = None,
 ) -> DenseRun:
     """Loss, log-probs, entropies and every parameter's gradient of ordinary training.
 
     Of a critic (a token classifier of one label) values take the place of log-probs. They come
     first without a graph; the loss's gradient by them then weighs each rollout's own, so that one
     rollout's graph exists at a time. Leaves `.grad` as it was.
+
+    entering: called before each forward of the model (and the backward that belongs to it) with the
+        tokens that it runs: int64, positions in the batch's flat tokens.
     """
     parameters = dict(model.named_parameters())
     before = {name: p.grad for name, p in parameters.items()}
@@ -59,11 +65,17 @@ def dense_run(
     per_token = {
         name: torch.zeros(batch.logical_tokens, dtype=dtype, device=weight.device) for name in names
     }
+
+    def enter(rollout: int) -> None:
+        if entering is not None:
+            entering(np.arange(batch.offsets[rollout], batch.offsets[rollout + 1] - 1))
+
     try:
         for p in parameters.values():
             p.grad = None
         with torch.no_grad():
             for rollout in range(len(batch)):
+                enter(rollout)
                 tokens, found = _of_rollout(model, batch, rollout, dtype)
                 for name, values_T in per_token.items():
                     values_T[tokens] = found[name]
@@ -77,6 +89,7 @@ def dense_run(
             leaves = [per_token[name] for name in wanted]
             weights = torch.autograd.grad(value, leaves, allow_unused=True)
             for rollout in range(len(batch)):
+                enter(rollout)
                 tokens, found = _of_rollout(model, batch, rollout, dtype)
                 total = sum(
                     (w[tokens] * found[name]).sum()

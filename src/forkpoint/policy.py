@@ -207,13 +207,14 @@ class Policy:
         loss: Loss | LossFunction,
         *,
         denominators: Denominators | None = None,
+        hold_routes: bool = True,
     ) -> VerifyReport:
         """Compare every parameter's gradient, shared and dense, with a run in higher precision.
 
         The model's gradients are as before when this returns. See `forkpoint.verify.verify`.
         """
         _check_batch(batch)
-        return verify(self, batch, as_loss(loss), denominators)
+        return verify(self, batch, as_loss(loss), denominators, hold_routes=hold_routes)
 
     def with_config(self, **changes: object) -> "Policy":
         """The same model with other options.

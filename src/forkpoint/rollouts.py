@@ -4,7 +4,6 @@ Every per-token array has the length of `token_ids` and entry i belongs to token
 are stored are read-only copies, so that what was validated here stays true later.
 """
 
-import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,38 +12,41 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forkpoint.errors import RolloutError
-
-MAX_TOKEN_ID = 2**31 - 1
-"""Kernels index vocabularies with int32; a larger id is never a token."""
-
-_LOGPROB_ROUNDING = 1e-6
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
-
-
-def short(value: object) -> str:
-    """`value` as an error message shows it: numbers exactly, text and containers cut short."""
-    if isinstance(value, int) and value.bit_length() > 256:  # its digits may exceed Python's limit
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, np.generic):
-        value = value.item()
-    return _REPR.repr(value)
+from forkpoint.rollout_fields import MAX_TOKEN_ID as MAX_TOKEN_ID
+from forkpoint.rollout_fields import (
+    named,
+    read_floats,
+    read_identifier,
+    read_logprobs,
+    read_loss_mask,
+    read_number_or_floats,
+    read_temperature,
+    read_token_ids,
+)
+from forkpoint.rollout_fields import short as short
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class Rollout:
     """The prompt and the response of one sample, with what the loss needs of it.
 
-    T is the number of tokens. Lists, tuples, numpy arrays and CPU tensors are accepted; what is
-    stored are read-only copies.
+    T is the number of tokens. Per-token values are given as lists, tuples, numpy arrays or torch
+    tensors; tensors may have any real dtype that torch converts (bfloat16 and float8 too), lie on
+    any device and require gradients. Copies are stored, read-only and of the types below.
 
-    token_ids: int64 [T], T >= 1. Prompt and response, without padding.
-    loss_mask: bool [T]; given as 0/1 or booleans. True for trained tokens; False for token 0, which
-        no earlier token predicts.
-    advantage: a float, or float64 [T].
+    Floats of tokens outside the loss mask are not read: there NaN, infinite numbers, and None in a
+    list, are accepted and stored as 0. Finite ones are stored as given. In a list None elsewhere
+    is refused.
+
+    token_ids: int64 [T], T >= 1. Prompt and response, without padding. Given as integers.
+    loss_mask: bool [T]; given as booleans, 0 and 1, or 0.0 and 1.0. True for trained tokens; False
+        for token 0, which no earlier token predicts.
+    advantage: a float, or float64 [T]. A single number that is not finite is accepted, and stored
+        as 0, where no token is trained; so are those of weights and returns.
     old_logprobs: float64 [T] or None; natural logarithms, under the policy that sampled, of token i
-        given the tokens before it. Entry 0 is ignored and stored as 0.
+        given the tokens before it. At trained tokens they are finite and at most 1/8: rounding to
+        16 bits can lift a log-prob above 0, and such a value is stored as given. Entry 0 is stored
+        as 0.
     reference_logprobs: the same, under the reference policy.
     weights: a float, float64 [T], or None.
     returns: a float, float64 [T], or None; what a critic's value at token i is trained towards.
@@ -85,26 +87,30 @@ class Rollout:
         returns: ArrayLike | None = None,
         old_values: ArrayLike | None = None,
     ) -> None:
-        rollout_id = _identifier("A rollout", "rollout_id", rollout_id)
-        who = "A rollout without rollout_id" if rollout_id is None else _name(rollout_id)
-        ids = _token_ids(who, token_ids)
-        mask = _loss_mask(who, loss_mask, len(ids))
+        rollout_id = read_identifier("A rollout", "rollout_id", rollout_id)
+        who = "A rollout without rollout_id" if rollout_id is None else named(rollout_id)
+        ids = read_token_ids(who, token_ids)
+        mask = read_loss_mask(who, loss_mask, len(ids))
         if extras is not None and not isinstance(extras, dict):
             raise RolloutError(
                 f"{who}: extras is {short(extras)}; it takes a dict or None. Put the value into a "
                 "dict under a key of its own."
             )
+
+        def optional(read: Callable, field: str, value: Any) -> Any:
+            return None if value is None else read(who, field, value, mask)
+
         values = {
             "token_ids": ids,
             "loss_mask": mask,
-            "advantage": _number_or_floats(who, "advantage", advantage, len(ids)),
-            "old_logprobs": _logprobs(who, "old_logprobs", old_logprobs, mask),
-            "reference_logprobs": _logprobs(who, "reference_logprobs", reference_logprobs, mask),
-            "weights": _optional(_number_or_floats, who, "weights", weights, len(ids)),
-            "returns": _optional(_number_or_floats, who, "returns", returns, len(ids)),
-            "old_values": _optional(_floats, who, "old_values", old_values, len(ids)),
-            "temperature": _temperature(who, temperature),
-            "group_id": _identifier(who, "group_id", group_id),
+            "advantage": read_number_or_floats(who, "advantage", advantage, mask),
+            "old_logprobs": optional(read_logprobs, "old_logprobs", old_logprobs),
+            "reference_logprobs": optional(read_logprobs, "reference_logprobs", reference_logprobs),
+            "weights": optional(read_number_or_floats, "weights", weights),
+            "returns": optional(read_number_or_floats, "returns", returns),
+            "old_values": optional(read_floats, "old_values", old_values),
+            "temperature": read_temperature(who, temperature),
+            "group_id": read_identifier(who, "group_id", group_id),
             "rollout_id": rollout_id,
             "extras": extras,
         }
@@ -253,7 +259,7 @@ class RolloutBatch:
             flat = int(outside.argmax())
             index = int(np.searchsorted(self.offsets, flat, side="right")) - 1
             raise RolloutError(
-                f"{_name(self.rollout_ids[index])}: token_ids[{flat - self.offsets[index]}] is "
+                f"{named(self.rollout_ids[index])}: token_ids[{flat - self.offsets[index]}] is "
                 f"{self.token_ids[flat]}, but the vocabulary has {vocab_size} entries, so that ids "
                 f"go from 0 to {vocab_size - 1}. Use the model whose tokenizer made these rollouts."
             )
@@ -290,168 +296,10 @@ def check_rollouts(given: Iterable[Rollout], what: str) -> list[Rollout]:
     return rollouts
 
 
-def _name(rollout_id: str) -> str:
-    return f"Rollout {short(rollout_id)}"
-
-
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return type(one) is type(other) and np.array_equal(one, other)
     return one == other
-
-
-def _kind(value_type: type) -> str:
-    """numpy's letter for the kind of a Python or numpy scalar type; "O" for anything else."""
-    for scalar, letter in ((bool, "b"), (int, "i"), (float, "f")):
-        if issubclass(value_type, scalar):
-            return letter
-    return np.dtype(value_type).kind if issubclass(value_type, np.generic) else "O"
-
-
-def _vector(who: str, field: str, values: Any, kinds: str, takes: str) -> np.ndarray:
-    """`values` as a one-dimensional array of one of numpy's `kinds`.
-
-    Lists are looked at value by value, because numpy would turn [5, True] into [5, 1].
-    """
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind == "O":
-        values = values.tolist()
-    if isinstance(values, (list, tuple)):
-        refused = {kind for kind in set(map(type, values)) if _kind(kind) not in kinds}
-        for position, value in enumerate(values if refused else ()):
-            if type(value) in refused:
-                raise RolloutError(f"{who}: {field}[{position}] is {short(value)}; {takes}")
-        array = np.array(values) if values else np.empty(0, np.int64)
-        if array.dtype.kind not in kinds:  # whole numbers of more than 64 bits
-            position = next(i for i, value in enumerate(values) if not -(2**63) <= value < 2**63)
-            raise RolloutError(f"{who}: {field}[{position}] is {short(values[position])}; {takes}")
-        return array
-    array = np.asarray(values)
-    if array.ndim == 0:
-        raise RolloutError(f"{who}: {field} is {short(values)}; {takes}")
-    if array.ndim > 1:
-        shape = " x ".join(map(str, array.shape))
-        raise RolloutError(f"{who}: {field} has {array.ndim} dimensions ({shape}); {takes}")
-    if array.dtype.kind not in kinds and array.size:
-        raise RolloutError(f"{who}: {field}[0] is {short(array[0])} ({array.dtype}); {takes}")
-    return array
-
-
-def _token_ids(who: str, values: Any) -> NDArray[np.int64]:
-    takes = (
-        "token_ids takes a one-dimensional list or array of whole numbers from 0 to "
-        f"{MAX_TOKEN_ID}. Give the ids that the model read, without padding."
-    )
-    array = _vector(who, "token_ids", values, "iu", takes)
-    if not array.size:
-        raise RolloutError(
-            f"{who}: token_ids is empty; a rollout has at least one token. Leave this rollout out."
-        )
-    refused = (array < 0) | (array > MAX_TOKEN_ID)
-    if refused.any():
-        position = int(refused.argmax())
-        raise RolloutError(f"{who}: token_ids[{position}] is {array[position]}; {takes}")
-    return array.astype(np.int64)
-
-
-def _check_length(who: str, field: str, array: np.ndarray, length: int) -> None:
-    if len(array) != length:
-        raise RolloutError(
-            f"{who}: {field} has {len(array)} entries, but token_ids has {length}. Every per-token "
-            "array has one entry per token, and entry i belongs to token i; fill up with 0 where "
-            "there is no value, as over the prompt."
-        )
-
-
-def _loss_mask(who: str, values: Any, length: int) -> NDArray[np.bool_]:
-    takes = (
-        "loss_mask takes a one-dimensional list or array of 0 and 1, or of booleans: 1 where the "
-        "token is trained."
-    )
-    array = _vector(who, "loss_mask", values, "biu", takes)
-    _check_length(who, "loss_mask", array, length)
-    refused = (array != 0) & (array != 1)
-    if refused.any():
-        position = int(refused.argmax())
-        raise RolloutError(f"{who}: loss_mask[{position}] is {array[position]}; {takes}")
-    if array[0]:
-        raise RolloutError(
-            f"{who}: loss_mask[0] is 1, but no earlier token predicts token 0. Set it to 0, or put "
-            "the prompt (at least a start token) before the trained tokens."
-        )
-    return array.astype(np.bool_)
-
-
-def _floats(who: str, field: str, values: Any, length: int) -> NDArray[np.float64]:
-    takes = (
-        f"{field} takes finite numbers, one per token. Put 0 where a token has no value, and look "
-        "for a division by 0 where the numbers are made."
-    )
-    array = _vector(who, field, values, "iuf", takes).astype(np.float64)
-    _check_length(who, field, array, length)
-    refused = ~np.isfinite(array)
-    if refused.any():
-        position = int(refused.argmax())
-        raise RolloutError(f"{who}: {field}[{position}] is {array[position]}; {takes}")
-    return array
-
-
-def _is_number(value: Any) -> bool:
-    array = np.asarray(value)
-    return array.ndim == 0 and array.dtype.kind in "iuf" and bool(np.isfinite(array))
-
-
-def _number_or_floats(who: str, field: str, value: Any, length: int) -> float | NDArray[np.float64]:
-    if isinstance(value, (list, tuple)) or np.ndim(value):
-        return _floats(who, field, value, length)
-    if not _is_number(value):
-        raise RolloutError(
-            f"{who}: {field} is {short(value)}; it takes one finite number, or one per token. Look "
-            "for a division by 0, or for text where a number belongs, where it is made."
-        )
-    return float(value)
-
-
-def _optional(check: Callable, who: str, field: str, value: Any, length: int) -> Any:
-    return None if value is None else check(who, field, value, length)
-
-
-def _logprobs(
-    who: str, field: str, values: Any, mask: NDArray[np.bool_]
-) -> NDArray[np.float64] | None:
-    if values is None:
-        return None
-    array = _floats(who, field, values, len(mask))
-    array[0] = 0.0
-    refused = mask & (array > _LOGPROB_ROUNDING)
-    if refused.any():
-        position = int(refused.argmax())
-        raise RolloutError(
-            f"{who}: {field}[{position}] is {array[position]}; the logarithm of a probability "
-            "is at most 0. Give log-probs rather than probabilities or their negatives."
-        )
-    return array
-
-
-def _temperature(who: str, value: Any) -> float:
-    if isinstance(value, (list, tuple)) or not _is_number(value) or value <= 0:
-        raise RolloutError(
-            f"{who}: temperature is {short(value)}; it takes one finite number above 0. Give the "
-            "temperature of the sampling; for greedy decoding give 1."
-        )
-    return float(value)
-
-
-def _identifier(who: str, field: str, value: object) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        return str(int(value))
-    raise RolloutError(
-        f"{who}: {field} is {short(value)}; it takes text, a whole number or None. "
-        "Write it as text."
-    )
 
 
 def _fill_ids(rollout_ids: Sequence[str | None]) -> tuple[str, ...]:

@@ -5,21 +5,25 @@ Both are compared with ordinary training in higher precision, so that the questi
 """
 
 import copy
-import io
 import math
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from forkpoint.dense import DenseRun, dense_run
-from forkpoint.hosts.upcasts import lifted_upcasts, plain_recurrences
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, following, routed
+from forkpoint.hosts.upcasts import lifted_upcasts, plain_experts, plain_recurrences
 from forkpoint.losses.base import Denominators, Loss
+from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
+from forkpoint.verify_report import ParameterError as ParameterError
+from forkpoint.verify_report import RouteCounts as RouteCounts
+from forkpoint.verify_report import RouteReport as RouteReport
+from forkpoint.verify_report import VerifyReport as VerifyReport
 
 if TYPE_CHECKING:
     from forkpoint.policy import Policy, StepStats
@@ -39,98 +43,13 @@ OVERALL_ULPS = {torch.float32: 8.0, torch.bfloat16: 1 / 16, torch.float16: 1 / 1
 LEAST_PART = 0.01
 
 
-@dataclass(frozen=True)
-class ParameterError:
-    """Errors of one parameter's gradient against the reference, as norms of differences."""
-
-    name: str
-    norm: float
-    shared_error: float
-    dense_error: float
-    allowed: float
-
-    @property
-    def excess(self) -> float:
-        """Error over what is allowed: above 1 fails."""
-        if self.shared_error == 0:
-            return 0.0
-        if not math.isfinite(self.shared_error) or self.allowed == 0:
-            return math.inf
-        return self.shared_error / self.allowed
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """What `verify` found."""
-
-    passed: bool
-    dtype: str
-    """What the step computes in: the narrowest of the parameters' dtypes, autocast's under it."""
-    reference_dtype: str
-    shared_error: float
-    """Over all parameters, relative to the norm of the reference gradient."""
-    dense_error: float
-    allowed: float
-    worst: tuple[ParameterError, ...]
-    """All parameters, those nearest to failing first."""
-    loss_difference: float
-    """Shared loss less the reference's."""
-    dense_loss_difference: float
-    logprob_difference: float
-    """The largest difference of a log-prob from the reference's; of a critic, of a value."""
-    dense_logprob_difference: float
-    head: str
-    """What the model gives: "logprobs", or "values" of a critic."""
-    sharing: str
-    boundary: str
-    logical_tokens: int
-    computed_tokens: int
-
-    def table(self, *, most: int = 10, width: int = 100) -> str:
-        """The worst parameters and the verdict, as text."""
-        table = Table(title=f"gradients against {self.reference_dtype} training")
-        for name in ("parameter", "norm", "shared error", "dense error", "of allowed"):
-            table.add_column(name, justify="left" if name == "parameter" else "right")
-        for entry in self.worst[:most]:
-            table.add_row(
-                entry.name,
-                f"{entry.norm:.3e}",
-                f"{entry.shared_error:.3e}",
-                f"{entry.dense_error:.3e}",
-                f"{entry.excess:.3f}",
-            )
-        table.add_section()
-        table.add_row(
-            "all, relative to the global norm",
-            "",
-            f"{self.shared_error:.3e}",
-            f"{self.dense_error:.3e}",
-            f"{self.shared_error / self.allowed if self.allowed else math.inf:.3f}",
-        )
-        table.caption = (
-            f"{'passed' if self.passed else 'FAILED'}: {self.dtype}, {self.sharing} + "
-            f"{self.boundary}, {self.computed_tokens:,} of {self.logical_tokens:,} tokens run; "
-            f"{'values' if self.head == 'values' else 'log-probs'} within "
-            f"{self.logprob_difference:.2e} (dense {self.dense_logprob_difference:.2e})"
-        )
-        if not any(entry.norm for entry in self.worst):
-            table.caption += "; the gradient is zero, which proves little"
-        output = io.StringIO()
-        Console(file=output, width=width, color_system=None, highlight=False).print(table)
-        return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
-
-    def to_dict(self) -> dict[str, Any]:
-        """The verdict and the ten worst parameters, ready for JSON: None is not a finite number."""
-        values = {k: v for k, v in vars(self).items() if k != "worst"}
-        worst = [_finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]]
-        return {**_finite(values), "worst": worst}
-
-
 def verify(
     policy: "Policy",
     batch: RolloutBatch,
     loss: Loss,
     denominators: Denominators | None = None,
+    *,
+    hold_routes: bool = True,
 ) -> VerifyReport:
     """Compare the policy's step with ordinary training, and both with higher precision.
 
@@ -141,20 +60,36 @@ def verify(
     its own reference, with upcasts to float32 lifted: every gradient must agree within 1e-10 of the
     global gradient norm, the loss and every log-prob (of a critic, value) within 1e-10.
 
+    A mixture of experts in float32 or 16 bits is held to the experts that the reference chose, on
+    both sides (`forkpoint.hosts.routes`); `VerifyReport.routes` has how many choices would have
+    been others, or why they could not be held. With `hold_routes` False each run chooses for
+    itself, as training does, and the bars are then no question of sharing alone.
+
     Raises as `Policy.forward_backward`.
     """
     model = policy.host.model
     dtype = _lowest_dtype(model, policy.host.device)
-    with torch.enable_grad(), ExitStack() as stack:
-        if dtype == torch.float64:
-            stack.enter_context(lifted_upcasts(model))
-            stack.enter_context(plain_recurrences(model))
-        shared, stats = _shared(policy, batch, loss, denominators)
-        dense = reference = dense_run(model, batch, loss, denominators)
+    routes = None
     reference_dtype = torch.float64
-    if dtype != torch.float64:
+    if dtype == torch.float64:
+        with torch.enable_grad(), _plainly(model, dtype):
+            shared, stats = _shared(policy, batch, loss, denominators)
+            dense = reference = dense_run(model, batch, loss, denominators)
+    else:
         reference_dtype = torch.float64 if dtype == torch.float32 else torch.float32
-        reference = _reference(policy, batch, loss, denominators, reference_dtype)
+        # What a step refuses is refused before anything runs.
+        loss.check_head(policy.host.head)
+        loss.check(batch)
+        policy.host.check(batch, training=True)
+        plan = policy.plan(batch, loss)
+        held = _HeldRoutes(model, batch, hold=hold_routes)
+        reference = _reference(policy, batch, loss, denominators, reference_dtype, held)
+        with torch.enable_grad():
+            with held.within(model) as shared_run:
+                shared, stats = _shared(policy, batch, loss, denominators, plan, shared_run)
+            with held.within(model) as run:
+                dense = dense_run(model, batch, loss, denominators, run and run.at)
+        routes = held.report(shared_run, run)
 
     errors = _parameter_errors(model, dtype, shared, dense.gradients, reference.gradients)
     norm = math.hypot(*(e.norm for e in errors)) or 1.0
@@ -190,7 +125,43 @@ def verify(
         boundary=stats.plan.boundary,
         logical_tokens=stats.logical_tokens,
         computed_tokens=stats.computed_tokens,
+        routes=routes,
     )
+
+
+class _HeldRoutes:
+    """The routes of a mixture of experts, which the reference records and the others are held to.
+
+    Of a model without experts, and of one whose routes cannot be held, nothing is held.
+    """
+
+    def __init__(self, model: nn.Module, batch: RolloutBatch, *, hold: bool) -> None:
+        self._routers: tuple[Router, ...] = ()
+        self._problem: str | None = None
+        try:
+            self._routers = find_routers(model)
+        except UnsupportedError as error:
+            self._problem = str(error)
+        if self._routers and not hold:
+            self._routers, self._problem = (), "hold_routes is False"
+        self._routes: Routes | None = Routes(batch) if self._routers else None
+
+    @contextmanager
+    def within(self, model: nn.Module, *, record: bool = False) -> Iterator[RoutedRun | None]:
+        """Within it the model, or a copy of it, is held to the routes; None if none are held."""
+        if self._routes is None:
+            yield None
+            return
+        with routed(model, self._routers, self._routes, record=record) as run:
+            yield run
+
+    def report(self, shared: RoutedRun | None, dense: RoutedRun | None) -> RouteReport | None:
+        if self._problem is not None:
+            return RouteReport(held=False, reason=self._problem, shared=None, dense=None)
+        if shared is None or dense is None:
+            return None
+        counts = (RouteCounts(run.decisions, run.elsewhere) for run in (shared, dense))
+        return RouteReport(True, None, *counts)
 
 
 def _parameter_errors(
@@ -214,7 +185,12 @@ def _parameter_errors(
 
 
 def _shared(
-    policy: "Policy", batch: RolloutBatch, loss: Loss, denominators: Denominators | None
+    policy: "Policy",
+    batch: RolloutBatch,
+    loss: Loss,
+    denominators: Denominators | None,
+    plan: Plan | None = None,
+    run: RoutedRun | None = None,
 ) -> tuple[Gradients, "StepStats"]:
     parameters = dict(policy.host.model.named_parameters())
     before = {name: p.grad for name, p in parameters.items()}
@@ -223,7 +199,10 @@ def _shared(
             p.grad = None
         # It compares more than a sample does.
         unchecked = policy.with_config(self_check=False)
-        stats = unchecked.forward_backward(batch, loss, denominators=denominators)
+        with ExitStack() as stack:
+            if plan is not None and run is not None:
+                stack.enter_context(following(run, unchecked, plan, batch))
+            stats = unchecked.forward_backward(batch, loss, denominators=denominators, plan=plan)
         return {name: p.grad for name, p in parameters.items()}, stats
     finally:
         for name, p in parameters.items():
@@ -236,14 +215,25 @@ def _reference(
     loss: Loss,
     denominators: Denominators | None,
     dtype: torch.dtype,
+    held: _HeldRoutes,
 ) -> DenseRun:
     twin = copy.deepcopy(policy.host.model).to(dtype)
     with torch.enable_grad(), ExitStack() as stack:
         stack.enter_context(torch.autocast(policy.host.device.type, enabled=False))
-        stack.enter_context(plain_recurrences(twin))
+        stack.enter_context(_plainly(twin, dtype))
+        run = stack.enter_context(held.within(twin, record=True))
+        return dense_run(twin, batch, loss, denominators, run and run.at)
+
+
+@contextmanager
+def _plainly(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within it a stock model computes in `dtype` throughout, by code that takes any dtype."""
+    with ExitStack() as stack:
+        stack.enter_context(plain_recurrences(model))
+        stack.enter_context(plain_experts(model))
         if dtype == torch.float64:
-            stack.enter_context(lifted_upcasts(twin))
-        return dense_run(twin, batch, loss, denominators)
+            stack.enter_context(lifted_upcasts(model))
+        yield
 
 
 def _lowest_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
@@ -253,12 +243,6 @@ def _lowest_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
     if torch.is_autocast_enabled(device.type) and dtypes != {torch.float64}:
         dtypes.add(torch.get_autocast_dtype(device.type))
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity and no NaN."""
-    bad = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {k: None if k in bad else v for k, v in values.items()}
 
 
 def _norm(gradient: Tensor | None) -> float:

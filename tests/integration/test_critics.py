@@ -221,6 +221,24 @@ def test_states_of_a_critic(family: str, state: Any, config: Config) -> None:
     assert report.computed_tokens < report.logical_tokens
 
 
+@pytest.mark.parametrize("name", ["returns", "old_values"])
+def test_numbers_that_float32_cannot_hold_are_refused(name: str) -> None:
+    """At trained tokens; at others they are not read."""
+    rollout = forked_batch()[0]
+    policy = wrap(critic(dtype=torch.float32), ACROSS)
+
+    def step(position: int) -> None:
+        values = np.full(len(rollout), 0.5)
+        values[position] = 1e39
+        fields = {"returns": 0.5, "old_values": np.full(len(rollout), 0.5)} | {name: values}
+        policy.forward_backward(RolloutBatch([replace(rollout, **fields)]), ValueLoss())
+
+    assert rollout.loss_mask[-1] and not rollout.loss_mask[0]
+    step(0)
+    with pytest.raises(RolloutError, match=rf"{name} is 1e\+39 at its token .*in float32"):
+        step(-1)
+
+
 def test_verify_in_float32() -> None:
     model = critic("qwen3", dtype=torch.float32)
     report = wrap(model, ACROSS).verify(estimated(model), ValueLoss())

@@ -95,9 +95,17 @@ def test_tensors_and_lists_are_taken_as_arrays_are():
     values = values.astype(np.float32)
     expected = gae(batch, values, rewards)
     leaf = torch.tensor(values, requires_grad=True)
-    found = (gae(batch, leaf, torch.tensor(rewards)), gae(batch, values.tolist(), rewards.tolist()))
+    found = (
+        gae(batch, leaf, torch.tensor(rewards)),
+        gae(batch, leaf.repeat_interleave(2)[::2], torch.tensor(rewards, requires_grad=True)),
+        gae(batch, values.tolist(), rewards.tolist()),
+    )
     for one in found:
         np.testing.assert_array_equal(one.advantages, expected.advantages)
+    rounded = torch.tensor(values, dtype=torch.bfloat16)
+    np.testing.assert_array_equal(
+        gae(batch, rounded, rewards).returns, gae(batch, rounded.double().numpy(), rewards).returns
+    )
 
 
 def test_values_outside_the_mask_do_not_matter():

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from losses_by_loops import assert_equal, each_rollout, evaluate, make_batch, make_logprobs
 
 from forkpoint.errors import ConfigError, RolloutError
@@ -98,6 +99,27 @@ def test_arguments_that_are_not_allowed(arguments, problem):
     batch = make_batch()
     with pytest.raises(ConfigError, match=problem):
         importance_weights(batch, batch.old_logprobs, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_tensors_and_lists_are_taken_as_arrays_are(dtype):
+    batch = make_batch()
+    sampler_T = torch.tensor(batch.old_logprobs - 0.1).to(dtype)
+    expected = importance_weights(batch, sampler_T.double().numpy())
+    leaf = sampler_T.clone() if dtype.itemsize == 1 else sampler_T.clone().requires_grad_()
+    unread = [x if m else None for x, m in zip(sampler_T.tolist(), batch.loss_mask, strict=True)]
+    for given in (leaf, leaf.repeat_interleave(2)[::2], unread):
+        np.testing.assert_array_equal(importance_weights(batch, given), expected)
+    assert (expected != 1).any()
+
+
+def test_what_is_no_numbers_is_refused():
+    batch = make_batch()
+    for given in (["x"] * len(batch.token_ids), [[1.0], [1.0, 2.0]], {"a": 1}):
+        with pytest.raises(RolloutError, match=r"sampler_logprobs is .*cannot be read as numbers"):
+            importance_weights(batch, given)
+    with pytest.raises(RolloutError, match=r"sampler_logprobs is a Tensor.*cannot be read.*dense"):
+        importance_weights(batch, torch.zeros(len(batch.token_ids)).to_sparse())
 
 
 def test_batches_that_do_not_fit():

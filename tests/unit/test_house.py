@@ -20,14 +20,15 @@ MOST_LINES = 500
 CORE = {
     "errors": set(),
     "config": {"errors"},
-    "rollouts": {"errors"},
+    "rollout_fields": {"errors"},
+    "rollouts": {"rollout_fields", "errors"},
     "schema": {"rollouts"},
     "rollout_files": {"rollouts", "errors"},
     "traces": {"rollout_files", "rollouts", "errors"},
     "forest": set(),
     "plan": {"forest", "rollouts", "schema", "config", "errors"},
     "ops": {"plan", "errors"},
-    "losses": {"rollouts", "errors"},
+    "losses": {"rollouts", "rollout_fields", "errors"},
     "engine": {"ops", "losses", "plan", "forest", "rollouts", "config", "errors"},
 }
 WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine"}

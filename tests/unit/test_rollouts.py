@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkpoint.errors import RolloutError
-from forkpoint.rollouts import MAX_TOKEN_ID, Rollout, RolloutBatch, check_rollouts, short
+from forkpoint.rollout_fields import MAX_TOKEN_ID
+from forkpoint.rollouts import Rollout, RolloutBatch, check_rollouts, short
 
 
 def make(**changes) -> Rollout:
@@ -105,7 +106,8 @@ def test_allowed_extremes():
     assert make(loss_mask=[0, 0, 0, 0]).loss_mask.sum() == 0
     assert len(Rollout([MAX_TOKEN_ID], [0], 1.0)) == 1
     assert make(token_ids=np.array([1, 2, 3, 4], np.uint64)).token_ids.dtype == np.int64
-    make(old_logprobs=[0, 3, -1, 1e-7])  # above 0 outside the mask, rounding inside
+    made = make(old_logprobs=[0, 3, -1, 0.125])  # above 0 outside the mask, rounding inside
+    assert made.old_logprobs is not None and made.old_logprobs.tolist() == [0, 3, -1, 0.125]
 
 
 def test_equality_and_repr():
@@ -157,10 +159,12 @@ NAMED = "Rollout 'r': "
         # loss_mask
         ({"loss_mask": []}, ["loss_mask has 0 entries, but token_ids has 4"]),
         ({"loss_mask": [0, 0, -1, 1]}, ["loss_mask[2] is -1", "0 and 1"]),
-        ({"loss_mask": [0, 0, 1.0, 1]}, ["loss_mask[2] is 1.0", "0 and 1"]),
+        ({"loss_mask": [0, 0, 1.5, 1]}, ["loss_mask[2] is 1.5", "0 and 1"]),
+        ({"loss_mask": [0, 0, "1", 1]}, ["loss_mask[2] is '1'", "0 and 1"]),
         ({"loss_mask": [0, 0, None, 1]}, ["loss_mask[2] is None", "0 and 1"]),
         ({"loss_mask": [0, 0, 2**80, 1]}, ["loss_mask[2] is 1208925819614629174706176"]),
-        ({"loss_mask": np.array([0, 0, 1.0, 1])}, ["loss_mask[0] is 0.0 (float64)"]),
+        ({"loss_mask": np.array([0, np.nan, 1, 1])}, ["loss_mask[1] is nan", "0 and 1"]),
+        ({"loss_mask": np.array([0, 0, 1, 1j])}, ["loss_mask[0] is 0j (complex128)"]),
         ({"loss_mask": np.zeros((1, 4), bool)}, ["loss_mask has 2 dimensions (1 x 4)"]),
         # one number or one per token
         ({"advantage": float("-inf")}, ["advantage is -inf", "finite"]),
@@ -175,13 +179,18 @@ NAMED = "Rollout 'r': "
         ({"weights": [0, 0, 1, float("inf")]}, ["weights[3] is inf"]),
         ({"returns": float("nan")}, ["returns is nan", "one finite number, or one per token"]),
         ({"returns": [0, 1]}, ["returns has 2 entries, but token_ids has 4"]),
-        ({"old_values": 0.5}, ["old_values is 0.5", "one per token"]),
+        ({"old_values": 0.5}, ["old_values is 0.5", "numbers, one per token"]),
         ({"old_values": [0, 0, 1, float("inf")]}, ["old_values[3] is inf"]),
         # log-probs
         ({"old_logprobs": [0, False, -1, -1]}, ["old_logprobs[1] is False"]),
-        ({"old_logprobs": -1.0}, ["old_logprobs is -1.0", "one per token"]),
-        ({"reference_logprobs": [0, 0, -1, -np.inf]}, ["reference_logprobs[3] is -inf"]),
-        ({"reference_logprobs": [0, 0, -1, 2e-6]}, ["reference_logprobs[3] is 2e-06"]),
+        ({"old_logprobs": -1.0}, ["old_logprobs is -1.0", "numbers, one per token"]),
+        (
+            {"reference_logprobs": [0, 0, -1, -np.inf]},
+            ["reference_logprobs[3] is -inf, and token 3 is trained", "policy.score", "loss_mask"],
+        ),
+        ({"old_logprobs": [0, 0, np.nan, -1]}, ["old_logprobs[2] is nan", "policy.score"]),
+        ({"old_logprobs": [0, 0, None, -1]}, ["old_logprobs[2] is None", "policy.score"]),
+        ({"reference_logprobs": [0, 0, -1, 0.1251]}, ["[3] is 0.1251", "16 bits", "0.125"]),
         # the rest
         ({"temperature": -0.5}, ["temperature is -0.5"]),
         ({"temperature": float("nan")}, ["temperature is nan"]),

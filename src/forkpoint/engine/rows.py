@@ -14,7 +14,7 @@ from forkpoint.engine.states import RowStates
 from forkpoint.forest import IntArray
 from forkpoint.ops.attention import ArenaSlice, AttentionTable
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
-from forkpoint.plan.layout import Row, full_table, windowed_table
+from forkpoint.plan.layout import Row, full_table, slot_steps, windowed_table
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.recurrence import convolution_layout, state_layout
 from forkpoint.rollouts import RolloutBatch
@@ -200,17 +200,9 @@ def row_tokens(plan: Plan, batch: RolloutBatch, row: Row) -> tuple[IntArray, NDA
     token, and bool [T]. Padding repeats its segment's last token.
     """
     first_token = plan.forest.segment_tokens(batch.offsets)
-    segment, step = _segment_steps(plan, row)
+    segment, step = slot_steps(plan.forest, row)
     length = plan.forest.length[segment]
     return first_token[segment] + np.minimum(step, length - 1), step < length
-
-
-def _segment_steps(plan: Plan, row: Row) -> tuple[IntArray, IntArray]:
-    """The segment of every slot of a row, and how far into it the slot lies, padding included."""
-    segments = np.asarray(row.segments)
-    slots = np.full(len(segments), row.width) if row.width else plan.forest.length[segments]
-    step = np.arange(row.slots) - np.repeat(np.asarray(row.slot_begin), slots)
-    return np.repeat(segments, slots), step
 
 
 def _slots(
@@ -222,7 +214,7 @@ def _slots(
     attention hides it from every real token, and nothing reads it.
     """
     forest = plan.forest
-    segment, step = _segment_steps(plan, row)
+    segment, step = slot_steps(forest, row)
     real = step < forest.length[segment]
     token = first_token[segment] + np.minimum(step, forest.length[segment] - 1)
     edges = np.where(real, edge_offsets[segment] + step, -1)

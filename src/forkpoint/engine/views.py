@@ -92,6 +92,8 @@ def check_range(batch: RolloutBatch, dtype: torch.dtype) -> None:
         "old_logprobs": batch.old_logprobs,
         "reference_logprobs": batch.reference_logprobs,
         "weights": batch.weights,
+        "returns": batch.returns,
+        "old_values": batch.old_values,
     }
     for name, values in fields.items():
         beyond = np.zeros(0, bool) if values is None else batch.loss_mask & (abs(values) > most)

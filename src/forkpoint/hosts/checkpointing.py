@@ -35,7 +35,7 @@ def checkpointed_blocks(blocks: nn.ModuleList, policy: str, *, but: int | None) 
             own = {"forward": attributes["forward"]} if "forward" in attributes else {}
             stack.callback(attributes.update, own)
             stack.callback(attributes.pop, "forward", None)
-            if policy == "full":
+            if policy == "full" or own:
                 module.forward = functools.partial(_recomputed, module.forward)
             else:
                 # A method: of other callables compiled blocks look at which object it is, and are

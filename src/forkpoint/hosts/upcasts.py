@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._subclasses.functional_tensor import FunctionalTensor
+from transformers import PreTrainedConfig
 
 from forkpoint.hosts.linear_attention import recurrent_modules
 
@@ -52,6 +53,20 @@ def lifted_upcasts(model: nn.Module) -> Iterator[None]:
             FunctionalTensor.float = _as_float64  # type: ignore[method-assign]
             # Compiled code is found again by what a model's code says, not by what that means here.
             stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        yield
+
+
+@contextmanager
+def plain_experts(model: nn.Module) -> Iterator[None]:
+    """Let a mixture's experts run one by one: grouped matrix products take few dtypes."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}
+    with ExitStack() as stack:
+        for config in configs.values():
+            # Not its property, which also sets it in configurations of other models within.
+            name = "_experts_implementation_internal"
+            stack.callback(setattr, config, name, getattr(config, name))
+            setattr(config, name, "eager")
         yield
 
 

@@ -4,15 +4,17 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.losses.base import check_choice, check_number
+from forkpoint.losses.given import as_floats, place_of
 from forkpoint.rollouts import RolloutBatch
 
 
 def importance_weights(
     batch: RolloutBatch,
-    sampler_logprobs: ArrayLike,
+    sampler_logprobs: ArrayLike | Tensor,
     *,
     mode: Literal["truncate", "mask"] = "truncate",
     level: Literal["token", "sequence"] = "token",
@@ -28,8 +30,8 @@ def importance_weights(
     weights do not enter denominators: a token of weight 0 still counts in means. Clear it in the
     loss mask to leave it out of them as well.
 
-    sampler_logprobs: [T] over the batch's tokens in their order; entries outside the loss mask are
-        ignored.
+    sampler_logprobs: [T] over the batch's tokens in their order, as a list, array or tensor;
+        entries outside the loss mask are ignored.
     mode: "truncate" moves ratios into [floor, cap] (truncated importance sampling, TIS: F. Yao et
         al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025); "mask"
         gives those outside of it the weight 0 (masked importance sampling, MIS; with a floor,
@@ -54,7 +56,7 @@ def importance_weights(
             "importance_weights needs old_logprobs, but the rollouts have none. Give every Rollout "
             "its old_logprobs; policy.score(batch) computes them under the model to be trained."
         )
-    sampler_T = np.asarray(sampler_logprobs, np.float64)
+    sampler_T = as_floats("sampler_logprobs", sampler_logprobs)
     if sampler_T.shape != batch.old_logprobs.shape:
         raise RolloutError(
             f"sampler_logprobs has the shape {sampler_T.shape}, and the batch has "
@@ -65,11 +67,11 @@ def importance_weights(
     refused = mask & ~np.isfinite(sampler_T)
     if refused.any():
         position = int(refused.argmax())
-        rollout = int(np.searchsorted(batch.offsets, position, side="right")) - 1
+        rollout_id, token = place_of(batch, position)
         raise RolloutError(
-            f"Rollout {batch.rollout_ids[rollout]!r}: sampler_logprobs is {sampler_T[position]} at "
-            f"its token {position - batch.offsets[rollout]}, which is trained; it takes finite "
-            "numbers. Where the sampler gave none, put the old log-prob for a ratio of 1."
+            f"Rollout {rollout_id!r}: sampler_logprobs is {sampler_T[position]} at its token "
+            f"{token}, which is trained; it takes finite numbers. Where the sampler gave none, put "
+            "the old log-prob for a ratio of 1."
         )
     log_ratios_T = np.where(mask, batch.old_logprobs - np.where(mask, sampler_T, 0), 0)
     if level == "sequence":

@@ -18,6 +18,7 @@ from forkpoint.losses.base import (
     check_choice,
     check_number,
 )
+from forkpoint.losses.given import as_floats, place_of
 from forkpoint.losses.outputs import Head
 from forkpoint.rollouts import RolloutBatch
 
@@ -151,9 +152,7 @@ def _flat(
     batch: RolloutBatch, name: str, given: ArrayLike | Tensor, lengths: tuple[int, ...]
 ) -> NDArray[np.float64]:
     """The numbers as float64 of one of the lengths, finite where tokens are trained."""
-    if isinstance(given, Tensor):
-        given = given.detach().double().cpu().numpy()
-    array = np.asarray(given, np.float64)
+    array = as_floats(name, given)
     if array.ndim != 1 or len(array) not in lengths:
         wanted = f"{batch.logical_tokens} tokens"
         if len(lengths) > 1:
@@ -174,5 +173,5 @@ def _flat(
 
 
 def _place(batch: RolloutBatch, position: int) -> str:
-    rollout = int(np.searchsorted(batch.offsets, position, side="right")) - 1
-    return f"Rollout {batch.rollout_ids[rollout]!r}, token {position - batch.offsets[rollout]}"
+    rollout_id, token = place_of(batch, position)
+    return f"Rollout {rollout_id!r}, token {token}"

@@ -70,6 +70,17 @@ class Row:
         return frozenset(segment for segment, slot in slots if slot >= 0)
 
 
+def slot_steps(forest: Forest, row: Row) -> tuple[IntArray, IntArray]:
+    """For each slot of a row, its segment and its step in the segment: int64 [slots] each.
+
+    Steps from the segment's length on are padding.
+    """
+    segments = np.asarray(row.segments)
+    slots = np.full(len(segments), row.width) if row.width else forest.length[segments]
+    step = np.arange(row.slots) - np.repeat(np.asarray(row.slot_begin), slots)
+    return np.repeat(segments, slots), step
+
+
 @dataclass(frozen=True)
 class Table:
     """Launches of one row's attention.

@@ -153,9 +153,8 @@ ROLLOUTS = (
     file_kind(
         "An infinite advantage of one token",
         with_field("advantage", "[0,1,Infinity]"),
-        message="bad.jsonl, line 1: Rollout 'a': advantage[2] is inf; advantage takes finite "
-        "numbers, one per token. Put 0 where a token has no value, and look for a division "
-        "by 0 where the numbers are made.",
+        message="bad.jsonl, line 1: Rollout 'a': advantage[2] is inf, and token 2 is trained. "
+        "Its number must be finite; look for a division by 0 where the numbers are made.",
         means="It would reach every gradient.",
         remedy="Look for a division by 0 where it is made.",
     ),
@@ -178,21 +177,33 @@ ROLLOUTS = (
         remedy="Give one number for all tokens, or fill up with 0 over the prompt.",
     ),
     file_kind(
-        "A log-prob that is NaN",
+        "A log-prob of a trained token that is NaN",
         with_field("old_logprobs", "[0,-1,NaN]"),
-        message="bad.jsonl, line 1: Rollout 'a': old_logprobs[2] is nan; old_logprobs takes finite "
-        "numbers, one per token. Put 0 where a token has no value, and look for a division "
-        "by 0 where the numbers are made.",
-        means="It would reach the ratio, and so every gradient.",
-        remedy="Look at what the sampler returned; put 0 where a token has no log-prob.",
+        message="bad.jsonl, line 1: Rollout 'a': old_logprobs[2] is nan, and token 2 is "
+        "trained. The log-prob of a token that was sampled is finite; compute it again, as "
+        "policy.score(batch) does, or set loss_mask to 0 at that token.",
+        means="It would reach the ratio, and so every gradient. At tokens that are not trained NaN "
+        "is accepted.",
+        remedy="Look at what the sampler returned for this token.",
+    ),
+    file_kind(
+        "A log-prob of a trained token that is minus infinity",
+        with_field("reference_logprobs", "[0,-1,-Infinity]"),
+        message="bad.jsonl, line 1: Rollout 'a': reference_logprobs[2] is -inf, and token 2 is "
+        "trained. The log-prob of a token that was sampled is finite; compute it again, as "
+        "policy.score(batch) does, or set loss_mask to 0 at that token.",
+        means="The ratio or the KL divergence would be infinite. Samplers give it for tokens that "
+        "top-k, top-p or a grammar has excluded. At tokens that are not trained it is accepted.",
+        remedy="Compute log-probs without those restrictions, or do not train the token.",
     ),
     file_kind(
         "A log-prob above 0",
         with_field("old_logprobs", "[0,-1,0.7]"),
         message="bad.jsonl, line 1: Rollout 'a': old_logprobs[2] is 0.7; the logarithm of a "
-        "probability is at most 0. Give log-probs rather than probabilities or their "
-        "negatives.",
-        means="Probabilities are at most 1. This is a probability, or its sign was lost.",
+        "probability is at most 0, and rounding to 16 bits adds at most 0.125. Give log-probs "
+        "rather than probabilities or their negatives.",
+        means="Probabilities are at most 1. This is a probability, or its sign was lost. Values "
+        "up to 0.125 are accepted and kept: rounding of logits to 16 bits gives such.",
         remedy="Take the logarithm, or the sign back.",
     ),
     file_kind(
@@ -209,19 +220,39 @@ ROLLOUTS = (
         "One log-prob for all tokens",
         with_field("reference_logprobs", "-1.0"),
         message="bad.jsonl, line 1: Rollout 'a': reference_logprobs is -1.0; reference_logprobs "
-        "takes finite numbers, one per token. Put 0 where a token has no value, and look "
-        "for a division by 0 where the numbers are made.",
+        "takes a one-dimensional list or array of numbers, one per token. Put 0 where a token has "
+        "no value.",
         means="A sum over the rollout cannot be taken apart again.",
         remedy="Give the log-prob of each token.",
     ),
     file_kind(
-        "null for the first log-prob",
-        with_field("old_logprobs", "[null,-1,-1]"),
-        message="bad.jsonl, line 1: Rollout 'a': old_logprobs[0] is None; old_logprobs takes "
-        "finite numbers, one per token. Put 0 where a token has no value, and look for a "
-        "division by 0 where the numbers are made.",
-        means="Some servers give null for the first token, which nothing predicts.",
-        remedy="Write 0 in its place; it is ignored.",
+        "null for the log-prob of a trained token",
+        with_field("old_logprobs", "[null,null,-1]"),
+        message="bad.jsonl, line 1: Rollout 'a': old_logprobs[1] is None, and token 1 is "
+        "trained. The log-prob of a token that was sampled is finite; compute it again, as "
+        "policy.score(batch) does, or set loss_mask to 0 at that token.",
+        means="Some servers give null for tokens whose log-prob they have not computed. At tokens "
+        "that are not trained it is accepted.",
+        remedy="Ask the server for the log-prob of every sampled token.",
+    ),
+    value_kind(
+        "A tensor whose numbers cannot be read",
+        lambda: rollout(old_logprobs=torch.tensor([0.0, -1, -1]).to_sparse()),
+        message="Rollout 'a': old_logprobs is a Tensor of torch.float32, torch.sparse_coo, on cpu, "
+        "whose numbers cannot be read. Give an ordinary tensor of this rollout alone: .to_dense() "
+        "of a sparse one, .dequantize() of a quantized one, .full_tensor() of a distributed one, "
+        "one part of a nested one.",
+        means="Tensors of any real dtype, device and strides are read, but not sparse, nested, "
+        "quantized or distributed ones, nor those without storage (device meta).",
+        remedy="Make an ordinary tensor of it.",
+    ),
+    value_kind(
+        "A numpy array with masked entries",
+        lambda: rollout(weights=np.ma.masked_array([0.0, 1, 1], [0, 0, 1])),
+        message="Rollout 'a': weights is a numpy array with masked entries, which have no value. "
+        "Fill them with .filled(0).",
+        means="A masked entry says that there is no number, and the rollout needs one.",
+        remedy=".filled(0), or the number that belongs there.",
     ),
     file_kind(
         "A weight that is infinite",

@@ -1,0 +1,162 @@
+"""Mixtures of experts in bfloat16 with routes held and free: errors of gradients, shared and dense.
+
+    python benchmarks/expert_routes.py [--families gpt_oss mixtral] [--seeds 5] [--output FILE]
+
+Random models of four layers of width 128 with 2 of 8 experts a token, as their families initialise
+them, and two groups of eight rollouts (prompts of 300 tokens, responses of 50 to 100), from each
+seed; shared across rows and within rows in turn. Errors are relative to the norm of the gradient in
+float32. Rows of JSON are printed and appended to --output.
+"""
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
+from forkpoint.bench.rows import ResultRow, write_rows
+
+CONFIGS = (
+    Config(sharing="group", boundary="across_rows", max_row_tokens=400),
+    Config(sharing="group", boundary="in_row"),
+)
+TWO_OF_EIGHT = {"num_experts_per_tok": 2, "num_local_experts": 8}
+SMALL = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 64}
+GROUPED = {
+    **SMALL,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "shared_expert_intermediate_size": 64,
+}
+LATENTS = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 64,
+    "shared_intermediate_size": 128,
+    "position_embedding_type": "rope",
+    "layer_types": ["mamba", "full_attention"] * 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {**TWO_OF_EIGHT, "sliding_window": 64},
+    "qwen3_moe": SMALL,
+    "mixtral": TWO_OF_EIGHT,
+    "granitemoe": TWO_OF_EIGHT,
+    "glm4_moe": GROUPED,
+    "deepseek_v3": {**GROUPED, **LATENTS},
+    "qwen3_next": {**SMALL, **DELTA},
+    "qwen3_5_moe_text": {**SMALL, **DELTA},
+    "granitemoehybrid": {**TWO_OF_EIGHT, **MAMBA},
+}
+
+
+def make_model(family: str, seed: int) -> PreTrainedModel:
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+    config = AutoConfig.for_model(family, **{**sizes, **FAMILIES[family]})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    # The default's grouped matrix product is another one on each device.
+    model.set_experts_implementation("eager")
+    return model.to(torch.bfloat16)
+
+
+def make_batch(seed: int) -> RolloutBatch:
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for group in range(2):
+        prompt = rng.integers(0, 512, 300).tolist()
+        for advantage in rng.normal(size=8).tolist():
+            response = rng.integers(0, 512, int(rng.integers(50, 101))).tolist()
+            mask = [0] * len(prompt) + [1] * len(response)
+            rollouts.append(Rollout(prompt + response, mask, advantage, group_id=group))
+    return RolloutBatch(rollouts)
+
+
+def measure(family: str, seeds: int) -> list[ResultRow]:
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for seed in range(1, seeds + 1):
+        policy = wrap(make_model(family, seed), CONFIGS[seed % len(CONFIGS)])
+        batch = make_batch(seed)
+        for routes in ("held", "free"):
+            report = policy.verify(batch, losses.GRPO(), hold_routes=routes == "held")
+            unit = "of the global gradient norm"
+            found[f"shared error, routes {routes}", unit].append(report.shared_error)
+            found[f"dense error, routes {routes}", unit].append(report.dense_error)
+            found[f"passed, routes {routes}", "of 1"].append(float(report.passed))
+            if routes == "held":
+                worst = report.worst[0].excess
+                found["worst parameter, routes held", "of what is allowed"].append(worst)
+                assert report.routes is not None and report.routes.shared and report.routes.dense
+                for side in ("shared", "dense"):
+                    counts = getattr(report.routes, side)
+                    found[f"{side} elsewhere", "of choices"].append(counts.fraction)
+    rows = []
+    for (metric, unit), values in found.items():
+        ordered, mean = sorted(values), metric.startswith("passed")
+        rows.append(
+            ResultRow(
+                bench="expert-routes",
+                case=family,
+                metric=metric,
+                unit=unit,
+                value=statistics.mean(values) if mean else statistics.median(values),
+                p20=ordered[int(0.2 * len(ordered))],
+                p80=ordered[min(len(ordered) - 1, int(0.8 * len(ordered)))],
+                note=f"{seeds} models and batches",
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    chosen = parser.parse_args()
+    for family in chosen.families:
+        rows = measure(family, chosen.seeds)
+        for row in rows:
+            print(json.dumps(asdict(row)), flush=True)
+        if chosen.output:
+            write_rows(rows, chosen.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""The experts that routers choose: recorded in one run of a model, and held in others.
+
+A mixture of experts sends a token to the k experts whose scores are highest. Where scores are
+nearly equal, rounding decides, and the gradient jumps: two runs in 16 bits then differ by more than
+rounding, whatever differs between them. To compare two runs without these jumps, the choices of one
+are recorded, and the other is held to them. Only the choice is held: a held expert's weight is
+computed from the run's own scores, by the model's own code, so that gradients reach the router as
+they do without holding.
+
+    routers = find_routers(model)
+    routes = Routes(batch)
+    with routed(model, routers, routes, record=True) as run:
+        ...  # run.at(tokens) before each forward of the model
+    with routed(model, routers, routes) as run:
+        with following(run, policy, plan, batch):
+            policy.forward_backward(batch, loss, plan=plan)
+    print(run.elsewhere, "of", run.decisions)
+
+Every supported family chooses by `topk`, which is what is intercepted, within the module that calls
+it. A model is asked once which of its modules do, so that no family is known by name.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from forkpoint.engine import rows
+from forkpoint.errors import UnsupportedError
+from forkpoint.forest import IntArray, build_forest, sort_rollouts
+from forkpoint.plan.plan import Plan
+from forkpoint.rollouts import RolloutBatch
+
+if TYPE_CHECKING:
+    from forkpoint.policy import Policy
+
+TOPK = (torch.topk, torch.Tensor.topk)
+
+
+@dataclass(frozen=True)
+class Router:
+    """A module that chooses experts."""
+
+    name: str
+    """Its name in the model."""
+    calls: int
+    """How often one forward of it calls topk. The last call chooses the experts; those before it
+    choose among groups of experts."""
+
+
+class Routes:
+    """Chosen experts, by router and by what a token is preceded by.
+
+    Rollouts of a batch that share tokens share choices: the first to be recorded counts. Tokens
+    that the recording run left out, as `dense_run` leaves out rollouts in which nothing is trained,
+    have none: where others run them, they choose for themselves and are not counted.
+    """
+
+    def __init__(self, batch: RolloutBatch) -> None:
+        order = sort_rollouts(batch.token_ids, batch.offsets, np.zeros(len(batch), np.int64))
+        forest = build_forest(order, len(batch))
+        self.keys_T: IntArray = np.append(forest.token_edges(batch.offsets)[1:], -1)
+        """For each token of the batch, the edge that reads it; -1 for the last of each rollout."""
+        self.edges: int = forest.edges
+        self.chosen: dict[str, Tensor] = {}
+        """By router, int16 [edges, k]; -1 where nothing is recorded."""
+
+
+class RoutedRun:
+    """A run whose choices of experts are recorded or held."""
+
+    def __init__(
+        self, model: nn.Module, routers: tuple[Router, ...], routes: Routes, *, record: bool
+    ) -> None:
+        self._modules = {router: model.get_submodule(router.name) for router in routers}
+        self._routes = routes
+        self._record = record
+        self._replaced = ExitStack()
+        self._tokens: IntArray | None = None
+        self._seen: dict[str, Tensor] = {}
+        self._elsewhere: dict[str, Tensor] = {}
+
+    def at(self, tokens: IntArray) -> None:
+        """Say which tokens the next forward runs, and the recomputation that belongs to it.
+
+        tokens: int64 [n], positions in the batch's flat tokens, in the order in which the model
+            gets them; -1 for padding, whose choices are its own.
+        """
+        if self._tokens is None:
+            # Not before: a step of forkpoint refuses modules whose forward has been replaced.
+            self._replace()
+        self._tokens = tokens
+
+    def end(self) -> None:
+        """Put the routers back as they were."""
+        self._replaced.close()
+
+    def _replace(self) -> None:
+        for router, module in self._modules.items():
+            attributes = vars(module)
+            own = {"forward": attributes["forward"]} if "forward" in attributes else {}
+            self._replaced.callback(attributes.update, own)
+            self._replaced.callback(attributes.pop, "forward", None)
+            module.forward = _routed_forward(router, module.forward, self)
+
+    @property
+    def decisions(self) -> int:
+        """Choices that were made: tokens that ran, times the routers that they passed."""
+        return sum(int(seen_T.sum()) for seen_T in self._seen.values())
+
+    @property
+    def elsewhere(self) -> int:
+        """Those among them whose own scores choose other experts than the recorded ones."""
+        return sum(int(differs_T.sum()) for differs_T in self._elsewhere.values())
+
+    def choose(self, name: str, scores_nE: Tensor, own: Any) -> tuple[Tensor, Tensor]:
+        """Values and indices [n, k] for the router `name`, in place of its `own`."""
+        values_nk, own_nk = own
+        tokens = self._tokens
+        if tokens is None or len(tokens) != len(own_nk):
+            raise UnsupportedError(
+                f"the router {name} got {len(own_nk)} tokens where "
+                f"{'none' if tokens is None else len(tokens)} were expected, so that its routes "
+                "cannot be held. Verify a float64 copy of the model, where routes need no holding."
+            )
+        tokens_n = torch.as_tensor(tokens, device=own_nk.device)
+        real_n = tokens_n >= 0
+        keys_n = torch.as_tensor(self._routes.keys_T[tokens], device=own_nk.device)
+        chosen = self._routes.chosen.setdefault(
+            name, own_nk.new_full((self._routes.edges, own_nk.shape[1]), -1, dtype=torch.int16)
+        )
+        known_nk = chosen[keys_n].to(own_nk)
+        new_n = real_n & (known_nk[:, 0] < 0)
+        if self._record:
+            chosen[keys_n[new_n]] = own_nk[new_n].to(torch.int16)
+        else:
+            real_n = real_n & ~new_n
+        known_nk = torch.where(new_n[:, None], own_nk, known_nk)
+        # The order among the k decides nothing, so that where the experts are the same the run
+        # goes on with its own.
+        same_nk = own_nk.sort(-1).values == known_nk.sort(-1).values
+        differs_n = real_n & ~same_nk.all(-1)
+        for marks, marked_n in ((self._seen, real_n), (self._elsewhere, differs_n)):
+            marks_T = marks.setdefault(
+                name, real_n.new_zeros(len(self._routes.keys_T), dtype=torch.bool)
+            )
+            marks_T[tokens_n[marked_n]] = True
+        if not differs_n.any():
+            return values_nk, own_nk
+        held_nk = torch.where(differs_n[:, None], known_nk, own_nk)
+        return scores_nE.gather(-1, held_nk), held_nk
+
+
+def find_routers(model: nn.Module) -> tuple[Router, ...]:
+    """The modules of a stock model that choose experts; none if it has no experts.
+
+    Runs one token through the model. Raises UnsupportedError where a model has experts and its
+    routers are not seen: then routes can be neither recorded nor held.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    every = [name for module, name in names.items() if _holds_experts(module, name)]
+    # Adapters wrap experts in modules of their own.
+    experts = [n for n in every if not any(n != other and _within(n, other) for other in every)]
+    if not experts:
+        return ()
+    inside: list[nn.Module] = []
+    calls: dict[str, int] = {}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        inside.append(module)
+
+    def leave(*_: Any) -> None:
+        inside.pop()
+
+    def count(_: Tensor, own: Any) -> Any:
+        name = names[inside[-1]]
+        calls[name] = calls.get(name, 0) + 1
+        return own
+
+    token = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_Intercepted(count))
+        model(input_ids=token, use_cache=False)
+    # A router chooses for the experts beside it, or for those in the module that it is.
+    owners = {name.rpartition(".")[0] for name in experts}
+    routers = tuple(Router(name, n) for name, n in calls.items())
+    served = {o for o in owners if any(_within(r.name, o) for r in routers)}
+    if served != owners:
+        lost = min(owners - served)
+        raise UnsupportedError(
+            f"{lost} ({type(model.get_submodule(lost)).__name__}) has experts, but no call of topk "
+            "chooses among them, so that the routes of two runs cannot be made the same."
+        )
+    return routers
+
+
+@contextmanager
+def routed(
+    model: nn.Module, routers: tuple[Router, ...], routes: Routes, *, record: bool = False
+) -> Iterator[RoutedRun]:
+    """Within it `model` chooses the experts that `routes` has, for the tokens named by `run.at`.
+
+    With `record`, choices that `routes` does not have yet are the model's own and are kept in it.
+    The model may run eagerly or compiled, with or without recomputation; routers run eagerly.
+
+    Raises UnsupportedError, from within the forward, where a router does not do what `find_routers`
+    saw of it.
+    """
+    run = RoutedRun(model, routers, routes, record=record)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+@contextmanager
+def following(run: RoutedRun, policy: "Policy", plan: Plan, batch: RolloutBatch) -> Iterator[None]:
+    """Within it `run` knows which tokens each row of the plan runs, when the policy runs it."""
+    tokens = dict(zip(plan.row_names, row_tokens(plan, batch), strict=True))
+    before = policy.observer
+
+    def observe(event: str) -> None:
+        run.at(tokens[event.partition(" ")[2]])
+        if before is not None:
+            before(event)
+
+    policy.observer = observe
+    try:
+        yield
+    finally:
+        policy.observer = before
+
+
+def row_tokens(plan: Plan, batch: RolloutBatch) -> list[IntArray]:
+    """For each row and each of its slots, a token of the batch that is run there; -1 is padding."""
+    found = []
+    for row in plan.rows:
+        tokens, real = rows.row_tokens(plan, batch, row)
+        found.append(np.where(real, tokens, -1))
+    return found
+
+
+class _Intercepted(TorchFunctionMode):
+    """Within it each topk's result is what `change` makes of its input and its own result."""
+
+    def __init__(self, change: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__()
+        self._change = change
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        given = kwargs or {}
+        own = func(*args, **given)
+        return self._change(args[0] if args else given["input"], own) if func in TOPK else own
+
+
+def _routed_forward(router: Router, forward: Callable, run: RoutedRun) -> Callable:
+    # Not compiled: compiled code would keep the choices of the row that it was compiled for.
+    @torch.compiler.disable()
+    def routed_forward(*args: Any, **kwargs: Any) -> Any:
+        calls = 0
+
+        def change(scores: Tensor, own: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls != router.calls:
+                return own
+            if scores.dim() != 2 or own[1].shape[0] != scores.shape[0]:
+                raise UnsupportedError(
+                    f"the router {router.name} chooses by scores of shape {tuple(scores.shape)}, "
+                    "not [tokens, experts], so that its routes cannot be held."
+                )
+            return run.choose(router.name, scores, own)
+
+        with _Intercepted(change):
+            result = forward(*args, **kwargs)
+        if calls != router.calls:
+            raise UnsupportedError(
+                f"the router {router.name} called topk {calls} times and not {router.calls} times "
+                "as before, so that its routes cannot be held."
+            )
+        return result
+
+    return routed_forward
+
+
+def _holds_experts(module: nn.Module, name: str) -> bool:
+    return name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
+
+
+def _within(name: str, owner: str) -> bool:
+    return name == owner or name.startswith(f"{owner}.")

@@ -1,0 +1,384 @@
+"""Mixtures of experts: routes are recorded and held, and `policy.verify` measures with held ones.
+
+In float64 shared and dense are held to routes of another model, which neither would have chosen:
+then a route that is not held, or a weight that is not computed from the run's own scores, shows.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from experts import FAMILIES, chosen_experts, expert_batch, expert_model
+from peft import LoraConfig, TaskType, get_peft_model
+from sabotage import ACROSS_ROWS, IN_ROW, Sabotage
+from steps import forked_batch, model_state
+from torch import nn
+
+from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, wrap
+from forkpoint.hosts import routes as routes_module
+from forkpoint.hosts.routes import Routes, find_routers, following, routed, row_tokens
+from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+
+ACROSS = Config(sharing="group", boundary="across_rows", max_row_tokens=200)
+IN_ROW_CONFIG = Config(sharing="group", boundary="in_row")
+TREE = Config(sharing="tree", boundary="mixed", max_row_tokens=40)
+LOSS = losses.GRPO()
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+
+# The two runs are held to the same routes --------------------------------------------------------
+
+
+def foreign_routes(family: str, batch: RolloutBatch) -> Routes:
+    """Routes of a model with other weights."""
+    other, routes = expert_model(family, torch.float64, seed=7), Routes(batch)
+    with routed(other, find_routers(other), routes, record=True) as run:
+        dense_run(other, batch, LOSS, None, run.at)
+    assert run.decisions and not run.elsewhere
+    return routes
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *product(FAMILIES, [{}]),
+        *product(
+            ("gpt_oss", "deepseek_v3"),
+            [
+                {"sharing": "none", "boundary": "in_row", "max_row_tokens": None},
+                {"waves": "padded", "boundary": "across_rows", "sharing": "group"},
+                {"checkpointing": "full"},
+                {"checkpointing": "selective"},
+                {"residency": "recompute"},
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_shared_and_dense_agree_on_routes_of_another_model(
+    family: str, changes: dict[str, Any]
+) -> None:
+    batch = forked_batch(vocab=256)
+    model = expert_model(family, torch.float64)
+    routers, routes = find_routers(model), foreign_routes(family, batch)
+    policy = wrap(model, replace(TREE, **changes))
+    with lifted_upcasts(model):
+        with routed(model, routers, routes) as run:
+            dense = dense_run(model, batch, LOSS, None, run.at)
+        assert run.elsewhere > 0.5 * run.decisions
+        free = dense_run(model, batch, LOSS)
+        plan = policy.plan(batch, LOSS)
+        with routed(model, routers, routes) as shared, following(shared, policy, plan, batch):
+            stats = policy.forward_backward(batch, LOSS, plan=plan)
+    assert 0.5 * shared.decisions < shared.elsewhere <= run.elsewhere
+    norm = math.hypot(*(float(g.norm()) for g in dense.gradients.values() if g is not None))
+    off = 0.0
+    for name, parameter in model.named_parameters():
+        wanted = dense.gradients[name]
+        if wanted is None:
+            assert parameter.grad is None or not parameter.grad.any(), name
+            continue
+        assert parameter.grad is not None, name
+        assert float((parameter.grad - wanted).norm()) < 1e-10 * norm, name
+        free_gradient = free.gradients[name]
+        assert free_gradient is not None
+        off = max(off, float((free_gradient - wanted).norm()) / norm)
+    assert abs(stats.loss - dense.loss) < 1e-10
+    assert off > 1e-2, "other experts make no difference"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_is_held_to_its_own_routes_does_what_it_did(family: str) -> None:
+    batch, model = forked_batch(vocab=256), expert_model(family)
+    routers, routes = find_routers(model), Routes(batch)
+    free = dense_run(model, batch, LOSS)
+    for record in (True, False):
+        with routed(model, routers, routes, record=record) as run:
+            held = dense_run(model, batch, LOSS, None, run.at)
+        # In 16 bits rollouts that share tokens may choose otherwise, as their rows have other
+        # lengths; then the first counts.
+        assert run.elsewhere <= 0.02 * run.decisions
+        if run.elsewhere == 0:
+            assert all(
+                a is b or torch.equal(a, b)  # type: ignore[arg-type]
+                for a, b in zip(free.gradients.values(), held.gradients.values(), strict=True)
+            )
+            assert torch.equal(free.logprobs_T, held.logprobs_T)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_those_of_the_routes(family: str) -> None:
+    batch, model = forked_batch(vocab=256), expert_model(family)
+    routers, routes = find_routers(model), foreign_routes(family, batch)
+    with chosen_experts(model) as found, routed(model, routers, routes) as run, torch.no_grad():
+        for n, rollout in enumerate(batch):
+            begin = int(batch.offsets[n])
+            run.at(np.arange(begin, begin + len(rollout) - 1))
+            model(input_ids=torch.tensor(rollout.token_ids.copy())[None, :-1], use_cache=False)
+    if not found and hasattr(model, "config"):
+        pytest.skip("this version's routers do not return what they choose")
+    assert len(found) == len(routers) * len(batch)
+    for call, (name, indices) in enumerate(found):
+        n = call // len(routers)
+        keys = routes.keys_T[batch.offsets[n] : batch.offsets[n + 1] - 1]
+        wanted = routes.chosen[name][torch.tensor(keys)].long()
+        assert torch.equal(indices.sort(-1).values, wanted.sort(-1).values)
+
+
+def test_tokens_of_rows_are_tokens_of_the_batch() -> None:
+    """Every slot runs the token that its key says, at its position; padding has none."""
+    batch = forked_batch(vocab=256)
+    for config in (TREE, replace(ACROSS, waves="padded"), IN_ROW_CONFIG):
+        plan = wrap(tiny_model("llama"), config).plan(batch)
+        tokens = np.concatenate(row_tokens(plan, batch))
+        assert (tokens >= 0).sum() == plan.computed_tokens
+        keys = Routes(batch).keys_T
+        assert keys[tokens[tokens >= 0]].min() >= 0
+        # Each shared edge once where the plan shares it all, and all of them in any case.
+        assert set(keys[tokens[tokens >= 0]]) == set(keys[keys >= 0])
+
+
+def test_rollouts_that_share_tokens_share_choices() -> None:
+    batch = RolloutBatch([Rollout([1, 2, 3, 4], [0, 0, 1, 1], 1.0, rollout_id=n) for n in "ab"])
+    keys = Routes(batch).keys_T
+    assert keys.tolist() == [*keys[:3].tolist(), -1, *keys[:3].tolist(), -1]
+    assert sorted(keys[:3].tolist()) == [0, 1, 2]
+
+
+# verify ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_passes_with_routes_held(family: str) -> None:
+    config = (ACROSS, IN_ROW_CONFIG)[list(FAMILIES).index(family) % 2]
+    report = wrap(expert_model(family), config).verify(expert_batch(), LOSS)
+    assert report.passed, report.table()
+    assert report.routes is not None and report.routes.held
+    shared, dense = report.routes.shared, report.routes.dense
+    assert shared is not None and dense is not None
+    routers = len(find_routers(expert_model(family)))
+    batch = expert_batch()
+    assert dense.decisions == routers * (batch.logical_tokens - len(batch))
+    assert 0 < shared.decisions <= routers * report.computed_tokens < dense.decisions
+    assert dense.elsewhere and dense.fraction < 0.05
+    assert shared.fraction < 0.05
+
+
+def test_routes_decide_what_is_measured() -> None:
+    """Without holding them the errors of both sides are those of flips."""
+    policy = wrap(expert_model("gpt_oss"), ACROSS)
+    held = policy.verify(expert_batch(), LOSS)
+    free = policy.verify(expert_batch(), LOSS, hold_routes=False)
+    assert free.routes is not None and not free.routes.held
+    assert free.routes.reason == "hold_routes is False" and free.routes.shared is None
+    dense_model = wrap(tiny_model("llama", dtype=torch.float32), ACROSS)
+    assert dense_model.verify(forked_batch(), LOSS, hold_routes=False).routes is None
+    assert free.dense_error > 3 * held.dense_error
+    assert free.shared_error > 3 * held.shared_error
+
+
+@pytest.mark.parametrize("sabotage", [*ACROSS_ROWS, *IN_ROW])
+def test_sabotage_is_caught_with_routes_held(
+    sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ACROSS if sabotage in ACROSS_ROWS else IN_ROW_CONFIG
+    sabotage(monkeypatch)
+    report = wrap(expert_model("gpt_oss"), config).verify(expert_batch(), LOSS)
+    assert not report.passed, report.table()
+    assert report.routes is not None and report.routes.held
+
+
+@pytest.mark.parametrize("change", ["model", "full", "selective", "recompute"])
+def test_recomputed_layers_take_the_same_routes(change: str) -> None:
+    """Within a backward, after other rows have run."""
+    model, config = expert_model("deepseek_v3"), ACROSS
+    plain = wrap(model, config).verify(expert_batch(), LOSS)
+    if change == "model":
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        enable = next(getattr(model, name) for name in names if hasattr(model.train(), name))
+        enable({"use_reentrant": False})
+    elif change == "recompute":
+        config = replace(config, residency="recompute")
+    else:
+        config = replace(config, checkpointing=change)  # type: ignore[arg-type]
+    report = wrap(model, config).verify(expert_batch(), LOSS)
+    assert report.passed, report.table()
+    assert report.shared_error == pytest.approx(plain.shared_error, rel=1e-3)
+
+
+def test_float32_and_autocast_and_adapters() -> None:
+    model = expert_model("qwen3_moe", torch.float32)
+    report = wrap(model, ACROSS).verify(expert_batch(), LOSS)
+    assert report.passed and report.routes is not None and report.routes.held
+    with torch.autocast("cpu", torch.bfloat16):
+        report = wrap(model, ACROSS).verify(expert_batch(), LOSS)
+    assert report.passed, report.table()
+    assert report.routes is not None and report.routes.dense is not None
+    assert report.routes.dense.elsewhere
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], task_type=TaskType.CAUSAL_LM)
+    adapted = get_peft_model(expert_model("gpt_oss"), adapters)
+    report = wrap(adapted, ACROSS).verify(expert_batch(), LOSS)
+    assert report.passed, report.table()
+    assert report.routes is not None and report.routes.held
+
+
+def test_float64_needs_no_holding_and_dense_models_have_no_routes() -> None:
+    model = expert_model("qwen3_moe", torch.float64)
+    report = wrap(model, ACROSS).verify(forked_batch(vocab=256), LOSS)
+    assert report.passed and report.routes is None
+    report = wrap(tiny_model("llama", dtype=torch.float32), ACROSS).verify(forked_batch(), LOSS)
+    assert report.routes is None and report.to_dict()["routes"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_grouped_products_of_experts(dtype: torch.dtype) -> None:
+    """They are transformers' default, and have no float64, which references of float32 are in."""
+    model = expert_model("mixtral", dtype, eager=False)
+    before = model.config._experts_implementation
+    assert before != "eager"
+    report = wrap(model, ACROSS).verify(expert_batch(), LOSS)
+    assert report.passed, report.table()
+    assert model.config._experts_implementation == before
+
+
+def test_a_loss_that_takes_two_passes() -> None:
+    policy = wrap(expert_model("gpt_oss"), replace(ACROSS, max_row_tokens=110))
+    report = policy.verify(expert_batch(), losses.GSPO())
+    assert report.passed, report.table()
+    assert report.routes is not None and report.routes.held
+
+
+def test_rollouts_in_which_nothing_is_trained_choose_for_themselves() -> None:
+    """Dense training does not run them, so that there are no routes to hold them to."""
+    given = list(expert_batch())
+    given[2] = replace(given[2], loss_mask=[0] * len(given[2]))
+    report = wrap(expert_model("gpt_oss"), ACROSS).verify(RolloutBatch(given), LOSS)
+    assert report.passed, report.table()
+    assert report.routes is not None and report.routes.held
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+def test_compiled_blocks_are_held_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the compiler its first half alone: what decides whether compiled code is used again."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **_: compile_(f, dynamic=True, backend="aot_eager")
+    )
+    model = expert_model("gpt_oss", num_hidden_layers=1)
+    policy = wrap(model, replace(ACROSS, compile_blocks=True))
+    policy.forward_backward(expert_batch(), LOSS)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    report = policy.verify(expert_batch(), LOSS)
+    assert report.passed, report.table()
+    assert report.routes is not None and report.routes.held
+    model.zero_grad()
+    policy.forward_backward(expert_batch(), LOSS)
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# The report --------------------------------------------------------------------------------------
+
+
+def test_the_table_and_json_have_the_counts() -> None:
+    report = wrap(expert_model("gpt_oss"), ACROSS).verify(expert_batch(), LOSS)
+    assert report.routes is not None
+    shared, dense = report.routes.shared, report.routes.dense
+    assert shared is not None and dense is not None
+    text = " ".join(report.table(width=200).split())
+    assert "routes held to the reference's; others would have been chosen for" in text
+    assert f"{shared.elsewhere:,} of {shared.decisions:,} ({100 * shared.fraction:.2f}%) sh" in text
+    assert f"{dense.elsewhere:,} of {dense.decisions:,} ({100 * dense.fraction:.2f}%) dense" in text
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))["routes"]
+    assert found["held"] is True and found["reason"] is None
+    for side, counts in (("shared", shared), ("dense", dense)):
+        assert found[side] == {
+            "decisions": counts.decisions,
+            "elsewhere": counts.elsewhere,
+            "fraction": counts.elsewhere / counts.decisions,
+        }
+
+
+def test_routes_that_cannot_be_held_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes_module, "TOPK", ())
+    report = wrap(expert_model("gpt_oss"), ACROSS).verify(expert_batch(), LOSS)
+    assert report.routes is not None and not report.routes.held
+    problem = "model.layers.0.mlp (GptOssMLP) has experts, but no call of topk chooses among them"
+    assert report.routes.reason is not None and problem in report.routes.reason
+    assert f"ROUTES NOT HELD: {problem}" in " ".join(report.table(width=300).split())
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))["routes"]
+    assert found["held"] is False and problem in found["reason"]
+    assert found["shared"] is None and found["dense"] is None
+
+
+# It disturbs nothing, and fails loudly -----------------------------------------------------------
+
+
+def test_model_and_policy_are_as_before() -> None:
+    model = expert_model("gpt_oss")
+    policy = wrap(model, ACROSS)
+    seen: list[str] = []
+    policy.observer = seen.append
+    before = model_state(model)
+    policy.verify(expert_batch(), LOSS)
+    assert model_state(model) == before
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert policy.observer == seen.append
+    assert seen, "the policy's own observer still saw the step"
+
+
+def test_a_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = expert_model("gpt_oss")
+    policy = wrap(model, ACROSS)
+    before = model_state(model)
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(losses.GRPO, "__call__", broken)
+    with pytest.raises(ZeroDivisionError):
+        policy.verify(expert_batch(), LOSS)
+    assert model_state(model) == before and policy.observer is None
+
+
+def test_what_a_step_refuses_is_refused_before_the_reference_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("forkpoint.verify._reference", pytest.fail)
+    model = expert_model("gpt_oss", attention_dropout=0.1).train()
+    with pytest.raises(UnsupportedError, match="dropout"):
+        wrap(model, ACROSS).verify(expert_batch(), LOSS)
+
+
+def step(model: nn.Module, at: Callable[[], None]) -> None:
+    with torch.no_grad():
+        at()
+        model(input_ids=torch.ones(1, 5, dtype=torch.int64), use_cache=False)
+
+
+def test_routers_that_do_other_things_than_before_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = expert_model("gpt_oss"), expert_batch()
+    routers, routes = find_routers(model), Routes(batch)
+    with (
+        routed(model, routers, routes, record=True) as run,
+        pytest.raises(UnsupportedError, match="got 5 tokens where 3 were expected"),
+    ):
+        step(model, lambda: run.at(np.arange(3)))
+    twice = tuple(replace(router, calls=2) for router in routers)
+    with (
+        routed(model, twice, routes, record=True) as run,
+        pytest.raises(UnsupportedError, match="called topk 1 times and not 2 times"),
+    ):
+        step(model, lambda: run.at(np.arange(5)))
+    assert all("forward" not in vars(module) for module in model.modules())
