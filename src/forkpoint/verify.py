@@ -7,7 +7,6 @@ Both are compared with ordinary training in higher precision, so that the questi
 import copy
 import io
 import math
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from forkpoint.dense import DenseRun, dense_run
-from forkpoint.hosts.upcasts import lifted_upcasts, plain_recurrences
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.guard import Step
+from forkpoint.hosts.upcasts import lift_upcasts, run_plain_recurrences
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.rollouts import RolloutBatch
 
@@ -143,18 +144,34 @@ def verify(
 
     Raises as `Policy.forward_backward`.
     """
+    step = Step(policy.host.device)
+    return step.run(lambda: _verify(policy, batch, loss, denominators, step.changes))
+
+
+def _verify(
+    policy: "Policy",
+    batch: RolloutBatch,
+    loss: Loss,
+    denominators: Denominators | None,
+    changes: Changes,
+) -> VerifyReport:
     model = policy.host.model
     dtype = _lowest_dtype(model, policy.host.device)
-    with torch.enable_grad(), ExitStack() as stack:
-        if dtype == torch.float64:
-            stack.enter_context(lifted_upcasts(model))
-            stack.enter_context(plain_recurrences(model))
+    for p in model.parameters():
+        changes.later(setattr, p, "grad", p.grad)
+        p.grad = None
+    mark = changes.mark
+    if dtype == torch.float64:
+        lift_upcasts(model, changes)
+        run_plain_recurrences(model, changes)
+    with torch.enable_grad():
         shared, stats = _shared(policy, batch, loss, denominators)
         dense = reference = dense_run(model, batch, loss, denominators)
+    changes.undo(mark)
     reference_dtype = torch.float64
     if dtype != torch.float64:
         reference_dtype = torch.float64 if dtype == torch.float32 else torch.float32
-        reference = _reference(policy, batch, loss, denominators, reference_dtype)
+        reference = _reference(policy, batch, loss, denominators, reference_dtype, changes)
 
     errors = _parameter_errors(model, dtype, shared, dense.gradients, reference.gradients)
     norm = math.hypot(*(e.norm for e in errors)) or 1.0
@@ -216,16 +233,11 @@ def _parameter_errors(
 def _shared(
     policy: "Policy", batch: RolloutBatch, loss: Loss, denominators: Denominators | None
 ) -> tuple[Gradients, "StepStats"]:
-    parameters = dict(policy.host.model.named_parameters())
-    before = {name: p.grad for name, p in parameters.items()}
-    try:
-        for p in parameters.values():
-            p.grad = None
-        stats = policy.forward_backward(batch, loss, denominators=denominators)
-        return {name: p.grad for name, p in parameters.items()}, stats
-    finally:
-        for name, p in parameters.items():
-            p.grad = before[name]
+    step = Step(policy.host.device)
+    stats = step.run(
+        lambda: policy.run_step(step, batch, loss, denominators, 1.0, None, announced=False)
+    )
+    return {name: p.grad for name, p in policy.host.model.named_parameters()}, stats
 
 
 def _reference(
@@ -234,14 +246,17 @@ def _reference(
     loss: Loss,
     denominators: Denominators | None,
     dtype: torch.dtype,
+    changes: Changes,
 ) -> DenseRun:
     twin = copy.deepcopy(policy.host.model).to(dtype)
-    with torch.enable_grad(), ExitStack() as stack:
-        stack.enter_context(torch.autocast(policy.host.device.type, enabled=False))
-        stack.enter_context(plain_recurrences(twin))
-        if dtype == torch.float64:
-            stack.enter_context(lifted_upcasts(twin))
-        return dense_run(twin, batch, loss, denominators)
+    mark = changes.mark
+    run_plain_recurrences(twin, changes)
+    if dtype == torch.float64:
+        lift_upcasts(twin, changes)
+    with torch.enable_grad(), torch.autocast(policy.host.device.type, enabled=False):
+        found = dense_run(twin, batch, loss, denominators)
+    changes.undo(mark)
+    return found
 
 
 def _lowest_dtype(model: nn.Module, device: torch.device) -> torch.dtype:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from forkpoint import Policy, losses, wrap
 from forkpoint.engine.boundary import Arena
-from forkpoint.engine.guard import REDO, RESTORED
+from forkpoint.engine.guard import CLEARED, UNCHANGED
 from forkpoint.engine.timing import PhaseTimer
 from forkpoint.errors import UnsupportedError
 from forkpoint.losses.base import LossBatch, LossOutputs
@@ -186,8 +186,10 @@ def check_aftermath(
     if error_type is torch.OutOfMemoryError and frees_at_once:
         assert not injector.survivors(), "memory is held while the error is handled"
     notes = getattr(caught.value, "__notes__", [])
-    expected = [REDO if accumulated and not restore else RESTORED] if began else []
-    assert notes == expected
+    cleared = began and accumulated and not restore
+    assert notes == [CLEARED if cleared else UNCHANGED]
+    assert policy.last_step is not None
+    assert policy.last_step.gradients == ("cleared" if cleared else "unchanged")
     for name, parameter in model.named_parameters():
         if not accumulated or (began and not restore):
             assert parameter.grad is None, name

@@ -1,11 +1,11 @@
 """The modules and parameters of a model, listed once a step for all that looks at them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
+
+from forkpoint.engine.changes import Changes
 
 # A step looks at every module a dozen times before its first row, and to find them takes longer
 # than to look.
@@ -14,17 +14,14 @@ _walks: ContextVar[dict[tuple[str, nn.Module], list[tuple[str, Any]]] | None] = 
 )
 
 
-@contextmanager
-def one_walk() -> Iterator[None]:
-    """Within it, and all of it within another, each list is made once: nothing may change it."""
-    if _walks.get() is not None:
-        yield
-        return
-    token = _walks.set({})
-    try:
-        yield
-    finally:
-        _walks.reset(token)
+def list_once(changes: Changes) -> None:
+    """Make each list once, until the changes are undone: nothing may change the model meanwhile.
+
+    Where lists are made once already, they go on to be.
+    """
+    if _walks.get() is None:
+        changes.later(_walks.set, None)
+        _walks.set({})
 
 
 def every_module(model: nn.Module) -> list[tuple[str, nn.Module]]:
