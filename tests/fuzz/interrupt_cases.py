@@ -59,7 +59,7 @@ class Case:
     """Whether there are gradients before the step."""
     calls: str = "forward_backward"
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """A context of the user's around the call."""
+    """A context of the user's around the call, which is not interrupted itself."""
     batch: RolloutBatch = field(default_factory=small_batch)
 
     def __post_init__(self) -> None:
@@ -73,27 +73,26 @@ class Case:
             for name, p in self.parameters.items()
         }
         self.plan = self.policy.plan(self.batch, self.loss)
-        for _ in range(2):  # what is made at first use is made
-            self.clear()
+        with self.around():
+            for _ in range(2):  # what is made at first use is made
+                self.clear()
+                self.run()
+            self.alone = self.gradients()
+            self.reset()
+            self.before = self.gradients()
             self.run()
-        self.alone = self.gradients()
-        self.reset()
-        self.before = self.gradients()
-        self.run()
         self.complete = self.gradients()
         self.result = self._result()
         self.reset()
 
     def run(self) -> None:
-        """The call that is interrupted."""
+        """The call that is interrupted, within `around`."""
         if self.calls == "score":
-            with self.around():
-                self.scores = self.policy.score(self.batch, entropy=True, plan=self.plan)
+            self.scores = self.policy.score(self.batch, entropy=True, plan=self.plan)
         elif self.calls == "verify":
             self.report = self.policy.verify(self.batch, self.loss)
         else:
-            with self.around():
-                self.policy.forward_backward(self.batch, self.loss, plan=self.plan)
+            self.policy.forward_backward(self.batch, self.loss, plan=self.plan)
 
     def clear(self) -> None:
         for parameter in self.parameters.values():
@@ -194,7 +193,8 @@ class Case:
         """Whether the next call gives what it gives otherwise, bit for bit."""
         self.clear()
         try:
-            self.run()
+            with self.around():
+                self.run()
         except Exception as error:
             return [f"the next step raised {error!r:.200}"]
         found = [] if self._equal(self.alone) else ["the next step's gradients differ"]
@@ -273,8 +273,20 @@ def _case(
     return Case(name, model, policy, loss or losses.GRPO(kl=0.1), **(case or {}))
 
 
+def _lora() -> nn.Module:
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM, r=2, target_modules="all-linear", init_lora_weights=False
+    )
+    torch.manual_seed(2)
+    return get_peft_model(_tiny(), config)  # type: ignore[arg-type]
+
+
+def _same_tensor(x: Tensor) -> Tensor:
+    return x
+
+
 def _keeping_hooks() -> AbstractContextManager[Any]:
-    return torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same_tensor)
 
 
 def _checkpointed() -> nn.Module:

@@ -108,13 +108,14 @@ class Interrupter:
         torch.set_grad_enabled(True)
         self.case = case = CASES[self.name](self.name)
         times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            case.run()
-            times.append(time.perf_counter() - begin)
-            case.reset()
+        with case.around():
+            for _ in range(5):
+                begin = time.perf_counter()
+                case.run()
+                times.append(time.perf_counter() - begin)
+                case.reset()
+            self.state = case.state()
         self.seconds = statistics.median(times)
-        self.state = case.state()
         gc.collect()
         gc.freeze()  # leave out of the counts of tensors all that exists already
         case.next_step_faults()
@@ -123,7 +124,8 @@ class Interrupter:
 
     def _length(self, bytecodes: Bytecodes) -> int:
         self.case.reset()
-        length = bytecodes.count(self.case.run)
+        with self.case.around():
+            length = bytecodes.count(self.case.run)
         self.case.reset()
         return length
 
@@ -168,8 +170,9 @@ class Interrupter:
     ) -> None:
         case = self.case
         last = case.policy.last_step
-        attempt = run()
-        faults = case.faults(attempt, kinds, self.state, last)
+        with case.around():
+            attempt = run()
+            faults = case.faults(attempt, kinds, self.state, last)
         outcome = "none" if not attempt.raised else case.outcome
         if attempt.raised and attempt.error is None:
             outcome = "no effect"
