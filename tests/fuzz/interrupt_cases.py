@@ -15,9 +15,10 @@ import torch
 from interrupt_ways import Attempt
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, losses, wrap
-from forkpoint.engine.guard import ADDED, CLEARED, UNCHANGED
+from forkpoint.engine.guard import ADDED, CLEARED, UNCHANGED, Step
 from forkpoint.hosts import modules
 from forkpoint.losses import Loss
 from forkpoint.testing import tiny_model
@@ -85,8 +86,18 @@ class Case:
         self.result = self._result()
         self.reset()
 
-    def run(self) -> None:
+    def call(self) -> None:
         """The call that is interrupted, within `around`."""
+        if not isinstance(self.loss, FailingLoss):
+            return self.run()
+        self.loss.backwards = 0
+        try:
+            return self.run()
+        finally:
+            self.loss.backwards = None
+
+    def run(self) -> None:
+        """The same, where nothing is to fail."""
         if self.calls == "score":
             self.scores = self.policy.score(self.batch, entropy=True, plan=self.plan)
         elif self.calls == "verify":
@@ -133,6 +144,8 @@ class Case:
     def faults(self, attempt: Attempt, kinds: set[type], state: dict, last: object) -> list[str]:
         """What is wrong after the call was interrupted. `last` is `policy.last_step` before it."""
         found = self._gradient_faults(attempt, last)
+        if isinstance(self.loss, FailingLoss):
+            kinds = kinds | {self.loss.error}
         if attempt.error is not None and type(attempt.error) not in kinds:
             found.append(f"{attempt.error!r} in place of the exception")
         now = self.state()
@@ -148,11 +161,10 @@ class Case:
             p.grad is self.objects[name] for name, p in self.parameters.items()
         )
         is_complete, is_none = self._equal(self.complete), self._equal({})
-        notes = [
-            note
-            for note in getattr(attempt.error, "__notes__", ())
-            if note.startswith("forkpoint: ")
-        ]
+        notes = _notes(attempt.error)
+        if not notes and attempt.error is not None:
+            # A second exception, while the first is already put back and has its note.
+            notes = _notes(attempt.error.__context__)
         step = self.policy.last_step
         if self.calls != "forward_backward":
             self.outcome = "unchanged"
@@ -176,14 +188,10 @@ class Case:
         kept = self.policy.config.restore_grads or not self.accumulated
         if step.gradients == "cleared" and kept:
             wrong.append("gradients cleared that could have been put back")
-        # No note can be put on what is raised once the call has returned, or as it returns.
+        # No note can be put on what is raised once the call has returned, or as it is left.
         inside = attempt.error is not None and FORWARD_BACKWARD in attempt.codes
-        returning = inside and attempt.codes[-1] is FORWARD_BACKWARD
-        if (
-            inside
-            and notes != expected.get(step.gradients)
-            and not (returning and step.gradients == "added")
-        ):
+        left = attempt.leaving and attempt.codes[-1] in (FORWARD_BACKWARD, Step.run.__code__)
+        if inside and not left and notes != expected.get(step.gradients):
             wrong.append(f"last_step says {step.gradients}, notes are {notes}")
         if not inside and step.gradients != "added":
             wrong.append("the call returned, but its gradients were not added")
@@ -203,6 +211,10 @@ class Case:
 
     def _equal(self, wanted: Gradients) -> bool:
         return all(_same(p.grad, wanted.get(n)) for n, p in self.parameters.items())
+
+
+def _notes(error: BaseException | None) -> list[str]:
+    return [n for n in getattr(error, "__notes__", ()) if n.startswith("forkpoint: ")]
 
 
 def _same(x: Tensor | None, y: Tensor | None) -> bool:
@@ -245,14 +257,44 @@ def thread_state() -> dict[str, Any]:
 
 
 def live_tensors() -> int:
-    """Tensors that Python knows of, once what nobody refers to is gone."""
+    """Tensors with data that Python knows of, once what nobody refers to is gone."""
     gc.collect()
-    return sum(issubclass(type(entry), Tensor) for entry in gc.get_objects())
+    kinds = map(type, gc.get_objects())
+    return sum(issubclass(kind, Tensor) and kind is not FakeTensor for kind in kinds)
 
 
 def squared(outputs: losses.LossOutputs, batch: losses.LossBatch) -> Tensor:
     """A loss of which nothing is known, so that log-probs come first, in a pass of their own."""
     return outputs.logprobs.square().sum()
+
+
+class Failure(Exception):
+    """An error of the step itself."""
+
+
+class FailingLoss(Loss):
+    """A loss whose gradient raises in the second backward, while `backwards` counts them."""
+
+    decomposition = "token"
+    needs = ("reference_logprobs",)
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+        self.backwards: int | None = None
+        self.reached: Callable[[], object] = int
+        """Called right before the error is raised."""
+
+    def __call__(self, outputs: losses.LossOutputs, batch: losses.LossBatch) -> Tensor:
+        if self.backwards is not None and outputs.logprobs.requires_grad:
+            outputs.logprobs.register_hook(self._fail)
+        return losses.GRPO(kl=0.1)(outputs, batch)
+
+    def _fail(self, _: Tensor) -> None:
+        if self.backwards is not None:
+            self.backwards += 1
+            if self.backwards == 2:
+                self.reached()
+                raise self.error("on purpose")
 
 
 def _tiny(**changes: Any) -> Any:
@@ -326,6 +368,13 @@ CASES: dict[str, Callable[[str], Case]] = {
     "score-delta-rule": lambda n: _case(n, _hybrid("qwen3_next"), case={"calls": "score"}),
     "verify": lambda n: _case(n, case={"calls": "verify", **ACCUMULATED}),
     "verify-float64": lambda n: _case(n, _tiny().double(), case={"calls": "verify", **ACCUMULATED}),
+    "failing": lambda n: _case(n, loss=FailingLoss(Failure), case=ACCUMULATED),
+    "failing-restoring": lambda n: _case(
+        n, loss=FailingLoss(Failure), case=ACCUMULATED, restore_grads=True
+    ),
+    "out-of-memory": lambda n: _case(
+        n, loss=FailingLoss(torch.OutOfMemoryError), residency="offload", checkpointing="full"
+    ),
     "compiled": lambda n: _case(n, compile_blocks=True, case=ACCUMULATED),
     "compiled-checkpointed": lambda n: _case(n, _checkpointed(), compile_blocks=True),
 }

@@ -7,14 +7,21 @@ a jump backwards and after a call. `Bytecodes` raises at any bytecode, which inc
 
 import contextlib
 import ctypes
+import dis
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType, TracebackType
 from typing import Any
+
+
+# Between these bytecodes, with which exceptions are handled, no exception can arrive; CPython loses
+# count of references to the one that is handled where a trace function raises there.
+_HANDLING = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT")}
+_LEAVING = {dis.opmap[name] for name in ("RETURN_VALUE", "RERAISE")}
 
 
 class Interrupt(BaseException):
@@ -35,6 +42,9 @@ class Attempt:
     """Whether an exception was injected."""
     codes: tuple[CodeType, ...]
     """The functions that the exception passed through, outermost first."""
+    leaving: bool = False
+    """Whether it was raised in the place of a bytecode that leaves a function. CPython looks for
+    exceptions before and after these, so no other way does that."""
 
 
 def attempt(
@@ -62,7 +72,8 @@ def attempt(
 
 def _codes(traceback: TracebackType | None) -> Iterator[CodeType]:
     while traceback is not None:
-        yield traceback.tb_frame.f_code
+        if traceback.tb_frame.f_code.co_filename != __file__:
+            yield traceback.tb_frame.f_code
         traceback = traceback.tb_next
 
 
@@ -75,7 +86,7 @@ class Bytecodes:
         self._wanted = wanted
         self._known: dict[CodeType, bool] = {}
         self._moments: dict[int, type[BaseException]] = {}
-        self._defer = False
+        self._defer = self._leaving = False
         self.seen = 0
         self.where: str = ""
 
@@ -103,10 +114,11 @@ class Bytecodes:
             sys.settrace(None)
             return len(self._moments) < len(moments)
 
-        return attempt(call, lambda: self._arm(moments), end)
+        found = attempt(call, lambda: self._arm(moments), end)
+        return replace(found, leaving=self._leaving)
 
     def _arm(self, moments: dict[int, type[BaseException]]) -> None:
-        self._moments, self.seen = dict(moments), 0
+        self._moments, self.seen, self._leaving = dict(moments), 0, False
         sys.settrace(self._entered)
 
     def _entered(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -119,13 +131,14 @@ class Bytecodes:
         return self._stepped
 
     def _stepped(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode":
+        if event == "opcode" and frame.f_code.co_code[frame.f_lasti] not in _HANDLING:
             self.seen += 1
             if self.seen in self._moments:
                 kind = self._moments.pop(self.seen)
                 code = frame.f_code
                 self.where = f"{code.co_filename}:{frame.f_lineno} {code.co_name} {frame.f_lasti}"
                 if not self._defer:
+                    self._leaving = code.co_code[frame.f_lasti] in _LEAVING
                     raise kind("injected")
                 _set_exception(threading.get_ident(), kind)
         return self._stepped

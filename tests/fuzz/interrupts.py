@@ -1,10 +1,11 @@
 """Interrupt steps at random moments, or at every bytecode: see CONTRIBUTING.md.
 
 python tests/fuzz/interrupts.py --interrupts 20000 --seed 1 --json interrupts.json
-python tests/fuzz/interrupts.py --every plain
+python tests/fuzz/interrupts.py --every --case plain
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import random
@@ -24,7 +25,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from interrupt_cases import CASES, live_tensors
+from interrupt_cases import CASES, FailingLoss, Failure, live_tensors
 from interrupt_ways import (
     Alarm,
     Attempt,
@@ -40,7 +41,24 @@ import forkpoint
 
 SOURCE = str(Path(forkpoint.__file__).parent)
 # Not torch's compiler: code that it has made is what runs later.
-WITHOUT = ("/_dynamo/", "/_inductor/", "/_functorch/", "/interrupt", "/_guards.py", "importlib")
+WITHOUT = (
+    "<",
+    "/_dynamo/",
+    "/_inductor/",
+    "/_functorch/",
+    "/interrupt",
+    "/_guards.py",
+    "importlib",
+)
+# Where a step begins and ends, changes what outlives it, and undoes that.
+CONTROL = {
+    *(f"/engine/{name}.py" for name in ("changes", "engine", "gradient_sums", "guard", "offload")),
+    *(f"/engine/{name}.py" for name in ("residency", "staging", "thread_state")),
+    *(f"/hosts/{name}.py" for name in ("checkpointing", "compiled", "linear_attention")),
+    *(f"/hosts/{name}.py" for name in ("modules", "transformers", "upcasts")),
+    "/policy.py",
+    "/verify.py",
+}
 KINDS: dict[str, type[BaseException]] = {
     "interrupt": Interrupt,
     "timeout": Timeout,
@@ -51,6 +69,10 @@ WAYS = ("bytecode", "any-bytecode", "twice", "thread", "sigint", "sigalrm")
 
 def of_forkpoint(code: CodeType) -> bool:
     return code.co_filename.startswith(SOURCE)
+
+
+def of_control(code: CodeType) -> bool:
+    return code.co_filename.removeprefix(SOURCE) in CONTROL
 
 
 def of_anything(code: CodeType) -> bool:
@@ -96,6 +118,7 @@ class Interrupter:
     def __init__(self, name: str, tally: Tally) -> None:
         self.name, self.tally = name, tally
         self.own, self.any = Bytecodes(of_forkpoint), Bytecodes(of_anything)
+        self.control = Bytecodes(of_control)
         self._begin_anew()
         self.lengths = {"bytecode": self._length(self.own)}
 
@@ -123,17 +146,31 @@ class Interrupter:
         self.tensors = live_tensors()
 
     def _length(self, bytecodes: Bytecodes) -> int:
+        return self.extent(bytecodes)[1]
+
+    def extent(self, bytecodes: Bytecodes) -> tuple[int, int]:
+        """Of a call that fails the first of its bytecodes after the failure, else 1; and the
+        last."""
         self.case.reset()
-        with self.case.around():
-            length = bytecodes.count(self.case.run)
+        first = 0
+        loss = self.case.loss
+        if isinstance(loss, FailingLoss):
+
+            def reached() -> None:
+                nonlocal first
+                first = bytecodes.seen
+
+            loss.reached = reached
+        with self.case.around(), contextlib.suppress(Failure, torch.OutOfMemoryError):
+            bytecodes.count(self.case.call)
         self.case.reset()
-        return length
+        return first + 1, bytecodes.seen
 
     def once(
         self, way: str, moment: float, kind: type[BaseException], *, second: float = 0.0
     ) -> None:
         """Interrupt the call at a moment, of [0, 1), and count what became of it."""
-        call = self.case.run
+        call = self.case.call
         seconds = moment * self.seconds
         if way == "thread":
             self._do(way, moment, lambda: OtherThread().interrupt(call, seconds, kind), {kind})
@@ -154,9 +191,9 @@ class Interrupter:
             self.at(way, 1 + int(moment * self.lengths[way]), kind)
 
     def at(self, way: str, bytecode: int, kind: type[BaseException]) -> None:
-        """Interrupt the call at its n-th bytecode."""
-        bytecodes = self.own if way == "bytecode" else self.any
-        call = self.case.run
+        """Interrupt the call at its n-th bytecode: of all, of forkpoint's, of those in control."""
+        bytecodes = {"any-bytecode": self.any, "bytecode": self.own, "every": self.control}[way]
+        call = self.case.call
         run = lambda: bytecodes.interrupt(call, {bytecode: kind}, defer=False)  # noqa: E731
         self._do(way, bytecode, run, {kind}, at=bytecodes)
 
@@ -226,16 +263,20 @@ def interrupt_at_random(
         interrupter.look_for_tensors()
 
 
-def interrupt_everywhere(
-    name: str, tally: Tally, *, stride: int = 1, begin: int = 1
-) -> Iterator[None]:
-    """One at each bytecode of forkpoint, from the first that the call runs to the last."""
+def interrupt_everywhere(name: str, tally: Tally, *, stride: int = 1) -> Iterator[None]:
+    """Interrupt a case at each bytecode of what is in control of a step.
+
+    Cases that fail by themselves are interrupted after that, while they are put back.
+    """
     interrupter = Interrupter(name, tally)
-    for bytecode in range(begin, interrupter.lengths["bytecode"] + 1, stride):
-        interrupter.at("bytecode", bytecode, Interrupt)
-        if bytecode % 200 == 0:
+    first, last = interrupter.extent(interrupter.control)
+    print(f"{name}: bytecodes {first} to {last}", flush=True)
+    for turn, bytecode in enumerate(range(first, last + 1, stride)):
+        interrupter.at("every", bytecode, Interrupt)
+        if turn % 200 == 199:
             interrupter.look_for_tensors()
         yield
+    interrupter.look_for_tensors()
 
 
 def main() -> int:
@@ -244,9 +285,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", nargs="+", choices=WAYS, default=WAYS, help="ways to interrupt")
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--every", action="store_true", help="at each bytecode of forkpoint")
-    parser.add_argument("--stride", type=int, default=1, help="with --every: at each so many")
-    parser.add_argument("--begin", type=int, default=1, help="with --every: the first")
+    parser.add_argument(
+        "--every", action="store_true", help="at each bytecode of what is in control of a step"
+    )
+    parser.add_argument("--stride", type=int, default=1, help="with --every: of so many one")
     parser.add_argument("--json", type=Path, help="where counts and failures are written")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -272,9 +314,7 @@ def main() -> int:
             )
             return
         for name in arguments.case:
-            yield from interrupt_everywhere(
-                name, tally, stride=arguments.stride, begin=arguments.begin
-            )
+            yield from interrupt_everywhere(name, tally, stride=arguments.stride)
 
     with quick_threads():
         for _ in runs():

@@ -155,9 +155,9 @@ class Step:
                 try:
                     if not self._is_back:
                         self._put_everything_back(error)
-                    note = NOTES.get(self.outcome.gradients)
-                    if self.notes and note and note not in getattr(error, "__notes__", ()):
-                        error.add_note(note)
+                    self._note(error)
+                    if interrupt is not None:
+                        self._note(interrupt)
                     break
                 except BaseException as other:
                     interrupt = other
@@ -167,6 +167,11 @@ class Step:
                 raise interrupt
         finally:
             interrupt = None  # its traceback holds this frame
+
+    def _note(self, error: BaseException) -> None:
+        note = NOTES.get(self.outcome.gradients)
+        if self.notes and note is not None and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
     def _put_everything_back(self, error: BaseException) -> None:
         close_generators(error, self._handled)
