@@ -298,7 +298,7 @@ class FailingLoss(Loss):
 
 
 def _tiny(**changes: Any) -> Any:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24}
     return tiny_model("qwen3", dtype=torch.float32, **{**sizes, **changes}).train()
 
 
@@ -331,8 +331,12 @@ def _keeping_hooks() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same_tensor)
 
 
+def _deeper() -> nn.Module:
+    return _tiny(num_hidden_layers=2)
+
+
 def _checkpointed() -> nn.Module:
-    model = _tiny()
+    model = _deeper()
     # By whatever name the installed transformers has for it.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next(getattr(model, name) for name in names if hasattr(model, name))
@@ -355,9 +359,9 @@ CASES: dict[str, Callable[[str], Case]] = {
     "sums-restoring": lambda n: _case(n, case=ACCUMULATED, restore_grads=True, **SUMS),
     "lora": lambda n: _case(n, _lora(), case=ACCUMULATED),
     "recompute": lambda n: _case(n, residency="recompute"),
-    "offload": lambda n: _case(n, residency="offload", case=ACCUMULATED),
+    "offload": lambda n: _case(n, _deeper(), residency="offload", case=ACCUMULATED),
     "selective": lambda n: _case(n, checkpointing="selective", case=ACCUMULATED),
-    "full": lambda n: _case(n, checkpointing="full", residency="offload"),
+    "full": lambda n: _case(n, _deeper(), checkpointing="full", residency="offload"),
     "checkpointed": lambda n: _case(n, _checkpointed(), case=ACCUMULATED),
     "two-pass": lambda n: _case(n, loss=losses.base.as_loss(squared), case=ACCUMULATED),
     "autocast": lambda n: _case(n, case={"around": lambda: torch.autocast("cpu", torch.bfloat16)}),

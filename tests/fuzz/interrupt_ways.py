@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-
 # Between these bytecodes, with which exceptions are handled, no exception can arrive; CPython loses
 # count of references to the one that is handled where a trace function raises there.
 _HANDLING = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT")}

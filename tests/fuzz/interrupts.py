@@ -65,6 +65,8 @@ KINDS: dict[str, type[BaseException]] = {
     "keyboard": KeyboardInterrupt,
 }
 WAYS = ("bytecode", "any-bytecode", "twice", "thread", "sigint", "sigalrm")
+# To trace all bytecodes takes ten times as long as the step.
+SHARES = {"any-bytecode": 1, "twice": 2, "bytecode": 4, "thread": 4, "sigint": 3, "sigalrm": 4}
 
 
 def of_forkpoint(code: CodeType) -> bool:
@@ -245,14 +247,14 @@ class Interrupter:
 def interrupt_at_random(
     names: list[str], interrupts: int, seed: int, ways: tuple[str, ...], tally: Tally
 ) -> Iterator[None]:
-    """As many interrupts of each case, in turns of all ways."""
+    """As many interrupts of each case, in ways and at moments that are drawn."""
     generator = random.Random(seed)
     for index, name in enumerate(names):
         wanted = interrupts * (index + 1) // len(names)
         interrupter = Interrupter(name, tally)
         turn = 0
         while tally.interrupts < wanted:
-            way = ways[turn % len(ways)]
+            [way] = generator.choices(ways, [SHARES[way] for way in ways])
             kind = KINDS[generator.choice(list(KINDS))]
             turn += 1
             moment, second = generator.random(), generator.random()
@@ -316,6 +318,8 @@ def main() -> int:
         for name in arguments.case:
             yield from interrupt_everywhere(name, tally, stride=arguments.stride)
 
+    # What arrives in a destructor or a callback of a weak reference is printed and ignored.
+    sys.unraisablehook = lambda _: None
     with quick_threads():
         for _ in runs():
             if time.monotonic() - saved > 30:
