@@ -197,15 +197,27 @@ class Case:
             wrong.append("the call returned, but its gradients were not added")
         return wrong
 
-    def next_step_faults(self) -> list[str]:
-        """Whether the next call gives what it gives otherwise, bit for bit."""
+    def next_step_faults(self, state: dict, held: list[Attempt]) -> list[str]:
+        """Whether the next call gives what it gives otherwise, bit for bit.
+
+        held: what is held of the interrupt, which is let go while that call runs: generators that
+            were left suspended, if any, would then change the state of the call.
+        """
         self.clear()
+        found = []
+        self.policy.observer = lambda _: held.clear()
         try:
             with self.around():
                 self.run()
+                now = self.state()
+                if now["thread"] != state["thread"]:
+                    found.append("after the next step: " + _difference(state, now))
         except Exception as error:
             return [f"the next step raised {error!r:.200}"]
-        found = [] if self._equal(self.alone) else ["the next step's gradients differ"]
+        finally:
+            held.clear()
+            self.policy.observer = None
+        found += [] if self._equal(self.alone) else ["the next step's gradients differ"]
         same = all(map(torch.equal, self._result(), self.result))
         return found + ([] if same else ["the next scores differ"])
 

@@ -120,7 +120,6 @@ class Interrupter:
     def __init__(self, name: str, tally: Tally) -> None:
         self.name, self.tally = name, tally
         self.own, self.any = Bytecodes(of_forkpoint), Bytecodes(of_anything)
-        self.control = Bytecodes(of_control)
         self._begin_anew()
         self.lengths = {"bytecode": self._length(self.own)}
 
@@ -143,7 +142,7 @@ class Interrupter:
         self.seconds = statistics.median(times)
         gc.collect()
         gc.freeze()  # leave out of the counts of tensors all that exists already
-        case.next_step_faults()
+        case.next_step_faults(self.state, [])
         case.reset()
         self.tensors = live_tensors()
 
@@ -188,16 +187,32 @@ class Interrupter:
             run = lambda: self.own.interrupt(call, moments, defer=True)  # noqa: E731
             self._do(way, moment, run, {kind}, at=self.own)
         else:
+            bytecodes = self.own if way == "bytecode" else self.any
             if way not in self.lengths:
-                self.lengths[way] = self._length(self.any)
-            self.at(way, 1 + int(moment * self.lengths[way]), kind)
+                self.lengths[way] = self._length(bytecodes)
+            self.at(way, 1 + int(moment * self.lengths[way]), kind, bytecodes)
 
-    def at(self, way: str, bytecode: int, kind: type[BaseException]) -> None:
-        """Interrupt the call at its n-th bytecode: of all, of forkpoint's, of those in control."""
-        bytecodes = {"any-bytecode": self.any, "bytecode": self.own, "every": self.control}[way]
+    def at(self, way: str, bytecode: int, kind: type[BaseException], bytecodes: Bytecodes) -> None:
+        """Interrupt the call at the n-th of these bytecodes."""
         call = self.case.call
         run = lambda: bytecodes.interrupt(call, {bytecode: kind}, defer=False)  # noqa: E731
         self._do(way, bytecode, run, {kind}, at=bytecodes)
+
+    def everywhere(
+        self, wanted: Callable[[CodeType], bool] = of_control, *, stride: int = 1
+    ) -> Iterator[None]:
+        """Interrupt the call at each bytecode of functions that are wanted, or at one of so many.
+
+        A case that fails by itself is interrupted after that, while it is put back.
+        """
+        bytecodes = Bytecodes(wanted)
+        first, last = self.extent(bytecodes)
+        for turn, bytecode in enumerate(range(first, last + 1, stride)):
+            self.at("every", bytecode, Interrupt, bytecodes)
+            if turn % 200 == 199:
+                self.look_for_tensors()
+            yield
+        self.look_for_tensors()
 
     def _do(
         self,
@@ -216,8 +231,9 @@ class Interrupter:
         if attempt.raised and attempt.error is None:
             outcome = "no effect"
         error = repr(attempt.error)
+        held = [attempt]
         del attempt
-        faults += case.next_step_faults()
+        faults += case.next_step_faults(self.state, held)
         case.reset()
         self.tally.counts[case.name, way, outcome] += 1
         if faults:
@@ -265,22 +281,6 @@ def interrupt_at_random(
         interrupter.look_for_tensors()
 
 
-def interrupt_everywhere(name: str, tally: Tally, *, stride: int = 1) -> Iterator[None]:
-    """Interrupt a case at each bytecode of what is in control of a step.
-
-    Cases that fail by themselves are interrupted after that, while they are put back.
-    """
-    interrupter = Interrupter(name, tally)
-    first, last = interrupter.extent(interrupter.control)
-    print(f"{name}: bytecodes {first} to {last}", flush=True)
-    for turn, bytecode in enumerate(range(first, last + 1, stride)):
-        interrupter.at("every", bytecode, Interrupt)
-        if turn % 200 == 199:
-            interrupter.look_for_tensors()
-        yield
-    interrupter.look_for_tensors()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--interrupts", type=int, default=20_000)
@@ -316,7 +316,7 @@ def main() -> int:
             )
             return
         for name in arguments.case:
-            yield from interrupt_everywhere(name, tally, stride=arguments.stride)
+            yield from Interrupter(name, tally).everywhere(stride=arguments.stride)
 
     # What arrives in a destructor or a callback of a weak reference is printed and ignored.
     sys.unraisablehook = lambda _: None
