@@ -42,6 +42,10 @@ class Changes:
             function(*args)
             self._undo.pop()
 
+    def forget(self) -> None:
+        """Leave the last change as it is: undoing it fails."""
+        self._undo.pop()
+
     def __enter__(self) -> "Changes":
         return self
 

@@ -32,8 +32,8 @@ ADDED = (
     "and the step must not be repeated."
 )
 NOTES = {"unchanged": UNCHANGED, "cleared": CLEARED, "added": ADDED}
-# How often a put-back is begun again that exceptions keep ending. Interrupts end it once or twice;
-# what ends it every time is an error of ours or of a device.
+# How often something is put back that exceptions keep ending. Interrupts end it once or twice; what
+# ends it every time is an error of ours, or a device that has failed.
 ATTEMPTS = 100
 
 
@@ -149,42 +149,47 @@ class Step:
         Exceptions that arrive meanwhile do not end this. One that is no `Exception`, such as
         KeyboardInterrupt, is raised at the end, in the place of `error`, which is its context.
         """
-        interrupt: BaseException | None = None
+        interrupts: list[BaseException] = []
         try:
+            if not self._is_back:
+                self._put_everything_back(error, interrupts)
+            self._note(error)
+            for interrupt in interrupts[::-1]:
+                if not isinstance(interrupt, Exception):
+                    self._note(interrupt)
+                    raise interrupt
+        finally:
+            interrupts.clear()  # their tracebacks hold this frame
+
+    def _put_everything_back(self, error: BaseException, interrupts: list[BaseException]) -> None:
+        def done(action: Callable[[], object]) -> bool:
+            """Repeat an action, which can be repeated, until nothing ends it before its end."""
             for _ in range(ATTEMPTS):
                 try:
-                    if not self._is_back:
-                        self._put_everything_back(error)
-                    self._note(error)
-                    if interrupt is not None:
-                        self._note(interrupt)
-                    break
+                    action()
+                    return True
                 except BaseException as other:
-                    interrupt = other
-            else:
-                error.add_note(f"forkpoint: the step could not be put back: {interrupt!r}")
-            if interrupt is not None and not isinstance(interrupt, Exception):
-                raise interrupt
-        finally:
-            interrupt = None  # its traceback holds this frame
+                    interrupts.append(other)
+            error.add_note(f"forkpoint: the step could not be put back: {interrupts[-1]!r}")
+            return False
+
+        done(lambda: close_generators(error, self._handled))
+        done(self._thread.restore)
+        done(self._take_back)
+        while not done(self.changes.undo):
+            self.changes.forget()
+        if isinstance(error, torch.OutOfMemoryError):
+            # While it is handled, its traceback would keep alive what the step's frames hold: the
+            # very memory that a smaller step, tried within the except clause, needs.
+            done(lambda: traceback.clear_frames(error.__traceback__))
+        self._is_back = True
+
+    def _take_back(self) -> None:
+        if self.outcome.gradients == "pending":
+            self.outcome.gradients = self.guard.take_back() if self.guard else "unchanged"
+        self.guard = None
 
     def _note(self, error: BaseException) -> None:
         note = NOTES.get(self.outcome.gradients)
         if self.notes and note is not None and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
-
-    def _put_everything_back(self, error: BaseException) -> None:
-        close_generators(error, self._handled)
-        self.changes.undo()
-        self._thread.restore()
-        if self.outcome.gradients != "added":
-            if self.guard is not None:
-                self.outcome.gradients = self.guard.take_back()
-                self.guard = None
-            elif self.outcome.gradients == "pending":
-                self.outcome.gradients = "unchanged"
-        if isinstance(error, torch.OutOfMemoryError):
-            # While it is handled, its traceback would keep alive what the step's frames hold: the
-            # very memory that a smaller step, tried within the except clause, needs.
-            traceback.clear_frames(error.__traceback__)
-        self._is_back = True
