@@ -166,17 +166,14 @@ class Case:
             # A second exception, while the first is already put back and has its note.
             notes = _notes(attempt.error.__context__)
         step = self.policy.last_step
+        wrong = [] if is_before else ["gradients changed"]
         if self.calls != "forward_backward":
             self.outcome = "unchanged"
-            wrong = [] if is_before else ["gradients changed"]
-            return (
-                wrong
-                + ([f"notes {notes}"] if notes else [])
-                + ([] if step is last else ["last_step"])
-            )
+            wrong += [f"notes {notes}"] if notes else []
+            return wrong + ([] if step is last else ["last_step changed"])
         if step is last:
             self.outcome = "not begun"
-            return ([] if is_before else ["gradients changed"]) + ([str(notes)] if notes else [])
+            return wrong + ([] if notes in ([], [UNCHANGED]) else [f"notes {notes}"])
         assert step is not None
         self.outcome = step.gradients
         given = {"unchanged": is_before, "cleared": is_none, "added": is_complete}
