@@ -145,10 +145,10 @@ class Policy:
         """
         step = Step(self.host.device)
         return step.run(
-            lambda: self.run_step(step, batch, loss, denominators, scale, plan, announced=True)
+            lambda: self._run_step(step, batch, loss, denominators, scale, plan, announced=True)
         )
 
-    def run_step(
+    def _run_step(
         self,
         step: Step,
         batch: RolloutBatch,

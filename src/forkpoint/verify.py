@@ -235,7 +235,7 @@ def _shared(
 ) -> tuple[Gradients, "StepStats"]:
     step = Step(policy.host.device)
     stats = step.run(
-        lambda: policy.run_step(step, batch, loss, denominators, 1.0, None, announced=False)
+        lambda: policy._run_step(step, batch, loss, denominators, 1.0, None, announced=False)
     )
     return {name: p.grad for name, p in policy.host.model.named_parameters()}, stats
 

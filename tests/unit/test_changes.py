@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.thread_state import ThreadState, _autocast_nesting, close_generators
@@ -108,6 +110,8 @@ def state() -> list[object]:
         _autocast_nesting(),
         torch._C._autograd._top_saved_tensors_default_hooks(True),
         torch.overrides._get_current_function_mode_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._dynamo.eval_frame.get_eval_frame_callback(),
     ]
 
 
@@ -134,7 +138,10 @@ def test_a_thread_s_state_is_restored(within: bool) -> None:
             torch.device("meta"),
             hooks(torch.relu, torch.relu),
             torch.autocast("cpu", enabled=False),
+            FakeTensorMode(),
+            TorchDispatchMode(),
         )
+        torch._C._dynamo.eval_frame.set_eval_frame(False)  # as while torch compiles
         assert state() != before
         for _ in range(2):
             kept.restore()

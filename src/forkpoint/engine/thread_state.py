@@ -43,7 +43,7 @@ class ThreadState:
         if eval_frame.get_eval_frame_callback() is not self._frame_callback:
             eval_frame.set_eval_frame(self._frame_callback)
         while torch._C._len_torch_dispatch_stack() > self._dispatch_modes:
-            torch._C._pop_torch_dispatch_stack()
+            torch._C._pop_torch_dispatch_stack(None)
         while _get_current_function_mode_stack() != self._modes:
             now = _get_current_function_mode_stack()
             if now == self._modes[: len(now)]:
