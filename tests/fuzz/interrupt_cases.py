@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import operator
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,7 @@ from integration.steps import model_state
 
 ACROSS = Config(sharing="tree", boundary="across_rows", max_row_tokens=8)
 FORWARD_BACKWARD: CodeType = Policy.forward_backward.__code__
+DEVICE = torch.device(os.environ.get("FORKPOINT_INTERRUPTS_DEVICE", "cpu"))
 Gradients = dict[str, Tensor | None]
 
 
@@ -68,7 +70,7 @@ class Case:
         self.clear()
         generator = torch.Generator().manual_seed(1)
         self.earlier: Gradients = {
-            name: torch.randn(p.shape, generator=generator).to(p)
+            name: torch.randn(p.shape, generator=generator, device="cpu").to(p)
             if self.accumulated and p.requires_grad
             else None
             for name, p in self.parameters.items()
@@ -246,12 +248,16 @@ def _difference(before: Any, after: Any) -> str:
 def thread_state() -> dict[str, Any]:
     """torch's state of this thread, and of the process's generators."""
     nesting = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+    cuda = None
+    if DEVICE.type == "cuda":
+        cuda = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
     return {
+        "cuda": cuda,
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": (
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
+            *(torch.is_autocast_enabled(kind) for kind in ("cpu", DEVICE.type)),
+            *(torch.get_autocast_dtype(kind) for kind in ("cpu", DEVICE.type)),
             torch.is_autocast_cache_enabled(),
             tuple(map(operator.call, nesting)),
         ),
@@ -266,8 +272,11 @@ def thread_state() -> dict[str, Any]:
 
 
 def live_tensors() -> int:
-    """Tensors with data that Python knows of, once what nobody refers to is gone."""
+    """Tensors with data that Python knows of, once what nobody refers to is gone; on CUDA bytes."""
     gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
     kinds = map(type, gc.get_objects())
     return sum(issubclass(kind, Tensor) and kind is not FakeTensor for kind in kinds)
 
@@ -320,7 +329,10 @@ def _case(
     **options: Any,
 ) -> Case:
     model = _tiny() if model is None else model
-    policy = wrap(model, replace(ACROSS, **options))
+    if DEVICE.type == "cuda":
+        double = next(model.parameters()).dtype == torch.float64
+        model = model.to(DEVICE, torch.float64 if double else torch.bfloat16)
+    policy = wrap(model, replace(ACROSS, **{"compile_blocks": False, **options}))
     return Case(name, model, policy, loss or losses.GRPO(kl=0.1), **(case or {}))
 
 
@@ -330,6 +342,10 @@ def _lora() -> nn.Module:
     )
     torch.manual_seed(2)
     return get_peft_model(_tiny(), config)  # type: ignore[arg-type]
+
+
+def _autocast() -> AbstractContextManager[Any]:
+    return torch.autocast(DEVICE.type, torch.bfloat16)
 
 
 def _same_tensor(x: Tensor) -> Tensor:
@@ -373,7 +389,7 @@ CASES: dict[str, Callable[[str], Case]] = {
     "full": lambda n: _case(n, _deeper(), checkpointing="full", residency="offload"),
     "checkpointed": lambda n: _case(n, _checkpointed(), case=ACCUMULATED),
     "two-pass": lambda n: _case(n, loss=losses.base.as_loss(squared), case=ACCUMULATED),
-    "autocast": lambda n: _case(n, case={"around": lambda: torch.autocast("cpu", torch.bfloat16)}),
+    "autocast": lambda n: _case(n, case={"around": _autocast}),
     "hooks": lambda n: _case(n, checkpointing="full", case={"around": _keeping_hooks}),
     "delta-rule": lambda n: _case(n, _hybrid("qwen3_next")),
     "mamba": lambda n: _case(n, _hybrid("granitemoehybrid"), case=ACCUMULATED),

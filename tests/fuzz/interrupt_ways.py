@@ -20,7 +20,7 @@ from typing import Any
 # Between these bytecodes, with which exceptions are handled, no exception can arrive; CPython loses
 # count of references to the one that is handled where a trace function raises there.
 _HANDLING = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT")}
-_LEAVING = {dis.opmap[name] for name in ("RETURN_VALUE", "RERAISE")}
+_LEAVING = {dis.opmap.get(name) for name in ("RETURN_VALUE", "RETURN_CONST", "RERAISE")}
 
 
 class Interrupt(BaseException):
@@ -118,6 +118,8 @@ class Bytecodes:
 
     def _arm(self, moments: dict[int, type[BaseException]]) -> None:
         self._moments, self.seen, self._leaving = dict(moments), 0, False
+        # From Python 3.12 on no bytecode is traced unless some frame asked for it by now.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._entered)
 
     def _entered(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -126,6 +128,7 @@ class Bytecodes:
             wanted = self._known[frame.f_code] = self._wanted(frame.f_code)
         if not wanted:
             return None
+        frame.f_trace = self._stepped  # first, for Python 3.13
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self._stepped
 

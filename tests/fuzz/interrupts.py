@@ -2,6 +2,8 @@
 
 python tests/fuzz/interrupts.py --interrupts 20000 --seed 1 --json interrupts.json
 python tests/fuzz/interrupts.py --every --case plain
+
+With FORKPOINT_INTERRUPTS_DEVICE=cuda models are on a GPU, in bfloat16.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from interrupt_cases import CASES, FailingLoss, Failure, live_tensors
+from interrupt_cases import CASES, DEVICE, FailingLoss, Failure, live_tensors
 from interrupt_ways import (
     Alarm,
     Attempt,
@@ -296,6 +298,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(DEVICE.type == "cuda", warn_only=True)
     tally, begin = Tally(), time.monotonic()
     saved = begin
 
