@@ -65,6 +65,7 @@ KINDS: dict[str, type[BaseException]] = {
     "interrupt": Interrupt,
     "timeout": Timeout,
     "keyboard": KeyboardInterrupt,
+    "memory": torch.OutOfMemoryError,
 }
 WAYS = ("bytecode", "any-bytecode", "twice", "thread", "sigint", "sigalrm")
 # To trace all bytecodes takes ten times as long as the step.
