@@ -151,9 +151,14 @@ class Step:
         """
         interrupts: list[BaseException] = []
         try:
-            if not self._is_back:
-                self._put_everything_back(error, interrupts)
-            self._note(error)
+            for _ in range(ATTEMPTS):
+                try:
+                    if not self._is_back:
+                        self._put_everything_back(error, interrupts)
+                    self._note(error)
+                    break
+                except BaseException as other:
+                    interrupts.append(other)
             for interrupt in interrupts[::-1]:
                 if not isinstance(interrupt, Exception):
                     self._note(interrupt)
@@ -162,6 +167,8 @@ class Step:
             interrupts.clear()  # their tracebacks hold this frame
 
     def _put_everything_back(self, error: BaseException, interrupts: list[BaseException]) -> None:
+        """Put back each thing by itself; what cannot be put back is a note on `error`."""
+
         def done(action: Callable[[], object]) -> bool:
             """Repeat an action, which can be repeated, until nothing ends it before its end."""
             for _ in range(ATTEMPTS):
