@@ -31,6 +31,7 @@ __all__ = [
     "RolloutBatch",
     "RolloutError",
     "Scores",
+    "StepOutcome",
     "StepStats",
     "TraceError",
     "UnsupportedError",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from forkpoint import losses as losses
     from forkpoint.policy import Policy as Policy
     from forkpoint.policy import Scores as Scores
+    from forkpoint.policy import StepOutcome as StepOutcome
     from forkpoint.policy import StepStats as StepStats
     from forkpoint.policy import wrap as wrap
     from forkpoint.verify import VerifyReport as VerifyReport
@@ -57,6 +59,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Policy": "forkpoint.policy",
     "Scores": "forkpoint.policy",
+    "StepOutcome": "forkpoint.policy",
     "StepStats": "forkpoint.policy",
     "VerifyReport": "forkpoint.verify",
     "wrap": "forkpoint.policy",

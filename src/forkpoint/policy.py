@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from forkpoint.config import Config
 from forkpoint.engine.device import device_name
 from forkpoint.engine.engine import Engine
+from forkpoint.engine.guard import Step
+from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.engine.host import Host
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.engine.views import batch_denominators, check_range
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
-from forkpoint.hosts.modules import one_walk
+from forkpoint.hosts.modules import list_once
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.outputs import PerToken
@@ -89,6 +91,9 @@ class Policy:
         self.config: Config = config
         self.observer: Callable[[str], None] | None = None
         """Called with each event of a step before it runs: for measurements."""
+        self.last_step: StepOutcome | None = None
+        """What the last call of `forward_backward` that began to run has done to `.grad`: another
+        object for every call, made once its arguments have been checked and its plan made."""
         self._kept: _Kept = _Kept()
 
     def plan(self, batch: RolloutBatch, loss: Loss | LossFunction | None = None) -> Plan:
@@ -113,7 +118,6 @@ class Policy:
             calibration=self._calibration(),
         )
 
-    @one_walk()
     def forward_backward(
         self,
         batch: RolloutBatch,
@@ -141,8 +145,30 @@ class Policy:
             UnsupportedError: the model's present state has not been shown exact.
             PlanError: no plan fits, or the plan given is another batch's.
 
-        If it fails, no gradient is half added: see Config.restore_grads.
+        Nothing is half added, whatever exception ends the step, and whenever it arrives
+        (KeyboardInterrupt, say): either `.grad` has the whole gradient, or what had been added is
+        taken back; see Config.restore_grads. `last_step.gradients` says which of these it is, and
+        so does a note on the exception.
         """
+        step = Step(self.host.device)
+        return step.run(
+            lambda: self._run_step(step, batch, loss, denominators, scale, plan, announced=True)
+        )
+
+    def _run_step(
+        self,
+        step: Step,
+        batch: RolloutBatch,
+        loss: Loss | LossFunction,
+        denominators: Denominators | None,
+        scale: float,
+        plan: Plan | None,
+        *,
+        announced: bool,
+    ) -> StepStats:
+        """The work of `forward_backward`, for `step.run`. `announced`: with notes, and as
+        `last_step`."""
+        list_once(step.changes)
         _check_batch(batch)
         loss = as_loss(loss)
         loss.check_head(self.host.head)
@@ -156,14 +182,18 @@ class Policy:
                 "None for the batch's own counts."
             )
         factor = _finite(scale)
-        self._check_sample(batch, training=True)
+        self._check_sample(step, batch, training=True)
         plan = self._plan_for(batch, plan, loss)
+        if announced:
+            step.notes = True
+            self.last_step = step.outcome
         engine = Engine(self.host, self.config, self._staging_of(plan))
         engine.observer = self.observer
         result = engine.forward_backward(
-            plan, batch, loss, denominators or batch_denominators(batch), factor
+            step, plan, batch, loss, denominators or batch_denominators(batch), factor
         )
         cuda = self.host.device.type == "cuda"
+        # What a device has failed at is raised here at the latest: it is waited for.
         return StepStats(
             loss=float(result.loss),
             logical_tokens=plan.logical_tokens,
@@ -179,7 +209,6 @@ class Policy:
             offload=result.offload,
         )
 
-    @one_walk()
     def score(
         self, batch: RolloutBatch, *, entropy: bool = False, plan: Plan | None = None
     ) -> Scores:
@@ -188,6 +217,11 @@ class Policy:
         Of a critic the values, which advantages are estimated with. Raises as `forward_backward`,
         and UnsupportedError where a critic is asked for entropies.
         """
+        step = Step(self.host.device)
+        return step.run(lambda: self._score(step, batch, entropy, plan))
+
+    def _score(self, step: Step, batch: RolloutBatch, entropy: bool, plan: Plan | None) -> Scores:
+        list_once(step.changes)
         _check_batch(batch)
         check_range(batch, self.host.loss_dtype)
         if entropy and self.host.head == "values":
@@ -196,9 +230,9 @@ class Policy:
                 "policy for them, or leave entropy=True out."
             )
         self.host.check(batch, training=False)
-        self._check_sample(batch, training=False)
+        self._check_sample(step, batch, training=False)
         plan = self._plan_for(batch, plan, None)
-        result = Engine(self.host, self.config).score(plan, batch, entropy=entropy)
+        result = Engine(self.host, self.config).score(step, plan, batch, entropy=entropy)
         return Scores(result.per_token, plan, result.events)
 
     def verify(
@@ -232,7 +266,7 @@ class Policy:
         policy._kept = self._kept
         return policy
 
-    def _check_sample(self, batch: RolloutBatch, *, training: bool) -> None:
+    def _check_sample(self, step: Step, batch: RolloutBatch, *, training: bool) -> None:
         """Before the first step, the second, and the first after the model has changed.
 
         At the second step weights have moved: what a hook derives from them is then renewed.
@@ -253,7 +287,7 @@ class Policy:
         weights = [p for _, p in self.host.named_parameters() if not p.is_inference()]
         version = sum(p._version for p in weights)
         if version not in versions:
-            self_check(self.host, self.config, batch, training=training)
+            self_check(step, self.host, self.config, batch, training=training)
             self._kept.agreed[state] = [*versions, version]
             while len(self._kept.agreed) > MOST_STATES:
                 self._kept.agreed.pop(next(iter(self._kept.agreed)))

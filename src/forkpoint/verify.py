@@ -6,20 +6,21 @@ Both are compared with ordinary training in higher precision, so that the questi
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.dense import DenseRun, dense_run
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.guard import Step
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, following, routed
-from forkpoint.hosts.upcasts import lifted_upcasts, plain_experts, plain_recurrences
+from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, follow
+from forkpoint.hosts.upcasts import lift_upcasts, run_plain_experts, run_plain_recurrences
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
+from forkpoint.sampler import compute_dtype
 from forkpoint.verify_report import ParameterError as ParameterError
 from forkpoint.verify_report import RouteCounts as RouteCounts
 from forkpoint.verify_report import RouteReport as RouteReport
@@ -67,14 +68,35 @@ def verify(
 
     Raises as `Policy.forward_backward`.
     """
+    step = Step(policy.host.device)
+    return step.run(
+        lambda: _verify(policy, batch, loss, denominators, step.changes, hold_routes=hold_routes)
+    )
+
+
+def _verify(
+    policy: "Policy",
+    batch: RolloutBatch,
+    loss: Loss,
+    denominators: Denominators | None,
+    changes: Changes,
+    *,
+    hold_routes: bool,
+) -> VerifyReport:
     model = policy.host.model
-    dtype = _lowest_dtype(model, policy.host.device)
+    dtype = compute_dtype(model, policy.host.device)
     routes = None
+    for p in model.parameters():
+        changes.later(setattr, p, "grad", p.grad)
+        p.grad = None
     reference_dtype = torch.float64
     if dtype == torch.float64:
-        with torch.enable_grad(), _plainly(model, dtype):
-            shared, stats = _shared(policy, batch, loss, denominators)
+        mark = changes.mark
+        _run_plainly(model, dtype, changes)
+        with torch.enable_grad():
+            shared, stats = _shared(policy, batch, loss, denominators, changes)
             dense = reference = dense_run(model, batch, loss, denominators)
+        changes.undo(mark)
     else:
         reference_dtype = torch.float64 if dtype == torch.float32 else torch.float32
         # What a step refuses is refused before anything runs.
@@ -82,13 +104,16 @@ def verify(
         loss.check(batch)
         policy.host.check(batch, training=True)
         plan = policy.plan(batch, loss)
-        held = _HeldRoutes(model, batch, hold=hold_routes)
-        reference = _reference(policy, batch, loss, denominators, reference_dtype, held)
+        held = _HeldRoutes(model, batch, changes, hold=hold_routes)
+        reference = _reference(policy, batch, loss, denominators, reference_dtype, held, changes)
         with torch.enable_grad():
-            with held.within(model) as shared_run:
-                shared, stats = _shared(policy, batch, loss, denominators, plan, shared_run)
-            with held.within(model) as run:
-                dense = dense_run(model, batch, loss, denominators, run and run.at)
+            mark = changes.mark
+            shared_run = held.run(model)
+            shared, stats = _shared(policy, batch, loss, denominators, changes, plan, shared_run)
+            changes.undo(mark)
+            run = held.run(model)
+            dense = dense_run(model, batch, loss, denominators, run and run.at)
+            changes.undo(mark)
         routes = held.report(shared_run, run)
 
     errors = _parameter_errors(model, dtype, shared, dense.gradients, reference.gradients)
@@ -135,25 +160,28 @@ class _HeldRoutes:
     Of a model without experts, and of one whose routes cannot be held, nothing is held.
     """
 
-    def __init__(self, model: nn.Module, batch: RolloutBatch, *, hold: bool) -> None:
+    def __init__(
+        self, model: nn.Module, batch: RolloutBatch, changes: Changes, *, hold: bool
+    ) -> None:
+        self._changes = changes
         self._routers: tuple[Router, ...] = ()
         self._problem: str | None = None
         try:
-            self._routers = find_routers(model)
+            self._routers = find_routers(model, changes)
         except UnsupportedError as error:
             self._problem = str(error)
         if self._routers and not hold:
             self._routers, self._problem = (), "hold_routes is False"
         self._routes: Routes | None = Routes(batch) if self._routers else None
 
-    @contextmanager
-    def within(self, model: nn.Module, *, record: bool = False) -> Iterator[RoutedRun | None]:
-        """Within it the model, or a copy of it, is held to the routes; None if none are held."""
+    def run(self, model: nn.Module, *, record: bool = False) -> RoutedRun | None:
+        """Hold the model, or a copy of it, to the routes, until the changes are undone.
+
+        None where no routes are held.
+        """
         if self._routes is None:
-            yield None
-            return
-        with routed(model, self._routers, self._routes, record=record) as run:
-            yield run
+            return None
+        return RoutedRun(model, self._routers, self._routes, self._changes, record=record)
 
     def report(self, shared: RoutedRun | None, dense: RoutedRun | None) -> RouteReport | None:
         if self._problem is not None:
@@ -189,24 +217,20 @@ def _shared(
     batch: RolloutBatch,
     loss: Loss,
     denominators: Denominators | None,
+    changes: Changes,
     plan: Plan | None = None,
     run: RoutedRun | None = None,
 ) -> tuple[Gradients, "StepStats"]:
-    parameters = dict(policy.host.model.named_parameters())
-    before = {name: p.grad for name, p in parameters.items()}
-    try:
-        for p in parameters.values():
-            p.grad = None
-        # It compares more than a sample does.
-        unchecked = policy.with_config(self_check=False)
-        with ExitStack() as stack:
-            if plan is not None and run is not None:
-                stack.enter_context(following(run, unchecked, plan, batch))
-            stats = unchecked.forward_backward(batch, loss, denominators=denominators, plan=plan)
-        return {name: p.grad for name, p in parameters.items()}, stats
-    finally:
-        for name, p in parameters.items():
-            p.grad = before[name]
+    # It compares more than a sample does.
+    unchecked = policy.with_config(self_check=False)
+    if run is not None:
+        assert plan is not None
+        follow(run, unchecked, plan, batch, changes)
+    step = Step(policy.host.device)
+    stats = step.run(
+        lambda: unchecked._run_step(step, batch, loss, denominators, 1.0, plan, announced=False)
+    )
+    return {name: p.grad for name, p in policy.host.model.named_parameters()}, stats
 
 
 def _reference(
@@ -216,33 +240,24 @@ def _reference(
     denominators: Denominators | None,
     dtype: torch.dtype,
     held: _HeldRoutes,
+    changes: Changes,
 ) -> DenseRun:
     twin = copy.deepcopy(policy.host.model).to(dtype)
-    with torch.enable_grad(), ExitStack() as stack:
-        stack.enter_context(torch.autocast(policy.host.device.type, enabled=False))
-        stack.enter_context(_plainly(twin, dtype))
-        run = stack.enter_context(held.within(twin, record=True))
-        return dense_run(twin, batch, loss, denominators, run and run.at)
+    mark = changes.mark
+    _run_plainly(twin, dtype, changes)
+    with torch.enable_grad(), torch.autocast(policy.host.device.type, enabled=False):
+        run = held.run(twin, record=True)
+        found = dense_run(twin, batch, loss, denominators, run and run.at)
+    changes.undo(mark)
+    return found
 
 
-@contextmanager
-def _plainly(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within it a stock model computes in `dtype` throughout, by code that takes any dtype."""
-    with ExitStack() as stack:
-        stack.enter_context(plain_recurrences(model))
-        stack.enter_context(plain_experts(model))
-        if dtype == torch.float64:
-            stack.enter_context(lifted_upcasts(model))
-        yield
-
-
-def _lowest_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
-    """What the step computes in: the narrowest of the parameters, or autocast's, if narrower."""
-    dtypes = {p.dtype for p in model.parameters()}
-    # Autocast leaves float64 alone.
-    if torch.is_autocast_enabled(device.type) and dtypes != {torch.float64}:
-        dtypes.add(torch.get_autocast_dtype(device.type))
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+def _run_plainly(model: nn.Module, dtype: torch.dtype, changes: Changes) -> None:
+    """Let a stock model compute in `dtype` throughout, by code that takes any dtype."""
+    run_plain_recurrences(model, changes)
+    run_plain_experts(model, changes)
+    if dtype == torch.float64:
+        lift_upcasts(model, changes)
 
 
 def _norm(gradient: Tensor | None) -> float:

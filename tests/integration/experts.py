@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from forkpoint import Rollout, RolloutBatch
+from forkpoint import Plan, Policy, Rollout, RolloutBatch
+from forkpoint.engine.changes import Changes
+from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, follow
 
 TWO_OF_EIGHT = {"num_experts_per_tok": 2, "num_local_experts": 8}
 SMALL = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 32}
@@ -136,3 +138,23 @@ def chosen_experts(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def found_routers(model: nn.Module) -> tuple[Router, ...]:
+    with Changes() as changes:
+        return find_routers(model, changes)
+
+
+@contextmanager
+def routed(
+    model: nn.Module, routers: tuple[Router, ...], routes: Routes, *, record: bool = False
+) -> Iterator[RoutedRun]:
+    with Changes() as changes:
+        yield RoutedRun(model, routers, routes, changes, record=record)
+
+
+@contextmanager
+def following(run: RoutedRun, policy: Policy, plan: Plan, batch: RolloutBatch) -> Iterator[None]:
+    with Changes() as changes:
+        follow(run, policy, plan, batch, changes)
+        yield

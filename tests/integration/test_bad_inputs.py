@@ -12,7 +12,7 @@ from bad_inputs.page import NOTES, page
 from commands import Shell
 
 from forkpoint import errors
-from forkpoint.engine.guard import REDO, RESTORED
+from forkpoint.engine.guard import ADDED, CLEARED, UNCHANGED
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,5 +82,5 @@ def test_the_page_of_errors_is_up_to_date() -> None:
 
 
 def test_the_page_has_the_notes_of_failed_steps() -> None:
-    for note, text in zip(NOTES, (RESTORED, REDO), strict=True):
+    for note, text in zip(NOTES, (UNCHANGED, CLEARED, ADDED), strict=True):
         assert note in text

@@ -25,9 +25,13 @@ from torch import Tensor, nn
 
 from forkpoint import Policy, losses, wrap
 from forkpoint.engine.boundary import Arena
-from forkpoint.engine.guard import REDO, RESTORED
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.guard import CLEARED, UNCHANGED, GradientGuard
+from forkpoint.engine.staging import PlainTransfers
+from forkpoint.engine.thread_state import ThreadState
 from forkpoint.engine.timing import PhaseTimer
-from forkpoint.errors import UnsupportedError
+from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.losses.base import LossBatch, LossOutputs
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 
@@ -186,8 +190,10 @@ def check_aftermath(
     if error_type is torch.OutOfMemoryError and frees_at_once:
         assert not injector.survivors(), "memory is held while the error is handled"
     notes = getattr(caught.value, "__notes__", [])
-    expected = [REDO if accumulated and not restore else RESTORED] if began else []
-    assert notes == expected
+    cleared = began and accumulated and not restore
+    assert notes == [CLEARED if cleared else UNCHANGED]
+    assert policy.last_step is not None
+    assert policy.last_step.gradients == ("cleared" if cleared else "unchanged")
     for name, parameter in model.named_parameters():
         if not accumulated or (began and not restore):
             assert parameter.grad is None, name
@@ -388,6 +394,141 @@ def test_a_smaller_step_can_follow_within_the_except_clause(
     except torch.OutOfMemoryError:
         assert not injector.survivors()
         assert step_error(model, BATCH, losses.GRPO(kl=0.1), policy=smaller) < 1e-10
+
+
+def test_a_step_can_follow_while_an_error_under_checkpointing_is_handled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's checkpoint leaves hooks on saved tensors in force until the traceback is gone."""
+    model = tiny_model("llama").train()
+    policy = wrap(model, replace(ACROSS, checkpointing="full"))
+    injector = Injector(model, monkeypatch)
+    injector.arm("forward", EVENTS.index("F C0"), ModelError)
+    try:
+        policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
+    except ModelError:
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert step_error(model, BATCH, losses.GRPO(kl=0.1), policy=policy) < 1e-10
+
+
+def test_the_policy_says_what_became_of_its_last_step(model: nn.Module, injector: Injector) -> None:
+    policy = wrap(model, ACROSS)
+    loss = losses.GRPO(kl=0.1)
+    assert policy.last_step is None
+    policy.forward_backward(BATCH, loss)
+    first = policy.last_step
+    assert first is not None and first.gradients == "added"
+
+    # What does not begin to run is no step: refusals, scores, comparisons.
+    with pytest.raises(ConfigError) as refused:
+        policy.forward_backward(BATCH, loss, scale=float("nan"))
+    assert not hasattr(refused.value, "__notes__")
+    policy.score(BATCH)
+    policy.verify(BATCH, loss)
+    assert policy.last_step is first
+
+    injector.arm("forward", EVENTS.index("F C0"), KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        policy.forward_backward(BATCH, loss)
+    assert policy.last_step is not first and policy.last_step.gradients == "unchanged"
+    injector.arm("backward", EVENTS.index("B C0"), KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        policy.forward_backward(BATCH, loss)
+    assert policy.last_step.gradients == "cleared" and first.gradients == "added"
+
+    seen: list[str] = []
+    policy.observer = lambda _: seen.append(policy.last_step.gradients)
+    policy.forward_backward(BATCH, loss)
+    assert set(seen) == {"pending"} and policy.last_step.gradients == "added"
+
+
+def test_an_error_while_a_step_is_put_back_does_not_take_the_place_of_its_own(
+    model: nn.Module, injector: Injector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the device that copies are waited for, say: what else is to be put back is."""
+    policy = wrap(model, replace(ACROSS, residency="offload"))
+    policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
+    clear_gradients(model)
+    state = model_state(model)
+    calls: list[int] = []
+
+    def failing(_: PlainTransfers) -> None:
+        calls.append(1)
+        raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr(PlainTransfers, "drain", failing)
+    injector.arm("backward", EVENTS.index("B C0"), ModelError)
+    with pytest.raises(ModelError, match="injected") as caught:
+        policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
+    assert calls and caught.value.__notes__ == [UNCHANGED]
+    assert model_state(model) == state
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("owner", [ThreadState, GradientGuard, CompiledBlocks])
+def test_what_cannot_be_put_back_is_said(
+    model: nn.Module, injector: Injector, monkeypatch: pytest.MonkeyPatch, owner: type
+) -> None:
+    """And all else is put back: the thread's state, gradients and the model, each by itself."""
+    policy = wrap(model, replace(ACROSS, compile_blocks=True))
+    state = model_state(model)
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("never")
+
+    def change_for_good(_: CompiledBlocks, changes: Changes) -> None:
+        changes.later(failing)
+
+    monkeypatch.setattr(CompiledBlocks, "enter", change_for_good)
+    if owner is not CompiledBlocks:
+        monkeypatch.setattr(CompiledBlocks, "enter", lambda *_: None)
+        name = "restore" if owner is ThreadState else "take_back"
+        monkeypatch.setattr(owner, name, failing)
+    injector.arm("backward", EVENTS.index("B C0"), ModelError)
+    with pytest.raises(ModelError, match="injected") as caught:
+        policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
+    notes = ["forkpoint: the step could not be put back: RuntimeError('never')"]
+    assert policy.last_step is not None
+    if owner is GradientGuard:
+        assert policy.last_step.gradients == "pending"
+    else:
+        notes.append(UNCHANGED)
+        assert policy.last_step.gradients == "unchanged"
+        assert all(p.grad is None for p in model.parameters())
+    assert caught.value.__notes__ == notes
+    assert model_state(model) == state
+
+
+@pytest.mark.parametrize("second", [KeyboardInterrupt, ModelError])
+def test_an_interrupt_while_a_step_is_put_back_is_raised_afterwards(
+    model: nn.Module,
+    injector: Injector,
+    monkeypatch: pytest.MonkeyPatch,
+    second: type[BaseException],
+) -> None:
+    """An error is not: the one that ended the step is what matters."""
+    policy = wrap(model, ACROSS)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state, restore = model_state(model), ThreadState.restore
+    moments = iter(range(3))
+
+    def interrupted(thread: ThreadState) -> None:
+        if next(moments, None) is not None:
+            raise second("while it is put back")
+        restore(thread)
+
+    monkeypatch.setattr(ThreadState, "restore", interrupted)
+    injector.arm("backward", EVENTS.index("B C0"), torch.OutOfMemoryError)
+    expected = second if second is KeyboardInterrupt else torch.OutOfMemoryError
+    with pytest.raises(expected) as caught:
+        policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
+    assert next(moments, None) is None
+    assert caught.value.__notes__ == [CLEARED]
+    if second is KeyboardInterrupt:
+        assert isinstance(caught.value.__context__, torch.OutOfMemoryError)
+    assert model_state(model) == state
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_step_within_a_step_is_refused(model: nn.Module) -> None:

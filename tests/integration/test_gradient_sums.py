@@ -9,6 +9,7 @@ from steps import ACROSS, clear_gradients, forked_batch, gradients
 from torch import Tensor, nn
 
 from forkpoint import Config, RolloutBatch, wrap
+from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.views import batch_denominators
 from forkpoint.losses import GRPO
@@ -31,7 +32,8 @@ def test_what_bfloat16_would_lose_is_kept() -> None:
     assert parameter.grad is not None and parameter.grad.item() == 256
     parameter.grad = None
     sums = GradientSums([parameter])
-    with sums.collecting():
+    with Changes() as changes:
+        sums.collect(changes)
         for _ in range(1000):
             parameter.sum().backward()
     assert parameter.grad is None

@@ -27,6 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forkpoint import wrap
+from forkpoint.engine.changes import Changes
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.testing import lifted_upcasts, tiny_model
 
@@ -146,7 +147,8 @@ def test_compiled_blocks_get_their_own_forwards_back() -> None:
     blocks[0].forward = own
     compiled = CompiledBlocks(blocks)
     for _ in range(2):
-        with pytest.raises(KeyError), compiled.entered():
+        with pytest.raises(KeyError), Changes() as changes:
+            compiled.enter(changes)
             assert all(vars(block)["forward"] is not own for block in blocks)
             raise KeyError
         assert vars(blocks[0])["forward"] is own

@@ -22,6 +22,7 @@ from yardstick import Variant, label, step_faults, truth
 from forkpoint import Config, losses, wrap
 from forkpoint.engine import residency as residency_module
 from forkpoint.engine.engine import Engine
+from forkpoint.engine.guard import Step
 from forkpoint.engine.residency import Residency, is_copy_of_leaf
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.errors import UnsupportedError
@@ -361,10 +362,12 @@ def test_an_engine_without_staging_asserts() -> None:
     """Broken invariants are assertions: only a policy knows where host memory is kept."""
     model, batch = tiny_model("llama"), forked_batch()
     policy = wrap(model, replace(ACROSS, residency="offload"))
-    engine = Engine(policy.host, policy.config)
+    engine, step = Engine(policy.host, policy.config), Step(policy.host.device)
     from forkpoint.engine.views import batch_denominators
 
     with pytest.raises(AssertionError, match="nowhere to"):
-        engine.forward_backward(
-            policy.plan(batch), batch, losses.GRPO(), batch_denominators(batch), 1.0
+        step.run(
+            lambda: engine.forward_backward(
+                step, policy.plan(batch), batch, losses.GRPO(), batch_denominators(batch), 1.0
+            )
         )

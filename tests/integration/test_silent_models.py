@@ -10,7 +10,18 @@ from silent_models import EXACT, FORWARD, NOT_LISTED, REFUSED, model_of
 from steps import ACROSS, forked_batch, step_error
 from torch import Tensor, nn
 
-from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, selfcheck, wrap
+from forkpoint import (
+    Config,
+    Policy,
+    Rollout,
+    RolloutBatch,
+    UnsupportedError,
+    losses,
+    sampler,
+    selfcheck,
+    wrap,
+)
+from forkpoint.engine.guard import Step
 from forkpoint.testing import Watching, tiny_model
 
 BATCH = forked_batch(stretch=4)
@@ -104,6 +115,13 @@ def test_small_effects_are_found_as_far_as_rounding_allows(dtype: torch.dtype) -
     assert found and min(found) == least, found
 
 
+def checked(policy: Policy, batch: RolloutBatch, *, training: bool) -> sampler.Agreement:
+    step, host = Step(policy.host.device), policy.host
+    return step.run(
+        lambda: selfcheck.self_check(step, host, policy.config, batch, training=training)
+    )
+
+
 class Counted:
     """Counts samples."""
 
@@ -174,7 +192,7 @@ def test_a_sample_leaves_gradients_and_weights(monkeypatch: pytest.MonkeyPatch) 
         p.grad = torch.ones_like(p)
     before = copy.deepcopy(model.state_dict())
     policy = wrap(model, ACROSS)
-    selfcheck.self_check(policy.host, policy.config, BATCH, training=True)
+    checked(policy, BATCH, training=True)
     assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -204,7 +222,7 @@ def test_rounding_alone_is_never_refused(family: str, dtype: torch.dtype) -> Non
         model = tiny_model(family, seed=seed, dtype=dtype).eval()
         policy = wrap(model, ACROSS)
         batch = forked_batch(seed=seed, stretch=6)
-        found = selfcheck.self_check(policy.host, policy.config, batch, training=False)
+        found = checked(policy, batch, training=False)
         most = max(most, found.difference / found.allowed)
     assert most < 0.3, most
 
@@ -218,7 +236,7 @@ def test_a_model_whose_values_overflow_is_not_called_wrong() -> None:
 
 
 def test_overflow_here_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = selfcheck.Engine.score
+    stock = sampler.Engine.score
 
     def overflowing(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
@@ -226,7 +244,7 @@ def test_overflow_here_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             values[values != 0] = torch.nan
         return result
 
-    monkeypatch.setattr(selfcheck.Engine, "score", overflowing)
+    monkeypatch.setattr(sampler.Engine, "score", overflowing)
     with pytest.raises(UnsupportedError, match="by inf"):
         wrap(tiny_model("llama", dtype=torch.float32), ACROSS).score(BATCH)
 
@@ -234,7 +252,7 @@ def test_overflow_here_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_critic_is_compared_by_its_values() -> None:
     critic = tiny_model("llama", critic=True, dtype=torch.float32)
     policy = wrap(critic, ACROSS)
-    found = selfcheck.self_check(policy.host, policy.config, BATCH, training=False)
+    found = checked(policy, BATCH, training=False)
     assert 0 < found.difference < found.allowed
     seen: list[Tensor] = []
     critic.score.register_forward_hook(Watching(lambda *args: seen.append(args[2])))

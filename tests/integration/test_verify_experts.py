@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experts import FAMILIES, chosen_experts, expert_batch, expert_model
+from experts import (
+    FAMILIES,
+    chosen_experts,
+    expert_batch,
+    expert_model,
+    following,
+    found_routers,
+    routed,
+)
 from peft import LoraConfig, TaskType, get_peft_model
 from sabotage import ACROSS_ROWS, IN_ROW, Sabotage
 from steps import forked_batch, model_state
@@ -22,7 +30,7 @@ from torch import nn
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, wrap
 from forkpoint.hosts import routes as routes_module
-from forkpoint.hosts.routes import Routes, find_routers, following, routed, row_tokens
+from forkpoint.hosts.routes import Routes, row_tokens
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 
 ACROSS = Config(sharing="group", boundary="across_rows", max_row_tokens=200)
@@ -41,7 +49,7 @@ pytestmark = [
 def foreign_routes(family: str, batch: RolloutBatch) -> Routes:
     """Routes of a model with other weights."""
     other, routes = expert_model(family, torch.float64, seed=7), Routes(batch)
-    with routed(other, find_routers(other), routes, record=True) as run:
+    with routed(other, found_routers(other), routes, record=True) as run:
         dense_run(other, batch, LOSS, None, run.at)
     assert run.decisions and not run.elsewhere
     return routes
@@ -69,7 +77,7 @@ def test_shared_and_dense_agree_on_routes_of_another_model(
 ) -> None:
     batch = forked_batch(vocab=256)
     model = expert_model(family, torch.float64)
-    routers, routes = find_routers(model), foreign_routes(family, batch)
+    routers, routes = found_routers(model), foreign_routes(family, batch)
     policy = wrap(model, replace(TREE, **changes))
     with lifted_upcasts(model):
         with routed(model, routers, routes) as run:
@@ -99,7 +107,7 @@ def test_shared_and_dense_agree_on_routes_of_another_model(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_that_is_held_to_its_own_routes_does_what_it_did(family: str) -> None:
     batch, model = forked_batch(vocab=256), expert_model(family)
-    routers, routes = find_routers(model), Routes(batch)
+    routers, routes = found_routers(model), Routes(batch)
     free = dense_run(model, batch, LOSS)
     for record in (True, False):
         with routed(model, routers, routes, record=record) as run:
@@ -118,7 +126,7 @@ def test_a_model_that_is_held_to_its_own_routes_does_what_it_did(family: str) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_are_those_of_the_routes(family: str) -> None:
     batch, model = forked_batch(vocab=256), expert_model(family)
-    routers, routes = find_routers(model), foreign_routes(family, batch)
+    routers, routes = found_routers(model), foreign_routes(family, batch)
     with chosen_experts(model) as found, routed(model, routers, routes) as run, torch.no_grad():
         for n, rollout in enumerate(batch):
             begin = int(batch.offsets[n])
@@ -165,7 +173,7 @@ def test_bfloat16_passes_with_routes_held(family: str) -> None:
     assert report.routes is not None and report.routes.held
     shared, dense = report.routes.shared, report.routes.dense
     assert shared is not None and dense is not None
-    routers = len(find_routers(expert_model(family)))
+    routers = len(found_routers(expert_model(family)))
     batch = expert_batch()
     assert dense.decisions == routers * (batch.logical_tokens - len(batch))
     assert 0 < shared.decisions <= routers * report.computed_tokens < dense.decisions
@@ -369,7 +377,7 @@ def test_routers_that_do_other_things_than_before_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, batch = expert_model("gpt_oss"), expert_batch()
-    routers, routes = find_routers(model), Routes(batch)
+    routers, routes = found_routers(model), Routes(batch)
     with (
         routed(model, routers, routes, record=True) as run,
         pytest.raises(UnsupportedError, match="got 5 tokens where 3 were expected"),

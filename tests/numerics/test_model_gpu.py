@@ -8,6 +8,7 @@ import torch
 from forkpoint import Config, wrap
 from forkpoint.bench.shapes import SHAPES, make_group, make_model
 from forkpoint.engine.engine import Engine
+from forkpoint.engine.guard import Step
 from forkpoint.engine.views import batch_denominators
 from forkpoint.losses import GRPO, GSPO
 
@@ -62,11 +63,13 @@ def test_the_host_never_waits_in_a_step(name: str, loss: Any, compiled: bool) ->
     policy = wrap(model, Config(**options))
     plan = policy.plan(batch, loss)
     policy.forward_backward(batch, loss, plan=plan)
-    engine = Engine(policy.host, policy.config)
+    engine, step = Engine(policy.host, policy.config), Step(policy.host.device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.forward_backward(plan, batch, loss, batch_denominators(batch), 1.0)
+        step.run(
+            lambda: engine.forward_backward(step, plan, batch, loss, batch_denominators(batch), 1.0)
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from forkpoint.config import Config
 from forkpoint.engine.boundary import Arena
 from forkpoint.engine.device import on_device
-from forkpoint.engine.guard import GradientGuard
+from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.residency import Residency
@@ -65,17 +66,21 @@ class Engine:
         """Called with each event before it runs: for measurements of what lies between."""
 
     def score(
-        self, plan: Plan, batch: RolloutBatch, *, entropy: bool, graph: bool = False
+        self, step: Step, plan: Plan, batch: RolloutBatch, *, entropy: bool, graph: bool = False
     ) -> StepResult:
         """What the head gives of every trained token (and entropies).
 
-        graph: whether forwards record one, as those of a step with backwards do; it is dropped.
+        `step` is the one whose `run` calls this, here and in `forward_backward`. With `graph`
+        forwards record one, as those of a step with backwards do; it is dropped.
         """
-        with torch.set_grad_enabled(graph), self.host.entered():
-            return self._pass(plan, batch, self._prepare(plan, batch), entropy=entropy, graph=graph)
+        self.host.enter(step.changes)
+        with torch.set_grad_enabled(graph):
+            prepared = self._prepare(plan, batch)
+            return self._pass(step, plan, batch, prepared, entropy=entropy, graph=graph)
 
     def forward_backward(
         self,
+        step: Step,
         plan: Plan,
         batch: RolloutBatch,
         loss: Loss,
@@ -90,29 +95,36 @@ class Engine:
         """
         views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
-        guard = GradientGuard(
+        guard = step.guard = GradientGuard(
             parameters,
             restore=self.config.restore_grads,
             float32_sums=self.config.grad_accumulation_dtype == "float32",
         )
         prepared = self._prepare(plan, batch)
         coupling = loss.coupling(batch)
-        with guard.protecting(), self.host.entered():
+        mark = step.changes.mark
+        if guard.sums is not None:
+            guard.sums.collect(step.changes)
+        self.host.enter(step.changes)
+        constant = None
+        if loss.decomposition == "token" or not splits(plan, batch, coupling):
             if loss.decomposition == "token":
-                row_loss, constant = self._token_loss(loss, views), None
-            elif not splits(plan, batch, coupling):
-                row_loss, constant = self._whole_loss(loss, views, coupling, prepared)
+                row_loss = self._token_loss(loss, views)
             else:
-                return self._replay(plan, batch, loss, views, prepared, scale, guard)
+                row_loss, constant = self._whole_loss(loss, views, coupling, prepared)
             result = self._pass(
+                step,
                 plan,
                 batch,
                 prepared,
                 entropy=loss.needs_entropy,
                 row_loss=row_loss,
                 scale=scale,
-                guard=guard,
             )
+        else:
+            result = self._replay(step, plan, batch, loss, views, prepared, scale)
+        step.changes.undo(mark)
+        guard.add_sums()
         if constant is None:
             return result
         return replace(result, loss=result.loss + constant)
@@ -168,16 +180,16 @@ class Engine:
 
     def _replay(
         self,
+        step: Step,
         plan: Plan,
         batch: RolloutBatch,
         loss: Loss,
         views: LossViews,
         prepared: list[RowInputs],
         scale: float,
-        guard: GradientGuard,
     ) -> StepResult:
         with torch.no_grad():
-            scored = self._pass(plan, batch, prepared, entropy=loss.needs_entropy)
+            scored = self._pass(step, plan, batch, prepared, entropy=loss.needs_entropy)
         view, _ = views.of_rollouts(np.ones(len(batch), bool))
         leaves = {name: x_T.requires_grad_() for name, x_T in scored.per_token.items()}
         with torch.enable_grad():
@@ -197,13 +209,13 @@ class Engine:
             return total
 
         result = self._pass(
+            step,
             plan,
             batch,
             prepared,
             entropy=loss.needs_entropy,
             row_loss=row_loss,
             scale=scale,
-            guard=guard,
         )
         held = result.event_memory_bytes
         if held is not None:
@@ -249,6 +261,7 @@ class Engine:
 
     def _pass(
         self,
+        step: Step,
         plan: Plan,
         batch: RolloutBatch,
         prepared: list[RowInputs],
@@ -256,7 +269,6 @@ class Engine:
         entropy: bool,
         row_loss: RowLoss | None = None,
         scale: float = 1.0,
-        guard: GradientGuard | None = None,
         graph: bool = False,
     ) -> StepResult:
         """Run every row's forward and, with a loss, its backward."""
@@ -271,51 +283,58 @@ class Engine:
         timer = PhaseTimer(device)
         events: list[str] = []
         roots: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        residency = Residency(plan, prepared, self.host, arena, self.staging) if training else None
-        with residency.within() if residency else nullcontext():
-            for phase, index in plan.schedule(backward=training):
-                inputs = prepared[index]
-                leaf = not inputs.row.children
-                timer.mark("B" if leaf else "A" if phase == "F" else "C")
-                events.append(f"{phase} {plan.row_names[index]}")
-                if self.observer is not None:
-                    self.observer(events[-1])
-                if phase == "B":
-                    assert guard is not None and residency is not None
-                    tensors, gradients = roots.pop(index)
-                    residency.before_backward(index, guard.missing_bytes)
-                    # Frozen layers under a row without trained tokens leave it nothing to do.
-                    if tensors:
-                        guard.begin()
-                        torch.autograd.backward(tensors, gradients)
-                    residency.after_backward(index)
-                    del tensors, gradients
-                    continue
-                # What else there is to a row that is recomputed comes with its second forward.
-                first = training and phase == "F" and inputs.row.residency == "recompute"
-                context = RowContext(
-                    plan,
-                    inputs,
-                    arena,
-                    kernel=self.config.attention_kernel,
-                    recurrence_kernel=self.config.recurrence_kernel,
-                    head_chunk_tokens=self.config.head_chunk_tokens,
-                    entropy=entropy,
-                    phase=phase,
-                    boundary_only=first,
-                )
-                with torch.set_grad_enabled(training or graph):
-                    with residency.forward(phase, index) if residency else nullcontext():
-                        outputs = self.host.forward(context)
-                    context.end_forward()
-                    value = row_loss(inputs, outputs) if row_loss and not first else None
-                if not first:
-                    self._collect(inputs, outputs, per_token)
-                    if value is not None:
-                        total += value.detach()
-                    if training:
-                        roots[index] = _roots(value, outputs.roots, scale)
-                del outputs, value, context
+        mark = step.changes.mark
+        residency = None
+        if training:
+            residency = Residency(plan, prepared, self.host, arena, self.staging)
+            step.changes.later(residency.close)
+        for phase, index in plan.schedule(backward=training):
+            inputs = prepared[index]
+            leaf = not inputs.row.children
+            timer.mark("B" if leaf else "A" if phase == "F" else "C")
+            events.append(f"{phase} {plan.row_names[index]}")
+            if self.observer is not None:
+                self.observer(events[-1])
+            if phase == "B":
+                assert step.guard is not None and residency is not None
+                tensors, gradients = roots.pop(index)
+                residency.before_backward(index, step.guard.missing_bytes)
+                # Frozen layers under a row without trained tokens leave it nothing to do.
+                if tensors:
+                    step.guard.begin()
+                    torch.autograd.backward(tensors, gradients)
+                residency.after_backward(index)
+                del tensors, gradients
+                continue
+            # What else there is to a row that is recomputed comes with its second forward.
+            first = training and phase == "F" and inputs.row.residency == "recompute"
+            context = RowContext(
+                plan,
+                inputs,
+                arena,
+                kernel=self.config.attention_kernel,
+                recurrence_kernel=self.config.recurrence_kernel,
+                head_chunk_tokens=self.config.head_chunk_tokens,
+                entropy=entropy,
+                phase=phase,
+                boundary_only=first,
+            )
+            hooks = residency.hooks(phase, index) if residency else None
+            with torch.set_grad_enabled(training or graph):
+                with saved_tensors_hooks(*hooks) if hooks else nullcontext():
+                    outputs = self.host.forward(context)
+                if residency is not None:
+                    residency.end_forward(index)
+                context.end_forward()
+                value = row_loss(inputs, outputs) if row_loss and not first else None
+            if not first:
+                self._collect(inputs, outputs, per_token)
+                if value is not None:
+                    total += value.detach()
+                if training:
+                    roots[index] = _roots(value, outputs.roots, scale)
+            del outputs, value, context
+        step.changes.undo(mark)
         timer.mark("B")
         return StepResult(
             loss=total,

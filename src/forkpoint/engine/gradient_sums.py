@@ -1,10 +1,9 @@
 """Gradients of a step's backwards summed in float32, and rounded to the parameters' dtype once."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
+
+from forkpoint.engine.changes import Changes
 
 
 class GradientSums:
@@ -18,27 +17,22 @@ class GradientSums:
         self.parameters = parameters
         self._sums: dict[nn.Parameter, Tensor] = {}
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Around the backwards; after it, however it ends, gradients are as they were before.
+    def collect(self, changes: Changes) -> None:
+        """Collect what backwards leave, until the changes are undone.
 
-        What was summed up is still here, unless an error ended it.
+        Gradients are then as they were before, and what was summed up is still here.
         """
-        before = [p.grad for p in self.parameters]
-        handles = []
-        try:
-            for parameter in self.parameters:
-                parameter.grad = None
-                handles.append(parameter.register_post_accumulate_grad_hook(self._take))
-            yield
-        except BaseException:
-            self._sums.clear()
-            raise
-        finally:
-            for handle in handles:
-                handle.remove()
-            for parameter, gradient in zip(self.parameters, before, strict=True):
-                parameter.grad = gradient
+        for parameter in self.parameters:
+            changes.later(self._leave, parameter, parameter.grad)
+            parameter.grad = None
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def _leave(self, parameter: nn.Parameter, before: Tensor | None) -> None:
+        # Not by the handle that the registration returns: an interrupt may have lost that.
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for key in [key for key, hook in hooks.items() if hook == self._take]:
+            del hooks[key]
+        parameter.grad = before
 
     def missing_bytes(self) -> int:
         """What the sums that do not exist yet will take."""

@@ -1,13 +1,13 @@
 """What the engine asks of a model, whatever library it comes from."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from forkpoint.engine.changes import Changes
 from forkpoint.engine.rows import RowContext
 from forkpoint.losses.outputs import Head
 from forkpoint.plan.cost import ModelShape
@@ -70,8 +70,8 @@ class Host(Protocol):
         """Refuse what has not been shown exact, in the model's present state and for this batch."""
         ...
 
-    def entered(self) -> AbstractContextManager[None]:
-        """Within it `forward` works; after it, whatever happened, the model is as it was."""
+    def enter(self, changes: Changes) -> None:
+        """Make the changes to the model without which `forward` does not work."""
         ...
 
     def forward(self, context: RowContext) -> HeadOutputs: ...

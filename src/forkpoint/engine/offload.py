@@ -10,8 +10,7 @@ device as when this row's backward began. It is the last time that counts: what 
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from forkpoint.engine.given_back import GivenBack, storage_id
+from forkpoint.engine.given_back import GivenBack, Pack, Unpack, storage_id
 from forkpoint.engine.staging import Staging
 
 
@@ -94,14 +93,15 @@ class OffloadedRow:
         """How far ahead storages are fetched, once the forward is over."""
         staging.transfers.begin_row()
 
-    @contextmanager
-    def packing(self, given_back: GivenBack | None = None) -> Iterator[None]:
-        """Around the row's forward; `given_back` is told what is saved and asked for."""
-        hooks = self._pack, self._unpack
-        if given_back is not None:
-            hooks = given_back.counted(*hooks)
-        with torch.autograd.graph.saved_tensors_hooks(*hooks):
-            yield
+    def hooks(self, given_back: GivenBack | None = None) -> tuple[Pack, Unpack]:
+        """Hooks on what the row's forward saves; `given_back` is told what is saved and asked
+        for."""
+        if given_back is None:
+            return self._pack, self._unpack
+        return given_back.counted(self._pack, self._unpack)
+
+    def end_forward(self) -> None:
+        """The row's forward is over: what it has saved last is fetched first."""
         self._of.clear()
         for reference in self._saved:
             stored = reference()

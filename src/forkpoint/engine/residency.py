@@ -10,16 +10,15 @@ back and that no new gradient takes. When that one begins memory is fullest, wit
 activations alive. Afterwards there is as much at most, or two layers where these are more.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from forkpoint.engine.boundary import Arena
-from forkpoint.engine.given_back import GivenBack, storage_id
+from forkpoint.engine.given_back import GivenBack, Pack, Unpack, storage_id
 from forkpoint.engine.host import Host
 from forkpoint.engine.offload import OffloadedRow, OffloadStats
 from forkpoint.engine.rows import RowInputs
@@ -63,28 +62,25 @@ class Residency:
             ]
             self._held = frozenset(storage_id(x) for x in tensors)
 
-    @contextmanager
-    def within(self) -> Iterator["Residency"]:
-        """Around the pass. However it ends, no copy is under way and all host memory is free."""
-        try:
-            yield self
-        finally:
-            if self.stats is not None and self._staging is not None:
-                if self._open:
-                    self._staging.transfers.drain()
-                    self._open.clear()
-                    self._giving.clear()
-                self._staging.release((0, 0))
-                self.stats.host_bytes = self._staging.held_bytes
+    def close(self) -> None:
+        """End the pass, however it went: no copy is under way, and all host memory is free."""
+        if self.stats is None or self._staging is None:
+            return
+        if self._open:
+            # A device that has failed ends copies as well; what failed is raised already.
+            with suppress(RuntimeError):
+                self._staging.transfers.drain()
+            self._open.clear()
+            self._giving.clear()
+        self._staging.release((0, 0))
+        self.stats.host_bytes = self._staging.held_bytes
 
-    @contextmanager
-    def forward(self, phase: str, row: int) -> Iterator[None]:
-        """Around a row's forward; phase "F" is its first, "R" its second."""
+    def hooks(self, phase: str, row: int) -> tuple[Pack, Unpack] | None:
+        """What saved tensors of a row's forward pass through; phase "F" is its first, "R" its
+        second."""
         residency = self.rows[row].residency
         if phase == "F" and residency == "recompute":
-            with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
-                yield
-            return
+            return _drop, _dropped
         offloaded = None
         if residency == "offload":
             assert self._staging is not None and self.stats is not None
@@ -92,13 +88,13 @@ class Residency:
             self._open[row] = offloaded
         given_back = self._telling_follower(row, offloaded)
         if offloaded is not None:
-            with offloaded.packing(given_back):
-                yield
-        elif given_back is not None:
-            with torch.autograd.graph.saved_tensors_hooks(*given_back.counted()):
-                yield
-        else:
-            yield
+            return offloaded.hooks(given_back)
+        return None if given_back is None else given_back.counted()
+
+    def end_forward(self, row: int) -> None:
+        """The forward that the hooks were for is over."""
+        if row in self._open:
+            self._open[row].end_forward()
 
     def _telling_follower(self, row: int, offloaded: OffloadedRow | None) -> GivenBack | None:
         """What tells the row that follows this one, which may be offloaded itself."""

@@ -7,41 +7,38 @@ checkpointing. There is no dropout in rows, so no state of random generators is 
 
 import functools
 import types
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 
 # What families call the part of a block that works on each token by itself.
 MLP_NAMES = ("mlp", "block_sparse_moe", "shared_mlp")
 
 
-@contextmanager
-def checkpointed_blocks(blocks: nn.ModuleList, policy: str, *, but: int | None) -> Iterator[None]:
-    """Within it the blocks are checkpointed, all but one: that in which a row without head ends.
+def checkpoint_blocks(
+    blocks: nn.ModuleList, policy: str, changes: Changes, *, but: int | None
+) -> None:
+    """Checkpoint all blocks but one, that in which a row without head ends, until the changes are
+    undone.
 
     Raises UnsupportedError where selective finds no MLP in a block.
     """
-    with ExitStack() as stack:
-        for index, block in enumerate(blocks):
-            if policy == "none" or index == but:
-                continue
-            module = block if policy == "full" else _mlp_of(block)
-            attributes = vars(module)
-            own = {"forward": attributes["forward"]} if "forward" in attributes else {}
-            stack.callback(attributes.update, own)
-            stack.callback(attributes.pop, "forward", None)
-            if policy == "full" or own:
-                module.forward = functools.partial(_recomputed, module.forward)
-            else:
-                # A method: of other callables compiled blocks look at which object it is, and are
-                # compiled once for every block.
-                module.forward = types.MethodType(_class_forward_recomputed, module)
-        yield
+    for index, block in enumerate(blocks):
+        if policy == "none" or index == but:
+            continue
+        module = block if policy == "full" else _mlp_of(block)
+        if policy == "full" or "forward" in vars(module):
+            forward = functools.partial(_recomputed, module.forward)
+        else:
+            # A method: of other callables compiled blocks look at which object it is, and are
+            # compiled once for every block.
+            forward = types.MethodType(_class_forward_recomputed, module)
+        changes.set(vars(module), "forward", forward)
 
 
 def _recomputed(forward: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,13 @@
 """Decoder blocks compiled one by one, in place while rows run."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from forkpoint.engine.changes import Changes
 
 
 class CompiledBlocks:
@@ -25,27 +26,22 @@ class CompiledBlocks:
         self.blocks = blocks
         self._compiled: dict[nn.Module, Callable] = {}
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Within it the blocks' forwards are the compiled ones; after it they are their own."""
-        with ExitStack() as stack:
-            stack.enter_context(torch._dynamo.config.patch(_dynamo_options()))
-            for block in self.blocks:
-                if block not in self._compiled:
-                    self._compiled[block] = torch.compile(
-                        block.forward, dynamic=True, options=_options()
-                    )
-                attributes = vars(block)
-                # Adapted or unwrapped modules may have one set on the instance.
-                own = {"forward": attributes["forward"]} if "forward" in attributes else {}
-                stack.callback(attributes.update, own)
-                stack.callback(attributes.pop, "forward", None)
-                block.forward = self._compiled[block]
-                if vars(block).get("gradient_checkpointing", False) and block.training:
-                    stack.callback(setattr, block, "gradient_checkpointing", True)
-                    setattr(block, "gradient_checkpointing", False)  # noqa: B010
-                    block.forward = partial(_checkpointed, block, self._compiled[block])
-            yield
+    def enter(self, changes: Changes) -> None:
+        """Let the blocks' forwards be the compiled ones, until the changes are undone."""
+        config = torch._dynamo.config
+        for name, value in _dynamo_options().items():
+            changes.later(setattr, config, name, getattr(config, name))
+            setattr(config, name, value)
+        for block in self.blocks:
+            if block not in self._compiled:
+                self._compiled[block] = torch.compile(
+                    block.forward, dynamic=True, options=_options()
+                )
+            forward = self._compiled[block]
+            if vars(block).get("gradient_checkpointing", False) and block.training:
+                changes.set(vars(block), "gradient_checkpointing", False)
+                forward = partial(_checkpointed, block, forward)
+            changes.set(vars(block), "forward", forward)
 
 
 def _dynamo_options() -> dict[str, Any]:

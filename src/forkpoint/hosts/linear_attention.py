@@ -5,8 +5,7 @@ module's own projections, convolution weights, gates and norm; what it replaces 
 stock recurrence, which knows no segments.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forkpoint.engine.changes import Changes
 from forkpoint.engine.rows import RowContext
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.arguments import RowEnds, taken_context
@@ -233,15 +233,9 @@ def _row_of(
     return context
 
 
-@contextmanager
-def recurrent_forwards(model: nn.Module) -> Iterator[None]:
-    """Within it these modules run rows; after it, whatever happened, they are as they were."""
-    with ExitStack() as stack:
-        for module in recurrent_modules(model).values():
-            attributes = vars(module)
-            own = {"forward": attributes["forward"]} if "forward" in attributes else {}
-            stack.callback(attributes.update, own)
-            stack.callback(attributes.pop, "forward", None)
-            # A method: see `checkpointed_blocks`.
-            module.forward = MethodType(RECURRENT_FORWARDS[type(module).__name__], module)
-        yield
+def run_recurrences(model: nn.Module, changes: Changes) -> None:
+    """Let these modules run rows, until the changes are undone."""
+    for module in recurrent_modules(model).values():
+        # A method: see `checkpoint_blocks`.
+        forward = MethodType(RECURRENT_FORWARDS[type(module).__name__], module)
+        changes.set(vars(module), "forward", forward)

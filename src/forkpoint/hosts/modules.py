@@ -1,11 +1,13 @@
 """The modules and parameters of a model, listed once a step for all that looks at them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from forkpoint.engine.changes import Changes
 
 # A step looks at every module a dozen times before its first row, and to find them takes longer
 # than to look.
@@ -14,17 +16,14 @@ _walks: ContextVar[dict[tuple[str, nn.Module], list[tuple[str, Any]]] | None] = 
 )
 
 
-@contextmanager
-def one_walk() -> Iterator[None]:
-    """Within it, and all of it within another, each list is made once: nothing may change it."""
-    if _walks.get() is not None:
-        yield
-        return
-    token = _walks.set({})
-    try:
-        yield
-    finally:
-        _walks.reset(token)
+def list_once(changes: Changes) -> None:
+    """Make each list once, until the changes are undone: nothing may change the model meanwhile.
+
+    Where lists are made once already, they go on to be.
+    """
+    if _walks.get() is None:
+        changes.later(_walks.set, None)
+        _walks.set({})
 
 
 def every_module(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -45,3 +44,28 @@ def _listed(kind: str, model: nn.Module) -> list[tuple[str, Any]]:
     if walks is not None:
         walks[kind, model] = found
     return found
+
+
+def add_hook(
+    changes: Changes,
+    hooks: dict[int, Any],
+    hook: Callable,
+    with_kwargs: dict[int, bool] | None = None,
+) -> None:
+    """Add a hook to a module's `_forward_hooks` or the like, until the changes are undone.
+
+    Not by register_forward_hook: an interrupt after it and before its handle is stored would leave
+    the hook in place.
+
+    Args:
+        changes: undo it.
+        hooks: of the module.
+        hook: the function.
+        with_kwargs: the module's `_forward_hooks_with_kwargs` or the like, for a hook that takes
+            keyword arguments.
+    """
+    handle = RemovableHandle(hooks, extra_dict=with_kwargs)
+    changes.later(handle.remove)
+    if with_kwargs is not None:
+        with_kwargs[handle.id] = True
+    hooks[handle.id] = hook

@@ -7,36 +7,35 @@ are recorded, and the other is held to them. Only the choice is held: a held exp
 computed from the run's own scores, by the model's own code, so that gradients reach the router as
 they do without holding.
 
-    routers = find_routers(model)
-    routes = Routes(batch)
-    with routed(model, routers, routes, record=True) as run:
+    with Changes() as changes:
+        routers = find_routers(model, changes)
+        routes = Routes(batch)
+        run = RoutedRun(model, routers, routes, changes, record=True)
         ...  # run.at(tokens) before each forward of the model
-    with routed(model, routers, routes) as run:
-        with following(run, policy, plan, batch):
-            policy.forward_backward(batch, loss, plan=plan)
+    with Changes() as changes:
+        run = RoutedRun(model, routers, routes, changes)
+        follow(run, policy, plan, batch, changes)
+        policy.forward_backward(batch, loss, plan=plan)
     print(run.elsewhere, "of", run.decisions)
 
 Every supported family chooses by `topk`, which is what is intercepted, within the module that calls
 it. A model is asked once which of its modules do, so that no family is known by name.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.overrides import TorchFunctionMode
 
 from forkpoint.engine import rows
+from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.forest import IntArray, build_forest, sort_rollouts
+from forkpoint.hosts.modules import add_hook
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 
@@ -76,15 +75,29 @@ class Routes:
 
 
 class RoutedRun:
-    """A run whose choices of experts are recorded or held."""
+    """A run of a model that chooses the experts that `routes` has, for the tokens given to `at`.
+
+    It lasts until the changes are undone. With `record`, choices that `routes` does not have yet
+    are the model's own and are kept in it. The model may run eagerly or compiled, with or without
+    recomputation; routers run eagerly.
+
+    Raises UnsupportedError, from within the forward, where a router does not do what `find_routers`
+    saw of it.
+    """
 
     def __init__(
-        self, model: nn.Module, routers: tuple[Router, ...], routes: Routes, *, record: bool
+        self,
+        model: nn.Module,
+        routers: tuple[Router, ...],
+        routes: Routes,
+        changes: Changes,
+        *,
+        record: bool = False,
     ) -> None:
         self._modules = {router: model.get_submodule(router.name) for router in routers}
         self._routes = routes
         self._record = record
-        self._replaced = ExitStack()
+        self._changes = changes
         self._tokens: IntArray | None = None
         self._seen: dict[str, Tensor] = {}
         self._elsewhere: dict[str, Tensor] = {}
@@ -100,17 +113,10 @@ class RoutedRun:
             self._replace()
         self._tokens = tokens
 
-    def end(self) -> None:
-        """Put the routers back as they were."""
-        self._replaced.close()
-
     def _replace(self) -> None:
         for router, module in self._modules.items():
-            attributes = vars(module)
-            own = {"forward": attributes["forward"]} if "forward" in attributes else {}
-            self._replaced.callback(attributes.update, own)
-            self._replaced.callback(attributes.pop, "forward", None)
-            module.forward = _routed_forward(router, module.forward, self)
+            forward = _routed_forward(router, module.forward, self)
+            self._changes.set(vars(module), "forward", forward)
 
     @property
     def decisions(self) -> int:
@@ -160,7 +166,7 @@ class RoutedRun:
         return scores_nE.gather(-1, held_nk), held_nk
 
 
-def find_routers(model: nn.Module) -> tuple[Router, ...]:
+def find_routers(model: nn.Module, changes: Changes) -> tuple[Router, ...]:
     """The modules of a stock model that choose experts; none if it has no experts.
 
     Runs one token through the model. Raises UnsupportedError where a model has experts and its
@@ -187,12 +193,13 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
         return own
 
     token = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
-    with ExitStack() as stack:
-        stack.callback(register_module_forward_pre_hook(enter).remove)
-        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_Intercepted(count))
+    mark = changes.mark
+    for module in names:
+        add_hook(changes, module._forward_pre_hooks, enter)
+        add_hook(changes, module._forward_hooks, leave)
+    with torch.no_grad(), _Intercepted(count):
         model(input_ids=token, use_cache=False)
+    changes.undo(mark)
     # A router chooses for the experts beside it, or for those in the module that it is.
     owners = {name.rpartition(".")[0] for name in experts}
     routers = tuple(Router(name, n) for name, n in calls.items())
@@ -206,28 +213,10 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
     return routers
 
 
-@contextmanager
-def routed(
-    model: nn.Module, routers: tuple[Router, ...], routes: Routes, *, record: bool = False
-) -> Iterator[RoutedRun]:
-    """Within it `model` chooses the experts that `routes` has, for the tokens named by `run.at`.
-
-    With `record`, choices that `routes` does not have yet are the model's own and are kept in it.
-    The model may run eagerly or compiled, with or without recomputation; routers run eagerly.
-
-    Raises UnsupportedError, from within the forward, where a router does not do what `find_routers`
-    saw of it.
-    """
-    run = RoutedRun(model, routers, routes, record=record)
-    try:
-        yield run
-    finally:
-        run.end()
-
-
-@contextmanager
-def following(run: RoutedRun, policy: "Policy", plan: Plan, batch: RolloutBatch) -> Iterator[None]:
-    """Within it `run` knows which tokens each row of the plan runs, when the policy runs it."""
+def follow(
+    run: RoutedRun, policy: "Policy", plan: Plan, batch: RolloutBatch, changes: Changes
+) -> None:
+    """Tell `run` which tokens each row of the plan runs, when the policy runs it."""
     tokens = dict(zip(plan.row_names, row_tokens(plan, batch), strict=True))
     before = policy.observer
 
@@ -236,11 +225,7 @@ def following(run: RoutedRun, policy: "Policy", plan: Plan, batch: RolloutBatch)
         if before is not None:
             before(event)
 
-    policy.observer = observe
-    try:
-        yield
-    finally:
-        policy.observer = before
+    changes.set(vars(policy), "observer", observe)
 
 
 def row_tokens(plan: Plan, batch: RolloutBatch) -> list[IntArray]:

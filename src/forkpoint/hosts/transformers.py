@@ -6,7 +6,7 @@ then computes what is asked for instead of logits. Everything else is the model'
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,22 +16,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.boundary import boundary
+from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import HeadOutputs
 from forkpoint.engine.rows import RowContext
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, RowEnds, taken_context
-from forkpoint.hosts.checkpointing import checkpointed_blocks
+from forkpoint.hosts.checkpointing import checkpoint_blocks
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.families import FAMILIES, Family
 from forkpoint.hosts.fingerprint import Fingerprint
 from forkpoint.hosts.heads import LogprobHead, ModelHead, ValueHead
 from forkpoint.hosts.linear_attention import (
     check_recurrent_modules,
-    recurrent_forwards,
     recurrent_modules,
+    run_recurrences,
 )
-from forkpoint.hosts.modules import every_module, every_parameter, one_walk
+from forkpoint.hosts.modules import every_module, every_parameter, list_once
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.cost import ModelShape
@@ -135,7 +136,8 @@ class TransformersHost:
         self._fingerprint = Fingerprint(model)
         self._checked: tuple[int, bool] | None = None
         self._check_idle()
-        with one_walk():
+        with Changes() as changes:
+            list_once(changes)
             self._check_model()
         refusals.check_rotary_buffers(self.causal)  # here alone: it waits for the device
         self._blocks = CompiledBlocks(cast(nn.ModuleList, self.causal.base_model.layers))
@@ -143,6 +145,8 @@ class TransformersHost:
         self._compiles = on_cuda if compile_blocks is None else compile_blocks
         size = next(self.causal.parameters()).element_size()
         self._recomputes = False
+        self._changes: Changes | None = None
+        """Of the step that runs; a row's own are undone at its end."""
         width = {"vocab": self._head.width()} if critic else {}
         self._shape = ModelShape.from_config(
             self.causal.config.to_dict(), dtype_bytes=size, **width
@@ -190,10 +194,6 @@ class TransformersHost:
 
     def check(self, batch: RolloutBatch, *, training: bool) -> None:
         self._check_idle()
-        with one_walk():
-            self._check_now(batch, training=training)
-
-    def _check_now(self, batch: RolloutBatch, *, training: bool) -> None:
         # Since it was wrapped the model may have been compiled, moved, given adapters, or put into
         # another mode. What the fingerprint covers is looked at again where that has changed.
         found = (self.fingerprint(), training)
@@ -247,27 +247,29 @@ class TransformersHost:
                 "are computed before it, by policy.score."
             )
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def enter(self, changes: Changes) -> None:
         self._check_idle()
         self._recomputes = refusals.checkpointed(self.causal)
+        if self.device.type == "cuda":
+            # Kernels that are not torch's own are launched on the current device.
+            current = torch.cuda.device(self.device)
+            current.prev_idx = torch.cuda.current_device()
+            changes.later(current.__exit__, None, None, None)
+            current.__enter__()
         found = [getattr(module, "config", None) for _, module in every_module(self.causal)]
-        configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}
-        with ExitStack() as stack:
-            if self.device.type == "cuda":
-                # Kernels that are not torch's own are launched on the current device.
-                stack.enter_context(torch.cuda.device(self.device))
-            for config in configs.values():
-                stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
-                config._attn_implementation = ATTENTION_NAME
-            attributes = vars(self.causal)
-            own = {"forward": attributes["forward"]} if "forward" in attributes else {}
-            stack.callback(attributes.update, own)
-            stack.callback(attributes.pop, "forward", None)
-            self.causal.forward = self._causal_forward
-            stack.enter_context(recurrent_forwards(self.causal))
-            if self._compiles:
-                stack.enter_context(self._blocks.entered())
+        for config in {id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values():
+            changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
+        changes.set(vars(self.causal), "forward", self._causal_forward)
+        run_recurrences(self.causal, changes)
+        if self._compiles:
+            self._blocks.enter(changes)
+        changes.set(vars(self), "_changes", changes)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within it `forward` works; for use outside of steps."""
+        with Changes() as changes:
+            self.enter(changes)
             yield
 
     def forward(self, context: RowContext) -> HeadOutputs:
@@ -285,16 +287,20 @@ class TransformersHost:
             )
         if context.boundary_only:
             policy = "none"
+        assert self._changes is not None, "the model has not been entered"
+        mark = self._changes.mark
+        checkpoint_blocks(self._blocks.blocks, policy, self._changes, but=context.last_layer)
         try:
-            with checkpointed_blocks(self._blocks.blocks, policy, but=context.last_layer):
-                # Through the outermost module: FSDP and peft work in its hooks and its forward.
-                return self.model(
-                    input_ids=inputs.input_ids,
-                    position_ids=inputs.position_ids,
-                    **{CONTEXT_ARGUMENT: context},
-                )
+            # Through the outermost module: FSDP and peft work in its hooks and its forward.
+            outputs = self.model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                **{CONTEXT_ARGUMENT: context},
+            )
         except RowEnds as end:
-            return HeadOutputs({}, end.roots)
+            outputs = HeadOutputs({}, end.roots)
+        self._changes.undo(mark)
+        return outputs
 
     def _causal_forward(
         self,

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.functional_tensor import FunctionalTensor
 from transformers import PreTrainedConfig
 
+from forkpoint.engine.changes import Changes
 from forkpoint.hosts.linear_attention import recurrent_modules
 
 
@@ -30,44 +31,49 @@ def _as_float64(x: Tensor) -> Tensor:
     return x.to(torch.float64)
 
 
-@contextmanager
-def lifted_upcasts(model: nn.Module) -> Iterator[None]:
+def lift_upcasts(model: nn.Module, changes: Changes) -> None:
     """Let a float64 model of transformers compute in float64 where its code says float32.
 
     Norms there are computed in float32 whatever the model's dtype, which would limit any comparison
     to about 1e-7.
     """
-    with ExitStack() as stack:
-        for name in {type(m).__module__ for m in model.modules()}:
-            module = sys.modules[name]
-            if name.startswith("transformers.models.") and getattr(module, "torch", None) is torch:
-                stack.callback(setattr, module, "torch", torch)
-                module.torch = _WithoutUpcasts("torch")  # type: ignore[attr-defined]
-        # torch.Tensor inherits it: unless this runs within another such block, none is to be left.
-        if "float" not in vars(torch.Tensor):
-            stack.callback(delattr, torch.Tensor, "float")
-            # Of integers too, such as positions: what they are multiplied with is float64 as well.
-            torch.Tensor.float = _as_float64  # type: ignore[method-assign]
-            # While blocks are compiled their tensors are of this class, which has its own.
-            stack.callback(setattr, FunctionalTensor, "float", FunctionalTensor.float)
-            FunctionalTensor.float = _as_float64  # type: ignore[method-assign]
-            # Compiled code is found again by what a model's code says, not by what that means here.
-            stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
-        yield
+    for name in {type(m).__module__ for m in model.modules()}:
+        module = sys.modules[name]
+        if name.startswith("transformers.models.") and getattr(module, "torch", None) is torch:
+            changes.set(vars(module), "torch", _WithoutUpcasts("torch"))
+    # torch.Tensor inherits it: unless this is done within another such block, none is to be left.
+    if "float" not in vars(torch.Tensor):
+        changes.later(_without_float)
+        # Of integers too, such as positions: what they are multiplied with is float64 as well.
+        torch.Tensor.float = _as_float64  # type: ignore[method-assign]
+        # While blocks are compiled their tensors are of this class, which has its own.
+        changes.later(setattr, FunctionalTensor, "float", FunctionalTensor.float)
+        FunctionalTensor.float = _as_float64  # type: ignore[method-assign]
+        # Compiled code is found again by what a model's code says, not by what that means here.
+        name = "enable_autograd_cache"
+        changes.later(setattr, functorch_config, name, getattr(functorch_config, name))
+        setattr(functorch_config, name, False)
+
+
+def _without_float() -> None:
+    if "float" in vars(torch.Tensor):
+        del torch.Tensor.float
 
 
 @contextmanager
-def plain_experts(model: nn.Module) -> Iterator[None]:
+def lifted_upcasts(model: nn.Module) -> Iterator[None]:
+    """Within it upcasts are lifted: see `lift_upcasts`."""
+    with Changes() as changes:
+        lift_upcasts(model, changes)
+        yield
+
+
+def run_plain_experts(model: nn.Module, changes: Changes) -> None:
     """Let a mixture's experts run one by one: grouped matrix products take few dtypes."""
     found = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(c): c for c in found if isinstance(c, PreTrainedConfig)}
-    with ExitStack() as stack:
-        for config in configs.values():
-            # Not its property, which also sets it in configurations of other models within.
-            name = "_experts_implementation_internal"
-            stack.callback(setattr, config, name, getattr(config, name))
-            setattr(config, name, "eager")
-        yield
+    for config in {id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values():
+        # Not its property, which also sets it in configurations of other models within.
+        changes.set(vars(config), "_experts_implementation_internal", "eager")
 
 
 # In newer versions each is a wrapper of its torch form, in whose place a package's kernel may run.
@@ -84,21 +90,16 @@ HELD: dict[str, str | None] = {
 }
 
 
-@contextmanager
-def plain_recurrences(model: nn.Module) -> Iterator[None]:
+def run_plain_recurrences(model: nn.Module, changes: Changes) -> None:
     """Let stock recurrent layers run their torch forms: kernels of packages take 16 bits alone."""
-    with ExitStack() as stack:
-        modules = list(recurrent_modules(model).values())
-        for code in {type(m).__module__: sys.modules[type(m).__module__] for m in modules}.values():
-            for name in WRAPPED:
-                plain = getattr(vars(code).get(name), "__wrapped__", None)
-                if plain is not None:
-                    stack.callback(setattr, code, name, vars(code)[name])
-                    setattr(code, name, plain)
-        for module in modules:
-            for name, plain in HELD.items():
-                if name in vars(module):
-                    stack.callback(setattr, module, name, vars(module)[name])
-                    code = vars(sys.modules[type(module).__module__])
-                    setattr(module, name, code[plain] if plain else None)
-        yield
+    modules = list(recurrent_modules(model).values())
+    for code in {type(m).__module__: sys.modules[type(m).__module__] for m in modules}.values():
+        for name in WRAPPED:
+            plain = getattr(vars(code).get(name), "__wrapped__", None)
+            if plain is not None:
+                changes.set(vars(code), name, plain)
+    for module in modules:
+        for name, plain in HELD.items():
+            if name in vars(module):
+                code = vars(sys.modules[type(module).__module__])
+                changes.set(vars(module), name, code[plain] if plain else None)

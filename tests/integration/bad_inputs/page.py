@@ -34,20 +34,27 @@ On the command line a message follows `error: ` on stderr, stdout is empty, and 
 `internal error` and says what to report, and exit status 70. `--debug` shows the traceback.
 
 A refusal changes nothing: it comes before anything runs, or the step's gradients are taken back.
-Then a note says which. Errors that come from elsewhere while a step runs (out of memory, an error
-in a loss of your own, an interrupt) pass through as they are, with one of these notes:
+Errors that come from elsewhere while a step runs (out of memory, an error in a loss of your own, an
+interrupt) pass through as they are. Every exception that leaves a step which has begun to run has
+exactly one of these notes, and `policy.last_step.gradients` says the same in one word:
 
-| note | what to do |
-|---|---|
+| note | `last_step.gradients` | what to do |
+|---|---|---|
 """
 
 NOTES = {
     "this step failed; .grad is as it was before it, and the step may be tried again": (
-        "try again, with smaller rows where memory ran out"
+        "unchanged",
+        "try again, with smaller rows where memory ran out",
     ),
     "every .grad is None, and an accumulated step must be redone from its start": (
+        "cleared",
         "begin the accumulation again; `Config(restore_grads=True)` keeps earlier gradients, for "
-        "the memory of a copy"
+        "the memory of a copy",
+    ),
+    "this exception arrived after the step had succeeded": (
+        "added",
+        "go on as after a step that returned: its whole gradient is in `.grad`",
     ),
 }
 
@@ -62,8 +69,8 @@ def page() -> str:
         says = error.__doc__.partition(".")[0]
         text += f"| `{name}` | {says[0].lower()}{says[1:]} | {links} |\n"
     text += f"\n{TAIL}"
-    for note, what in NOTES.items():
-        text += f"| {note} | {what} |\n"
+    for note, (gradients, what) in NOTES.items():
+        text += f"| {note} | `{gradients}` | {what} |\n"
     for topic, kinds in TOPICS.items():
         text += f"\n## {topic}\n"
         text += "".join(_entry(kind) for kind in kinds)

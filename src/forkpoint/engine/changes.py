@@ -1,0 +1,56 @@
+"""Changes to what outlives a step, recorded so that they can be undone at any moment."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Changes:
+    """A list of calls that undo changes. The last change is undone first.
+
+    An exception may arrive between any two bytecodes: KeyboardInterrupt, or one that a signal
+    handler or another thread raises. Two rules make it possible to undo everything all the same.
+    The call that undoes a change is recorded before the change is made. And it sets what was there
+    before, so that it may be made where nothing has changed yet, and may be made twice.
+
+    As a context manager it undoes all changes at the end of the block.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+
+    @property
+    def mark(self) -> int:
+        """How many changes there are: `undo` of this number keeps these."""
+        return len(self._undo)
+
+    def later(self, function: Callable[..., object], *args: Any) -> None:
+        """Record the call that undoes a change, before the change is made."""
+        self._undo.append((function, args))
+
+    def set(self, attributes: dict[str, Any], name: str, value: object) -> None:
+        """Set an attribute of an object, given as `vars(object)`."""
+        if name in attributes:
+            self.later(attributes.__setitem__, name, attributes[name])
+        else:
+            self.later(attributes.pop, name, None)
+        attributes[name] = value
+
+    def undo(self, mark: int = 0) -> None:
+        """Undo all changes that were made since the mark; after an interrupt it can be repeated."""
+        while len(self._undo) > mark:
+            function, args = self._undo[-1]
+            function(*args)
+            self._undo.pop()
+
+    def forget(self) -> None:
+        """Leave the last change as it is: undoing it fails."""
+        self._undo.pop()
+
+    def __enter__(self) -> "Changes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.undo()
+        finally:
+            self.undo()  # again, where an interrupt has ended the first

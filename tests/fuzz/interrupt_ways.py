@@ -1,0 +1,237 @@
+"""Ways of raising an exception at a chosen or a random moment of a call in the main thread.
+
+An asynchronous exception (KeyboardInterrupt, one that a signal handler raises, one that another
+thread sets) arrives between two bytecodes. CPython looks for one at the beginning of a function, at
+a jump backwards and after a call. `Bytecodes` raises at any bytecode, which includes all of these.
+"""
+
+import contextlib
+import ctypes
+import dis
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+# Between these bytecodes, with which exceptions are handled, no exception can arrive; CPython loses
+# count of references to the one that is handled where a trace function raises there.
+_HANDLING = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT")}
+_LEAVING = {dis.opmap.get(name) for name in ("RETURN_VALUE", "RETURN_CONST", "RERAISE")}
+
+
+class Interrupt(BaseException):
+    """An exception that no `except Exception` catches, as KeyboardInterrupt."""
+
+
+class Timeout(Exception):
+    """An exception that `except Exception` catches, as signal handlers of time limits raise."""
+
+
+@dataclass(eq=False)
+class Attempt:
+    """What became of a call that was to be interrupted."""
+
+    error: BaseException | None
+    """What left the call; None where nothing did."""
+    raised: bool
+    """Whether an exception was injected."""
+    codes: tuple[CodeType, ...]
+    """The functions that the exception passed through, outermost first."""
+    leaving: bool = False
+    """Whether it was raised in the place of a bytecode that leaves a function. CPython looks for
+    exceptions before and after these, so no other way does that."""
+
+
+def attempt(
+    call: Callable[[], object],
+    begin: Callable[[], object],
+    end: Callable[[], bool],
+) -> Attempt:
+    """Call between `begin`, from which on an exception may arrive, and `end`.
+
+    `end` returns whether one was injected, and sees to it that none arrives after it.
+    """
+    error: BaseException | None = None
+    try:
+        try:
+            begin()
+            call()
+        finally:
+            raised = end()
+    except BaseException as caught:
+        error = caught
+        raised = end()
+    codes = () if error is None else tuple(_codes(error.__traceback__))
+    return Attempt(error, raised, codes)
+
+
+def _codes(traceback: TracebackType | None) -> Iterator[CodeType]:
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename != __file__:
+            yield traceback.tb_frame.f_code
+        traceback = traceback.tb_next
+
+
+class Bytecodes:
+    """Raises at bytecodes of functions that are wanted, counted from the beginning of the call."""
+
+    name = "bytecode"
+
+    def __init__(self, wanted: Callable[[CodeType], bool]) -> None:
+        self._wanted = wanted
+        self._known: dict[CodeType, bool] = {}
+        self._moments: dict[int, type[BaseException]] = {}
+        self._defer = self._leaving = False
+        self.seen = 0
+        self.where: str = ""
+
+    def count(self, call: Callable[[], object]) -> int:
+        """How many bytecodes of wanted functions a call runs."""
+        self._arm({})
+        try:
+            call()
+        finally:
+            sys.settrace(None)
+        return self.seen
+
+    def interrupt(
+        self, call: Callable[[], object], moments: dict[int, type[BaseException]], *, defer: bool
+    ) -> Attempt:
+        """Raise each of these exceptions at its bytecode.
+
+        defer: whether it is set to be raised where CPython next looks for one, rather than raised
+            at this very bytecode. Only so may there be more than one.
+        """
+        assert defer or len(moments) == 1
+        self._defer = defer
+
+        def end() -> bool:
+            sys.settrace(None)
+            return len(self._moments) < len(moments)
+
+        found = attempt(call, lambda: self._arm(moments), end)
+        return replace(found, leaving=self._leaving)
+
+    def _arm(self, moments: dict[int, type[BaseException]]) -> None:
+        self._moments, self.seen, self._leaving = dict(moments), 0, False
+        # From Python 3.12 on no bytecode is traced unless some frame asked for it by now.
+        sys._getframe().f_trace_opcodes = True
+        sys.settrace(self._entered)
+
+    def _entered(self, frame: FrameType, event: str, arg: Any) -> Any:
+        wanted = self._known.get(frame.f_code)
+        if wanted is None:
+            wanted = self._known[frame.f_code] = self._wanted(frame.f_code)
+        if not wanted:
+            return None
+        frame.f_trace = self._stepped  # first, for Python 3.13
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self._stepped
+
+    def _stepped(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode" and frame.f_code.co_code[frame.f_lasti] not in _HANDLING:
+            self.seen += 1
+            if self.seen in self._moments:
+                kind = self._moments.pop(self.seen)
+                code = frame.f_code
+                self.where = f"{code.co_filename}:{frame.f_lineno} {code.co_name} {frame.f_lasti}"
+                if not self._defer:
+                    self._leaving = code.co_code[frame.f_lasti] in _LEAVING
+                    raise kind("injected")
+                _set_exception(threading.get_ident(), kind)
+        return self._stepped
+
+
+def _set_exception(thread: int, kind: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+class OtherThread:
+    """Another thread sets the exception with PyThreadState_SetAsyncExc after some seconds."""
+
+    name = "thread"
+
+    def interrupt(
+        self, call: Callable[[], object], seconds: float, kind: type[BaseException]
+    ) -> Attempt:
+        main = threading.get_ident()
+        stop, raised = threading.Event(), False
+
+        def wait() -> None:
+            nonlocal raised
+            deadline = time.perf_counter() + seconds
+            while time.perf_counter() < deadline:
+                if stop.is_set():
+                    return
+                time.sleep(min(2e-5, max(0.0, deadline - time.perf_counter())))
+            if not stop.is_set():
+                raised = True
+                self.send(main, kind)
+
+        thread = threading.Thread(target=wait, daemon=True)
+
+        def end() -> bool:
+            stop.set()
+            while thread.is_alive():
+                time.sleep(0)
+            for _ in range(10):  # an exception that is set by now arrives here at the latest
+                pass
+            return raised
+
+        return attempt(call, thread.start, end)
+
+    def send(self, thread: int, kind: type[BaseException]) -> None:
+        _set_exception(thread, kind)
+
+
+class Sigint(OtherThread):
+    """SIGINT is sent to the process after some seconds; Python's own handler raises."""
+
+    name = "sigint"
+
+    def send(self, thread: int, kind: type[BaseException]) -> None:
+        signal.pthread_kill(thread, signal.SIGINT)
+
+
+class Alarm:
+    """SIGALRM arrives after some seconds, and its handler raises."""
+
+    name = "sigalrm"
+
+    def interrupt(
+        self, call: Callable[[], object], seconds: float, kind: type[BaseException]
+    ) -> Attempt:
+        raised = False
+
+        def handle(*_: object) -> None:
+            nonlocal raised
+            raised = True
+            raise kind("injected")
+
+        before = signal.signal(signal.SIGALRM, handle)
+
+        def end() -> bool:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for _ in range(10):
+                pass
+            return raised
+
+        try:
+            return attempt(
+                call, lambda: signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6)), end
+            )
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def quick_threads() -> Iterator[None]:
+    """Let other threads run every 10 microseconds, so that moments are not rounded to 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)

@@ -1,0 +1,159 @@
+"""A few of the interrupts of tests/fuzz/interrupts.py, and bugs that they find.
+
+A failure prints its case and moment; `python tests/fuzz/interrupts.py --case NAME` looks for more.
+"""
+
+import contextlib
+import gc
+import inspect
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interrupt_ways import Bytecodes, Interrupt, quick_threads
+from interrupts import (
+    KINDS,
+    WAYS,
+    Interrupter,
+    Tally,
+    of_control,
+)
+from torch.autograd.graph import saved_tensors_hooks as hooks
+from torch.utils.checkpoint import checkpoint
+
+from forkpoint.engine import guard
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.engine import Engine
+from forkpoint.engine.gradient_sums import GradientSums
+from forkpoint.engine.guard import GradientGuard, Step
+from forkpoint.engine.thread_state import ThreadState
+
+pytestmark = [
+    # What arrives in a destructor or a callback of a weak reference is ignored, with a warning.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+# Others are what tests/fuzz/interrupts.py runs as well.
+DIFFERENT = ["accumulated", "sums-restoring", "lora", "recompute", "offload", "checkpointed"]
+DIFFERENT += ["two-pass", "hooks", "delta-rule", "score", "verify-float64"]
+
+
+@pytest.fixture(autouse=True)
+def quick() -> object:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with quick_threads():
+        yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+def interrupt(name: str, times: int, *, ways: tuple[str, ...] = WAYS, seed: int = 0) -> Tally:
+    """Interrupt a case so often in each of these ways, at moments that are drawn."""
+    tally, generator = Tally(), random.Random(f"{name} {seed}")
+    interrupter = Interrupter(name, tally)
+    for way in ways * times:
+        kind = KINDS[generator.choice(list(KINDS))]
+        interrupter.once(way, generator.random(), kind, second=generator.random())
+    interrupter.look_for_tensors()
+    return tally
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_at_random_moments(name: str) -> None:
+    tally = interrupt(name, 1)
+    assert not tally.failures
+    assert tally.interrupts > 0
+
+
+@pytest.mark.parametrize("name", ["failing", "failing-restoring", "out-of-memory"])
+def test_while_a_failed_step_is_put_back(name: str) -> None:
+    tally = Tally()
+    list(Interrupter(name, tally).everywhere(stride=43))
+    assert not tally.failures
+    outcome = "cleared" if name == "failing" else "unchanged"
+    assert {key[2] for key in tally.counts} == {outcome}
+
+
+@pytest.mark.parametrize("name", ["accumulated", "sums-restoring"])
+def test_there_is_one_moment_at_which_a_step_happens(name: str) -> None:
+    """Before it nothing is added, after it everything: at each of the last bytecodes."""
+    tally, bytecodes = Tally(), Bytecodes(of_control)
+    interrupter = Interrupter(name, tally)
+    _, last = interrupter.extent(bytecodes)
+    outcomes = []
+    for bytecode in range(last - 24, last + 1):
+        interrupter.at("every", bytecode, Interrupt, bytecodes)
+        outcomes.append(interrupter.case.outcome)
+    assert not tally.failures
+    before = "cleared" if name == "accumulated" else "unchanged"
+    happened = outcomes.index("added")
+    assert happened > 0 and set(outcomes[:happened]) == {before}
+    assert set(outcomes[happened:]) == {"added"}
+
+
+# Wrong is found ----------------------------------------------------------------------------------
+
+
+def leaves_a_half(guard: GradientGuard) -> str:
+    for parameter in guard.parameters[::2]:
+        parameter.grad = None
+    return "cleared"
+
+
+def says_unchanged(guard: GradientGuard) -> str:
+    for parameter in guard.parameters:
+        parameter.grad = None
+    return "unchanged"
+
+
+def does_nothing(*_: object) -> None:
+    pass
+
+
+def with_one_level(step: Step, work: Callable[[], object]) -> object:
+    try:
+        result = work()
+        step.changes.undo()
+        step.outcome.gradients = "added"
+        return result
+    except BaseException as error:
+        step._put_back(error)
+        raise
+
+
+def records_last(changes: Changes, attributes: dict, name: str, value: object) -> None:
+    undo: tuple = (attributes.pop, name, None)
+    if name in attributes:
+        undo = (attributes.__setitem__, name, attributes[name])
+    attributes[name] = value
+    changes.later(*undo)
+
+
+BUGS: dict[str, tuple[Any, str, Callable, str, Callable, int]] = {
+    # What is replaced by what; in which case and function, and at which of the function's
+    # bytecodes, interrupts arrive: one of so many.
+    "a half": (GradientGuard, "take_back", leaves_a_half, "accumulated", Engine._pass, 99),
+    "a lie": (GradientGuard, "take_back", says_unchanged, "accumulated", Engine._pass, 99),
+    "hooks": (GradientSums, "_leave", does_nothing, "sums", Engine._pass, 99),
+    "no note": (Step, "_note", does_nothing, "plain", Engine._pass, 99),
+    "one level": (Step, "run", with_one_level, "failing", Step._put_back, 1),
+    "a late record": (Changes, "set", records_last, "plain", records_last, 1),
+    "a lost state": (ThreadState, "restore", does_nothing, "offload", hooks.__enter__, 1),
+    "a generator": (guard, "close_generators", does_nothing, "hooks", checkpoint, 7),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, replaced, bug, case, function, stride = BUGS[name]
+    code, tally = inspect.unwrap(function).__code__, Tally()
+    interrupter = Interrupter(case, tally)
+    monkeypatch.setattr(owner, replaced, bug)
+    with contextlib.suppress(Exception):  # of steps that follow, once something is left behind
+        for _ in interrupter.everywhere(lambda wanted: wanted is code, stride=stride):
+            if tally.failures:
+                break
+    assert tally.failures
