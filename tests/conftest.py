@@ -32,3 +32,19 @@ def shared_data() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture
+def without_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a model is refused by name."""
+    monkeypatch.setattr(
+        "forkpoint.hosts.transformers.TransformersHost._check_model", lambda self: None
+    )
+    for name in ("check_random", "check_causal", "check_parameter_hooks", "check_checkpointing"):
+        monkeypatch.setattr(f"forkpoint.hosts.refusals.{name}", lambda *_: None)
+
+
+@pytest.fixture
+def without_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sample runs before a step, for tests that count what runs."""
+    monkeypatch.setattr("forkpoint.policy.self_check", lambda *_, **__: None)

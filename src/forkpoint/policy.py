@@ -182,8 +182,8 @@ class Policy:
                 "None for the batch's own counts."
             )
         factor = _finite(scale)
-        self._check_sample(step, batch, training=True)
         plan = self._plan_for(batch, plan, loss)
+        self._check_sample(step, batch, training=True)
         if announced:
             step.notes = True
             self.last_step = step.outcome
@@ -230,8 +230,8 @@ class Policy:
                 "policy for them, or leave entropy=True out."
             )
         self.host.check(batch, training=False)
-        self._check_sample(step, batch, training=False)
         plan = self._plan_for(batch, plan, None)
+        self._check_sample(step, batch, training=False)
         result = Engine(self.host, self.config).score(step, plan, batch, entropy=entropy)
         return Scores(result.per_token, plan, result.events)
 

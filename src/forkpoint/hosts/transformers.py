@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.boundary import boundary
@@ -32,13 +32,16 @@ from forkpoint.hosts.linear_attention import (
     recurrent_modules,
     run_recurrences,
 )
-from forkpoint.hosts.modules import every_module, every_parameter, list_once
+from forkpoint.hosts.modules import (
+    ATTENTION_NAME,
+    configurations,
+    every_parameter,
+    list_once,
+)
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.cost import ModelShape
 from forkpoint.rollouts import RolloutBatch, short
-
-ATTENTION_NAME = "forkpoint"
 
 
 def forkpoint_attention(
@@ -256,8 +259,7 @@ class TransformersHost:
             current.prev_idx = torch.cuda.current_device()
             changes.later(current.__exit__, None, None, None)
             current.__enter__()
-        found = [getattr(module, "config", None) for _, module in every_module(self.causal)]
-        for config in {id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values():
+        for config in configurations(self.causal):
             changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
         changes.set(vars(self.causal), "forward", self._causal_forward)
         run_recurrences(self.causal, changes)

@@ -13,7 +13,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_module
-from forkpoint.hosts.origins import defined_functions, foreign_code, is_defined_as, place_of
+from forkpoint.hosts.origins import (
+    defined_functions,
+    foreign_code,
+    is_defined_as,
+    is_of_compiler,
+    place_of,
+)
 
 # Where the code of modules may come from besides the family's own, each computing token by token.
 TOKENWISE_CODE = (
@@ -170,7 +176,7 @@ def check_functions(model: nn.Module) -> None:
     for module in sorted(m for m in modules if m.startswith("transformers.models.")):
         defined = defined_functions(module)
         for name, value in vars(sys.modules[module]).items():
-            if not callable(value) or isinstance(value, type):
+            if not callable(value) or isinstance(value, type) or is_of_compiler(name):
                 continue
             found = foreign_code(value)
             if found is None and name in defined and hasattr(value, "__code__"):
