@@ -35,6 +35,8 @@ CEILING_ROUNDINGS = 1e4
 """Roundings that are never allowed: what moves values by more is no rounding."""
 ELSEWHERE = 0.02
 """The part of a mixture's choices of experts that may differ in any case."""
+ELSEWHERE_FACTOR = 3.0
+"""And so many times the part that differs by one rounding of the embeddings."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,13 @@ class Sampler:
             engine.observer = lambda event: run.at(tokens[event.partition(" ")[2]])
         try:
             result = engine.score(
-                self.step, self.plan, self.sample, entropy=False, graph=self.training
+                self.step,
+                self.plan,
+                self.sample,
+                entropy=False,
+                graph=self.training,
+                # Routers that are held would be compiled anew, layer by layer, for the sample.
+                compiled=run is None,
             )
         except (ForkpointError, torch.OutOfMemoryError):
             raise
@@ -181,7 +189,7 @@ class Sampler:
             repeated=_rms((together - stock)[there]),
             allowed=min(allowed, CEILING_ROUNDINGS * size),
             elsewhere=elsewhere[0],
-            allowed_elsewhere=max(NOISE_FACTOR * elsewhere[1], ELSEWHERE),
+            allowed_elsewhere=ELSEWHERE + ELSEWHERE_FACTOR * elsewhere[1],
             dtype=str(self.dtype).removeprefix("torch."),
             tokens=int(there.sum()),
             where=f"token {token} of a sequence ({float(shared[sequence, token]):.6g} here, "

@@ -195,7 +195,7 @@ class TransformersHost:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(every_parameter(self.model))
 
-    def check(self, batch: RolloutBatch, *, training: bool) -> None:
+    def check(self, batch: RolloutBatch, *, training: bool) -> int:
         self._check_idle()
         # Since it was wrapped the model may have been compiled, moved, given adapters, or put into
         # another mode. What the fingerprint covers is looked at again where that has changed.
@@ -217,6 +217,7 @@ class TransformersHost:
         known = self._embedding.shape[0]
         # A critic predicts no tokens.
         batch.check_vocabulary(min(known, self._head.width()) if self.head == "logprobs" else known)
+        return found[0]
 
     def fingerprint(self) -> int:
         """A number that stays the same while nothing but the model's weights changes."""
@@ -250,7 +251,7 @@ class TransformersHost:
                 "are computed before it, by policy.score."
             )
 
-    def enter(self, changes: Changes) -> None:
+    def enter(self, changes: Changes, *, compiled: bool = True) -> None:
         self._check_idle()
         self._recomputes = refusals.checkpointed(self.causal)
         if self.device.type == "cuda":
@@ -263,7 +264,7 @@ class TransformersHost:
             changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
         changes.set(vars(self.causal), "forward", self._causal_forward)
         run_recurrences(self.causal, changes)
-        if self._compiles:
+        if self._compiles and compiled:
             self._blocks.enter(changes)
         changes.set(vars(self), "_changes", changes)
 
