@@ -48,3 +48,13 @@ def without_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sample runs before a step, for tests that count what runs."""
     monkeypatch.setattr("forkpoint.policy.self_check", lambda *_, **__: None)
+
+
+@pytest.fixture(autouse=True)
+def no_list_is_left() -> Iterator[None]:
+    """No step leaves its lists of modules in force."""
+    yield
+    import sys
+
+    modules = sys.modules.get("forkpoint.hosts.modules")
+    assert modules is None or modules._walks.get() is None, "a step has left its lists in force"
