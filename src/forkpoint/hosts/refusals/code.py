@@ -196,6 +196,14 @@ def check_attention_function(model: nn.Module) -> None:
         name = getattr(config, "_attn_implementation", None)
         if not isinstance(name, str):
             continue
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        if name == "sdpa" and softcap is not None:
+            raise UnsupportedError(
+                "the configuration has attn_implementation='sdpa' and "
+                f"attn_logit_softcapping={softcap}, which sdpa leaves out: the model by itself "
+                "computes no softcap, and forkpoint does. Use 'eager': "
+                "model.set_attn_implementation('eager')."
+            )
         for kind, functions in (
             ("attention function", ALL_ATTENTION_FUNCTIONS),
             ("mask function", ALL_MASK_ATTENTION_FUNCTIONS),
