@@ -24,8 +24,8 @@ from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
 from forkpoint.bench.rows import ResultRow, write_rows
 
 CONFIGS = (
-    Config(sharing="group", boundary="across_rows", max_row_tokens=400),
-    Config(sharing="group", boundary="in_row"),
+    Config(sharing="group", boundary="across", max_microbatch_tokens=400),
+    Config(sharing="group", boundary="within"),
 )
 TWO_OF_EIGHT = {"num_experts_per_tok": 2, "num_local_experts": 8}
 SMALL = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 64}

@@ -80,11 +80,11 @@ def main() -> None:
         prompt, response, count, *wave = map(int, cell.split("/"))
         batch = make_group(prompt, [response] * count, vocab=stepper.vocab)
         some = batch.select([0, 1])
-        dense = stepper.configured(**DENSE, max_row_tokens=prompt + response)
-        shared = stepper.configured(memory_budget_bytes=stepper.budget_bytes)
+        dense = stepper.configured(**DENSE, max_microbatch_tokens=prompt + response)
+        shared = stepper.configured(memory_budget=stepper.budget_bytes)
         if wave:
             shared = stepper.configured(
-                **GROUP, max_row_tokens=max(prompt, response, *wave), max_wave_tokens=wave[0]
+                **GROUP, max_microbatch_tokens=max(prompt, response, *wave), max_leaf_tokens=wave[0]
             )
         sides = {
             "dense, 2 rollouts": (dense, some),

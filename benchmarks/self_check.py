@@ -113,7 +113,7 @@ def noise(name: str, device: str) -> list[ResultRow]:
 def lost(device: str, steps: int) -> list[ResultRow]:
     model = made(*MODELS["Llama 3 8B"], device)
     batch, loss = group(256, 256, 8), losses.GRPO()
-    config = Config(sharing="group", boundary="in_row")
+    config = Config(sharing="group", boundary="within")
     policies = [wrap(model, config), wrap(model, config).with_config(self_check=False)]
     times: list[list[float]] = [[], []]
 

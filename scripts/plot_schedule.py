@@ -3,7 +3,7 @@
     python scripts/plot_schedule.py [--output docs/figures/schedule.svg]
 
 Widths are counted FLOPs of each row's forward and backward at the sizes of an 8B model, heights of
-the curves the counted bytes of activations and boundary state; nothing is measured.
+the curves the counted bytes of activations and prefix cache; nothing is measured.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from forkpoint.config import Config
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.cost import ModelShape, Work, visible_pairs
-from forkpoint.plan.layout import Row
+from forkpoint.plan.layout import Microbatch
 from forkpoint.rollouts import Rollout, RolloutBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 6_144, 2_048, 6
@@ -48,7 +48,7 @@ def group() -> RolloutBatch:
 Step = tuple[str, str, float, float, int]
 
 
-def row_work(plan: Plan, row: Row, labelled: int) -> Work:
+def row_work(plan: Plan, row: Microbatch, labelled: int) -> Work:
     """Work of one row's own edges."""
     segments = list(row.segments)
     pairs = visible_pairs(plan.forest.start[segments], plan.forest.length[segments], 0)
@@ -59,15 +59,15 @@ def timeline(plan: Plan) -> list[Step]:
     """(phase, row, begin, end, tokens held at the end) of every forward and backward."""
     begin, held, steps = 0.0, 0, []
     for phase, index in plan.schedule():
-        row = plan.rows[index]
+        row = plan.microbatches[index]
         # Every leaf is a response, alone or, in dense rows, behind its prompt.
         trained = 0 if row.children else RESPONSE_TOKENS * len(row.segments)
         forward = row_work(plan, row, trained).forward_flops(SHAPE)
         whole = row_work(plan, row, trained).step_flops(SHAPE)
         end = begin + (forward if phase == "F" else whole - forward)
-        held += row.slots if phase == "F" else -row.slots
+        held += row.run_tokens if phase == "F" else -row.run_tokens
         name = "B" if not row.children else "A" if phase == "F" else "C"
-        steps.append((name, plan.row_names[index], begin, end, held))
+        steps.append((name, plan.microbatch_names[index], begin, end, held))
         begin = end
     return steps
 
@@ -108,7 +108,9 @@ def draw_memory(axis: Axes, plan: Plan, steps: list[Step], unit: float, colour: 
         # A row's activations grow through its forward and go as its backward walks back.
         for at, slots in ((begin, tokens), (end, held)):
             x.append(at / unit)
-            y.append((slots * SHAPE.activation_bytes_per_token + plan.arena_slots * boundary) / 1e9)
+            y.append(
+                (slots * SHAPE.activation_bytes_per_token + plan.cache_tokens * boundary) / 1e9
+            )
         tokens = held
     axis.plot(x, y, color=colour, lw=1.6)
     axis.fill_between(x, y, color=colour, alpha=0.12)
@@ -119,10 +121,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT)
     output = parser.parse_args().output
     batch = group()
-    across = Config(sharing="group", boundary="across_rows", max_row_tokens=PROMPT_TOKENS)
+    across = Config(sharing="group", boundary="across", max_microbatch_tokens=PROMPT_TOKENS)
     shared = make_plan(batch, SHAPE, across)
     tokens = PROMPT_TOKENS + RESPONSE_TOKENS
-    dense = make_plan(batch, SHAPE, Config(sharing="none", max_row_tokens=tokens))
+    dense = make_plan(batch, SHAPE, Config(sharing="none", max_microbatch_tokens=tokens))
     draw(shared, dense, output)
     print(f"wrote {output}: bound {shared.bound:.2f}x")
 

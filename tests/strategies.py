@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from forkpoint import Rollout, RolloutBatch
 
 COMBINATIONS = tuple(
-    product(("none", "group", "tree"), ("in_row", "mixed", "across_rows"), ("packed", "padded"))
+    product(("none", "group", "tree"), ("within", "mixed", "across"), ("packed", "padded"))
 )
-"""Every (sharing, boundary, waves)."""
+"""Every (sharing, boundary, leaf_layout)."""
 
 KINDS = ("new", "fork", "fork", "longer", "shorter", "same")
 

@@ -4,12 +4,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+from forkpoint.byte_sizes import MemorySize, size_in_bytes
 from forkpoint.errors import ConfigError
 
 Sharing = Literal["none", "group", "tree"]
-Boundary = Literal["in_row", "across_rows", "mixed"]
-Waves = Literal["packed", "padded"]
-Residency = Literal["keep", "offload", "recompute"]
+Boundary = Literal["within", "across", "mixed"]
+LeafLayout = Literal["packed", "padded"]
+Activations = Literal["keep", "offload", "recompute"]
 Checkpointing = Literal["none", "selective", "full"]
 MOST = 2**63 - 1
 """Of a number of tokens or bytes, which numpy counts in int64."""
@@ -21,27 +22,32 @@ class Config:
 
     sharing: Literal["auto", "none", "group", "tree"] = "auto"
     """What may share: nothing (dense), rollouts of one group, or any rollouts of the batch."""
-    boundary: Literal["auto", "in_row", "across_rows", "mixed"] = "auto"
-    """Where a fork lies: inside one packed row, between a parent row and its child rows, or either,
-    so that subtrees that fit in what is left of a row stay whole (mixed)."""
-    waves: Waves = "packed"
-    """Child rows without children of their own: packed back to back, or batch x longest."""
-    max_row_tokens: int | None = None
+    boundary: Literal["auto", "within", "across", "mixed"] = "auto"
+    """Where a fork lies: inside one packed microbatch, between a parent microbatch and its child
+    microbatches, or either, so that subtrees that fit in what is left of a microbatch stay whole
+    (mixed)."""
+    leaf_layout: LeafLayout = "packed"
+    """Child microbatches without children of their own: packed back to back, or batch x longest."""
+    max_microbatch_tokens: int | None = None
     """The most tokens that go through the model in one forward; None lets the planner choose."""
-    max_wave_tokens: int | None = None
-    """With boundary across_rows, the most tokens in a row of segments that nothing lies below; one
-    that is longer has a row of its own. None is max_row_tokens, which such rows keep to in any
-    case."""
-    memory_budget_bytes: int | None = None
-    """The most bytes that activations and boundary state may take together; None is no limit."""
-    residency: Literal["auto", "keep", "offload", "recompute"] = "auto"
-    """Where activations of rows with children are while these run: on the device, in the memory of
-    the host, or nowhere, so that a second forward makes them again. auto keeps what fits."""
+    max_leaf_tokens: int | None = None
+    """With boundary across, the most tokens in a microbatch of segments that nothing lies below;
+    one that is longer has a microbatch of its own. None is max_microbatch_tokens, which such
+    microbatches keep to in any case."""
+    memory_budget: MemorySize | None = None
+    """The most memory, in bytes or as text such as "70GiB", that activations and prefix cache may
+    take together; None is no limit."""
+    activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
+    """Where activations of microbatches with children are while these run: on the device, in the
+    memory of the host, or nowhere, so that a second forward makes them again. auto keeps what
+    fits."""
     checkpointing: Checkpointing = "none"
-    """What a row's own backward computes again: nothing, the MLPs, or whole decoder blocks."""
-    host_memory_bytes: int | None = None
-    """The most memory of the host that offloaded activations may take (pinned, on CUDA), for as
-    long as the policy lives; what does not fit stays on the device. None is no limit."""
+    """What a microbatch's own backward computes again: nothing, the MLPs, or whole decoder
+    blocks."""
+    host_memory: MemorySize | None = None
+    """The most memory of the host, written likewise, that offloaded activations may take (pinned,
+    on CUDA), for as long as the policy lives; what does not fit stays on the device. None is no
+    limit."""
     calibration: str | Path | None = None
     """A file that `forkpoint calibrate` wrote, to price plans by. None takes the one that it wrote
     for this device and model shape, if there is one, and counted FLOPs if not."""
@@ -52,16 +58,16 @@ class Config:
     head_chunk_tokens: int = 1024
     """How many tokens' logits exist at a time in the head, unless they are kept."""
     head_logits: Literal["auto", "keep", "recompute"] = "auto"
-    """Whether the logits of a row without children are kept from the head's forward to its
-    backward, which follows at once, or computed again in parts; of other rows they always are. auto
-    keeps them where memory_budget_bytes leaves room, and computes them again where there is no
+    """Whether the logits of a microbatch without children are kept from the head's forward to its
+    backward, which follows at once, or computed again in parts; of other microbatches they always
+    are. auto keeps them where memory_budget leaves room, and computes them again where there is no
     budget."""
     compile_blocks: bool | None = None
     """Whether decoder blocks are compiled, each on its own; None does so on CUDA."""
     grad_accumulation_dtype: Literal["parameter", "float32"] = "parameter"
-    """What the gradients of a step's rows are summed in: each parameter's own dtype, in `.grad`, or
-    float32, which is added to `.grad` at the end and takes 4 bytes a parameter until then. A step
-    that fails before that leaves gradients as they were, without a copy."""
+    """What the gradients of a step's microbatches are summed in: each parameter's own dtype, in
+    `.grad`, or float32, which is added to `.grad` at the end and takes 4 bytes a parameter until
+    then. A step that fails before that leaves gradients as they were, without a copy."""
     self_check: bool = True
     """Compare log-probs on a small sample with the stock model's, before the first step and again
     when the model's code, hooks or configuration have changed; see docs/verify.md."""
@@ -95,10 +101,8 @@ class Config:
                     f"{', '.join(map(repr, allowed))}."
                 )
         for name in (
-            "max_row_tokens",
-            "max_wave_tokens",
-            "memory_budget_bytes",
-            "host_memory_bytes",
+            "max_microbatch_tokens",
+            "max_leaf_tokens",
             "head_chunk_tokens",
         ):
             value = getattr(self, name)
@@ -108,3 +112,15 @@ class Config:
                 raise ConfigError(f"{name} is {value!r}; it takes a whole number of at least 1.")
             if value > MOST:
                 raise ConfigError(f"{name} is above {MOST}, the most that it takes.")
+        for name in ("memory_budget", "host_memory"):
+            size_in_bytes(getattr(self, name), name)
+
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        """`memory_budget` as a number of bytes."""
+        return size_in_bytes(self.memory_budget, "memory_budget")
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """`host_memory` as a number of bytes."""
+        return size_in_bytes(self.host_memory, "host_memory")

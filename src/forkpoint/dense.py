@@ -2,7 +2,8 @@
 
 The stock model's own forward, one rollout at a time, with a log-softmax over its logits: what users
 would write, and what every claim that gradients are exact is measured against. Of the engine it has
-only the tensors that a loss is shown (`engine.views`); no plan, row, kernel, head or schedule.
+only the tensors that a loss is shown (`engine.views`); no plan, microbatch, kernel, head or
+schedule.
 """
 
 from collections.abc import Callable

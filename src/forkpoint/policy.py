@@ -54,7 +54,8 @@ class StepStats(PerToken):
     plan: Plan
     events: tuple[str, ...]
     phase_ms: dict[str, float]
-    """A: forwards of rows with children; B: rows without; C: backwards of rows with children."""
+    """A: forwards of microbatches with children; B: microbatches without; C: backwards of
+    microbatches with children."""
     event_ms: tuple[float, ...]
     """Of each of `events`."""
     event_memory_bytes: tuple[int, ...] | None
@@ -76,7 +77,8 @@ class _Kept:
 
     def __init__(self) -> None:
         self.staging: Staging | None = None
-        """Host memory for rows that are offloaded: made when first needed, kept for later steps."""
+        """Host memory for microbatches that are offloaded: made when first needed, kept for later
+        steps."""
         self.found: tuple[Calibration | None] | None = None
         """The calibration of this device and model, once it was looked for."""
         self.agreed: dict[Hashable, list[int]] = {}
@@ -101,8 +103,8 @@ class Policy:
 
         Args:
             batch: the rollouts.
-            loss: the loss it is for, if known: one that couples rollouts across rows costs one
-                more forward, which the choice then takes into account.
+            loss: the loss it is for, if known: one that couples rollouts across microbatches costs
+                one more forward, which the choice then takes into account.
 
         Raises:
             PlanError: nothing fits the limits of the configuration.
@@ -308,7 +310,7 @@ class Policy:
         return self._kept.found[0]
 
     def _staging_of(self, plan: Plan) -> Staging | None:
-        if not any(row.residency == "offload" for row in plan.rows):
+        if not any(microbatch.activations == "offload" for microbatch in plan.microbatches):
             return None
         if self._kept.staging is None:
             self._kept.staging = staging_for(self.host.device)

@@ -16,13 +16,13 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
-from forkpoint.engine.rows import row_tokens
+from forkpoint.engine.microbatches import microbatch_tokens
 from forkpoint.errors import ForkpointError, UnsupportedError
 from forkpoint.forest import IntArray
 from forkpoint.hosts.arguments import CONTEXT_ARGUMENT
 from forkpoint.hosts.modules import ATTENTION_NAME, add_hook, configurations
 from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers
-from forkpoint.hosts.routes import row_tokens as routed_tokens
+from forkpoint.hosts.routes import microbatch_tokens as routed_tokens
 from forkpoint.plan import Plan, make_plan
 from forkpoint.rollouts import RolloutBatch, short
 
@@ -85,7 +85,7 @@ class Sampler:
         widest = torch.promote_types(self.dtype, torch.float32) == torch.float64
         self.eps: float = torch.finfo(torch.float32 if widest else self.dtype).eps
         most = max(4, ids.shape[1] // 2)
-        forced = Config(sharing="tree", boundary="across_rows", max_row_tokens=most)
+        forced = Config(sharing="tree", boundary="across", max_microbatch_tokens=most)
         self.plan: Plan = make_plan(sample, host.shape, forced)
         for settings in configurations(host.model):
             if settings._attn_implementation == ATTENTION_NAME:  # which runs in steps alone
@@ -110,7 +110,9 @@ class Sampler:
         engine, mark = Engine(self.host, self.config), self.changes.mark
         run = self.routed(record=True)
         if run is not None:
-            names = zip(self.plan.row_names, routed_tokens(self.plan, self.sample), strict=True)
+            names = zip(
+                self.plan.microbatch_names, routed_tokens(self.plan, self.sample), strict=True
+            )
             tokens = dict(names)
             engine.observer = lambda event: run.at(tokens[event.partition(" ")[2]])
         try:
@@ -147,17 +149,18 @@ class Sampler:
             logits = self.host.model(input_ids=ids_NW, use_cache=False, return_dict=True).logits
         if self.host.head == "values":
             return nn.functional.pad(logits[:, :-1, 0].to(dtype), (1, 0))
-        rows = zip(logits[:, :-1], ids_NW[:, 1:], strict=True)
+        microbatches = zip(logits[:, :-1], ids_NW[:, 1:], strict=True)
         logprobs = [
-            row.to(dtype).log_softmax(-1).gather(-1, labels[:, None])[:, 0] for row, labels in rows
+            microbatch.to(dtype).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+            for microbatch, labels in microbatches
         ]
         return nn.functional.pad(torch.stack(logprobs), (1, 0))
 
     def alone(self) -> Tensor:
         """Values by the model's own forward, one sequence at a time."""
         width = self.ids_NW.shape[1]
-        rows = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
-        return torch.cat(rows)
+        microbatches = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
+        return torch.cat(microbatches)
 
     def compared(self, shared: Tensor) -> Agreement:
         """Differences between `shared`, the stock model, and runs of the stock model."""
@@ -217,14 +220,14 @@ class Sampler:
             found[block] = x.detach().flatten(0, 1).double()
 
         def place(found: dict[int, Tensor], block: int, x: Tensor, kwargs: dict[str, Any]) -> None:
-            row = kwargs[CONTEXT_ARGUMENT].inputs.row
-            tokens, real = row_tokens(self.plan, self.sample, row)
+            microbatch = kwargs[CONTEXT_ARGUMENT].inputs.microbatch
+            tokens, real = microbatch_tokens(self.plan, self.sample, microbatch)
             x_TC = x.detach().flatten(0, 1).double()
             all_TC = found.setdefault(
                 block, x_TC.new_full((self.ids_NW.numel(), x_TC.shape[1]), torch.nan)
             )
-            slots = torch.as_tensor(real, device=x_TC.device)
-            all_TC[torch.as_tensor(tokens[real], device=x_TC.device)] = x_TC[slots]
+            places = torch.as_tensor(real, device=x_TC.device)
+            all_TC[torch.as_tensor(tokens[real], device=x_TC.device)] = x_TC[places]
 
         blocks, mark = self.host.blocks, self.changes.mark
         watch_blocks(blocks, partial(place, here), self.changes)

@@ -37,7 +37,7 @@ from forkpoint.losses import (
 from integration.scenarios import CoupledEntropies, SureRollouts, coupled
 
 MOST_ROWS = 16
-"""About how many rows a step has at most, for the sake of speed."""
+"""About how many microbatches a step has at most, for the sake of speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Case:
     accumulates: bool
     """Whether there are gradients already, of about the size of the new ones."""
     budget_share: float | None
-    """`memory_budget_bytes` over what the step is predicted to need without one."""
+    """`memory_budget` over what the step is predicted to need without one."""
     config: Config
 
     def stream(self, part: str) -> Generator:
@@ -113,11 +113,13 @@ def draw_case(seed: int, family: str | None = None) -> Case:
     memory = stream(seed, "memory")
     config = replace(
         config,
-        residency=one_of(memory, ("auto", "keep", "keep", "offload", "recompute", "recompute")),
+        activations=one_of(memory, ("auto", "keep", "keep", "offload", "recompute", "recompute")),
         checkpointing="none" if checkpointed else one_of(memory, ("none", "selective", "full")),
     )
-    # The planner makes no rows of less than 64 tokens for the sake of a budget.
-    limited = config.max_row_tokens is None and batch.logical_tokens > 100 and chance(random, 0.5)
+    # The planner makes no microbatches of less than 64 tokens for the sake of a budget.
+    limited = (
+        config.max_microbatch_tokens is None and batch.logical_tokens > 100 and chance(random, 0.5)
+    )
     return Case(
         seed=seed,
         family=family,
@@ -138,9 +140,9 @@ def draw_case(seed: int, family: str | None = None) -> Case:
 
 
 def draw_config(random: Generator, batch: RolloutBatch) -> Config:
-    """Any combination, with rows that the batch's rollouts can be put into."""
+    """Any combination, with microbatches that the batch's rollouts can be put into."""
     sharing = one_of(random, ("none", "group", "group", "tree", "tree", "tree", "auto"))
-    boundary = one_of(random, ("in_row", "mixed", "across_rows", "across_rows", "auto"))
+    boundary = one_of(random, ("within", "mixed", "across", "across", "auto"))
     longest = max(1, int(batch.lengths.max()) - 1)
     total = batch.logical_tokens
     size = one_of(random, ("any", "small", "small", "middle"))
@@ -151,13 +153,13 @@ def draw_config(random: Generator, batch: RolloutBatch) -> Config:
         tokens = between(random, max(1, longest // 2), max(longest, total // 2))
     if tokens is not None:
         tokens = max(tokens, total // MOST_ROWS, 1)
-        if boundary == "in_row":
+        if boundary == "within":
             tokens = max(tokens, longest)
     return Config(
         sharing=sharing,
         boundary=boundary,
-        waves=one_of(random, ("packed", "packed", "padded")),
-        max_row_tokens=tokens,
+        leaf_layout=one_of(random, ("packed", "packed", "padded")),
+        max_microbatch_tokens=tokens,
         attention_kernel=one_of(random, ("auto", "auto", "auto", "reference")),
         head_chunk_tokens=one_of(random, (1, 7, 1024)),
         # Not drawn: seeds that are kept shall stay the cases that they were.

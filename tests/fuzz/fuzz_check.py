@@ -69,7 +69,8 @@ class Outcome:
     saved_tokens: int = 0
     """That dense would have run besides."""
     depth: int = 0
-    """Rows above rows, at most: forks between rows, and chains of one rollout."""
+    """Microbatches above microbatches, at most: forks between microbatches, and chains of one
+    rollout."""
 
     @property
     def telling(self) -> bool:
@@ -139,7 +140,7 @@ def _compare(case: Case, gradient_bar: float) -> Outcome:
             if case.budget_share is not None:
                 peak = policy.plan(batch, case.loss).predicted_peak_bytes
                 assert peak is not None
-                policy = policy.with_config(memory_budget_bytes=int(peak * case.budget_share) + 1)
+                policy = policy.with_config(memory_budget=int(peak * case.budget_share) + 1)
             scores = policy.score(batch, entropy=True)
             stats = policy.forward_backward(
                 batch, case.loss, denominators=case.denominators, scale=case.scale
@@ -148,8 +149,8 @@ def _compare(case: Case, gradient_bar: float) -> Outcome:
             return Outcome(refused=f"forkpoint: {type(error).__name__}: {error}")
     plan = stats.plan
     depths: list[int] = []
-    for row in plan.rows:
-        depths.append(depths[row.parent] + 1 if row.parent >= 0 else 0)
+    for microbatch in plan.microbatches:
+        depths.append(depths[microbatch.parent] + 1 if microbatch.parent >= 0 else 0)
     faults = [
         *_off("loss", abs(stats.loss - dense.loss), BAR, max(1.0, abs(dense.loss))),
         *_off("log-probs", _distance(stats.logprobs, dense.logprobs_T), BAR),
@@ -252,8 +253,8 @@ def _dense_outputs(model: PreTrainedModel, batch: RolloutBatch) -> tuple[Tensor,
     """Log-probs and entropies, flat over the batch, 0 where nothing is trained."""
     lengths = batch.lengths
     ids = torch.zeros(len(batch), int(lengths.max()), dtype=torch.int64)
-    for row, (begin, end) in zip(ids, zip(batch.offsets, batch.offsets[1:], strict=False)):  # noqa: B905
-        row[: end - begin] = torch.as_tensor(batch.token_ids[begin:end].copy())
+    for microbatch, (begin, end) in zip(ids, zip(batch.offsets, batch.offsets[1:], strict=False)):  # noqa: B905
+        microbatch[: end - begin] = torch.as_tensor(batch.token_ids[begin:end].copy())
     logprobs = torch.zeros(batch.logical_tokens, dtype=torch.float64)
     trained = np.flatnonzero(batch.loss_mask)
     if not len(trained):
@@ -293,7 +294,7 @@ class Tally:
     seconds: float = 0.0
     cases: int = 0
     telling: int = 0
-    across_rows: int = 0
+    across: int = 0
     cancelled: int = 0
     wobbling: int = 0
     worst_gradient_error: float = 0.0
@@ -331,12 +332,12 @@ class Tally:
             what = "; ".join(outcome.faults)
             self.failures.append({"seed": case.seed, "what": what, "case": str(case)})
         self.telling += outcome.telling
-        self.across_rows += outcome.depth > 0
+        self.across += outcome.depth > 0
         self.cancelled += outcome.cancelled
         self.wobbling += outcome.wobbles
         self.losses[type(case.loss).__name__] += 1
         config = case.config
-        self.plans[f"{config.sharing} + {config.boundary}, {config.waves}"] += 1
+        self.plans[f"{config.sharing} + {config.boundary}, {config.leaf_layout}"] += 1
         self.depths[outcome.depth] += 1
         if outcome.cancelled or outcome.wobbles:  # what it is off by is rounding
             return outcome

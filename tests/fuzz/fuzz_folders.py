@@ -1,7 +1,7 @@
 """Folders of real replays, changed in one place and read by the command line.
 
-Every file has a turn: the manifest, rows, plans, and the checkpoint's header, tensors and facts,
-also with the checksums made anew as somebody would who wants the change to be read.
+Every file has a turn: the manifest, microbatches, plans, and the checkpoint's header, tensors and
+    facts, also with the checksums made anew as somebody would who wants the change to be read.
 """
 
 import contextlib
@@ -52,12 +52,12 @@ def make_bases(place: Path, *names: str) -> list[Base]:
         for scale in (1.0, 0.5):
             trace.add(load_rollouts(rollouts), {"scale": scale})
     common = ("--model", str(config), "--steps", str(STEPS), "--checkpoint-every", str(SAVED_AT))
-    across = ("--sharing", "tree", "--boundary", "across_rows", "--max-row-tokens", "24")
+    across = ("--sharing", "tree", "--boundary", "across", "--max-microbatch-tokens", "24")
     ways = {
         "dense": (str(rollouts), *common, "--baseline", "dense", "--groups-per-step", "2"),
         "trace": (str(place / "trace"), *common, *across, "--optimizer", "sgd"),
         "recompute": (
-            *(str(rollouts), *common, *across, "--residency", "recompute"),
+            *(str(rollouts), *common, *across, "--activations", "recompute"),
             *("--baseline", "dense", "--schedule", "cosine", "--max-grad-norm", "0.5"),
         ),
     }
@@ -76,9 +76,9 @@ def _killed(name: str, folder: Path, arguments: tuple[str, ...]) -> Base:
     arguments = ("replay", *arguments, "--output", str(folder))
     real = ReplayFolder.add_row
 
-    def add_row(self: ReplayFolder, row: Any) -> None:
-        real(self, row)
-        if row["step"] == KILLED_AT:
+    def add_row(self: ReplayFolder, microbatch: Any) -> None:
+        real(self, microbatch)
+        if microbatch["step"] == KILLED_AT:
             shutil.copytree(folder, folder.with_suffix(".killed"))
 
     ReplayFolder.add_row = add_row
@@ -145,7 +145,7 @@ def faults_of_page(text: str) -> list[str]:
 def change(folder: Path, rng: random.Random) -> tuple[str, str]:
     """Change one thing in a replay's folder; which file, and what."""
     kind = rng.choices(
-        ("manifest", "rows", "plans", "facts", "tensors", "header", "bytes", "lines"),
+        ("manifest", "microbatches", "plans", "facts", "tensors", "header", "bytes", "lines"),
         (3, 3, 4, 4, 2, 1, 1, 1),
     )[0]
     if kind == "manifest":
@@ -153,8 +153,8 @@ def change(folder: Path, rng: random.Random) -> tuple[str, str]:
         new, what = json_mutations.mutate(json.loads(path.read_text()), rng)
         path.write_text(json_mutations.dumps(new), encoding="utf-8", errors="surrogatepass")
         return kind, what
-    if kind in ("rows", "plans"):
-        path = folder / {"rows": ROWS, "plans": PLANS}[kind]
+    if kind in ("microbatches", "plans"):
+        path = folder / {"microbatches": ROWS, "plans": PLANS}[kind]
         lines = path.read_bytes().splitlines()
         number = rng.randrange(len(lines))
         new, what = json_mutations.mutate(json.loads(lines[number]), rng)

@@ -169,8 +169,8 @@ def corpus() -> dict[str, bytes]:
     table = dumps.tensors(dumps.openrlhf(rollouts))
     table["action_log_probs"] = table["action_log_probs"].bfloat16()
     table["advantages"] = torch.nn.Parameter(table["advantages"])
-    rows = list(table["sequences"])
-    table["other"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    microbatches = list(table["sequences"])
+    table["other"] = torch.nested.as_nested_tensor(microbatches, layout=torch.jagged)
     for zipped in (True, False):
         file = io.BytesIO()
         torch.save(table, file, _use_new_zipfile_serialization=zipped)

@@ -26,14 +26,14 @@ from forkpoint.testing import tiny_model
 from integration.hybrids import tiny_hybrid
 from integration.steps import model_state
 
-ACROSS = Config(sharing="tree", boundary="across_rows", max_row_tokens=8)
+ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=8)
 FORWARD_BACKWARD: CodeType = Policy.forward_backward.__code__
 DEVICE = torch.device(os.environ.get("FORKPOINT_INTERRUPTS_DEVICE", "cpu"))
 Gradients = dict[str, Tensor | None]
 
 
 def small_batch() -> RolloutBatch:
-    """One prompt, a fork below it, and a fork below that: rows A0, B0, B1, C0."""
+    """One prompt, a fork below it, and a fork below that: microbatches A0, B0, B1, C0."""
     rng = np.random.default_rng(0)
     prompt, first = rng.integers(0, 61, 5).tolist(), rng.integers(0, 61, 4).tolist()
     tokens = [prompt + first + rng.integers(0, 61, n).tolist() for n in (3, 2)]
@@ -383,10 +383,10 @@ CASES: dict[str, Callable[[str], Case]] = {
     "sums-accumulated": lambda n: _case(n, _tiny().bfloat16(), case=ACCUMULATED, **SUMS),
     "sums-restoring": lambda n: _case(n, case=ACCUMULATED, restore_grads=True, **SUMS),
     "lora": lambda n: _case(n, _lora(), case=ACCUMULATED),
-    "recompute": lambda n: _case(n, residency="recompute"),
-    "offload": lambda n: _case(n, _deeper(), residency="offload", case=ACCUMULATED),
+    "recompute": lambda n: _case(n, activations="recompute"),
+    "offload": lambda n: _case(n, _deeper(), activations="offload", case=ACCUMULATED),
     "selective": lambda n: _case(n, checkpointing="selective", case=ACCUMULATED),
-    "full": lambda n: _case(n, _deeper(), checkpointing="full", residency="offload"),
+    "full": lambda n: _case(n, _deeper(), checkpointing="full", activations="offload"),
     "checkpointed": lambda n: _case(n, _checkpointed(), case=ACCUMULATED),
     "two-pass": lambda n: _case(n, loss=losses.base.as_loss(squared), case=ACCUMULATED),
     "autocast": lambda n: _case(n, case={"around": _autocast}),
@@ -402,7 +402,7 @@ CASES: dict[str, Callable[[str], Case]] = {
         n, loss=FailingLoss(Failure), case=ACCUMULATED, restore_grads=True
     ),
     "out-of-memory": lambda n: _case(
-        n, loss=FailingLoss(torch.OutOfMemoryError), residency="offload", checkpointing="full"
+        n, loss=FailingLoss(torch.OutOfMemoryError), activations="offload", checkpointing="full"
     ),
     "compiled": lambda n: _case(n, compile_blocks=True, case=ACCUMULATED),
     "compiled-checkpointed": lambda n: _case(n, _checkpointed(), compile_blocks=True),

@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING
 
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.testing import dense_run, lifted_upcasts
-from integration.sabotage import ACROSS_ROWS, IN_ROW, Sabotage, one_owner_counts
+from integration.sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage, one_owner_counts
 
 SHARDS = 4
 SECONDS = float(os.environ.get("FORKPOINT_FUZZ_SECONDS", "120"))
@@ -68,8 +68,8 @@ def test_fresh_seeds(shard: int) -> None:
 def telling_seeds(boundary: str, count: int) -> tuple[int, ...]:
     """The first seeds whose cases share tokens, in one way, and are exact.
 
-    Across rows they have rows two below others, so that rows have several children; and all layers
-    attend, which is where the bugs are put in.
+    Across microbatches they have microbatches two below others, so that microbatches have several
+    children; and all layers attend, which is where the bugs are put in.
     """
 
     def found() -> Iterator[int]:
@@ -78,7 +78,7 @@ def telling_seeds(boundary: str, count: int) -> tuple[int, ...]:
             shares = case.config.sharing in ("group", "tree") and case.config.boundary == boundary
             if shares and not case.settings.keys() & {"linear_num_key_heads", "mamba_n_heads"}:
                 outcome = check(case)
-                across = boundary == "in_row" or outcome.depth > 1
+                across = boundary == "within" or outcome.depth > 1
                 if outcome.telling and across and outcome.saved_tokens > 0:
                     assert str(outcome) == "exact"
                     yield seed
@@ -87,8 +87,8 @@ def telling_seeds(boundary: str, count: int) -> tuple[int, ...]:
     return tuple(next(seeds) for _ in range(count))
 
 
-BUGS = [("across_rows", bug) for bug in (*ACROSS_ROWS, one_owner_counts)]
-BUGS += [("in_row", bug) for bug in IN_ROW]
+BUGS = [("across", bug) for bug in (*ACROSS_MICROBATCHES, one_owner_counts)]
+BUGS += [("within", bug) for bug in WITHIN]
 
 
 @pytest.mark.usefixtures("without_sample")
@@ -107,7 +107,7 @@ def test_a_model_that_multiplies_rounding_has_a_bar_too(monkeypatch: pytest.Monk
     assert any(fault.startswith("gradient") for fault in found.faults)
     assert 1e-13 < fuzz_check.wobble(case) < 1e-11
     assert str(check(case)) == "exact"
-    steady = draw_case(telling_seeds("in_row", 1)[0])
+    steady = draw_case(telling_seeds("within", 1)[0])
     assert fuzz_check.WOBBLES * fuzz_check.wobble(steady) < fuzz_check.BAR
     # Log-probs are held to what they were.
     distance = fuzz_check._distance
@@ -116,7 +116,7 @@ def test_a_model_that_multiplies_rounding_has_a_bar_too(monkeypatch: pytest.Monk
 
 
 def test_what_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, tally = draw_case(telling_seeds("in_row", 1)[0]), Tally()
+    case, tally = draw_case(telling_seeds("within", 1)[0]), Tally()
 
     def broken(*_: object, **__: object) -> None:
         raise ValueError("no refusal by name")
@@ -163,9 +163,9 @@ def test_every_family_and_option_is_drawn() -> None:
     assert drawn == {name for name in FAMILIES if name in CONFIG_MAPPING}
     for name, values in {
         "sharing": {"none", "group", "tree", "auto"},
-        "boundary": {"in_row", "mixed", "across_rows", "auto"},
-        "waves": {"packed", "padded"},
-        "residency": {"auto", "keep", "offload", "recompute"},
+        "boundary": {"within", "mixed", "across", "auto"},
+        "leaf_layout": {"packed", "padded"},
+        "activations": {"auto", "keep", "offload", "recompute"},
         "checkpointing": {"none", "selective", "full"},
     }.items():
         assert {getattr(case.config, name) for case in draws()} == values

@@ -14,7 +14,7 @@ from forkpoint.testing import Watching
 
 BATCH = forked_batch()
 LOSS = losses.GRPO(kl=0.1)
-TREE_IN_ROW = Config(sharing="tree", boundary="in_row")
+TREE_IN_ROW = Config(sharing="tree", boundary="within")
 BARS = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 quiet_peft = pytest.mark.filterwarnings(
@@ -23,7 +23,7 @@ quiet_peft = pytest.mark.filterwarnings(
 )
 families = pytest.mark.parametrize("family", ["llama", "qwen3"])
 dtypes = pytest.mark.parametrize("dtype", list(BARS), ids=str)
-configs = pytest.mark.parametrize("config", [ACROSS, TREE_IN_ROW], ids=["across", "in_row"])
+configs = pytest.mark.parametrize("config", [ACROSS, TREE_IN_ROW], ids=["across", "within"])
 
 
 def lora(model: nn.Module, **options: Any) -> PeftModel:

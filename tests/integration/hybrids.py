@@ -82,7 +82,7 @@ def one_child_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def overwriting(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         table = ctx.table
-        ctx.gradient[table.read_slots] = grads[0][table.reading].to(ctx.gradient.dtype)
+        ctx.gradient[table.read_index] = grads[0][table.reading].to(ctx.gradient.dtype)
         return None, None, None, None
 
     monkeypatch.setattr(states._Read, "backward", staticmethod(overwriting))
@@ -90,7 +90,7 @@ def one_child_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def states_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments below other rows start from nothing."""
-    monkeypatch.setattr(states.RowStates, "initial", lambda *_: None)
+    monkeypatch.setattr(states.MicrobatchStates, "initial", lambda *_: None)
 
 
 def inputs_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +106,12 @@ def inputs_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def input_gradient_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the convolution reads of other rows gets no gradient."""
-    inputs = states.RowStates.inputs
+    inputs = states.MicrobatchStates.inputs
 
-    def without(self: states.RowStates, key: Any) -> tuple[Tensor | None, None]:
+    def without(self: states.MicrobatchStates, key: Any) -> tuple[Tensor | None, None]:
         return inputs(self, key)[0], None
 
-    monkeypatch.setattr(states.RowStates, "inputs", without)
+    monkeypatch.setattr(states.MicrobatchStates, "inputs", without)
 
 
 def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +132,11 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(operator, "over_levels", shifted)
 
 
-ACROSS_ROWS: tuple[Sabotage, ...] = (
+ACROSS_MICROBATCHES: tuple[Sabotage, ...] = (
     dropped_state_gradient,
     one_child_overwrites,
     states_from_zero,
     inputs_forgotten,
     input_gradient_dropped,
 )
-IN_ROW: tuple[Sabotage, ...] = (inputs_forgotten, wrong_parent)
+WITHIN: tuple[Sabotage, ...] = (inputs_forgotten, wrong_parent)

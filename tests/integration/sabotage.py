@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.engine import boundary, engine, rows, views
+from forkpoint.engine import boundary, engine, microbatches, views
 from forkpoint.losses import LossOutputs
 from forkpoint.ops.attention import operator, source
 from forkpoint.ops.attention.merge import Part
@@ -30,7 +30,7 @@ def wrong_lse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_boundary_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What children leave in the arena never joins their parent's backward."""
+    """What children leave in the cache never joins their parent's backward."""
     monkeypatch.setattr(
         boundary._Inject, "backward", staticmethod(lambda ctx, grad: (grad, None, None))
     )
@@ -41,8 +41,8 @@ def one_child_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     add_grad = source.Source.add_grad
 
     def overwriting(self: Any, launch: Launch, part: Tensor, *rest: Any) -> None:
-        if launch.source == FROM_ARENA and self._arena_grad is not None:
-            self._arena_grad[launch.k_begin : launch.k_end] = part
+        if launch.source == FROM_ARENA and self._cache_grad is not None:
+            self._cache_grad[launch.k_begin : launch.k_end] = part
         else:
             add_grad(self, launch, part, *rest)
 
@@ -51,21 +51,24 @@ def one_child_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def restarted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every segment counts its positions from 0."""
-    slots = rows._slots
+    places = microbatches._places
 
-    def restarted(plan: Any, batch: Any, row: Any, *rest: Any) -> Any:
-        ids, positions, edges = slots(plan, batch, row, *rest)
-        ends = (*row.slot_begin[1:], row.slots)
-        for segment, begin, end in zip(row.segments, row.slot_begin, ends, strict=True):
+    def restarted(plan: Any, batch: Any, microbatch: Any, *rest: Any) -> Any:
+        ids, positions, edges = places(plan, batch, microbatch, *rest)
+        ends = (*microbatch.segment_begin[1:], microbatch.run_tokens)
+        for segment, begin, end in zip(
+            microbatch.segments, microbatch.segment_begin, ends, strict=True
+        ):
             positions[begin:end] -= plan.forest.start[segment]
         return ids, positions, edges
 
-    monkeypatch.setattr(rows, "_slots", restarted)
+    monkeypatch.setattr(microbatches, "_places", restarted)
 
 
 def leak_between_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row is one causal sequence, so that segments see those before them in the row."""
-    full_table = rows.full_table
+    """A microbatch is one causal sequence, so that segments see those before them in the
+    microbatch."""
+    full_table = microbatches.full_table
 
     def leaking(*args: Any) -> Table:
         table = full_table(*args)
@@ -78,17 +81,17 @@ def leak_between_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
         cu = np.concatenate([table.cu, [0, queries, 0, keys]]).astype(np.int32)
         return Table(launches, cu, table.key_index)
 
-    monkeypatch.setattr(rows, "full_table", leaking)
+    monkeypatch.setattr(microbatches, "full_table", leaking)
 
 
 def capture_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parent's state is captured one token late."""
-    runs = rows._capture_runs
+    runs = microbatches._capture_runs
 
     def late(*args: Any) -> list[tuple[int, int, int]]:
         return [(begin, end - 1, at + 1) for begin, end, at in runs(*args)]
 
-    monkeypatch.setattr(rows, "_capture_runs", late)
+    monkeypatch.setattr(microbatches, "_capture_runs", late)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what is never written is at least a number
 
 
@@ -109,7 +112,7 @@ def one_owner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "outputs_of", first_only)
 
 
-ACROSS_ROWS: tuple[Sabotage, ...] = (
+ACROSS_MICROBATCHES: tuple[Sabotage, ...] = (
     wrong_lse,
     dropped_boundary_gradient,
     one_child_dropped,
@@ -117,7 +120,7 @@ ACROSS_ROWS: tuple[Sabotage, ...] = (
     leak_between_siblings,
     capture_off_by_one,
 )
-"""Bugs that rows below other rows can have."""
+"""Bugs that microbatches below other microbatches can have."""
 
-IN_ROW: tuple[Sabotage, ...] = (wrong_lse, restarted_positions, leak_between_siblings)
-"""Bugs that a row of whole paths can have."""
+WITHIN: tuple[Sabotage, ...] = (wrong_lse, restarted_positions, leak_between_siblings)
+"""Bugs that a microbatch of whole paths can have."""

@@ -14,8 +14,9 @@ from forkpoint.losses.base import Loss, LossFunction, as_loss
 from forkpoint.testing import dense_run, lifted_upcasts
 
 VOCAB = 61
-# Rows of trunks, then rows below them that read several parents; segments are cut at 12 tokens.
-ACROSS = Config(sharing="tree", boundary="across_rows", max_row_tokens=12)
+# Microbatches of trunks, then microbatches below them that read several parents; segments are cut
+# at 12 tokens.
+ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
 
 
 def forked_batch(*, seed: int = 0, vocab: int = VOCAB, stretch: int = 1) -> RolloutBatch:

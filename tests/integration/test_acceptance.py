@@ -18,33 +18,33 @@ from forkpoint.config import Boundary, Sharing
 from forkpoint.losses import GRPO, GSPO, Denominators
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
-from forkpoint.plan.layout import Row
+from forkpoint.plan.layout import Microbatch
 from forkpoint.plan.predict import splits
 from forkpoint.testing import Watching, lifted_upcasts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")
 
 SHARINGS: tuple[Sharing, ...] = ("none", "group", "tree")
-BOUNDARIES: tuple[Boundary, ...] = ("in_row", "across_rows", "mixed")
+BOUNDARIES: tuple[Boundary, ...] = ("within", "across", "mixed")
 EVERY = tuple(product(SHARINGS, BOUNDARIES))
 CONFIGS: tuple[Config, ...] = (
     *(Config(sharing=s, boundary=b) for s, b in EVERY),
-    *(Config(sharing=s, boundary="in_row", max_row_tokens=TIGHT) for s in SHARINGS),
-    *(Config(sharing=s, boundary="mixed", max_row_tokens=TIGHT) for s in SHARINGS[1:]),
-    *(Config(sharing=s, boundary="across_rows", max_row_tokens=CHAIN) for s in SHARINGS),
-    *(Config(sharing=s, boundary="mixed", max_row_tokens=CHAIN) for s in SHARINGS[1:]),
-    *(Config(sharing=s, boundary=b, waves="padded") for s, b in EVERY if b != "mixed"),
-    Config(sharing="group", boundary="across_rows", waves="padded", max_row_tokens=CHAIN),
-    Config(sharing="tree", boundary="mixed", waves="padded", max_row_tokens=TIGHT),
+    *(Config(sharing=s, boundary="within", max_microbatch_tokens=TIGHT) for s in SHARINGS),
+    *(Config(sharing=s, boundary="mixed", max_microbatch_tokens=TIGHT) for s in SHARINGS[1:]),
+    *(Config(sharing=s, boundary="across", max_microbatch_tokens=CHAIN) for s in SHARINGS),
+    *(Config(sharing=s, boundary="mixed", max_microbatch_tokens=CHAIN) for s in SHARINGS[1:]),
+    *(Config(sharing=s, boundary=b, leaf_layout="padded") for s, b in EVERY if b != "mixed"),
+    Config(sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=CHAIN),
+    Config(sharing="tree", boundary="mixed", leaf_layout="padded", max_microbatch_tokens=TIGHT),
     Config(),
-    Config(max_row_tokens=CHAIN),
+    Config(max_microbatch_tokens=CHAIN),
 )
 VARIANTS = [Variant(*v) for v in product(("llama", "qwen3"), (None, 7), (False, True))]
 CHECKPOINTED = [replace(variant, checkpointed=True) for variant in VARIANTS]
 
 
 def check_steps(variant: Variant, loss: str, configs: list[Config]) -> set[str]:
-    """A step under every configuration; returns the ways in which the loss met the rows."""
+    """A step under every configuration; returns the ways in which the loss met the microbatches."""
     expected, model = truth(replace(variant, checkpointed=False), loss), variant.build()
     forwards = 0
 
@@ -62,12 +62,18 @@ def check_steps(variant: Variant, loss: str, configs: list[Config]) -> set[str]:
             stats = wrap(model, config).forward_backward(expected.batch, LOSSES[loss])
             name = label(config, stats.plan)
             faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
-            step, rows = stats.plan.events(), len(stats.plan.rows)
+            step, microbatches = stats.plan.events(), len(stats.plan.microbatches)
             replayed = stats.events != step
             if replayed:
                 assert stats.events == (*stats.plan.events(backward=False), *step), name
-            ways.add("replayed" if replayed else "one row" if rows == 1 else "row by row")
-            assert forwards == rows * (1 + replayed + variant.checkpointed), name
+            ways.add(
+                "replayed"
+                if replayed
+                else "one microbatch"
+                if microbatches == 1
+                else "microbatch by microbatch"
+            )
+            assert forwards == microbatches * (1 + replayed + variant.checkpointed), name
     assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
     return ways
 
@@ -80,9 +86,10 @@ def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
         kernels = ("cpu_flash", "reference")
         configs = [replace(c, attention_kernel=k) for c, k in product(CONFIGS, kernels)]
     ways = check_steps(variant, loss, configs)
-    # A loss of single tokens is never replayed, one over the whole batch never goes row by row.
-    never = {"grpo": {"replayed"}, "coupled": {"row by row"}}.get(loss, set())
-    assert ways == {"one row", "row by row", "replayed"} - never
+    # A loss of single tokens is never replayed, one over the whole batch never goes microbatch by
+    # microbatch.
+    never = {"grpo": {"replayed"}, "coupled": {"microbatch by microbatch"}}.get(loss, set())
+    assert ways == {"one microbatch", "microbatch by microbatch", "replayed"} - never
 
 
 @pytest.mark.parametrize("loss", ["likelihood", "entropy", "rollout_entropy", "coupled_entropy"])
@@ -113,7 +120,7 @@ def test_scores_are_those_of_a_dense_forward(variant: Variant) -> None:
 
 @pytest.mark.parametrize("loss", [GRPO(clip=0.2, kl=0.05), GSPO(clip=0.05)], ids=["grpo", "gspo"])
 def test_several_calls_add_up_to_one_dense_step(loss: GRPO | GSPO) -> None:
-    variant, config = VARIANTS[4], Config(boundary="across_rows", max_row_tokens=CHAIN)
+    variant, config = VARIANTS[4], Config(boundary="across", max_microbatch_tokens=CHAIN)
     batch, model = truth(variant, "grpo").batch, variant.build()
     counts = Denominators(tokens=160.0, rollouts=32.0, groups=6.0)
     expected = measure(model, batch, loss, counts)
@@ -134,7 +141,7 @@ def test_several_calls_add_up_to_one_dense_step(loss: GRPO | GSPO) -> None:
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "coupled"])
 def test_scale_multiplies_gradients_and_not_the_loss(loss: str) -> None:
     expected, model = truth(VARIANTS[4], loss), VARIANTS[4].build()
-    policy = wrap(model, Config(sharing="tree", boundary="across_rows"))
+    policy = wrap(model, Config(sharing="tree", boundary="across"))
     with lifted_upcasts(model):
         for scale in (0.25, 0.75):
             stats = policy.forward_backward(expected.batch, LOSSES[loss], scale=scale)
@@ -158,7 +165,7 @@ def test_stats_say_what_ran() -> None:
     }
     assert len(set(computed.values())) == 3
     for sharing in SHARINGS:
-        policy = wrap(model, Config(sharing=sharing, boundary="across_rows"))
+        policy = wrap(model, Config(sharing=sharing, boundary="across"))
         stats = policy.forward_backward(batch, LOSSES["grpo"])
         assert stats.computed_tokens == stats.plan.computed_tokens == computed[sharing]
         assert stats.logical_tokens == len(paths)
@@ -174,13 +181,13 @@ def test_stats_say_what_ran() -> None:
 # What follows keeps the scenario honest: it must hold everything that it is said to hold.
 
 
-def external_parents(plan: Plan, row: Row) -> set[int]:
-    """The segments of other rows right above a row's own."""
-    return {int(plan.forest.parent[s]) for s in row.segments} - {-1, *row.segments}
+def external_parents(plan: Plan, microbatch: Microbatch) -> set[int]:
+    """The segments of other microbatches right above a microbatch's own."""
+    return {int(plan.forest.parent[s]) for s in microbatch.segments} - {-1, *microbatch.segments}
 
 
 def nesting(plan: Plan) -> int:
-    """How many rows are open at once, at most."""
+    """How many microbatches are open at once, at most."""
     steps = [1 if event.startswith("F") else -1 for event in plan.events()]
     return int(np.cumsum(steps).max())
 
@@ -203,7 +210,7 @@ def test_the_batch_has_every_feature() -> None:
     assert shared >= 2 and tokens["gamma"][1] != tokens["deep-a"][1]
 
     for sharing in ("group", "tree"):
-        forest = make_plan(batch, config=Config(sharing=sharing, boundary="in_row")).forest
+        forest = make_plan(batch, config=Config(sharing=sharing, boundary="within")).forest
         assert forest.depth.max() >= 3
         owners: dict[int, list[int]] = {}
         for token, edge in enumerate(forest.token_edges(batch.offsets).tolist()):
@@ -221,45 +228,64 @@ def test_the_plans_have_every_feature() -> None:
     plans = {config: make_plan(batch, config=config) for config in CONFIGS}
     assert {(p.sharing, p.boundary) for c, p in plans.items() if c.sharing != "auto"} == set(EVERY)
     for sharing in SHARINGS:
-        config = Config(sharing=sharing, boundary="in_row", max_row_tokens=CHAIN)
+        config = Config(sharing=sharing, boundary="within", max_microbatch_tokens=CHAIN)
         with pytest.raises(PlanError, match="cannot be cut"):
             make_plan(batch, config=config)
 
-    tree = plans[Config(sharing="tree", boundary="across_rows")]
-    mixed = plans[Config(sharing="tree", boundary="mixed", max_row_tokens=TIGHT)]
-    assert any(len(external_parents(tree, row)) >= 2 for row in tree.rows)
+    tree = plans[Config(sharing="tree", boundary="across")]
+    mixed = plans[Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT)]
+    assert any(len(external_parents(tree, microbatch)) >= 2 for microbatch in tree.microbatches)
     groups = [
         {int(batch.group_index[o]) for s in r.segments for o in tree.forest.owners(s)}
-        for r in tree.rows
+        for r in tree.microbatches
     ]
     assert any(len(found) >= 2 for found in groups)
-    assert any(external_parents(mixed, row) for row in mixed.rows)
+    assert any(external_parents(mixed, microbatch) for microbatch in mixed.microbatches)
     assert any(
-        set(mixed.forest.parent[list(row.segments)]) & set(row.segments) for row in mixed.rows
+        set(mixed.forest.parent[list(microbatch.segments)]) & set(microbatch.segments)
+        for microbatch in mixed.microbatches
     )
 
     for sharing in SHARINGS:
-        plan = plans[Config(sharing=sharing, boundary="across_rows", max_row_tokens=CHAIN)]
+        plan = plans[Config(sharing=sharing, boundary="across", max_microbatch_tokens=CHAIN)]
         forest = plan.forest
-        row_of = {segment: row.index for row in plan.rows for segment in row.segments}
+        microbatch_of = {
+            segment: microbatch.index
+            for microbatch in plan.microbatches
+            for segment in microbatch.segments
+        }
         links = [
             (parent, segment)
             for segment, parent in enumerate(forest.parent.tolist())
             if parent >= 0 and forest.multiplicity[parent] == forest.multiplicity[segment]
         ]
-        assert any(row_of[parent] != row_of[segment] for parent, segment in links), "no chain"
+        assert any(microbatch_of[parent] != microbatch_of[segment] for parent, segment in links), (
+            "no chain"
+        )
         if sharing != "none":
             assert nesting(plan) > 3
-            assert any(len(row.children) >= 2 for row in plan.rows), "no parent with waves"
+            assert any(len(microbatch.children) >= 2 for microbatch in plan.microbatches), (
+                "no parent with leaf_layout"
+            )
 
-    padded = [row for plan in plans.values() for row in plan.rows if row.width]
-    assert any(row.slots > row.tokens and row.parent >= 0 for row in padded)
-    assert any(len(external_parents(p, r)) >= 2 for p in plans.values() for r in p.rows if r.width)
-    assert plans[Config(max_row_tokens=CHAIN)].sharing == "tree"
+    padded = [
+        microbatch
+        for plan in plans.values()
+        for microbatch in plan.microbatches
+        if microbatch.width
+    ]
+    assert any(
+        microbatch.run_tokens > microbatch.tokens and microbatch.parent >= 0
+        for microbatch in padded
+    )
+    assert any(
+        len(external_parents(p, r)) >= 2 for p in plans.values() for r in p.microbatches if r.width
+    )
+    assert plans[Config(max_microbatch_tokens=CHAIN)].sharing == "tree"
 
 
 @pytest.mark.parametrize("loss", ["gspo", "dpo", "coupled"])
-def test_coupled_rollouts_lie_in_one_row_and_in_several(loss: str) -> None:
+def test_coupled_rollouts_lie_in_one_microbatch_and_in_several(loss: str) -> None:
     batch = paired_batch() if loss == "dpo" else acceptance_batch()
     coupling = as_loss(LOSSES[loss]).coupling(batch)
     plans = [make_plan(batch, config=config) for config in CONFIGS]

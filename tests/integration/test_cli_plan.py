@@ -21,8 +21,15 @@ from forkpoint.testing import tiny_model
 
 PLAN_FIELDS = {
     *("command", "file", "rollouts", "groups", "logical_tokens", "group_tokens", "unique_tokens"),
-    *("computed_tokens", "trained_tokens", "rows", "max_row_tokens", "bound", "bound_unit"),
-    *("sharing", "boundary", "waves", "reason", "candidates"),
+    *(
+        "computed_tokens",
+        "trained_tokens",
+        "microbatches",
+        "max_microbatch_tokens",
+        "bound",
+        "bound_unit",
+    ),
+    *("sharing", "boundary", "leaf_layout", "reason", "candidates"),
     *("predicted_peak_bytes", "predicted_ms", "predicted_speedup", "plans", "batch"),
     *("model", "batches", "modes", "distributions", "splits", "format", "skipped"),
 }
@@ -58,17 +65,15 @@ def test_plan_counts_tokens(shell: Shell, rollouts: Path) -> None:
 def test_plan_obeys_its_options(shell: Shell, rollouts: Path, config: Path) -> None:
     done = shell(
         *("plan", rollouts, "--model", config, "--sharing", "group", "--limit", 6),
-        *("--boundary", "across_rows", "--waves", "padded", "--max-row-tokens", 32),
+        *("--boundary", "across", "--leaf-layout", "padded", "--max-microbatch-tokens", 32),
     )
     result = done.result
-    assert (result["sharing"], result["boundary"], result["waves"]) == (
-        *("group", "across_rows"),
+    assert (result["sharing"], result["boundary"], result["leaf_layout"]) == (
+        *("group", "across"),
         "padded",
     )
-    assert result["rollouts"] == 6 and result["max_row_tokens"] == 32
-    assert [(c["sharing"], c["boundary"]) for c in result["candidates"]] == [
-        ("group", "across_rows")
-    ]
+    assert result["rollouts"] == 6 and result["max_microbatch_tokens"] == 32
+    assert [(c["sharing"], c["boundary"]) for c in result["candidates"]] == [("group", "across")]
     assert result["bound_unit"] == "flops" and result["predicted_peak_bytes"] > 0
     peaks = [
         shell("plan", rollouts, "--model", config, *options).result["predicted_peak_bytes"]
@@ -106,22 +111,22 @@ def test_plan_reads_the_shape_that_the_model_has(family: str, tmp_path: Path) ->
 def test_plan_is_the_one_that_runs(loss: Any, shell: Shell, tmp_path: Path, config: Path) -> None:
     """Candidates and costs are those of `policy.plan`, for losses that couple tokens as well.
 
-    Rollouts are trained from their system tokens on, so that in short rows every one of them has
-    trained tokens in several rows.
+    Rollouts are trained from their system tokens on, so that in short microbatches every one of
+    them has trained tokens in several microbatches.
     """
     everything = [
         changed(r, loss_mask=np.arange(len(r)) > 0, reference_logprobs=-np.ones(len(r)))
         for r in made_up_rollouts()
     ]
     file = write_rollouts(tmp_path / "everything.jsonl", everything)
-    arguments = ("plan", file, "--model", config, "--max-row-tokens", 24, "--loss", loss)
+    arguments = ("plan", file, "--model", config, "--max-microbatch-tokens", 24, "--loss", loss)
     result = shell(*arguments).result
-    policy = wrap(load_model(config, Runtime()), Config(max_row_tokens=24))
+    policy = wrap(load_model(config, Runtime()), Config(max_microbatch_tokens=24))
     plan = policy.plan(RolloutBatch(everything), LossOptions(loss=loss).make())
     assert result["candidates"] == [asdict(candidate) for candidate in plan.candidates]
-    assert (result["sharing"], result["boundary"], result["rows"]) == (
+    assert (result["sharing"], result["boundary"], result["microbatches"]) == (
         *(plan.sharing, plan.boundary),
-        len(plan.rows),
+        len(plan.microbatches),
     )
     assert result["bound"] == plan.bound
     costs = [candidate["cost"] for candidate in result["candidates"] if candidate["cost"]]
@@ -150,7 +155,7 @@ def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> Non
     done = shell("plan", file, "--model", config, "--batch-rollouts", 6)
     result = done.result
     assert result["batches"] == 3 and "3 batches, each with a plan of its own" in done.out
-    assert "rows in visiting order" not in done.out
+    assert "microbatches in visiting order" not in done.out
     parts = [
         shell(
             "plan",
@@ -162,7 +167,7 @@ def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> Non
     ]
     for name in (
         *("logical_tokens", "group_tokens", "unique_tokens", "trained_tokens", "groups"),
-        *("computed_tokens", "rows"),
+        *("computed_tokens", "microbatches"),
     ):
         assert result[name] == sum(part.result[name] for part in parts)
     for mode in ("none", "group", "tree"):
@@ -174,7 +179,9 @@ def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> Non
     second = shell("plan", file, "--model", config, "--batch-rollouts", 6, "--batch", 1)
     assert second.result["candidates"] == parts[1].result["candidates"]
     assert second.result["computed_tokens"] == result["computed_tokens"]
-    own, whole = (done.out.split("rows in visiting order")[1] for done in (parts[1], second))
+    own, whole = (
+        done.out.split("microbatches in visiting order")[1] for done in (parts[1], second)
+    )
     assert own.split("what sharing")[0].rstrip() == whole.split("what sharing")[0].rstrip()
     by_tokens = shell("plan", file, "--batch-tokens", 150).result
     assert 1 < by_tokens["batches"] < 6 and by_tokens["group_tokens"] == result["group_tokens"]
@@ -186,7 +193,9 @@ def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> Non
 def test_plan_says_what_a_split_loses(shell: Shell, rollouts: Path) -> None:
     done = shell("plan", rollouts)
     result = done.result
-    found = {(row["kind"], row["count"]): row for row in result["splits"]}
+    found = {
+        (microbatch["kind"], microbatch["count"]): microbatch for microbatch in result["splits"]
+    }
     assert set(found) == {
         *(("microbatch", n) for n in (1, 2, 4, 8)),
         *((kind, n) for kind in ("ranks", "ranks, dealt in turn") for n in (2, 4, 8)),

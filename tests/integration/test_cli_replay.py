@@ -25,7 +25,7 @@ from forkpoint.testing import tiny_model
 FIELDS = {
     *("format", "skipped"),
     *("command", "steps", "rollouts", "logical_tokens", "unique_tokens", "computed_tokens"),
-    *("rows", "plans", "bound", "speedup", "median_speedup", "phase_ms"),
+    *("microbatches", "plans", "bound", "speedup", "median_speedup", "phase_ms"),
     *("max_loss_difference", "max_parameter_difference", "mean_parameter_difference"),
     *("mean_absolute_parameter_difference", "rms_parameter_difference", "rms_parameter_change"),
     *("resumed_at", "config", "device", "versions"),
@@ -141,11 +141,11 @@ def test_events_have_their_times() -> None:
     report = replay(
         tiny_model("qwen3"),
         RolloutBatch(made_up_rollouts()),
-        # A joint loss over several rows: log-probs first, and these events count as well.
+        # A joint loss over several microbatches: log-probs first, and these events count as well.
         lambda outputs, batch: -((outputs.logprobs * batch.advantages).sum() ** 2),
         optimizer=sgd,
         steps=1,
-        config=Config(sharing="tree", boundary="across_rows", max_row_tokens=24),
+        config=Config(sharing="tree", boundary="across", max_microbatch_tokens=24),
     )
     for record in (report.steps[0].shared, report.steps[0].dense):
         assert record is not None
@@ -164,7 +164,7 @@ def test_memory_is_measured_on_cuda() -> None:
         GRPO(),
         optimizer=sgd,
         steps=2,
-        config=Config(sharing="tree", boundary="across_rows", max_row_tokens=24),
+        config=Config(sharing="tree", boundary="across", max_microbatch_tokens=24),
     )
     for record in (report.steps[1].shared, report.steps[1].dense):
         assert record is not None and record.event_memory_bytes is not None
@@ -209,11 +209,13 @@ def test_dense_is_dense_whatever_shared_is_asked_to_be() -> None:
         GRPO(),
         optimizer=sgd,
         steps=1,
-        config=Config(sharing="tree", boundary="across_rows", waves="padded", max_row_tokens=64),
+        config=Config(
+            sharing="tree", boundary="across", leaf_layout="padded", max_microbatch_tokens=64
+        ),
     )
     (step,) = report.steps
     assert step.dense is not None
-    assert (step.shared.sharing, step.shared.boundary) == ("tree", "across_rows")
+    assert (step.shared.sharing, step.shared.boundary) == ("tree", "across")
     assert step.dense.sharing == "none"
     assert step.dense.computed_tokens == step.logical_tokens - step.rollouts
     assert step.dense.flops == step.dense_flops
@@ -239,11 +241,11 @@ def test_nothing_is_trained_when_a_later_group_is_refused() -> None:
     "options",
     [
         (),
-        ("--sharing", "group", "--boundary", "in_row", "--optimizer", "sgd"),
-        ("--sharing", "tree", "--boundary", "across_rows", "--max-row-tokens", 24),
-        ("--sharing", "group", "--boundary", "mixed", "--waves", "padded"),
+        ("--sharing", "group", "--boundary", "within", "--optimizer", "sgd"),
+        ("--sharing", "tree", "--boundary", "across", "--max-microbatch-tokens", 24),
+        ("--sharing", "group", "--boundary", "mixed", "--leaf-layout", "padded"),
         ("--sharing", "none", "--gradient-checkpointing"),
-        ("--loss", "gspo", "--sharing", "tree", "--boundary", "across_rows"),
+        ("--loss", "gspo", "--sharing", "tree", "--boundary", "across"),
         ("--loss", "likelihood", "--groups-per-step", 3),
     ],
     ids=lambda options: " ".join(map(str, options)) or "defaults",
@@ -284,7 +286,7 @@ def test_what_it_reports(shell: Shell, rollouts: Path, config: Path) -> None:
     assert result["logical_tokens"] == batch.logical_tokens
     assert result["unique_tokens"] == unique
     assert result["computed_tokens"] == unique - 3, "the first token of each group is no edge"
-    assert result["rollouts"] == 9 and result["plans"] == ["group + in_row"]
+    assert result["rollouts"] == 9 and result["plans"] == ["group + within"]
     for way in ("shared", "dense"):
         assert result[f"{way}_ms"] == pytest.approx(sum(result[f"{way}_step_ms"]))
         assert result[f"{way}_median_ms"] == sorted(result[f"{way}_step_ms"])[1]
@@ -400,7 +402,7 @@ def test_dpo(shell: Shell, tmp_path: Path, config: Path) -> None:
     file = write_rollouts(tmp_path / "pairs.jsonl", pairs)
     result = shell(
         *("replay", file, "--model", config, "--loss", "dpo", "--baseline", "dense"),
-        *("--lr", 1e-3, "--sharing", "group", "--boundary", "across_rows"),
+        *("--lr", 1e-3, "--sharing", "group", "--boundary", "across"),
     ).result
     assert result["max_loss_difference"] < 1e-5 and result["rms_parameter_change"] > 1e-5
 
@@ -431,7 +433,7 @@ def test_real_conversations(
     file = write_rollouts(tmp_path / "turns.jsonl", made)
     result = shell(
         *("replay", file, "--model", TINY_QWEN3, "--loss", "likelihood", "--steps", 1),
-        *("--sharing", "tree", "--boundary", "across_rows", "--max-row-tokens", 4096),
+        *("--sharing", "tree", "--boundary", "across", "--max-microbatch-tokens", 4096),
         *("--groups-per-step", 2, "--baseline", "dense", "--json"),
     ).result
     assert result["computed_tokens"] == result["unique_tokens"] - 1

@@ -32,13 +32,13 @@ def wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verify_passes(dtype: str, shell: Shell, rollouts: Path, config: Path) -> None:
     done = shell(
         *("verify", rollouts, "--model", config, "--dtype", dtype, "--limit-groups", 2),
-        *("--sharing", "tree", "--boundary", "across_rows", "--max-row-tokens", 24),
+        *("--sharing", "tree", "--boundary", "across", "--max-microbatch-tokens", 24),
     )
     assert done.code == 0, done.out
     result = done.result
     assert result["passed"] and result["dtype"] == dtype
     assert result["groups"] == 2 and result["rollouts"] == 6
-    assert (result["sharing"], result["boundary"]) == ("tree", "across_rows")
+    assert (result["sharing"], result["boundary"]) == ("tree", "across")
     assert 0 < result["computed_tokens"] < result["logical_tokens"]
     assert all(entry["norm"] > 0 for entry in result["worst"]), "nothing was compared"
     assert {"shared_error", "dense_error", "allowed", "config", "versions"} <= set(result)

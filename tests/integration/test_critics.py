@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from sabotage import ACROSS_ROWS, Sabotage
+from sabotage import ACROSS_MICROBATCHES, Sabotage
 from scenarios import CHAIN, TIGHT, acceptance_batch
 from steps import ACROSS, clear_gradients, forked_batch, model_state
 from torch import Tensor, nn
@@ -27,15 +27,15 @@ BAR = 1e-10
 CONFIGS = (
     *(
         Config(sharing=s, boundary=b)
-        for s, b in product(("none", "group", "tree"), ("in_row", "across_rows", "mixed"))
+        for s, b in product(("none", "group", "tree"), ("within", "across", "mixed"))
     ),
-    Config(sharing="tree", boundary="in_row", max_row_tokens=TIGHT),
-    Config(sharing="tree", boundary="mixed", max_row_tokens=TIGHT),
-    Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN),
-    Config(sharing="none", boundary="across_rows", max_row_tokens=CHAIN),
-    Config(sharing="group", boundary="across_rows", waves="padded", max_row_tokens=CHAIN),
-    Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN, residency="recompute"),
-    Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN, residency="offload"),
+    Config(sharing="tree", boundary="within", max_microbatch_tokens=TIGHT),
+    Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT),
+    Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN),
+    Config(sharing="none", boundary="across", max_microbatch_tokens=CHAIN),
+    Config(sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=CHAIN),
+    Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN, activations="recompute"),
+    Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN, activations="offload"),
 )
 WINDOWED: dict[str, Any] = {"sliding_window": 7}
 MODELS: dict[str, dict[str, Any]] = {
@@ -121,7 +121,10 @@ def step_faults(
 ) -> list[str]:
     clear_gradients(model)
     stats = wrap(model, config).forward_backward(batch, loss)
-    name = f"{config.sharing} + {config.boundary}, {config.waves}, {config.max_row_tokens}"
+    name = (
+        f"{config.sharing} + {config.boundary}, {config.leaf_layout}, "
+        f"{config.max_microbatch_tokens}"
+    )
     norms = [0.0 if g is None else float(g.norm()) for g in dense.gradients.values()]
     norm = float(np.linalg.norm(norms))
     assert min(norms) > 1e-6 * max(norms), "a parameter without a gradient would prove nothing"
@@ -209,7 +212,7 @@ STATES: list[Callable[[nn.Module], nn.Module]] = [
 
 
 @pytest.mark.parametrize(
-    "config", [ACROSS, Config(sharing="tree", boundary="in_row")], ids=["across", "in_row"]
+    "config", [ACROSS, Config(sharing="tree", boundary="within")], ids=["across", "within"]
 )
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -255,7 +258,7 @@ def test_dtypes_follow_the_model() -> None:
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
 
 
-@pytest.mark.parametrize("sabotage", ACROSS_ROWS)
+@pytest.mark.parametrize("sabotage", ACROSS_MICROBATCHES)
 def test_sabotage_is_caught(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
     model = critic()
     batch = estimated(model)
@@ -265,7 +268,7 @@ def test_sabotage_is_caught(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("without_sample")
-def test_a_row_that_trains_nothing_ends_before_the_last_block_s_mlp() -> None:
+def test_a_microbatch_that_trains_nothing_ends_before_the_last_block_s_mlp() -> None:
     model, calls = critic(), []
     model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(
         Watching(lambda module, args: calls.append(args[0].shape))
@@ -275,14 +278,14 @@ def test_a_row_that_trains_nothing_ends_before_the_last_block_s_mlp() -> None:
         replace(rollout, loss_mask=np.arange(len(rollout)) > 12) for rollout in batch
     )
     calls.clear()
-    policy = wrap(model, Config(sharing="group", boundary="across_rows", max_row_tokens=CHAIN))
+    policy = wrap(model, Config(sharing="group", boundary="across", max_microbatch_tokens=CHAIN))
     stats = policy.forward_backward(untrained, ValueLoss())
     edges = stats.plan.forest.token_edges(untrained.offsets)
     offsets = stats.plan.forest.edge_offsets
     trained = set(edges[untrained.loss_mask].tolist())
     trains = [
-        any(set(range(offsets[s], offsets[s + 1])) & trained for s in row.segments)
-        for row in stats.plan.rows
+        any(set(range(offsets[s], offsets[s + 1])) & trained for s in microbatch.segments)
+        for microbatch in stats.plan.microbatches
     ]
     assert len(calls) == sum(trains) < len(trains)
 

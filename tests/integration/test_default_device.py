@@ -18,10 +18,10 @@ from forkpoint.testing import lifted_upcasts, tiny_model
 BATCH = forked_batch()
 CONFIGS = {
     "across": ACROSS,
-    "in_row": Config(sharing="tree", boundary="in_row"),
-    "padded": replace(ACROSS, waves="padded"),
-    "offload": replace(ACROSS, residency="offload"),
-    "recompute": replace(ACROSS, residency="recompute", checkpointing="full"),
+    "within": Config(sharing="tree", boundary="within"),
+    "padded": replace(ACROSS, leaf_layout="padded"),
+    "offload": replace(ACROSS, activations="offload"),
+    "recompute": replace(ACROSS, activations="recompute", checkpointing="full"),
     "float32 sums": replace(ACROSS, grad_accumulation_dtype="float32"),
 }
 # Full attention in every plan; windows, sinks, a delta rule and a selective scan.
@@ -29,7 +29,7 @@ CASES = [("llama", name) for name in CONFIGS]
 CASES += [
     (family, name)
     for family in ("gemma3_text", "gpt_oss", "qwen3_5_text", "granitemoehybrid")
-    for name in ("across", "in_row")
+    for name in ("across", "within")
 ]
 
 

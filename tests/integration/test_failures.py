@@ -1,7 +1,8 @@
 """Nothing is half applied: errors in every phase of a step leave gradients, model and memory clean.
 
-An error is raised at a chosen event of a step (a row's forward or backward), in the model, in the
-loss, in autograd or between events. What must hold then is the same everywhere: `check_aftermath`.
+An error is raised at a chosen event of a step (a microbatch's forward or backward), in the model,
+in the loss, in autograd or between events. What must hold then is the same everywhere:
+`check_aftermath`.
 """
 
 import functools
@@ -24,7 +25,7 @@ from steps import (
 from torch import Tensor, nn
 
 from forkpoint import Policy, losses, wrap
-from forkpoint.engine.boundary import Arena
+from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.guard import CLEARED, UNCHANGED, GradientGuard
 from forkpoint.engine.staging import PlainTransfers
@@ -65,7 +66,7 @@ class Injector:
         self.target: tuple[str, int] | None = None
         self.error: type[BaseException] = ModelError
         self.alive: list[weakref.ref[Any]] = []
-        mark, buffers = PhaseTimer.mark, Arena.buffers
+        mark, buffers = PhaseTimer.mark, PrefixCache.buffers
         mlp = model.get_submodule("model.layers.1.mlp")
         forward = type(mlp).forward
 
@@ -83,15 +84,15 @@ class Injector:
             self.marks += 1
             self.reach("between")
 
-        def remembering_buffers(arena: Arena, *args: Any) -> Any:
-            found = buffers(arena, *args)
-            self.alive += [weakref.ref(x) for x in (arena, *found) if x is not None]
+        def remembering_buffers(cache: PrefixCache, *args: Any) -> Any:
+            found = buffers(cache, *args)
+            self.alive += [weakref.ref(x) for x in (cache, *found) if x is not None]
             return found
 
         # Not a hook: around hooked modules torch keeps tensors in closures, these in tracebacks.
         monkeypatch.setattr(type(mlp), "forward", watched_forward)
         monkeypatch.setattr(PhaseTimer, "mark", counting_mark)
-        monkeypatch.setattr(Arena, "buffers", remembering_buffers)
+        monkeypatch.setattr(PrefixCache, "buffers", remembering_buffers)
 
     def arm(self, place: str, event: int, error: type[BaseException]) -> None:
         self.target, self.error, self.marks = (place, event), error, 0
@@ -112,7 +113,7 @@ class Injector:
 
 
 class TokenLoss(losses.Loss):
-    """The injector's loss, declared token-additive, so that every row calls it."""
+    """The injector's loss, declared token-additive, so that every microbatch calls it."""
 
     decomposition = "token"
     needs = ("reference_logprobs",)
@@ -205,7 +206,7 @@ def check_aftermath(
     assert model_state(model) == state
 
     del caught
-    assert not injector.survivors(), "a row's activations or the arena outlive the step"
+    assert not injector.survivors(), "a microbatch's activations or the cache outlive the step"
     del objects, values
     clear_gradients(model)
     assert live_tensors() <= tensors
@@ -216,7 +217,7 @@ def check_aftermath(
 
 
 def began_before(event: str) -> bool:
-    """Whether some row's backward began before, or with, an event."""
+    """Whether some microbatch's backward began before, or with, an event."""
     return EVENTS.index(event) >= EVENTS.index("B D0")
 
 
@@ -232,8 +233,8 @@ def test_the_events_are_these(model: nn.Module) -> None:
     stats = wrap(model, ACROSS).forward_backward(BATCH, losses.GRPO())
     clear_gradients(model)
     assert stats.events == EVENTS
-    leaves = {row.index for row in stats.plan.rows if not row.children}
-    assert {stats.plan.row_names[i] for i in leaves} == {"D0", "D1"}
+    leaves = {microbatch.index for microbatch in stats.plan.microbatches if not microbatch.children}
+    assert {stats.plan.microbatch_names[i] for i in leaves} == {"D0", "D1"}
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -325,7 +326,7 @@ def test_error_between_events(
         ("backward", 21, True),
     ],
 )
-def test_error_in_a_loss_that_couples_rows(
+def test_error_in_a_loss_that_couples_microbatches(
     model: nn.Module,
     injector: Injector,
     dense: Any,
@@ -390,7 +391,7 @@ def test_a_smaller_step_can_follow_within_the_except_clause(
 ) -> None:
     policy = wrap(model, ACROSS)
     injector.arm("backward", EVENTS.index("B C0"), torch.OutOfMemoryError)
-    smaller = policy.with_config(max_row_tokens=6)
+    smaller = policy.with_config(max_microbatch_tokens=6)
     try:
         policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
     except torch.OutOfMemoryError:
@@ -448,7 +449,7 @@ def test_an_error_while_a_step_is_put_back_does_not_take_the_place_of_its_own(
     model: nn.Module, injector: Injector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the device that copies are waited for, say: what else is to be put back is."""
-    policy = wrap(model, replace(ACROSS, residency="offload"))
+    policy = wrap(model, replace(ACROSS, activations="offload"))
     policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
     clear_gradients(model)
     state = model_state(model)

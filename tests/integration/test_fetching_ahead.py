@@ -1,7 +1,8 @@
-"""When an offloaded row is fetched: during the backward before its own, as that gives back memory.
+"""When an offloaded microbatch is fetched: during the backward before its own, as that gives back
+memory.
 
-Earlier than that memory is fullest, with all that the row before has saved; later the copy would be
-waited for. Gradients are those of rows that are kept, bit for bit.
+Earlier than that memory is fullest, with all that the microbatch before has saved; later the copy
+would be waited for. Gradients are those of microbatches that are kept, bit for bit.
 """
 
 import functools
@@ -28,12 +29,13 @@ from forkpoint.testing import tiny_model
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
 LAYERS = 12
-GROUP = Config(sharing="group", boundary="across_rows", max_row_tokens=24)
+GROUP = Config(sharing="group", boundary="across", max_microbatch_tokens=24)
 POLICIES = ("none", "selective", "full")
 
 
 def waves_batch(prompt: int = 24, response: int = 10) -> RolloutBatch:
-    """A prompt and four responses, which take two rows where rows have 24 tokens."""
+    """A prompt and four responses, which take two microbatches where microbatches have 24
+    tokens."""
     rng = np.random.default_rng(0)
     shared, mask = rng.integers(0, 61, prompt).tolist(), [0] * prompt + [1] * response
     return RolloutBatch(
@@ -50,8 +52,8 @@ class Log:
     inputs: dict[str, list[StorageWeakRef]] = field(default_factory=dict)
     """Of the MLPs, which these save, by the event that they are made in."""
     given_back: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
-    """By row, at each fetch before its own backward: the share of those of the running row that
-    was free, and the bytes of all fetches up to this one."""
+    """By microbatch, at each fetch before its own backward: the share of those of the running
+    microbatch that was free, and the bytes of all fetches up to this one."""
 
     def event(self) -> str:
         return next(entry for entry in reversed(self.entries) if entry[:2] in ("F ", "R ", "B "))
@@ -61,13 +63,13 @@ class Log:
         steps = (i for i, e in enumerate(self.entries) if i >= begin and e[1] == " ")
         return self.entries[begin : next(steps, None)]
 
-    def fetched_in(self, row: str) -> list[str]:
-        """The backwards in which storages of a row were fetched."""
+    def fetched_in(self, microbatch: str) -> list[str]:
+        """The backwards in which storages of a microbatch were fetched."""
         events, found = "", []
         for entry in self.entries:
             if entry[1] == " ":
                 events = entry
-            elif entry == f"fetch {row}" and events not in found:
+            elif entry == f"fetch {microbatch}" and events not in found:
                 found.append(events)
         return found
 
@@ -76,20 +78,20 @@ class Logged(PlainTransfers):
     def __init__(self, log: Log) -> None:
         super().__init__(torch.device("cpu"))
         self.log = log
-        self.row_at: dict[int, str] = {}
+        self.microbatch_at: dict[int, str] = {}
 
     def out(self, source: Tensor, host: Tensor) -> None:
-        self.row_at[host.data_ptr()] = self.log.event()[2:]
+        self.microbatch_at[host.data_ptr()] = self.log.event()[2:]
         return super().out(source, host)
 
     def back(self, host: Tensor, after: None) -> tuple[Tensor, None]:
-        row, running = self.row_at[host.data_ptr()], self.log.event()
-        if running[2:] != row:
+        microbatch, running = self.microbatch_at[host.data_ptr()], self.log.event()
+        if running[2:] != microbatch:
             inputs = self.log.inputs[f"F {running[2:]}"]
             free = sum(ref.expired() for ref in inputs) / len(inputs)
-            fetches = self.log.given_back.setdefault(row, [])
+            fetches = self.log.given_back.setdefault(microbatch, [])
             fetches.append((free, len(host) + (fetches[-1][1] if fetches else 0)))
-        self.log.entries.append(f"fetch {row}")
+        self.log.entries.append(f"fetch {microbatch}")
         return super().back(host, after)
 
 
@@ -127,10 +129,10 @@ def same_bits(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(x, b[n]) for n, x in a.items() if x is not None)  # type: ignore[arg-type]
 
 
-def layers_before_fetch(log: Log, event: str, row: str) -> int:
+def layers_before_fetch(log: Log, event: str, microbatch: str) -> int:
     within = log.within(event)
-    assert f"fetch {row}" in within, f"nothing of {row} is fetched in {event}"
-    before = within[: within.index(f"fetch {row}")]
+    assert f"fetch {microbatch}" in within, f"nothing of {microbatch} is fetched in {event}"
+    before = within[: within.index(f"fetch {microbatch}")]
     return sum(entry.startswith("layer") for entry in before)
 
 
@@ -140,9 +142,9 @@ def test_the_last_wave_fetches_into_what_it_gives_back(
 ) -> None:
     model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch()
     config = replace(GROUP, checkpointing=checkpointing)
-    _, _, kept, _ = logged_step(monkeypatch, model, replace(config, residency="keep"), batch)
+    _, _, kept, _ = logged_step(monkeypatch, model, replace(config, activations="keep"), batch)
     log, stats, found, plan = logged_step(
-        monkeypatch, model, replace(config, residency="offload"), batch
+        monkeypatch, model, replace(config, activations="offload"), batch
     )
     events = [entry for entry in log.entries if entry[1] == " "]
     assert events == ["F A0", "F B0", "B B0", "F B1", "B B1", "B A0"]
@@ -154,8 +156,8 @@ def test_the_last_wave_fetches_into_what_it_gives_back(
     assert same_bits(found, kept)
     if checkpointing != "none":
         return
-    prompt, last = plan.rows[0], plan.rows[-1]
-    had_bytes = stats.back_bytes * last.slots / prompt.slots
+    prompt, last = plan.microbatches[0], plan.microbatches[-1]
+    had_bytes = stats.back_bytes * last.run_tokens / prompt.run_tokens
     layer = stats.back_bytes / LAYERS
     for free, fetched in log.given_back["A0"]:
         assert fetched <= max(2 * layer, free * had_bytes) + layer / 4
@@ -164,46 +166,53 @@ def test_the_last_wave_fetches_into_what_it_gives_back(
 
 
 @pytest.mark.parametrize("checkpointing", POLICIES)
-def test_whatever_becomes_of_the_row_before(
+def test_whatever_becomes_of_the_microbatch_before(
     monkeypatch: pytest.MonkeyPatch, checkpointing: str
 ) -> None:
-    """Rows below an offloaded one that are kept, recomputed or offloaded themselves."""
+    """Microbatches below an offloaded one that are kept, recomputed or offloaded themselves."""
     layers = 6
     model, batch = tiny_model("llama", num_hidden_layers=layers), forked_batch()
     config = replace(ACROSS, checkpointing=checkpointing)
-    _, _, kept, _ = logged_step(monkeypatch, model, replace(config, residency="keep"), batch)
+    _, _, kept, _ = logged_step(monkeypatch, model, replace(config, activations="keep"), batch)
     pairs = set()
     for ways in (("keep", "offload"), ("offload", "recompute"), ("recompute", "keep")):
 
         def chosen(plan: Plan, ways: tuple[str, ...] = ways) -> Plan:
             """Residencies in turn by depth, and every root offloaded."""
-            rows, depths = [], []
-            for row in plan.rows:
-                depths.append(depths[row.parent] + 1 if row.parent >= 0 else 0)
+            microbatches, depths = [], []
+            for microbatch in plan.microbatches:
+                depths.append(depths[microbatch.parent] + 1 if microbatch.parent >= 0 else 0)
                 way = ("offload", *ways)[depths[-1] % 3]
-                rows.append(replace(row, residency=way if row.children else "keep"))
-            return replace(plan, rows=tuple(rows))
+                microbatches.append(
+                    replace(microbatch, activations=way if microbatch.children else "keep")
+                )
+            return replace(plan, microbatches=tuple(microbatches))
 
-        offloading = replace(config, residency="offload")
+        offloading = replace(config, activations="offload")
         log, stats, found, plan = logged_step(monkeypatch, model, offloading, batch, chosen)
         assert same_bits(found, kept), ways
         assert stats is not None and stats.on_demand == 0, ways
-        for (phase, row), (then, after) in pairwise(plan.schedule()):
-            if then != "B" or plan.rows[after].residency != "offload":
+        for (phase, microbatch), (then, after) in pairwise(plan.schedule()):
+            if then != "B" or plan.microbatches[after].activations != "offload":
                 continue
             assert phase == "B"
-            event, name = f"B {plan.row_names[row]}", plan.row_names[after]
+            event, name = f"B {plan.microbatch_names[microbatch]}", plan.microbatch_names[after]
             assert log.fetched_in(name) in ([event], [event, f"B {name}"]), ways
             before = layers_before_fetch(log, event, name)
-            # A row that had more on its way than it saves itself gives back at its first layer.
-            least = 0 if plan.rows[row].residency == "offload" or checkpointing == "full" else 2
+            # A microbatch that had more on its way than it saves itself gives back at its first
+            # layer.
+            least = (
+                0
+                if plan.microbatches[microbatch].activations == "offload" or checkpointing == "full"
+                else 2
+            )
             assert least <= before < layers, (ways, event, before)
-            pairs.add(plan.rows[row].residency)
+            pairs.add(plan.microbatches[microbatch].activations)
     assert pairs == {"keep", "offload", "recompute"}
 
 
 class Alive:
-    """Bytes on the device of what rows save and of what is fetched, by weak references."""
+    """Bytes on the device of what microbatches save and of what is fetched, by weak references."""
 
     def __init__(self) -> None:
         self.storages: list[tuple[StorageWeakRef, int]] = []
@@ -221,14 +230,17 @@ class Alive:
 @pytest.mark.parametrize(
     ("prompt", "response"),
     [(64, 32), (64, 16), (256, 16), (256, 8)],
-    ids=["two-waves", "one-wave", "chain", "chain-above-a-short-wave"],
+    ids=["two-leaf_layout", "one-wave", "chain", "chain-above-a-short-wave"],
 )
 def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
     monkeypatch: pytest.MonkeyPatch, prompt: int, response: int, checkpointing: str, exist: bool
 ) -> None:
-    """With what is saved, what is fetched, and gradients; two layers of a row may come on top."""
+    """With what is saved, what is fetched, and gradients; two layers of a microbatch may come on
+    top."""
     model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch(prompt, response)
-    config = replace(GROUP, residency="offload", checkpointing=checkpointing, max_row_tokens=64)
+    config = replace(
+        GROUP, activations="offload", checkpointing=checkpointing, max_microbatch_tokens=64
+    )
     policy, saved, fetched, new = wrap(model, config), Alive(), Alive(), GivenBack._new
     entries: list[tuple[str, int, int]] = []
 
@@ -259,34 +271,38 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
     plan = policy.plan(batch)
     stats = policy.forward_backward(batch, losses.GRPO(), plan=plan)
     assert stats.offload is not None and stats.offload.on_demand == 0
-    parents = [row for row in plan.rows if row.children]
-    assert all(row.residency == "offload" for row in parents)
+    parents = [microbatch for microbatch in plan.microbatches if microbatch.children]
+    assert all(microbatch.activations == "offload" for microbatch in parents)
     assert len(parents) == (4 if prompt == 256 else 1)
-    leaves = {f"B {plan.row_names[row.index]}" for row in plan.rows if not row.children}
+    leaves = {
+        f"B {plan.microbatch_names[microbatch.index]}"
+        for microbatch in plan.microbatches
+        if not microbatch.children
+    }
     layers_alive = LAYERS_ALIVE * stats.offload.out_bytes / len(parents) / LAYERS
     begins = 0
     for what, held, of_fetched in entries:
         if what in leaves:
             begins = held
         elif what == "fetch":
-            # Two layers are at work, and two of each of two rows are fetched in any case.
+            # Two layers are at work, and two of each of two microbatches are fetched in any case.
             assert held <= begins + layers_alive or of_fetched <= 3 * layers_alive
     # Nor is room left unused where gradients take none of it.
     ends = next(
         i
         for i, (what, *_) in enumerate(entries)
-        if what == f"B {plan.row_names[parents[-1].index]}"
+        if what == f"B {plan.microbatch_names[parents[-1].index]}"
     )
     if checkpointing == "none" and response > 8 and (exist or response == 32):
         assert entries[ends][2] > 0.7 * stats.offload.out_bytes / len(parents)
 
 
-def test_where_nothing_is_given_back_the_row_s_own_backward_begins_with_it(
+def test_where_nothing_is_given_back_the_microbatch_s_own_backward_begins_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch()
     monkeypatch.setattr(GivenBack, "_asked", lambda *_: None)
-    log, stats, _, _ = logged_step(monkeypatch, model, replace(GROUP, residency="offload"), batch)
+    log, stats, _, _ = logged_step(monkeypatch, model, replace(GROUP, activations="offload"), batch)
     assert log.fetched_in("A0") == ["B A0"]
     assert log.within("B A0")[0] == "fetch A0"
     assert stats is not None and stats.on_demand == 0 and stats.prefetched > 0
@@ -355,7 +371,7 @@ def test_what_is_free_is_told_as_it_grows(
         for _ in range(layers):
             y = y.exp()
     y.sum().backward()
-    # Of an offloaded row what is at work is not among what is ahead.
+    # Of an offloaded microbatch what is at work is not among what is ahead.
     has = layers - LAYERS_ALIVE if ahead is None else ahead
     free = [has - (layers - asked) - grows for asked in range(layers + 1)]
     assert (told[0][0], told[-1][0]) == (first, last if free[-1] > 0 else first)

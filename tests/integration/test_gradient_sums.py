@@ -1,4 +1,4 @@
-"""Gradients of a step's rows summed in float32 instead of in the parameters' dtype."""
+"""Gradients of a step's microbatches summed in float32 instead of in the parameters' dtype."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,8 +19,8 @@ BATCH = forked_batch()
 FLOAT32: Any = {"grad_accumulation_dtype": "float32"}
 CONFIGS = {
     "across": ACROSS,
-    "recompute": replace(ACROSS, residency="recompute", checkpointing="full"),
-    "offload": replace(ACROSS, residency="offload"),
+    "recompute": replace(ACROSS, activations="recompute", checkpointing="full"),
+    "offload": replace(ACROSS, activations="offload"),
     "compiled": replace(ACROSS, compile_blocks=True),
 }
 
@@ -42,14 +42,17 @@ def test_what_bfloat16_would_lose_is_kept() -> None:
     assert parameter.grad.item() == 1000
 
 
-def test_a_step_is_the_rounded_sum_of_its_rows() -> None:
-    """Each rollout is a row; its gradient alone is what a step of this row alone leaves."""
+def test_a_step_is_the_rounded_sum_of_its_microbatches() -> None:
+    """Each rollout is a microbatch; its gradient alone is what a step of this microbatch alone
+    leaves."""
     torch.manual_seed(0)
     model = tiny_model("llama").bfloat16()
     rollouts = [r for _ in range(4) for r in BATCH if len(r.token_ids) > 12]
     batch = RolloutBatch(replace(r, rollout_id=f"r{i}") for i, r in enumerate(rollouts))
     whole = batch_denominators(batch)
-    config = Config(sharing="none", boundary="in_row", max_row_tokens=int(batch.lengths.max()))
+    config = Config(
+        sharing="none", boundary="within", max_microbatch_tokens=int(batch.lengths.max())
+    )
     exact: dict[str, Tensor] = {}
     for n in range(len(batch)):
         wrap(model, config).forward_backward(batch.select([n]), GRPO(), denominators=whole)
@@ -61,7 +64,7 @@ def test_a_step_is_the_rounded_sum_of_its_rows() -> None:
     for dtype in ("parameter", "float32"):
         policy = wrap(model, replace(config, grad_accumulation_dtype=dtype))
         stats = policy.forward_backward(batch, GRPO())
-        assert len(stats.plan.rows) == len(batch)
+        assert len(stats.plan.microbatches) == len(batch)
         found = gradients(model)
         errors[dtype] = [float((found[n] - exact[n]).norm() / exact[n].norm()) for n in exact]
         assert all(g is not None and g.dtype == torch.bfloat16 for g in found.values())

@@ -138,7 +138,7 @@ def test_hooks_of_the_user_run_as_in_any_forward() -> None:
     whole = count_calls(model)
     stats = wrap(model, ACROSS).forward_backward(BATCH, LOSS)
     assert len(whole) == len(calls["model"]) == len(calls["model.layers.0"]) == 7
-    assert len(stats.plan.rows) == 7
+    assert len(stats.plan.microbatches) == 7
 
 
 def test_compiled_blocks_get_their_own_forwards_back() -> None:

@@ -209,7 +209,7 @@ def test_checkpointing_really_recomputes(family: str, adapted: bool) -> None:
         for each in calls:
             each.clear()
         stats = wrap(policed, ACROSS).forward_backward(BATCH, LOSS)
-        assert len(stats.plan.rows) == 7
+        assert len(stats.plan.microbatches) == 7
         return [len(each) for each in calls]
 
     before = step()
@@ -217,7 +217,7 @@ def test_checkpointing_really_recomputes(family: str, adapted: bool) -> None:
     clear_gradients(policed)
     checkpointing(model, use_reentrant=False)
     assert step() == [14, 14, 14]
-    # The one row without trained tokens ends at the K and V of its last block.
+    # The one microbatch without trained tokens ends at the K and V of its last block.
     assert before == [7, 7, 6]
     for name, gradient in gradients(policed).items():
         expected = found[name]

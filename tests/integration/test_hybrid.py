@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybrids import ACROSS_ROWS, HYBRIDS, IN_ROW, Sabotage, tiny_hybrid
+from hybrids import ACROSS_MICROBATCHES, HYBRIDS, WITHIN, Sabotage, tiny_hybrid
 from peft import LoraConfig, TaskType, get_peft_model
 from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch, with_logprobs
 from steps import forked_batch
@@ -25,19 +25,21 @@ from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
 from forkpoint.testing import dense_run, lifted_upcasts
 
-EVERY = tuple(product(("none", "group", "tree"), ("in_row", "across_rows", "mixed")))
+EVERY = tuple(product(("none", "group", "tree"), ("within", "across", "mixed")))
 CONFIGS: tuple[Config, ...] = (
     *(Config(sharing=s, boundary=b) for s, b in EVERY),
-    Config(sharing="tree", boundary="mixed", max_row_tokens=TIGHT),
-    Config(sharing="tree", boundary="in_row", max_row_tokens=TIGHT),
-    *(Config(sharing=s, boundary="across_rows", max_row_tokens=CHAIN) for s in ("none", "group")),
-    *(Config(sharing=s, boundary="across_rows", waves="padded") for s in ("none", "tree")),
-    Config(sharing="group", boundary="across_rows", waves="padded", max_row_tokens=CHAIN),
+    Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT),
+    Config(sharing="tree", boundary="within", max_microbatch_tokens=TIGHT),
+    *(Config(sharing=s, boundary="across", max_microbatch_tokens=CHAIN) for s in ("none", "group")),
+    *(Config(sharing=s, boundary="across", leaf_layout="padded") for s in ("none", "tree")),
+    Config(sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=CHAIN),
 )
 
 
-# Rows of 2 tokens: all but the shortest segments are chains, shorter than the convolution.
-SHORTEST = [Config(sharing="tree", boundary=b, max_row_tokens=2) for b in ("across_rows", "mixed")]  # type: ignore[arg-type]
+# Microbatches of 2 tokens: all but the shortest segments are chains, shorter than the convolution.
+SHORTEST = [
+    Config(sharing="tree", boundary=b, max_microbatch_tokens=2) for b in ("across", "mixed")
+]  # type: ignore[arg-type]
 
 
 def truth(model: PreTrainedModel, batch: RolloutBatch, loss: Any) -> Truth:
@@ -83,7 +85,7 @@ def test_limits_of_time_steps() -> None:
     check(model, truth(model, acceptance_batch(), loss), loss, CONFIGS[3:7])
 
 
-def test_rows_shorter_than_the_convolution() -> None:
+def test_microbatches_shorter_than_the_convolution() -> None:
     model, loss = tiny_hybrid("qwen3_5_text"), LOSSES["grpo"]
     check(model, truth(model, acceptance_batch(), loss), loss, SHORTEST)
 
@@ -93,15 +95,17 @@ def test_segments_longer_than_chunks(family: str) -> None:
     """Prompts of 134 and 74 edges, forks at 60 and 45 more: none a multiple of a chunk of 64."""
     model, loss = tiny_hybrid(family), LOSSES["grpo"]
     expected = truth(model, forked_batch(stretch=15), loss)
-    rows = ((s, b, t) for (s, b), t in product(EVERY[3:], (None, 200)) if b != "in_row" or not t)
-    configs = [Config(sharing=s, boundary=b, max_row_tokens=t) for s, b, t in rows]  # type: ignore[arg-type]
+    microbatches = (
+        (s, b, t) for (s, b), t in product(EVERY[3:], (None, 200)) if b != "within" or not t
+    )
+    configs = [Config(sharing=s, boundary=b, max_microbatch_tokens=t) for s, b, t in microbatches]  # type: ignore[arg-type]
     check(model, expected, loss, configs)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
 @pytest.mark.parametrize("kinds", [("linear_attention",), ("full_attention", "linear_attention")])
 def test_models_that_end_with_a_state(family: str, kinds: tuple[str, ...]) -> None:
-    """Rows that train on nothing end at the last layer's state."""
+    """Microbatches that train on nothing end at the last layer's state."""
     model, loss = tiny_hybrid(family, kinds=kinds), LOSSES["grpo"]
     check(model, truth(model, acceptance_batch(), loss), loss, CONFIGS[3:11])
 
@@ -109,19 +113,21 @@ def test_models_that_end_with_a_state(family: str, kinds: tuple[str, ...]) -> No
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
 def test_kernels_by_name(kernel: str) -> None:
     model, loss = tiny_hybrid("qwen3_5_text"), LOSSES["grpo"]
-    config = Config(sharing="tree", boundary="mixed", max_row_tokens=24, recurrence_kernel=kernel)
+    config = Config(
+        sharing="tree", boundary="mixed", max_microbatch_tokens=24, recurrence_kernel=kernel
+    )
     check(model, truth(model, acceptance_batch(), loss), loss, [config])
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
-def test_rows_that_are_offloaded_or_computed_again(family: str) -> None:
+def test_microbatches_that_are_offloaded_or_computed_again(family: str) -> None:
     model, loss = tiny_hybrid(family), LOSSES["grpo"]
     configs = [
-        Config(sharing="tree", boundary=b, max_row_tokens=CHAIN, residency=r)  # type: ignore[arg-type]
-        for b, r in product(("across_rows", "mixed"), ("offload", "recompute"))
+        Config(sharing="tree", boundary=b, max_microbatch_tokens=CHAIN, activations=r)  # type: ignore[arg-type]
+        for b, r in product(("across", "mixed"), ("offload", "recompute"))
     ]
     configs += [
-        Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN, checkpointing=c)  # type: ignore[arg-type]
+        Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN, checkpointing=c)  # type: ignore[arg-type]
         for c in ("selective", "full")
     ]
     check(model, truth(model, acceptance_batch(), loss), loss, configs)
@@ -181,7 +187,7 @@ def test_one_parameter_of_a_layer_learns(family: str, trained: str) -> None:
         own = dense_run(model, acceptance_batch(), LogLikelihood()).logprobs_T
         batch = with_logprobs(acceptance_batch(), own)
         dense = dense_run(model, batch, as_loss(loss))
-        config = Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN)
+        config = Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN)
         wrap(model, config).forward_backward(batch, loss)
     learns = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert learns
@@ -205,8 +211,8 @@ def test_agent_conversations(shared_data: Callable[[str], Path]) -> None:
         truth(model, batch, loss),
         loss,
         [
-            Config(sharing="tree", boundary="mixed", max_row_tokens=320),
-            Config(sharing="tree", boundary="across_rows", max_row_tokens=100),
+            Config(sharing="tree", boundary="mixed", max_microbatch_tokens=320),
+            Config(sharing="tree", boundary="across", max_microbatch_tokens=100),
         ],
     )
 
@@ -249,10 +255,10 @@ def long_prompts(seed: int = 1) -> RolloutBatch:
     return RolloutBatch(rollouts)
 
 
-@pytest.mark.parametrize("boundary", ["across_rows", "in_row"])
+@pytest.mark.parametrize("boundary", ["across", "within"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounding_is_that_of_dense_training(dtype: torch.dtype, boundary: str) -> None:
-    config = Config(sharing="group", boundary=boundary, max_row_tokens=600)  # type: ignore[arg-type]
+    config = Config(sharing="group", boundary=boundary, max_microbatch_tokens=600)  # type: ignore[arg-type]
     report = wrap(wide_hybrid(dtype), config).verify(long_prompts(), losses.GRPO())
     assert report.passed, report.table()
     assert report.dense_error > 0
@@ -287,7 +293,7 @@ def test_kernels_of_packages_are_not_the_reference(monkeypatch: pytest.MonkeyPat
 
 
 def test_autocast() -> None:
-    config = Config(sharing="group", boundary="across_rows", max_row_tokens=600)
+    config = Config(sharing="group", boundary="across", max_microbatch_tokens=600)
     with torch.autocast("cpu", torch.bfloat16):
         report = wrap(wide_hybrid(torch.float32), config).verify(long_prompts(), losses.GRPO())
     assert report.passed, report.table()
@@ -332,7 +338,7 @@ def test_adapters_on_every_projection() -> None:
     )
     torch.manual_seed(0)
     model = get_peft_model(tiny_hybrid("qwen3_5_text"), adapters).double()
-    config = Config(sharing="tree", boundary="across_rows", max_row_tokens=12)
+    config = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
     report = wrap(model, config).verify(forked_batch(), GRPO(kl=0.1))
     assert report.passed and report.dtype == "float64", report.table()
 
@@ -341,13 +347,13 @@ def test_adapters_on_every_projection() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
-@pytest.mark.parametrize("sabotage", ACROSS_ROWS, ids=lambda s: s.__name__)
-def test_bugs_across_rows_are_caught(
+@pytest.mark.parametrize("sabotage", ACROSS_MICROBATCHES, ids=lambda s: s.__name__)
+def test_bugs_across_microbatches_are_caught(
     family: str, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = wrap(
         tiny_hybrid(family),
-        Config(sharing="tree", boundary="across_rows", max_row_tokens=12),
+        Config(sharing="tree", boundary="across", max_microbatch_tokens=12),
     )
     assert policy.verify(forked_batch(), GRPO()).passed
     sabotage(monkeypatch)
@@ -355,11 +361,11 @@ def test_bugs_across_rows_are_caught(
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
-@pytest.mark.parametrize("sabotage", IN_ROW, ids=lambda s: s.__name__)
-def test_bugs_in_a_row_are_caught(
+@pytest.mark.parametrize("sabotage", WITHIN, ids=lambda s: s.__name__)
+def test_bugs_in_a_microbatch_are_caught(
     family: str, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = wrap(tiny_hybrid(family), Config(sharing="tree", boundary="in_row"))
+    policy = wrap(tiny_hybrid(family), Config(sharing="tree", boundary="within"))
     assert policy.verify(forked_batch(), GRPO()).passed
     sabotage(monkeypatch)
     assert not policy.verify(forked_batch(), GRPO()).passed

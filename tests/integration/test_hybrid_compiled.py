@@ -17,9 +17,9 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore"),  # torch's compiler looks at what warns
 ]
-ACROSS = Config(sharing="tree", boundary="across_rows", compile_blocks=True)
-IN_ROW = replace(ACROSS, boundary="in_row")
-CHAINS = replace(ACROSS, max_row_tokens=60)
+ACROSS = Config(sharing="tree", boundary="across", compile_blocks=True)
+WITHIN = replace(ACROSS, boundary="within")
+CHAINS = replace(ACROSS, max_microbatch_tokens=60)
 
 
 def graphs() -> int:
@@ -53,9 +53,9 @@ def compiled_graphs(model: PreTrainedModel, configs: list[Config]) -> list[int]:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_steps_of_compiled_blocks_are_those_of_dense_training(family: str) -> None:
-    """However rows are laid out and kept; lengths that change compile nothing more."""
+    """However microbatches are laid out and kept; lengths that change compile nothing more."""
     model = tiny_hybrid(family, kinds=("linear_attention", "full_attention"))
-    counts = compiled_graphs(model, [ACROSS, IN_ROW, replace(CHAINS, residency="recompute")])
+    counts = compiled_graphs(model, [ACROSS, WITHIN, replace(CHAINS, activations="recompute")])
     assert counts[0] < 20 and len(set(counts)) == 1, counts
 
 
@@ -65,7 +65,7 @@ def test_models_that_checkpoint_themselves(family: str) -> None:
     kinds = ("linear_attention", "full_attention")
     model = tiny_hybrid(family, kinds=kinds) if hybrid else tiny_model(family).train()
     checkpointed(model)
-    counts = compiled_graphs(model, [CHAINS, IN_ROW])
+    counts = compiled_graphs(model, [CHAINS, WITHIN])
     assert len(set(counts)) == 1, counts
     flagged = [vars(m)["gradient_checkpointing"] for m in model.model.layers]
     assert flagged == [True] * len(flagged)

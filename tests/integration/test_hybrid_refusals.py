@@ -129,14 +129,14 @@ def test_other_activations_are_refused() -> None:
         ({"cache_params": DynamicCache()}, "called with a cache"),
         ({"attention_mask": torch.ones(1, 3)}, "called with an attention mask"),
     ],
-    ids=["no-row", "lengths", "cache", "mask"],
+    ids=["no-microbatch", "lengths", "cache", "mask"],
 )
 def test_other_arguments_are_refused(arguments: dict, message: str) -> None:
     model = tiny_hybrid("qwen3_5_text")
     policy = wrap(model)
     (_, module), *_ = recurrent_modules(model).items()
     if arguments:
-        arguments = {**arguments, "forkpoint_row": object()}
+        arguments = {**arguments, "forkpoint_context": object()}
     with policy.host.entered(), pytest.raises(UnsupportedError, match=message):
         module(torch.zeros(1, 3, 32, dtype=torch.float64), **arguments)
 

@@ -45,23 +45,23 @@ def model_of(family: str) -> PreTrainedModel:
     family=st.sampled_from(("llama", "qwen3")),
     batch=batches(logprobs=True),
     combination=st.sampled_from(COMBINATIONS),
-    row_tokens=st.integers(1, 60),
+    microbatch_tokens=st.integers(1, 60),
     name=st.sampled_from(sorted(LOSSES)),
     kernel=st.sampled_from(("reference", "cpu_flash")),
 )
 def test_a_step_is_that_of_dense_training(
-    family: str, batch: RolloutBatch, combination, row_tokens: int, name: str, kernel: str
+    family: str, batch: RolloutBatch, combination, microbatch_tokens: int, name: str, kernel: str
 ) -> None:
-    sharing, boundary, waves = combination
-    if boundary == "in_row":
-        row_tokens = max(row_tokens, int(batch.lengths.max()))
+    sharing, boundary, leaf_layout = combination
+    if boundary == "within":
+        microbatch_tokens = max(microbatch_tokens, int(batch.lengths.max()))
     if name == "grpo-kl" and batch.reference_logprobs is None:
         name = "grpo"
     config = Config(
         sharing=sharing,
         boundary=boundary,
-        waves=waves,
-        max_row_tokens=row_tokens,
+        leaf_layout=leaf_layout,
+        max_microbatch_tokens=microbatch_tokens,
         attention_kernel=kernel,
         head_chunk_tokens=7,
     )

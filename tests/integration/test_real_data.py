@@ -18,9 +18,9 @@ from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 VOCABULARY = 8192
 LOSSES = {"grpo": GRPO(clip=0.2, kl=0.05), "gspo": GSPO(clip=0.02)}
 CONFIGS = (
-    Config(sharing="tree", boundary="mixed", max_row_tokens=320),
-    Config(sharing="tree", boundary="across_rows", max_row_tokens=100),
-    Config(sharing="group", boundary="in_row"),
+    Config(sharing="tree", boundary="mixed", max_microbatch_tokens=320),
+    Config(sharing="tree", boundary="across", max_microbatch_tokens=100),
+    Config(sharing="group", boundary="within"),
 )
 
 Find = Callable[[str], Path]
@@ -40,7 +40,7 @@ def test_token_counts_of_whole_files(
     firsts = batch.token_ids[batch.offsets[:-1]]
     assert len(set(firsts.tolist())) == 1
     by_group = sum(len(set(firsts[members].tolist())) for members in batch.groups())
-    for boundary in ("mixed", "across_rows"):
+    for boundary in ("mixed", "across"):
         tree = make_plan(batch, config=Config(sharing="tree", boundary=boundary))
         assert (tree.logical_tokens, tree.unique_tokens) == (logical, unique)
         assert tree.computed_tokens == edges == unique - 1
@@ -82,19 +82,19 @@ def model() -> PreTrainedModel:
 
 
 def check(model: PreTrainedModel, batch: RolloutBatch, loss: str) -> list[int]:
-    """Compare every configuration with dense; returns how many rows each had."""
+    """Compare every configuration with dense; returns how many microbatches each had."""
     with lifted_upcasts(model):
         own = dense_run(model, batch, LogLikelihood()).logprobs_T
         expected: Truth = measure(model, with_logprobs(batch, own), LOSSES[loss])
-        faults, rows = [], []
+        faults, microbatches = [], []
         for config in CONFIGS:
             model.zero_grad()
             stats = wrap(model, config).forward_backward(expected.batch, LOSSES[loss])
             name = label(config, stats.plan)
             faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
-            rows.append(len(stats.plan.rows))
+            microbatches.append(len(stats.plan.microbatches))
     assert not faults, "\n".join(faults)
-    return rows
+    return microbatches
 
 
 @pytest.mark.parametrize("loss", LOSSES)

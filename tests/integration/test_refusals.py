@@ -62,7 +62,7 @@ def test_models_that_are_changed_after_they_were_wrapped(model: nn.Module, name:
 
 
 def test_a_class_whose_code_was_patched(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention that never calls the attention function would see all of a row."""
+    """An attention that never calls the attention function would see all of a microbatch."""
     attention = type(model.get_submodule("model.layers.0.self_attn"))
     monkeypatch.setattr(attention, "forward", lambda self, *args, **kwargs: None)
     with pytest.raises(UnsupportedError, match=r"self_attn runs test_refusals\."):
@@ -181,7 +181,7 @@ def test_a_model_whose_attention_is_set_to_forkpoints(model: nn.Module) -> None:
 
 OTHER = RolloutBatch([Rollout([1, 2, 3], [0, 1, 1], 1.0), Rollout([1, 2, 4], [0, 0, 1], 1.0)])
 BEYOND = RolloutBatch([Rollout([1, 2, 61], [0, 1, 1], 1.0)])
-TOO_SMALL = {"sharing": "tree", "boundary": "in_row", "max_row_tokens": 4}
+TOO_SMALL = {"sharing": "tree", "boundary": "within", "max_microbatch_tokens": 4}
 
 BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Policy], Any]]] = {
     "scale nan": (
@@ -218,7 +218,11 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Policy], Any]]] = {
         "exactly two rollouts",
         lambda p: p.forward_backward(BATCH, losses.DPO()),
     ),
-    "rows": (PlanError, "max_row_tokens", lambda p: p.with_config(**TOO_SMALL).score(BATCH)),
+    "microbatches": (
+        PlanError,
+        "max_microbatch_tokens",
+        lambda p: p.with_config(**TOO_SMALL).score(BATCH),
+    ),
 }
 
 
@@ -234,7 +238,7 @@ def test_bad_input_leaves_everything_as_it_was(model: nn.Module, case: str) -> N
     objects, state = {n: p.grad for n, p in model.named_parameters()}, model_state(model)
     with pytest.raises(kind, match=message) as caught:
         call(policy)
-    assert not ran, "it was refused only after a row had run"
+    assert not ran, "it was refused only after a microbatch had run"
     assert not hasattr(caught.value, "__notes__")
     assert model_state(model) == state
     for name, parameter in model.named_parameters():

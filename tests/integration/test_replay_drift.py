@@ -34,12 +34,13 @@ MODEL = {
     "max_position_embeddings": 16384,
     "tie_word_embeddings": True,
 }
-# Reduced by what precedes the first trained token and what comes late; across rows in one of them.
+# Reduced by what precedes the first trained token and what comes late; across microbatches in one
+# of them.
 FILES: dict[str, tuple[object, ...]] = {
     "rag.jsonl": ("--max-prompt-tokens", 80, "--max-response-tokens", 32),
     "airline.jsonl": (
         *("--max-prompt-tokens", 80, "--max-response-tokens", 32),
-        *("--sharing", "tree", "--boundary", "across_rows", "--max-row-tokens", 192),
+        *("--sharing", "tree", "--boundary", "across", "--max-microbatch-tokens", 192),
     ),
 }
 

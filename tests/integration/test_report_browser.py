@@ -1,4 +1,5 @@
-"""The report opened in a browser: it works, asks for nothing, and shows what the rows say."""
+"""The report opened in a browser: it works, asks for nothing, and shows what the microbatches
+say."""
 
 import contextlib
 import json
@@ -32,7 +33,7 @@ def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A replay of two batches across rows, and a file of rollouts, in one page."""
+    """A replay of two batches across microbatches, and a file of rollouts, in one page."""
     find_browser()
     folder = tmp_path_factory.mktemp("report")
     made = made_up_rollouts(groups=2)
@@ -46,7 +47,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         GRPO(),
         optimizer=adamw,
         steps=STEPS,
-        config=Config(sharing="group", boundary="across_rows", max_row_tokens=32),
+        config=Config(sharing="group", boundary="across", max_microbatch_tokens=32),
         folder=ReplayFolder(folder / "run"),
         about={"file": HOSTILE, "command": HOSTILE},
     )

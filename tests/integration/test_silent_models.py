@@ -26,7 +26,7 @@ from forkpoint.testing import Watching, tiny_model
 
 BATCH = forked_batch(stretch=4)
 LOSS = losses.GRPO()
-UNCHECKED = Config(sharing="tree", boundary="across_rows", max_row_tokens=48, self_check=False)
+UNCHECKED = Config(sharing="tree", boundary="across", max_microbatch_tokens=48, self_check=False)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -72,7 +72,7 @@ def test_the_sample_finds_what_no_list_names(case: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("case", EXACT)
 def test_what_looks_like_it_is_exact(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(EXACT[case], monkeypatch, dtype=torch.float64)
-    for config in (ACROSS, Config(sharing="tree", boundary="in_row")):
+    for config in (ACROSS, Config(sharing="tree", boundary="within")):
         assert step_error(model, BATCH, LOSS, config) < 1e-10
 
 
@@ -264,5 +264,5 @@ def test_a_critic_is_compared_by_its_values() -> None:
 def test_a_softcap_that_sdpa_leaves_out() -> None:
     model: Any = tiny_model("gemma2", dtype=torch.float32)
     model.config._attn_implementation_internal = "sdpa"
-    with pytest.raises(UnsupportedError, match="attn_logit_softcapping=50.0, which sdpa leaves"):
+    with pytest.raises(UnsupportedError, match=r"attn_logit_softcapping=50\.0, which sdpa leaves"):
         wrap(model)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from sabotage import ACROSS_ROWS, IN_ROW, Sabotage, one_owner_counts
+from sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage, one_owner_counts
 from steps import ACROSS, clear_gradients, forked_batch, gradients
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -23,10 +23,10 @@ from forkpoint import verify as verify_module  # the function is policy.verify
 from forkpoint.losses import Denominators
 from forkpoint.testing import DenseRun, dense_run, tiny_model
 
-TREE_IN_ROW = Config(sharing="tree", boundary="in_row")
+TREE_IN_ROW = Config(sharing="tree", boundary="within")
 DENSE = Config(sharing="none")
-GROUPS_ACROSS = Config(sharing="group", boundary="across_rows", max_row_tokens=400)
-GROUPS_IN_ROW = Config(sharing="group", boundary="in_row")
+GROUPS_ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=400)
+GROUPS_IN_ROW = Config(sharing="group", boundary="within")
 LOSS = losses.GRPO(kl=0.1)
 
 
@@ -131,7 +131,7 @@ def test_autocast_is_verified_in_its_own_precision() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("config", [GROUPS_ACROSS, GROUPS_IN_ROW], ids=["across", "in_row"])
+@pytest.mark.parametrize("config", [GROUPS_ACROSS, GROUPS_IN_ROW], ids=["across", "within"])
 def test_float32_adapters_on_a_bfloat16_base(config: Config) -> None:
     adapters = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
     model = get_peft_model(real_model("qwen3"), adapters)
@@ -167,10 +167,10 @@ def test_any_loss_and_denominators(loss: losses.Loss) -> None:
 # What is not is caught ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sabotage", [*ACROSS_ROWS, one_owner_counts])
+@pytest.mark.parametrize("sabotage", [*ACROSS_MICROBATCHES, one_owner_counts])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_sabotage_across_rows_is_caught(
+def test_sabotage_across_microbatches_is_caught(
     family: str, dtype: torch.dtype, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotage(monkeypatch)
@@ -179,10 +179,10 @@ def test_sabotage_across_rows_is_caught(
     assert report.shared_error > 1e-3
 
 
-@pytest.mark.parametrize("sabotage", [*IN_ROW, one_owner_counts])
+@pytest.mark.parametrize("sabotage", [*WITHIN, one_owner_counts])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_sabotage_in_a_row_is_caught(
+def test_sabotage_in_a_microbatch_is_caught(
     family: str, dtype: torch.dtype, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotage(monkeypatch)
@@ -192,8 +192,8 @@ def test_sabotage_in_a_row_is_caught(
 
 
 @pytest.mark.usefixtures("remembered_dense")
-@pytest.mark.parametrize("sabotage", ACROSS_ROWS)
-def test_sabotage_across_rows_is_caught_in_bfloat16(
+@pytest.mark.parametrize("sabotage", ACROSS_MICROBATCHES)
+def test_sabotage_across_microbatches_is_caught_in_bfloat16(
     sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotage(monkeypatch)
@@ -203,8 +203,8 @@ def test_sabotage_across_rows_is_caught_in_bfloat16(
 
 
 @pytest.mark.usefixtures("remembered_dense")
-@pytest.mark.parametrize("sabotage", IN_ROW)
-def test_sabotage_in_a_row_is_caught_in_bfloat16(
+@pytest.mark.parametrize("sabotage", WITHIN)
+def test_sabotage_in_a_microbatch_is_caught_in_bfloat16(
     sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotage(monkeypatch)
@@ -322,9 +322,9 @@ def test_the_table_names_the_worst_parameters_and_the_verdict(tampered: Any) -> 
     good = tiny_report("qwen3", torch.float32, ACROSS)
     tampered(scaled(1.5, only="layers.1.mlp.down_proj"))
     bad = tiny_report("qwen3", torch.float32, ACROSS)
-    assert "passed: float32, tree + across_rows, 60 of 184 tokens run" in good.table(width=200)
+    assert "passed: float32, tree + across, 60 of 184 tokens run" in good.table(width=200)
     table = bad.table(width=200).splitlines()
-    assert any("FAILED: float32, tree + across_rows" in line for line in table)
+    assert any("FAILED: float32, tree + across" in line for line in table)
     assert any("against float64 training" in line for line in table)
     first = next(line for line in table if "weight" in line)
     assert "model.layers.1.mlp.down_proj.weight" in first
@@ -343,7 +343,7 @@ def test_the_report_as_json() -> None:
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert found["passed"] is True
     assert (found["dtype"], found["reference_dtype"]) == ("float32", "float64")
-    assert (found["sharing"], found["boundary"]) == ("tree", "across_rows")
+    assert (found["sharing"], found["boundary"]) == ("tree", "across")
     assert (found["logical_tokens"], found["computed_tokens"]) == (184, 60)
     assert found["shared_error"] == report.shared_error <= found["allowed"]
     assert len(found["worst"]) == 10

@@ -24,18 +24,18 @@ from experts import (
     routed,
 )
 from peft import LoraConfig, TaskType, get_peft_model
-from sabotage import ACROSS_ROWS, IN_ROW, Sabotage
+from sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage
 from steps import forked_batch, model_state
 from torch import nn
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, wrap
 from forkpoint.hosts import routes as routes_module
-from forkpoint.hosts.routes import Routes, row_tokens
+from forkpoint.hosts.routes import Routes, microbatch_tokens
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 
-ACROSS = Config(sharing="group", boundary="across_rows", max_row_tokens=200)
-IN_ROW_CONFIG = Config(sharing="group", boundary="in_row")
-TREE = Config(sharing="tree", boundary="mixed", max_row_tokens=40)
+ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=200)
+WITHIN_CONFIG = Config(sharing="group", boundary="within")
+TREE = Config(sharing="tree", boundary="mixed", max_microbatch_tokens=40)
 LOSS = losses.GRPO()
 
 pytestmark = [
@@ -62,11 +62,11 @@ def foreign_routes(family: str, batch: RolloutBatch) -> Routes:
         *product(
             ("gpt_oss", "deepseek_v3"),
             [
-                {"sharing": "none", "boundary": "in_row", "max_row_tokens": None},
-                {"waves": "padded", "boundary": "across_rows", "sharing": "group"},
+                {"sharing": "none", "boundary": "within", "max_microbatch_tokens": None},
+                {"leaf_layout": "padded", "boundary": "across", "sharing": "group"},
                 {"checkpointing": "full"},
                 {"checkpointing": "selective"},
-                {"residency": "recompute"},
+                {"activations": "recompute"},
             ],
         ),
     ],
@@ -112,8 +112,8 @@ def test_a_model_that_is_held_to_its_own_routes_does_what_it_did(family: str) ->
     for record in (True, False):
         with routed(model, routers, routes, record=record) as run:
             held = dense_run(model, batch, LOSS, None, run.at)
-        # In 16 bits rollouts that share tokens may choose otherwise, as their rows have other
-        # lengths; then the first counts.
+        # In 16 bits rollouts that share tokens may choose otherwise, as their microbatches have
+        # other lengths; then the first counts.
         assert run.elsewhere <= 0.02 * run.decisions
         if run.elsewhere == 0:
             assert all(
@@ -142,12 +142,12 @@ def test_experts_are_those_of_the_routes(family: str) -> None:
         assert torch.equal(indices.sort(-1).values, wanted.sort(-1).values)
 
 
-def test_tokens_of_rows_are_tokens_of_the_batch() -> None:
-    """Every slot runs the token that its key says, at its position; padding has none."""
+def test_tokens_of_microbatches_are_tokens_of_the_batch() -> None:
+    """Every place runs the token that its key says, at its position; padding has none."""
     batch = forked_batch(vocab=256)
-    for config in (TREE, replace(ACROSS, waves="padded"), IN_ROW_CONFIG):
+    for config in (TREE, replace(ACROSS, leaf_layout="padded"), WITHIN_CONFIG):
         plan = wrap(tiny_model("llama"), config).plan(batch)
-        tokens = np.concatenate(row_tokens(plan, batch))
+        tokens = np.concatenate(microbatch_tokens(plan, batch))
         assert (tokens >= 0).sum() == plan.computed_tokens
         keys = Routes(batch).keys_T
         assert keys[tokens[tokens >= 0]].min() >= 0
@@ -167,7 +167,7 @@ def test_rollouts_that_share_tokens_share_choices() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_passes_with_routes_held(family: str) -> None:
-    config = (ACROSS, IN_ROW_CONFIG)[list(FAMILIES).index(family) % 2]
+    config = (ACROSS, WITHIN_CONFIG)[list(FAMILIES).index(family) % 2]
     report = wrap(expert_model(family), config).verify(expert_batch(), LOSS)
     assert report.passed, report.table()
     assert report.routes is not None and report.routes.held
@@ -194,11 +194,11 @@ def test_routes_decide_what_is_measured() -> None:
     assert free.shared_error > 3 * held.shared_error
 
 
-@pytest.mark.parametrize("sabotage", [*ACROSS_ROWS, *IN_ROW])
+@pytest.mark.parametrize("sabotage", [*ACROSS_MICROBATCHES, *WITHIN])
 def test_sabotage_is_caught_with_routes_held(
     sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ACROSS if sabotage in ACROSS_ROWS else IN_ROW_CONFIG
+    config = ACROSS if sabotage in ACROSS_MICROBATCHES else WITHIN_CONFIG
     sabotage(monkeypatch)
     report = wrap(expert_model("gpt_oss"), config).verify(expert_batch(), LOSS)
     assert not report.passed, report.table()
@@ -207,7 +207,7 @@ def test_sabotage_is_caught_with_routes_held(
 
 @pytest.mark.parametrize("change", ["model", "full", "selective", "recompute"])
 def test_recomputed_layers_take_the_same_routes(change: str) -> None:
-    """Within a backward, after other rows have run."""
+    """Within a backward, after other microbatches have run."""
     model, config = expert_model("deepseek_v3"), ACROSS
     plain = wrap(model, config).verify(expert_batch(), LOSS)
     if change == "model":
@@ -215,7 +215,7 @@ def test_recomputed_layers_take_the_same_routes(change: str) -> None:
         enable = next(getattr(model, name) for name in names if hasattr(model.train(), name))
         enable({"use_reentrant": False})
     elif change == "recompute":
-        config = replace(config, residency="recompute")
+        config = replace(config, activations="recompute")
     else:
         config = replace(config, checkpointing=change)  # type: ignore[arg-type]
     report = wrap(model, config).verify(expert_batch(), LOSS)
@@ -259,7 +259,7 @@ def test_grouped_products_of_experts(dtype: torch.dtype) -> None:
 
 
 def test_a_loss_that_takes_two_passes() -> None:
-    policy = wrap(expert_model("gpt_oss"), replace(ACROSS, max_row_tokens=110))
+    policy = wrap(expert_model("gpt_oss"), replace(ACROSS, max_microbatch_tokens=110))
     report = policy.verify(expert_batch(), losses.GSPO())
     assert report.passed, report.table()
     assert report.routes is not None and report.routes.held

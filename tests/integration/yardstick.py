@@ -95,9 +95,10 @@ def truth(variant: Variant, loss: str) -> Truth:
 def label(config: Config, plan: Plan) -> str:
     """A combination as messages name it."""
     auto = "auto, that is " if config.sharing == "auto" else ""
-    limit = config.max_row_tokens or "any number of"
+    limit = config.max_microbatch_tokens or "any number of"
     return (
-        f"{auto}{plan.sharing} + {plan.boundary}, {config.waves}, rows of {limit} tokens, "
+        f"{auto}{plan.sharing} + {plan.boundary}, {config.leaf_layout}, microbatches of "
+        f"{limit} tokens, "
         f"kernel {config.attention_kernel}"
     )
 

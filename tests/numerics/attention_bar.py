@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forkpoint.ops.attention import (
     KERNELS,
-    ArenaSlice,
     AttentionTable,
+    CacheSlice,
     accumulate_dtype,
     shared_attention,
 )
@@ -117,7 +117,7 @@ def poisoned(device: str) -> Iterator[None]:
 
 
 def make_case_inputs(case: Case) -> Inputs:
-    """Normal inputs on the case's device; slots of the arena that no segment owns hold NaN."""
+    """Normal inputs on the case's device; places of the cache that no segment owns hold NaN."""
     generator = torch.Generator(case.device).manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
@@ -125,38 +125,42 @@ def make_case_inputs(case: Case) -> Inputs:
         return made.to(case.dtype).requires_grad_()
 
     (h, k), (d, e), forest = case.heads, case.dims, case.forest
-    rows, slots = forest.row_tokens, forest.arena_tokens
+    microbatches, places = forest.microbatch_tokens, forest.cache_tokens_
     if case.fused and d == e:
-        fused = normal(rows, h + 2 * k, d).detach()
-        row = [x.requires_grad_() for x in fused.split([h, k, k], dim=1)]
+        fused = normal(microbatches, h + 2 * k, d).detach()
+        microbatch = [x.requires_grad_() for x in fused.split([h, k, k], dim=1)]
     else:
-        row = [normal(rows, h, d), normal(rows, k, d), normal(rows, k, e)]
-    arena_k = arena_v = None
-    if slots:
-        arena_k, arena_v = normal(slots, k, d), normal(slots, k, e)
-        free = np.delete(np.arange(slots), np.concatenate(_arena_slots(forest)))
-        arena_k.data[free] = arena_v.data[free] = torch.nan
+        microbatch = [
+            normal(microbatches, h, d),
+            normal(microbatches, k, d),
+            normal(microbatches, k, e),
+        ]
+    cache_k = cache_v = None
+    if places:
+        cache_k, cache_v = normal(places, k, d), normal(places, k, e)
+        free = np.delete(np.arange(places), np.concatenate(_arena_places(forest)))
+        cache_k.data[free] = cache_v.data[free] = torch.nan
     sinks = normal(h) if case.sinks else None
-    q, own_k, own_v = row
-    return Inputs(q, own_k, own_v, arena_k, arena_v, sinks, normal(rows, h, e).detach())
+    q, own_k, own_v = microbatch
+    return Inputs(q, own_k, own_v, cache_k, cache_v, sinks, normal(microbatches, h, e).detach())
 
 
 def attend(
     case: Case, x: Inputs, table: AttentionTable, *, deterministic: bool = False
 ) -> dict[str, Tensor]:
     """What the operator computes: o, lse and gradients by name. It waits for no device itself."""
-    arena = None
-    if x.arena_k is not None and x.arena_v is not None:
+    cache = None
+    if x.cache_k is not None and x.cache_v is not None:
         wide = accumulate_dtype(case.dtype)
         # To gradients that were there before it adds its own.
-        grads = [torch.ones_like(a.detach(), dtype=wide) for a in (x.arena_k, x.arena_v)]
-        arena = ArenaSlice(x.arena_k.detach(), x.arena_v.detach(), *grads)
+        grads = [torch.ones_like(a.detach(), dtype=wide) for a in (x.cache_k, x.cache_v)]
+        cache = CacheSlice(x.cache_k.detach(), x.cache_v.detach(), *grads)
     o, lse = shared_attention(
         x.q,
         x.k,
         x.v,
         table=table,
-        arena=arena,
+        cache=cache,
         sinks=x.sinks,
         scale=case.scale,
         softcap=case.softcap,
@@ -166,9 +170,9 @@ def attend(
     )
     leaves = {"q": x.q, "k": x.k, "v": x.v} | ({} if x.sinks is None else {"sinks": x.sinks})
     found = dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), x.do), strict=True))
-    if arena is not None:
-        assert arena.grad_k is not None and arena.grad_v is not None
-        found |= {"arena_k": arena.grad_k - 1, "arena_v": arena.grad_v - 1}
+    if cache is not None:
+        assert cache.grad_k is not None and cache.grad_v is not None
+        found |= {"cache_k": cache.grad_k - 1, "cache_v": cache.grad_v - 1}
     return found | {"o": o.detach(), "lse": lse}
 
 
@@ -185,22 +189,22 @@ def torch_attention(case: Case, x: Inputs) -> Tensor:
     if device != "cpu" and x.sinks is None:
         # In few shapes: cuDNN plans for each.
         batch, length = max(4, _power_of_2(batch)), max(512, _power_of_2(length))
-    rows, slots = forest.row_tokens, forest.arena_tokens
-    index = np.full((batch, length), rows + slots)
-    path_of, at = np.zeros((2, rows), dtype=np.int64)
+    microbatches, places = forest.microbatch_tokens, forest.cache_tokens_
+    index = np.full((batch, length), microbatches + places)
+    path_of, at = np.zeros((2, microbatches), dtype=np.int64)
     for b, path in reversed(list(enumerate(paths))):
         index[b, : len(path)] = path
-        own = path[path < rows]
-        path_of[own], at[own] = b, np.flatnonzero(path < rows)
+        own = path[path < microbatches]
+        path_of[own], at[own] = b, np.flatnonzero(path < microbatches)
     index_BL = torch.from_numpy(index).to(device)
 
-    def gather(own: Tensor, arena: Tensor | None) -> Tensor:
-        # Tokens of the arena have no queries, and padding has nothing: zeros, which no one reads.
-        arena = own.new_zeros(slots, *own.shape[1:]) if arena is None else arena
-        pool = torch.cat([own, arena, own.new_zeros(1, *own.shape[1:])])
+    def gather(own: Tensor, cache: Tensor | None) -> Tensor:
+        # Tokens of the cache have no queries, and padding has nothing: zeros, which no one reads.
+        cache = own.new_zeros(places, *own.shape[1:]) if cache is None else cache
+        pool = torch.cat([own, cache, own.new_zeros(1, *own.shape[1:])])
         return pool[index_BL].to(case.dtype).transpose(1, 2)
 
-    q, k, v = gather(x.q, None), gather(x.k, x.arena_k), gather(x.v, x.arena_v)
+    q, k, v = gather(x.q, None), gather(x.k, x.cache_k), gather(x.v, x.cache_v)
     (heads, groups), scale = case.heads, case.scale
     if not (case.window or case.softcap or x.sinks is not None):
         gqa = heads != groups
@@ -254,8 +258,8 @@ def compare(case: Case, x: Inputs, found: dict[str, Tensor]) -> dict[str, Findin
     torchs = torch_attention(case, exact)
     usual = gradients(torchs, exact) | {"o": torchs.detach()}
     # dP - dO . O, each a float32 sum, cancels: to zero where a query has a single key.
-    keys = max(_longest(a) for a in (x.q, x.k, x.arena_k) if a is not None)
-    values = max(_longest(a) for a in (x.v, x.arena_v) if a is not None)
+    keys = max(_longest(a) for a in (x.q, x.k, x.cache_k) if a is not None)
+    values = max(_longest(a) for a in (x.v, x.cache_v) if a is not None)
     cancelling = case.scale * keys * values * x.do.double().norm().item()
     floor = 4 * torch.finfo(torch.float32).eps * cancelling
     if exact.sinks is not None:
@@ -265,7 +269,11 @@ def compare(case: Case, x: Inputs, found: dict[str, Tensor]) -> dict[str, Findin
 
     findings = {}
     for name in truth.keys() - {"sinks"}:
-        spans = _arena_slots(case.forest) if name.startswith("arena") else _row_slots(case.forest)
+        spans = (
+            _arena_places(case.forest)
+            if name.startswith("cache")
+            else _microbatch_places(case.forest)
+        )
         findings[name] = _compare(
             _squares(found[name] - truth[name]),
             _squares(usual[name] - truth[name]),
@@ -273,7 +281,7 @@ def compare(case: Case, x: Inputs, found: dict[str, Tensor]) -> dict[str, Findin
             spans,
             case.dtype,
             truth[name].shape[1] * sum(map(len, spans)),
-            floor if name in ("q", "k", "arena_k") else 0.0,
+            floor if name in ("q", "k", "cache_k") else 0.0,
         )
     if exact.sinks is not None:
         # The gradient is a sum over queries, of terms that carry the rounding of their output.
@@ -314,7 +322,7 @@ def _compare(
     """The whole tensor by the bar, and no segment far outside of what the whole may have."""
     owned = np.concatenate(spans)
     if np.delete(error_T, owned).any():
-        return Finding(math.inf, None, "slots that no segment owns")
+        return Finding(math.inf, None, "places that no segment owns")
     one, allowed = _roundings(dtype, independent)
     error, usual, size = (math.sqrt(a[owned].sum()) for a in (error_T, usual_T, size_T))
     assert usual <= 50 * one * size + floor, f"torch errs by {usual} of {size}: no yardstick"
@@ -343,7 +351,7 @@ def _squares(x_THD: Tensor) -> np.ndarray:
 
 
 def _longest(x_THD: Tensor) -> float:
-    """The largest norm of a vector; slots that no one reads are NaN."""
+    """The largest norm of a vector; places that no one reads are NaN."""
     return x_THD.detach().double().norm(dim=-1).nan_to_num(0).max().item()
 
 
@@ -351,9 +359,9 @@ def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _row_slots(forest: Forest) -> list[np.ndarray]:
-    return [forest.slots[s] for s in forest.inside]
+def _microbatch_places(forest: Forest) -> list[np.ndarray]:
+    return [forest.run_tokens[s] for s in forest.inside]
 
 
-def _arena_slots(forest: Forest) -> list[np.ndarray]:
-    return [forest.slots[s] for s, external in enumerate(forest.external) if external]
+def _arena_places(forest: Forest) -> list[np.ndarray]:
+    return [forest.run_tokens[s] for s, external in enumerate(forest.external) if external]

@@ -76,7 +76,7 @@ _ONE_TOKEN = make_forest([-1], [1])
 
 
 def _ragged_forest(rng: np.random.Generator, longest: int) -> Forest:
-    """Up to 12 segments in up to 4 levels; none, some or most of the upper ones in the arena."""
+    """Up to 12 segments in up to 4 levels; none, some or most of the upper ones in the cache."""
     segments = int(rng.integers(1, 13))
     parents, depths = [-1], [1]
     for s in range(1, segments):
@@ -97,7 +97,7 @@ def _ragged_forest(rng: np.random.Generator, longest: int) -> Forest:
 
 
 def _equal_forest(rng: np.random.Generator, longest: int) -> Forest:
-    """A path in the arena and equal segments below it, in few shapes: each is planned for."""
+    """A path in the cache and equal segments below it, in few shapes: each is planned for."""
     levels, count = int(rng.integers(3)), int(rng.choice([1, 4]))
     sizes = rng.choice([1, 17, 64, 127, 256, 513, 640], size=levels + 1)
     # A segment of one token is a launch of one query and one key, which cuDNN refuses.
@@ -132,8 +132,8 @@ def _described(case: Case) -> dict:
         "window": case.window,
         "sinks": case.sinks,
         "lengths": list(map(int, case.forest.lengths)),
-        "row_tokens": case.forest.row_tokens,
-        "arena_tokens": case.forest.arena_tokens,
+        "microbatch_tokens": case.forest.microbatch_tokens,
+        "cache_tokens_": case.forest.cache_tokens_,
     }
 
 
@@ -256,9 +256,10 @@ def main() -> int:
 
     table = summarise(records)
     print(f"\n{'kernel':<12}{'ran':>6}{'failed':>8}{'of bar':>8}  worst error over torch's")
-    for kernel, row in table.items():
-        ratios = "  ".join(f"{n} {r:.2f}" for n, r in row["worst_ratio_to_torch"].items())
-        line = f"{kernel:<12}{row['ran']:>6}{row['failed']:>8}{row['worst_share_of_bar']:>8.2f}"
+    for kernel, microbatch in table.items():
+        ratios = "  ".join(f"{n} {r:.2f}" for n, r in microbatch["worst_ratio_to_torch"].items())
+        line = f"{kernel:<12}{microbatch['ran']:>6}{microbatch['failed']:>8}"
+        line += f"{microbatch['worst_share_of_bar']:>8.2f}"
         print(f"{line}  {ratios}")
     failures = [record for record in records if record["share"] > 1]
     for record in failures:

@@ -1,4 +1,4 @@
-"""The table of docs/families.md: what the family tests measured, a row a family and version.
+"""The table of docs/families.md: what the family tests measured, a microbatch a family and version.
 
 The tests append a row of JSON for each family that they find exact to the file that
 FORKPOINT_FAMILIES_ROWS names (`make test-versions` does so, with every supported version of
@@ -12,9 +12,9 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from forkpoint.bench.microbatches import ResultRow, environment
 from torch import nn
 
-from forkpoint.bench.rows import ResultRow, environment
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.hosts.linear_attention import recurrent_modules
 
@@ -26,7 +26,7 @@ SHARED = {
     "latents": "expanded keys and values",
     "states": "keys and values, states and convolution inputs",
 }
-"""What later rows read, where it is more than keys and values, by feature."""
+"""What later microbatches read, where it is more than keys and values, by feature."""
 EXPERTS_REFUSE = "router losses, router jitter"
 
 
@@ -52,7 +52,7 @@ def record(family: str, error: float, found: list[str]) -> None:
     path = os.environ.get(VARIABLE)
     if path is None:
         return
-    row = ResultRow(
+    microbatch = ResultRow(
         bench="families",
         case=family,
         metric="gradient_error",
@@ -60,19 +60,19 @@ def record(family: str, error: float, found: list[str]) -> None:
         value=error,
         note=", ".join(found) or None,
     )
-    values = {**vars(row), **environment(), "command": "make test-versions"}
+    values = {**vars(microbatch), **environment(), "command": "make test-versions"}
     with Path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps(values) + "\n")
 
 
 def table() -> list[str]:
-    """The lines of the table, from the rows that are kept."""
+    """The lines of the table, from the microbatches that are kept."""
     errors: dict[str, dict[str, float]] = defaultdict(dict)
     notes: dict[str, str] = {}
     for line in RESULTS.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        errors[row["case"]][row["versions"]["transformers"]] = row["value"]
-        notes[row["case"]] = row["note"] or ""
+        microbatch = json.loads(line)
+        errors[microbatch["case"]][microbatch["versions"]["transformers"]] = microbatch["value"]
+        notes[microbatch["case"]] = microbatch["note"] or ""
     versions = sorted({v for found in errors.values() for v in found}, key=_ordered)
     head = ["`model_type`", "class", "with", "shared", "refused", *versions]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -95,8 +95,8 @@ def table_in_docs() -> list[str]:
     return [line for line in text if line.startswith("|")][: len(FAMILIES) + 2]
 
 
-def main(rows: Path) -> None:
-    RESULTS.write_text(rows.read_text(encoding="utf-8"), encoding="utf-8")
+def main(microbatches: Path) -> None:
+    RESULTS.write_text(microbatches.read_text(encoding="utf-8"), encoding="utf-8")
     text = DOCS.read_text(encoding="utf-8").splitlines()
     begin = next(i for i, line in enumerate(text) if line.startswith("| `model_type`"))
     end = next(i for i in range(begin, len(text)) if not text[i].startswith("|"))

@@ -13,7 +13,7 @@ from test_attention_forest import (
 )
 from torch import Tensor
 
-from forkpoint.ops.attention import ArenaSlice, accumulate_dtype, shared_attention
+from forkpoint.ops.attention import CacheSlice, accumulate_dtype, shared_attention
 
 KERNELS = ("reference", "cpu_flash")
 SCALE = 0.3
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def run(
     forest: Forest, x: Inputs, *, window: int = 0, **options
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Ours: o, lse and gradients by name, the arena's on top of ones that were there before."""
-    arena = None
-    if x.arena_k is not None and x.arena_v is not None:
+    """Ours: o, lse and gradients by name, the cache's on top of ones that were there before."""
+    cache = None
+    if x.cache_k is not None and x.cache_v is not None:
         wide = accumulate_dtype(x.q.dtype)
-        grads = (torch.ones_like(a.detach(), dtype=wide) for a in (x.arena_k, x.arena_v))
-        arena = ArenaSlice(x.arena_k.detach(), x.arena_v.detach(), *grads)
+        grads = (torch.ones_like(a.detach(), dtype=wide) for a in (x.cache_k, x.cache_v))
+        cache = CacheSlice(x.cache_k.detach(), x.cache_v.detach(), *grads)
     o, lse = shared_attention(
         x.q,
         x.k,
         x.v,
         table=forest.table(window),
-        arena=arena,
+        cache=cache,
         sinks=x.sinks,
         scale=SCALE,
         window=window,
@@ -42,9 +42,9 @@ def run(
     )
     o.backward(x.do)
     found = {name: getattr(x, name).grad for name in ("q", "k", "v")}
-    if arena is not None:
-        assert arena.grad_k is not None and arena.grad_v is not None
-        found |= {"arena_k": arena.grad_k - 1, "arena_v": arena.grad_v - 1}
+    if cache is not None:
+        assert cache.grad_k is not None and cache.grad_v is not None
+        found |= {"cache_k": cache.grad_k - 1, "cache_v": cache.grad_v - 1}
     if x.sinks is not None:
         found["sinks"] = x.sinks.grad
     return o.detach(), lse, found
@@ -99,7 +99,9 @@ def test_a_window_over_several_blocks_of_a_long_segment(window: int, kernel: str
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", [7, 29, 30, 31, 40])
-def test_a_windowed_row_without_ancestors_needs_no_gathering(window: int, kernel: str) -> None:
+def test_a_windowed_microbatch_without_ancestors_needs_no_gathering(
+    window: int, kernel: str
+) -> None:
     forest = make_forest([-1, -1], [30, 41])
     x = make_inputs(forest, (4, 2), (8, 8), torch.float64)
     found, _ = shared_attention(

@@ -17,18 +17,18 @@ from forkpoint.ops.attention import FROM_ARENA, FROM_GATHER, FROM_ROW, Attention
 
 @dataclass
 class Forest:
-    """Segments with parents before children; those marked external lie in the arena.
+    """Segments with parents before children; those marked external lie in the cache.
 
-    slots[s] are the segment's tokens: in the row, or in the arena, whose free slots (if any) are
-    owned by no segment.
+    places[s] are the segment's tokens: in the microbatch, or in the cache, whose free places (if
+    any) are owned by no segment.
     """
 
     parents: list[int]
     lengths: list[int]
     external: list[bool]
-    slots: list[np.ndarray]
-    row_tokens: int
-    arena_tokens: int
+    places: list[np.ndarray]
+    microbatch_tokens: int
+    cache_tokens_: int
 
     @property
     def inside(self) -> list[int]:
@@ -42,10 +42,10 @@ class Forest:
         return found[::-1]
 
     def path(self, segment: int) -> np.ndarray:
-        """The tokens of the segment's path as indices into [row, arena]."""
+        """The tokens of the segment's path as indices into [microbatch, cache]."""
         return np.concatenate(
             [
-                self.slots[s] + (self.row_tokens if self.external[s] else 0)
+                self.run_tokens[s] + (self.microbatch_tokens if self.external[s] else 0)
                 for s in [*self.ancestors(segment), segment]
             ]
         )
@@ -55,12 +55,14 @@ class Forest:
 
     def arrays(self, window: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Launches, cumulative lengths and, for a window, the key index."""
-        order = sorted(self.inside, key=lambda s: self.slots[s][0])
+        order = sorted(self.inside, key=lambda s: self.run_tokens[s][0])
         if window:
             index, calls = [], []
             for s in order:
                 path = self.path(s)[-(self.lengths[s] + window - 1) :]
-                index.append(np.where(path < self.row_tokens, path, self.row_tokens - 1 - path))
+                index.append(
+                    np.where(path < self.microbatch_tokens, path, self.microbatch_tokens - 1 - path)
+                )
                 calls.append((self.lengths[s], len(path)))
             launches, cu = _write([(FROM_GATHER, 1, 0, 0, calls)])
             return launches, cu, np.concatenate(index)
@@ -69,8 +71,8 @@ class Forest:
         for x in range(len(self.parents)):
             below = [s for s in order if x in self.ancestors(s)]
             source = FROM_ARENA if self.external[x] else FROM_ROW
-            for q_begin, queries in _ranges([self.slots[s] for s in below]):
-                k_begin = int(self.slots[x][0])
+            for q_begin, queries in _ranges([self.run_tokens[s] for s in below]):
+                k_begin = int(self.run_tokens[x][0])
                 last = launches[-1]
                 follows = (
                     last[:2] == (source, 0)
@@ -84,10 +86,10 @@ class Forest:
         return *_write(launches), None
 
 
-def _ranges(slots: list[np.ndarray]) -> list[tuple[int, int]]:
+def _ranges(places: list[np.ndarray]) -> list[tuple[int, int]]:
     """Maximal ranges of adjacent tokens as (begin, length)."""
     found: list[tuple[int, int]] = []
-    for part in slots:
+    for part in places:
         begin = int(part[0])
         if found and sum(found[-1]) == begin:
             begin, length = found.pop()
@@ -98,7 +100,7 @@ def _ranges(slots: list[np.ndarray]) -> list[tuple[int, int]]:
 
 
 def _write(launches: list) -> tuple[np.ndarray, np.ndarray]:
-    rows, cu = [], []
+    microbatches, cu = [], []
     for source, causal, q_begin, k_begin, calls in launches:
         q, k = (np.array(x) for x in zip(*calls, strict=True))
         q_at = len(cu)
@@ -107,14 +109,14 @@ def _write(launches: list) -> tuple[np.ndarray, np.ndarray]:
         cu += [0, *np.cumsum(k)]
         q_end, k_end = q_begin + q.sum(), k_begin + k.sum()
         ranges = [q_begin, q_end, k_begin, k_end, q.max(), k.max(), q_at, k_at, len(calls)]
-        rows.append([source, causal, *ranges])
-    return np.array(rows, dtype=np.int64), np.array(cu, dtype=np.int32)
+        microbatches.append([source, causal, *ranges])
+    return np.array(microbatches, dtype=np.int64), np.array(cu, dtype=np.int32)
 
 
 def make_forest(
     parents: list[int], lengths: list[int], external: list[int] = (), by_level: bool = False
 ) -> Forest:
-    """Lay a forest out: depth first, or level by level. The arena gets unowned slots around it."""
+    """Lay a forest out: depth first, or level by level. The cache gets unowned places around it."""
     outside = [s in external for s in range(len(parents))]
     depth = [0] * len(parents)
     for s, parent in enumerate(parents):
@@ -128,17 +130,17 @@ def make_forest(
         while todo:
             order.append(todo.pop())
             todo += [s for s, parent in enumerate(parents) if parent == order[-1]][::-1]
-    slots: list[np.ndarray] = [np.empty(0)] * len(parents)
-    row = 0
-    arena = 3 if external else 0
+    places: list[np.ndarray] = [np.empty(0)] * len(parents)
+    microbatch = 0
+    cache = 3 if external else 0
     for s in order:
         if outside[s]:
-            slots[s] = np.arange(arena, arena + lengths[s])
-            arena += lengths[s]
+            places[s] = np.arange(cache, cache + lengths[s])
+            cache += lengths[s]
         else:
-            slots[s] = np.arange(row, row + lengths[s])
-            row += lengths[s]
-    return Forest(parents, lengths, outside, slots, row, arena + 2 if external else 0)
+            places[s] = np.arange(microbatch, microbatch + lengths[s])
+            microbatch += lengths[s]
+    return Forest(parents, lengths, outside, places, microbatch, cache + 2 if external else 0)
 
 
 def random_forest(seed: int, segments: int = 9, longest: int = 40) -> Forest:
@@ -154,17 +156,17 @@ def random_forest(seed: int, segments: int = 9, longest: int = 40) -> Forest:
 
 @dataclass
 class Inputs:
-    """Leaves of one attention; arena_k, arena_v and sinks may be None."""
+    """Leaves of one attention; cache_k, cache_v and sinks may be None."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    arena_k: Tensor | None
-    arena_v: Tensor | None
+    cache_k: Tensor | None
+    cache_v: Tensor | None
     sinks: Tensor | None
     do: Tensor
 
-    NAMES = ("q", "k", "v", "arena_k", "arena_v", "sinks")
+    NAMES = ("q", "k", "v", "cache_k", "cache_v", "sinks")
 
     def to(self, dtype: torch.dtype) -> "Inputs":
         """Copies in another dtype, requiring gradients."""
@@ -188,15 +190,20 @@ def make_inputs(
         made = torch.randn(*shape, generator=generator, dtype=torch.float64)
         return made.to(dtype).requires_grad_()
 
-    (h, k), (d, e), rows, arena = heads, dims, forest.row_tokens, forest.arena_tokens
+    (h, k), (d, e), microbatches, cache = (
+        heads,
+        dims,
+        forest.microbatch_tokens,
+        forest.cache_tokens_,
+    )
     return Inputs(
-        normal(rows, h, d),
-        normal(rows, k, d),
-        normal(rows, k, e),
-        normal(arena, k, d) if arena else None,
-        normal(arena, k, e) if arena else None,
+        normal(microbatches, h, d),
+        normal(microbatches, k, d),
+        normal(microbatches, k, e),
+        normal(cache, k, d) if cache else None,
+        normal(cache, k, e) if cache else None,
         normal(h) if sinks else None,
-        normal(rows, h, e).detach(),
+        normal(microbatches, h, e).detach(),
     )
 
 
@@ -215,12 +222,12 @@ def path_attention(
     """
     group = x.q.shape[1] // x.k.shape[1]
     k, v = x.k, x.v
-    if x.arena_k is not None and x.arena_v is not None:
-        k, v = torch.cat([k, x.arena_k]), torch.cat([v, x.arena_v])
+    if x.cache_k is not None and x.cache_v is not None:
+        k, v = torch.cat([k, x.cache_k]), torch.cat([v, x.cache_v])
     o = torch.zeros_like(x.do)
     lse = torch.full((x.q.shape[1], len(x.q)), torch.nan, dtype=x.q.dtype)
     for s in forest.inside:
-        own, path = torch.from_numpy(forest.slots[s]), torch.from_numpy(forest.path(s))
+        own, path = torch.from_numpy(forest.run_tokens[s]), torch.from_numpy(forest.path(s))
         i = torch.arange(len(path) - len(own), len(path))[:, None]
         j = torch.arange(len(path))[None]
         seen = (j <= i) & (j > i - window) if window else j <= i
@@ -276,9 +283,11 @@ def test_layouts_make_launches_of_several_sequences_and_several_launches() -> No
 def test_each_query_meets_each_token_of_its_path_once(seed: int) -> None:
     forest = random_forest(seed)
     launches, cu, _ = forest.arrays()
-    met = np.zeros((forest.row_tokens, forest.row_tokens + forest.arena_tokens), dtype=int)
+    met = np.zeros(
+        (forest.microbatch_tokens, forest.microbatch_tokens + forest.cache_tokens_), dtype=int
+    )
     for source, causal, q_begin, _, k_begin, _, _, _, q_at, k_at, count in launches.tolist():
-        k_begin += forest.row_tokens if source == FROM_ARENA else 0
+        k_begin += forest.microbatch_tokens if source == FROM_ARENA else 0
         q, k = cu[q_at : q_at + count + 1] + q_begin, cu[k_at : k_at + count + 1] + k_begin
         for i in range(count):
             block = np.ones((q[i + 1] - q[i], k[i + 1] - k[i]), dtype=int)
@@ -286,6 +295,6 @@ def test_each_query_meets_each_token_of_its_path_once(seed: int) -> None:
     expected = np.zeros_like(met)
     for s in forest.inside:
         path = forest.path(s)
-        for at, slot in enumerate(forest.slots[s]):
-            expected[slot, path[: len(path) - forest.lengths[s] + at + 1]] = 1
+        for at, place in enumerate(forest.run_tokens[s]):
+            expected[place, path[: len(path) - forest.lengths[s] + at + 1]] = 1
     assert (met == expected).all()

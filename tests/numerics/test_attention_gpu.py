@@ -12,7 +12,7 @@ from test_attention_forest import (
 )
 from torch import Tensor
 
-from forkpoint.ops.attention import ArenaSlice, AttentionTable, accumulate_dtype, shared_attention
+from forkpoint.ops.attention import AttentionTable, CacheSlice, accumulate_dtype, shared_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,11 +30,11 @@ def run_on_gpu(
         for name in x.NAMES
         if getattr(x, name) is not None
     }
-    arena = None
-    if "arena_k" in leaves:
-        k, v = leaves.pop("arena_k").detach(), leaves.pop("arena_v").detach()
+    cache = None
+    if "cache_k" in leaves:
+        k, v = leaves.pop("cache_k").detach(), leaves.pop("cache_v").detach()
         grads = (torch.zeros_like(a, dtype=accumulate_dtype(a.dtype)) for a in (k, v))
-        arena = ArenaSlice(k, v, *grads)
+        cache = CacheSlice(k, v, *grads)
     do = x.do.cuda()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -44,7 +44,7 @@ def run_on_gpu(
             leaves["k"],
             leaves["v"],
             table=table,
-            arena=arena,
+            cache=cache,
             sinks=leaves.get("sinks"),
             scale=0.3,
             window=window,
@@ -53,9 +53,9 @@ def run_on_gpu(
         found = dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), do), strict=True))
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    if arena is not None:
-        assert arena.grad_k is not None and arena.grad_v is not None
-        found |= {"arena_k": arena.grad_k, "arena_v": arena.grad_v}
+    if cache is not None:
+        assert cache.grad_k is not None and cache.grad_v is not None
+        found |= {"cache_k": cache.grad_k, "cache_v": cache.grad_v}
     return {name: a.detach().cpu() for name, a in (found | {"o": o, "lse": lse}).items()}
 
 

@@ -1,4 +1,4 @@
-"""Every kernel against the bar of attention_bar.py, on every shape that a row can have.
+"""Every kernel against the bar of attention_bar.py, on every shape that a microbatch can have.
 
 What is marked gpu calls the same functions as what runs on the CPU, where they are proven with the
 kernels that there are. A kernel that cannot run where it is wanted is skipped with its reason; what
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.ops.attention import (
-    ArenaSlice,
     AttentionTable,
+    CacheSlice,
     Kernel,
     fa4,
     registry,
@@ -76,19 +76,19 @@ def assert_passes(case: Case) -> None:
         return
     found = check(case)
     assert {"o", "q", "k", "v", "lse"} <= found.keys()
-    assert ("arena_k" in found) == bool(case.forest.arena_tokens)
+    assert ("cache_k" in found) == bool(case.forest.cache_tokens_)
     assert ("sinks" in found) == case.sinks
     failed = {name: one for name, one in found.items() if one.share > 1}
     assert not failed, failed
 
 
 def grid_forest(prefix: int, place: str) -> Forest:
-    """All suffixes over one length of prefix: each with a prefix of its own, in the row or in the
-    arena, which is one ragged launch; or as siblings below one."""
+    """All suffixes over one length of prefix: each with a prefix of its own, in the microbatch or
+    in the cache, which is one ragged launch; or as siblings below one."""
     n = len(SUFFIXES)
     if place == "siblings":
         return make_forest([-1, *[0] * n], [prefix, *SUFFIXES], [0])
-    external = [*range(n)] if place == "arena" else []
+    external = [*range(n)] if place == "cache" else []
     return make_forest([*[-1] * n, *range(n)], [*[prefix] * n, *SUFFIXES], external, by_level=True)
 
 
@@ -104,16 +104,16 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("place", ["row", "arena", "siblings"])
+@pytest.mark.parametrize("place", ["microbatch", "cache", "siblings"])
 @pytest.mark.parametrize(("device", "kernel", "prefix", "dtype"), GRID)
 def test_boundary_grid(
     device: str, kernel: str, prefix: int, dtype: torch.dtype, place: str
 ) -> None:
     forest = grid_forest(prefix, place)
     launches, _, _ = forest.arrays()
-    assert [row[-1] for row in launches] == {
-        "row": [18, 9],
-        "arena": [9, 9],
+    assert [microbatch[-1] for microbatch in launches] == {
+        "microbatch": [18, 9],
+        "cache": [9, 9],
         "siblings": [9, 1],
     }[place], "the grid is to be two launches of this many sequences"
     assert_passes(make_case(device, kernel, forest, dtype=dtype))
@@ -142,7 +142,7 @@ def needs_measured_tiles() -> None:
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4), (28, 4)], ids=str)
-@pytest.mark.parametrize("place", ["row", "arena", "siblings"])
+@pytest.mark.parametrize("place", ["microbatch", "cache", "siblings"])
 @pytest.mark.parametrize(
     ("device", "kernel", "prefix", "dtype"),
     [
@@ -160,7 +160,7 @@ def test_boundary_grid_in_long_tiles(
     heads: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As taken for long rows; here also where lengths fill a small part of one tile."""
+    """As taken for long microbatches; here also where lengths fill a small part of one tile."""
     needs_measured_tiles()
     # On one multiprocessor two tiles are two rounds already, and long ones are as good as free.
     monkeypatch.setattr(fa4, "_processors", lambda _: 1)
@@ -174,7 +174,7 @@ def test_boundary_grid_in_long_tiles(
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("device", "kernel"), kernels("fa4", on_cpu=()))
-def test_rows_of_three_thousand_tokens_take_long_tiles(
+def test_microbatches_of_three_thousand_tokens_take_long_tiles(
     device: str, kernel: str, count: int
 ) -> None:
     needs_measured_tiles()
@@ -205,7 +205,7 @@ FORESTS = {
 EQUAL_FORESTS = {
     "flat": make_forest([-1, *[0] * 4], [300, *[150] * 4], [0]),
     "two_levels_in_the_arena": make_forest([-1, 0, 1, 1, 1], [65, 200, *[140] * 3], [0, 1]),
-    "in_the_row": make_forest([-1, -1, 0, 1], [150] * 4, by_level=True),
+    "in_the_microbatch": make_forest([-1, -1, 0, 1], [150] * 4, by_level=True),
 }
 
 
@@ -294,7 +294,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch):
     ("device", "first", "second"),
     [("cpu", "cpu_flash", "reference"), pytest.param("cuda", "cudnn", "fa2", marks=GPU)],
 )
-def test_kernels_may_differ_within_a_row(
+def test_kernels_may_differ_within_a_microbatch(
     device: str, first: str, second: str, use_kernels: Callable
 ) -> None:
     """As "auto" has it without FA4: one kernel where lengths are equal, another elsewhere."""
@@ -316,7 +316,7 @@ def test_deterministic_repeats_bit_by_bit(
         forest = EQUAL_FORESTS["flat"]
     case = make_case(device, kernel, forest, window=window, sinks=True)
     x, table = make_case_inputs(case), forest.table(window, device)
-    assert forest.arena_tokens > 0
+    assert forest.cache_tokens_ > 0
     if case.refusal(deterministic=True) is not None:
         with pytest.raises(UnsupportedError, match=f"{kernel!r} cannot serve"):
             attend(case, x, table, deterministic=True)
@@ -355,16 +355,16 @@ def test_opcheck(device: str, kernel: str) -> None:
     forest = EQUAL_FORESTS["flat"]
     case = make_case(device, kernel, forest, sinks=True)
     x, table = make_case_inputs(case), forest.table(0, device)
-    assert x.arena_k is not None and x.arena_v is not None and x.sinks is not None
-    arena = [a.detach().nan_to_num(0) for a in (x.arena_k, x.arena_v)]
-    grads = [torch.zeros_like(a, dtype=torch.float32) for a in arena]
+    assert x.cache_k is not None and x.cache_v is not None and x.sinks is not None
+    cache = [a.detach().nan_to_num(0) for a in (x.cache_k, x.cache_v)]
+    grads = [torch.zeros_like(a, dtype=torch.float32) for a in cache]
     tables = (table.launches, table.cu_cpu, table.cu_device, None, None)
-    rest = (*arena, *grads, x.sinks, *tables, case.scale, 0.0, 0, kernel, False)
+    rest = (*cache, *grads, x.sinks, *tables, case.scale, 0.0, 0, kernel, False)
     forward = torch.ops.forkpoint.shared_attention.default
     # What is compared is a compiled run with an eager one, both in 16 bit.
     torch.library.opcheck(forward, (x.q, x.k, x.v, *rest), atol=0.05, rtol=0.05)
     q, k, v, sinks = (a.detach() for a in (x.q, x.k, x.v, x.sinks))
-    rest = (*arena, *grads, sinks, *rest[5:])
+    rest = (*cache, *grads, sinks, *rest[5:])
     saved = (x.do, q, k, v, *forward(q, k, v, *rest))
     backward = torch.ops.forkpoint.shared_attention_backward.default
     torch.library.opcheck(backward, (*saved, *rest, *[True] * 4), atol=0.05, rtol=0.05)
@@ -378,21 +378,21 @@ def test_changing_lengths_do_not_recompile(device: str, backend: str) -> None:
     case = make_case(device, "auto", FORESTS["one_token"])
     (heads, groups), dim = case.heads, case.dims[0]
 
-    def block(qkv: Tensor, gain: Tensor, table: AttentionTable, arena: ArenaSlice) -> Tensor:
+    def block(qkv: Tensor, gain: Tensor, table: AttentionTable, cache: CacheSlice) -> Tensor:
         q, k, v = (qkv * gain).split([heads, groups, groups], dim=1)
-        o, _ = shared_attention(q, k, v, table=table, arena=arena, scale=case.scale)
+        o, _ = shared_attention(q, k, v, table=table, cache=cache, scale=case.scale)
         return o.flatten(1).sin()
 
     def run(call: Callable, forest: Forest) -> list[Tensor | None]:
         x = make_case_inputs(dataclasses.replace(case, forest=forest))
-        assert x.arena_k is not None and x.arena_v is not None
-        grads = (torch.zeros_like(a.detach(), dtype=torch.float32) for a in (x.arena_k, x.arena_v))
-        arena = ArenaSlice(x.arena_k.detach(), x.arena_v.detach(), *grads)
+        assert x.cache_k is not None and x.cache_v is not None
+        grads = (torch.zeros_like(a.detach(), dtype=torch.float32) for a in (x.cache_k, x.cache_v))
+        cache = CacheSlice(x.cache_k.detach(), x.cache_v.detach(), *grads)
         qkv = torch.cat([x.q, x.k, x.v], dim=1).detach().requires_grad_()
         gain = torch.ones(dim, dtype=BF16, device=device, requires_grad=True)
-        out = call(qkv, gain, forest.table(0, device), arena)
+        out = call(qkv, gain, forest.table(0, device), cache)
         out.sum().backward()
-        return [out.detach(), qkv.grad, gain.grad, arena.grad_k, arena.grad_v]
+        return [out.detach(), qkv.grad, gain.grad, cache.grad_k, cache.grad_v]
 
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=backend)

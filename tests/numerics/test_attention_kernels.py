@@ -29,14 +29,14 @@ ON_CPU = [k.name for k in KERNELS if k.device_types is None or "cpu" in k.device
 
 
 def one_launch(lengths: list[tuple[int, int]], causal: bool) -> Launch:
-    """Sequences of (queries, keys) from the arena, behind a first launch that a table must have."""
+    """Sequences of (queries, keys) from the cache, behind a first launch that a table must have."""
     q, k = (np.cumsum([0, *side]) for side in zip(*lengths, strict=True))
     count, total = len(lengths), int(q[-1])
-    rows = [
+    microbatches = [
         [0, 1, 0, total, 0, total, total, total, 0, 0, 1],
         [1, causal, 0, total, 0, k[-1], np.diff(q).max(), np.diff(k).max(), 2, 3 + count, count],
     ]
-    table = AttentionTable.from_numpy(np.array(rows), np.array([0, total, *q, *k]))
+    table = AttentionTable.from_numpy(np.array(microbatches), np.array([0, total, *q, *k]))
     return read_launches(table.launches, table.cu_cpu, table.cu_device)[1]
 
 
@@ -448,14 +448,18 @@ def test_the_operator_says_all_that_it_asks_for(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("row", "cu", "key_index"),
+    ("microbatch", "cu", "key_index"),
     [
         ([0, 1, 1, 5, 0, 4, 4, 4, 0, 0, 1], [0, 4], None),  # does not begin at 0
         ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 2], [0, 5, 5], None),  # an empty sequence
         ([0, 1, 0, 5, 0, 5, 4, 5, 0, 0, 1], [0, 5], None),  # max_q is not the longest
         ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 4], None),  # lengths do not fill the range
         ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 2], [0, 5], None),  # fewer lengths than sequences
-        ([0, 1, 0, 4, 0, 5, 4, 5, 0, 2, 1], [0, 4, 0, 5], None),  # causal in the row, unequal
+        (
+            [0, 1, 0, 4, 0, 5, 4, 5, 0, 2, 1],
+            [0, 4, 0, 5],
+            None,
+        ),  # causal in the microbatch, unequal
         ([1, 1, 0, 5, 0, 4, 5, 4, 0, 2, 1], [0, 5, 0, 4], None),  # causal, more queries than keys
         ([3, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], None),  # no such source
         ([2, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], None),  # gathers nothing
@@ -464,9 +468,9 @@ def test_the_operator_says_all_that_it_asks_for(name: str, monkeypatch: pytest.M
     ],
 )
 def test_a_table_that_breaks_its_rules_is_caught(
-    row: list[int], cu: list[int], key_index: list[int] | None
+    microbatch: list[int], cu: list[int], key_index: list[int] | None
 ) -> None:
     with pytest.raises(AssertionError):
         AttentionTable.from_numpy(
-            np.array([row]), np.array(cu), None if key_index is None else np.array(key_index)
+            np.array([microbatch]), np.array(cu), None if key_index is None else np.array(key_index)
         )

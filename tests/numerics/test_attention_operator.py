@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from forkpoint.errors import UnsupportedError
 from forkpoint.ops.attention import (
     KERNELS,
-    ArenaSlice,
     AttentionTable,
+    CacheSlice,
     Kernel,
     accumulate_dtype,
     registry,
@@ -40,23 +40,23 @@ def inputs(dtype: torch.dtype = torch.float64, sinks: bool = True) -> Inputs:
     return make_inputs(FOREST, (4, 2), (8, 8), dtype, sinks=sinks)
 
 
-def arena_of(x: Inputs, grads: bool = True) -> ArenaSlice:
-    assert x.arena_k is not None and x.arena_v is not None
-    k, v = x.arena_k.detach(), x.arena_v.detach()
+def cache_of(x: Inputs, grads: bool = True) -> CacheSlice:
+    assert x.cache_k is not None and x.cache_v is not None
+    k, v = x.cache_k.detach(), x.cache_v.detach()
     if not grads:
-        return ArenaSlice(k, v)
+        return CacheSlice(k, v)
     wide = accumulate_dtype(k.dtype)
-    return ArenaSlice(k, v, torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
+    return CacheSlice(k, v, torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
 
 
-def attend(x: Inputs, arena: ArenaSlice, window: int = 0, **options) -> tuple[Tensor, Tensor]:
+def attend(x: Inputs, cache: CacheSlice, window: int = 0, **options) -> tuple[Tensor, Tensor]:
     table = FOREST.table(window)
     return shared_attention(
         x.q,
         x.k,
         x.v,
         table=table,
-        arena=arena,
+        cache=cache,
         sinks=x.sinks,
         scale=SCALE,
         window=window,
@@ -96,7 +96,7 @@ def test_only_wanted_gradients_are_returned(wanted: tuple[str, ...], window: int
     for name in x.NAMES:
         leaf = getattr(x, name)
         leaf.requires_grad_(name in wanted)
-    attend(x, arena_of(x, grads=False), window)[0].backward(x.do)
+    attend(x, cache_of(x, grads=False), window)[0].backward(x.do)
     for name in ("q", "k", "v", "sinks"):
         found = getattr(x, name).grad
         if name in wanted:
@@ -111,17 +111,18 @@ def test_launches_without_wanted_gradients_are_not_run(backward_calls: list[int]
         for name in x.NAMES:
             getattr(x, name).requires_grad_(name in wanted)
         backward_calls.clear()
-        attend(x, arena_of(x, arena_grads))[0].backward(x.do)
+        attend(x, cache_of(x, arena_grads))[0].backward(x.do)
         return list(backward_calls)
 
     def calls_of_a_sum() -> list[int]:
         x = inputs()
         backward_calls.clear()
-        attend(x, arena_of(x))[0].sum().backward()  # by a gradient that is expanded
+        attend(x, cache_of(x))[0].sum().backward()  # by a gradient that is expanded
         return list(backward_calls)
 
     assert calls_of_a_sum() == [0, 1, 0]
-    # The causal launch, the one below the external root, and the one below a segment of the row.
+    # The causal launch, the one below the external root, and the one below a segment of the
+    # microbatch.
     assert calls("q", arena_grads=False) == [0, 1, 0]
     assert calls("q", "k", "v", "sinks", arena_grads=True) == [0, 1, 0]
     assert calls("k", arena_grads=False) == [0, 0]
@@ -131,26 +132,26 @@ def test_launches_without_wanted_gradients_are_not_run(backward_calls: list[int]
 
 @pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("wanted", [("q",), ("sinks",), ("k",)])
-def test_the_arena_gets_its_gradients_whatever_the_row_wants(
+def test_the_arena_gets_its_gradients_whatever_the_microbatch_wants(
     wanted: tuple[str, ...], window: int
 ) -> None:
     x = inputs()
     expected = expected_gradients(x, window)
     for name in x.NAMES:
         getattr(x, name).requires_grad_(name in wanted)
-    arena = arena_of(x)
-    attend(x, arena, window)[0].backward(x.do)
-    torch.testing.assert_close(arena.grad_k, expected["arena_k"], rtol=0, atol=1e-12)
-    torch.testing.assert_close(arena.grad_v, expected["arena_v"], rtol=0, atol=1e-12)
+    cache = cache_of(x)
+    attend(x, cache, window)[0].backward(x.do)
+    torch.testing.assert_close(cache.grad_k, expected["cache_k"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(cache.grad_v, expected["cache_v"], rtol=0, atol=1e-12)
 
 
-def test_a_row_whose_launches_leave_keys_out_gets_zeros_for_them() -> None:
-    """No planner makes such a row, but a gradient is never uninitialised memory."""
+def test_a_microbatch_whose_launches_leave_keys_out_gets_zeros_for_them() -> None:
+    """No planner makes such a microbatch, but a gradient is never uninitialised memory."""
     x = inputs(sinks=False)
-    arena = arena_of(x)
+    cache = cache_of(x)
     table = FOREST.table()
     table.launches = table.launches[1:2]  # the rectangle below the root alone
-    o, _ = shared_attention(x.q, x.k, x.v, table=table, arena=arena, scale=SCALE)
+    o, _ = shared_attention(x.q, x.k, x.v, table=table, cache=cache, scale=SCALE)
     o.backward(x.do)
     assert x.k.grad is not None and not x.k.grad.any()
 
@@ -167,21 +168,21 @@ def test_parts_in_16_bit_are_summed_in_float32() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gathered_parts_in_16_bit_are_summed_in_float32(deterministic: bool) -> None:
-    """As windowed layers add them: a token of the row is read by several segments."""
+    """As windowed layers add them: a token of the microbatch is read by several segments."""
     like = torch.zeros(3, 1, 1, dtype=torch.bfloat16)
     total = RowSum(like)
     part = torch.tensor([256, 1, 1, 1, 1, 7], dtype=torch.bfloat16)[:, None, None]
     # One at a time: within a call, index_add_ on a CPU is in float32 anyhow.
-    for slot, one in zip((2, 2, 2, 2, 2, 0), part, strict=True):
-        total.add_at(torch.tensor([slot]), one[None], deterministic)
+    for place, one in zip((2, 2, 2, 2, 2, 0), part, strict=True):
+        total.add_at(torch.tensor([place]), one[None], deterministic)
     assert total.result().dtype == torch.bfloat16
     assert total.result()[:, 0, 0].tolist() == [7, 0, 260]
-    arena_grad = torch.full((2, 1, 1), 0.5)
-    source = Source(like, like[:2], None, torch.tensor([[0, 1, 5], [1, 1, 0]]), arena_grad)
+    cache_grad = torch.full((2, 1, 1), 0.5)
+    source = Source(like, like[:2], None, torch.tensor([[0, 1, 5], [1, 1, 0]]), cache_grad)
     table = FOREST.table(4)
     (launch,) = read_launches(table.launches, table.cu_cpu, table.cu_device)
     source.add_grad(launch, part, False, deterministic)
-    assert arena_grad[:, 0, 0].tolist() == [7.5, 257.5]
+    assert cache_grad[:, 0, 0].tolist() == [7.5, 257.5]
 
 
 def test_the_merge_rounds_once() -> None:
@@ -218,22 +219,23 @@ def test_the_gradient_of_sinks_is_summed_in_float32() -> None:
 @pytest.mark.parametrize("wrap", ["plain", "checkpoint"])
 @pytest.mark.parametrize("window", [0, 4])
 def test_later_captures_into_the_arena_do_not_disturb(window: int, wrap: str) -> None:
-    """Row B reads a slice; row C is captured into the next slice; then B's backward runs."""
+    """Microbatch B reads a slice; microbatch C is captured into the next slice; then B's backward
+    runs."""
     x = inputs()
     expected = expected_gradients(x, window)
-    assert x.arena_k is not None and x.arena_v is not None
-    n = len(x.arena_k)
-    buffers = [torch.zeros(n + 9, *a.shape[1:], dtype=a.dtype) for a in (x.arena_k, x.arena_v)]
+    assert x.cache_k is not None and x.cache_v is not None
+    n = len(x.cache_k)
+    buffers = [torch.zeros(n + 9, *a.shape[1:], dtype=a.dtype) for a in (x.cache_k, x.cache_v)]
     grads = [torch.zeros_like(b) for b in buffers]
-    for buffer, a in zip(buffers, (x.arena_k, x.arena_v), strict=True):
+    for buffer, a in zip(buffers, (x.cache_k, x.cache_v), strict=True):
         buffer[:n] = a.detach()
-    arena = ArenaSlice(buffers[0][:n], buffers[1][:n], grads[0][:n], grads[1][:n])
+    cache = CacheSlice(buffers[0][:n], buffers[1][:n], grads[0][:n], grads[1][:n])
     leaves = (x.q, x.k, x.v, x.sinks)
     table = FOREST.table(window)
 
     def block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         o, _ = shared_attention(
-            q * 1, k * 1, v * 1, table=table, arena=arena, sinks=sinks, scale=SCALE, window=window
+            q * 1, k * 1, v * 1, table=table, cache=cache, sinks=sinks, scale=SCALE, window=window
         )
         return o * 1
 
@@ -244,21 +246,21 @@ def test_later_captures_into_the_arena_do_not_disturb(window: int, wrap: str) ->
     o.backward(x.do)
     for name in ("q", "k", "v", "sinks"):
         torch.testing.assert_close(getattr(x, name).grad, expected[name], rtol=0, atol=1e-12)
-    for name, grad in zip(("arena_k", "arena_v"), grads, strict=True):
+    for name, grad in zip(("cache_k", "cache_v"), grads, strict=True):
         torch.testing.assert_close(grad[:n], expected[name], rtol=0, atol=1e-12)
         assert (grad[n:] == 7).all()
 
 
 def test_an_arena_that_requires_gradients_is_caught() -> None:
     x = inputs()
-    assert x.arena_k is not None and x.arena_v is not None
-    with pytest.raises(AssertionError, match="an arena is constant"):
-        ArenaSlice(x.arena_k, x.arena_v)
+    assert x.cache_k is not None and x.cache_v is not None
+    with pytest.raises(AssertionError, match="an cache is constant"):
+        CacheSlice(x.cache_k, x.cache_v)
 
 
 def test_lse_is_not_differentiable_and_there_is_no_second_derivative() -> None:
     x = inputs()
-    o, lse = attend(x, arena_of(x))
+    o, lse = attend(x, cache_of(x))
     assert o.requires_grad and not lse.requires_grad
     with pytest.raises(UnsupportedError, match="no second derivative"):
         torch.autograd.grad(o, x.q, x.do, create_graph=True)
@@ -267,9 +269,9 @@ def test_lse_is_not_differentiable_and_there_is_no_second_derivative() -> None:
 def test_runs_without_a_graph() -> None:
     x = inputs()
     with torch.no_grad():
-        o, _ = attend(x, arena_of(x))
+        o, _ = attend(x, cache_of(x))
     assert not o.requires_grad
-    torch.testing.assert_close(o, attend(x, arena_of(x))[0].detach(), rtol=0, atol=0)
+    torch.testing.assert_close(o, attend(x, cache_of(x))[0].detach(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu_flash"])
@@ -281,9 +283,9 @@ def test_strided_inputs_and_expanded_gradients(kernel: str) -> None:
     q, k, v = (a.requires_grad_() for a in fused.split([4, 2, 2], dim=1))
     turned = k.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     assert not q.is_contiguous() and turned.stride(-1) != 1
-    arena = arena_of(x)
+    cache = cache_of(x)
     o, lse = shared_attention(
-        q, turned, v, table=FOREST.table(), arena=arena, scale=SCALE, kernel=kernel
+        q, turned, v, table=FOREST.table(), cache=cache, scale=SCALE, kernel=kernel
     )
     assert o.is_contiguous() and lse.is_contiguous()
     o.sum().backward()
@@ -296,11 +298,11 @@ def test_autocast_outside_changes_nothing_inside(kernel: str) -> None:
     results = []
     for enabled in (False, True):
         x = inputs(torch.float32)
-        arena = arena_of(x)
+        cache = cache_of(x)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            o, _ = attend(x, arena, kernel=kernel)
+            o, _ = attend(x, cache, kernel=kernel)
             o.backward(x.do)
-        results.append([o.detach(), x.q.grad, x.k.grad, x.v.grad, arena.grad_k, x.sinks.grad])
+        results.append([o.detach(), x.q.grad, x.k.grad, x.v.grad, cache.grad_k, x.sinks.grad])
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
@@ -308,11 +310,11 @@ def operator_arguments(
     window: int, grads: bool, dtype: torch.dtype = torch.float64
 ) -> tuple[Inputs, tuple]:
     x, table = inputs(dtype), FOREST.table(window)
-    arena = arena_of(x, grads)
-    tables = (table.launches, table.cu_cpu, table.cu_device, table.row_gather, table.arena_gather)
-    arenas = (arena.k, arena.v, arena.grad_k, arena.grad_v)
+    cache = cache_of(x, grads)
+    tables = (table.launches, table.cu_cpu, table.cu_device, table.own_gather, table.cache_gather)
+    caches = (cache.k, cache.v, cache.grad_k, cache.grad_v)
     options = (SCALE, 0.0, window, "auto", False)
-    return x, (x.q, x.k, x.v, *arenas, x.sinks, *tables, *options)
+    return x, (x.q, x.k, x.v, *caches, x.sinks, *tables, *options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -332,9 +334,9 @@ def test_opcheck(window: int, grads: bool, dtype: torch.dtype) -> None:
 class Context:
     """What an engine hands a layer in its call arguments."""
 
-    def __init__(self, table: AttentionTable, arena: ArenaSlice, window: int) -> None:
+    def __init__(self, table: AttentionTable, cache: CacheSlice, window: int) -> None:
         self.table = table
-        self.arena = arena
+        self.cache = cache
         self.window = window
 
 
@@ -345,7 +347,7 @@ def layer(x: Tensor, weight: Tensor, sinks: Tensor, context: Context) -> tuple[T
         k,
         v,
         table=context.table,
-        arena=context.arena,
+        cache=context.cache,
         sinks=sinks,
         scale=SCALE,
         window=context.window,
@@ -354,15 +356,15 @@ def layer(x: Tensor, weight: Tensor, sinks: Tensor, context: Context) -> tuple[T
 
 
 def layer_gradients(call: Callable, forest: Forest, window: int) -> list[Tensor | None]:
-    """Of a layer whose arena is slices of one buffer, written elsewhere before the backward."""
+    """Of a layer whose cache is slices of one buffer, written elsewhere before the backward."""
     x = make_inputs(forest, (4, 2), (8, 8), torch.float32, sinks=True)
-    assert x.arena_k is not None and x.arena_v is not None and x.sinks is not None
-    n = len(x.arena_k)
+    assert x.cache_k is not None and x.cache_v is not None and x.sinks is not None
+    n = len(x.cache_k)
     buffer = torch.zeros(4, n + 9, 2, 8)
-    buffer[0, :n], buffer[1, :n] = x.arena_k.detach(), x.arena_v.detach()
-    context = Context(forest.table(window), ArenaSlice(*buffer[:, :n]), window)
+    buffer[0, :n], buffer[1, :n] = x.cache_k.detach(), x.cache_v.detach()
+    context = Context(forest.table(window), CacheSlice(*buffer[:, :n]), window)
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(forest.row_tokens, 6, generator=generator, requires_grad=True)
+    hidden = torch.randn(forest.microbatch_tokens, 6, generator=generator, requires_grad=True)
     weight = torch.randn(6, 64, generator=generator, requires_grad=True)
     out, lse = call(hidden, weight, x.sinks, context)
     assert not lse.requires_grad
@@ -380,7 +382,7 @@ INDUCTOR = [
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch, about itself
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 def test_compiled_equals_eager(backend: str) -> None:
-    """The second row has other lengths, so that its sizes and offsets are symbols."""
+    """The second microbatch has other lengths, so that its sizes and offsets are symbols."""
     other = make_forest([-1, 0, 0, 2, 2], [9, 4, 8, 2, 1], external=[0])
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend=backend)

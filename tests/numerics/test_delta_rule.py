@@ -1,4 +1,5 @@
-"""Gated delta rule and convolution: kernels against a loop over time, rows against paths."""
+"""Gated delta rule and convolution: kernels against a loop over time, microbatches against
+paths."""
 
 import shutil
 from dataclasses import dataclass
@@ -151,17 +152,20 @@ def test_decay_that_underflows_has_finite_gradients() -> None:
     assert torch.isnan(torch.autograd.grad(masked_after.sum(), g)[0]).any()
 
 
-# Rows --------------------------------------------------------------------------------------------
+# Microbatches
+# --------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(batches(max_rollouts=7, max_tokens=14), st.sampled_from(["chunked", "reference"]))
-def test_a_row_of_segments_is_its_paths(batch: RolloutBatch, kernel: str) -> None:
-    plan = make_plan(batch, config=Config(sharing="tree", boundary="in_row", max_row_tokens=10**6))
-    for row in plan.rows:
-        table = StateTable(state_layout(plan.forest, row, plan.state_of))
-        windows = ConvolutionTable(convolution_layout(plan.forest, row, plan.state_of, 4))
-        case = Inputs([row.slots], states=False)
+def test_a_microbatch_of_segments_is_its_paths(batch: RolloutBatch, kernel: str) -> None:
+    plan = make_plan(
+        batch, config=Config(sharing="tree", boundary="within", max_microbatch_tokens=10**6)
+    )
+    for microbatch in plan.microbatches:
+        table = StateTable(state_layout(plan.forest, microbatch, plan.state_of))
+        windows = ConvolutionTable(convolution_layout(plan.forest, microbatch, plan.state_of, 4))
+        case = Inputs([microbatch.run_tokens], states=False)
         leaves = [x.detach().requires_grad_() for x in case.make() if x is not None]
         random = torch.Generator().manual_seed(2)
         weight = torch.randn(VALUE_HEADS * VALUE_DIM, 4, generator=random, dtype=torch.float64)
@@ -174,7 +178,7 @@ def test_a_row_of_segments_is_its_paths(batch: RolloutBatch, kernel: str) -> Non
             if paths is None:
                 flat, starts, tails = gathered_inputs(flat, windows)
                 assert tails is None
-                mixed = short_convolution(flat, weight, bias, starts, windows.slots)
+                mixed = short_convolution(flat, weight, bias, starts, windows.run_tokens)
                 mixed = mixed.unflatten(1, v.shape[1:])
                 o, kept = gated_delta_rule(q, k, mixed, g, beta, table=table, kernel=kernel)
                 assert kept is None
@@ -188,14 +192,14 @@ def test_a_row_of_segments_is_its_paths(batch: RolloutBatch, kernel: str) -> Non
                 o, _ = reference.scan(
                     q[path], k[path], mixed, g[path], beta[path], None, one, False
                 )
-                outputs |= {slot: o[i] for i, slot in enumerate(path)}
-            return torch.stack([outputs[slot] for slot in range(len(outputs))])
+                outputs |= {place: o[i] for i, place in enumerate(path)}
+            return torch.stack([outputs[place] for place in range(len(outputs))])
 
-        slots = {
+        places = {
             s: list(range(b, b + int(plan.forest.length[s])))
-            for s, b in zip(row.segments, row.slot_begin, strict=True)
+            for s, b in zip(microbatch.segments, microbatch.segment_begin, strict=True)
         }
-        paths = [[t for s in plan.forest.path(segment) for t in slots[s]] for segment in slots]
+        paths = [[t for s in plan.forest.path(segment) for t in places[s]] for segment in places]
         found = []
         for outputs in (run(None), run(paths)):
             weights = torch.randn(
@@ -228,7 +232,7 @@ def test_autocast_casts_the_convolution_as_any(dtype: torch.dtype, expected: tor
     weight_CW, bias_C = torch.randn(4, 2, dtype=dtype), torch.randn(4, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
         x_TC, windows_FWC, _ = gathered_inputs(x_TC, table)
-        found = short_convolution(x_TC, weight_CW, bias_C, windows_FWC, table.slots)
+        found = short_convolution(x_TC, weight_CW, bias_C, windows_FWC, table.run_tokens)
     assert found.dtype == expected
 
 
@@ -241,14 +245,14 @@ def test_first_tokens_of_a_segment_are_rounded_once() -> None:
     x_TC = torch.randn(tokens, 32, generator=random).bfloat16()
     weight_CW = torch.randn(32, width, generator=random).bfloat16()
     _, windows_FWC, _ = gathered_inputs(x_TC, table)
-    found = short_convolution(x_TC, weight_CW, None, windows_FWC, table.slots).double()
+    found = short_convolution(x_TC, weight_CW, None, windows_FWC, table.run_tokens).double()
     expected = (x_TC.double()[torch.from_numpy(window)] * weight_CW.T.double()).sum(1)
     rounding = torch.finfo(torch.bfloat16).eps / 2 * expected.abs() + 1e-5
     assert ((found - expected).abs() <= rounding).all()
 
 
 def test_gradients_of_inputs_that_are_read_often_are_rounded_once() -> None:
-    """Two children read the parent's last input, and the row itself does: 256 + 1 + 1."""
+    """Two children read the parent's last input, and the microbatch itself does: 256 + 1 + 1."""
     layout = ConvolutionLayout(
         np.asarray([1, 2]), np.asarray([[0, 1], [0, 2]]), np.zeros((0, 1), np.int64)
     )
@@ -270,11 +274,11 @@ def test_the_compiled_convolution_is_the_eager_one(dtype: torch.dtype, biased: b
     shapes = [(37, 6), (6, 4), (6,), (5, 4, 6)]
     given = [torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
     weights = torch.randn(37, 6, generator=random, dtype=torch.float64)
-    slots = torch.tensor([0, 1, 2, 20, 21])
+    places = torch.tensor([0, 1, 2, 20, 21])
 
     def outcome(run, dtype: torch.dtype) -> list[Tensor]:
         x, weight, bias, windows = leaves = [y.to(dtype).requires_grad_() for y in given]
-        y = run(x, weight, bias if biased else None, windows, slots)
+        y = run(x, weight, bias if biased else None, windows, places)
         loss = (y * weights.to(dtype)).sum()
         found = torch.autograd.grad(loss, leaves, allow_unused=True)
         return [y.detach(), *(g for g in found if g is not None)]
@@ -297,7 +301,7 @@ def test_the_compiled_convolution_keeps_nothing_padded_or_wide() -> None:
     """But the inputs themselves, and outputs in their dtype."""
     torch._dynamo.reset()
     x, weight = torch.randn(37, 6).bfloat16(), torch.randn(6, 4).bfloat16().requires_grad_()
-    windows, slots = torch.randn(3, 4, 6).bfloat16(), torch.tensor([0, 1, 2])
+    windows, places = torch.randn(3, 4, 6).bfloat16(), torch.tensor([0, 1, 2])
     kept: list[Tensor] = []
 
     def pack(y: Tensor) -> Tensor:
@@ -305,7 +309,7 @@ def test_the_compiled_convolution_keeps_nothing_padded_or_wide() -> None:
         return y
 
     def activated(x: Tensor) -> Tensor:
-        return torch.nn.functional.silu(short_convolution(x, weight, None, windows, slots))
+        return torch.nn.functional.silu(short_convolution(x, weight, None, windows, places))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
         torch.compile(activated, dynamic=True)(x.requires_grad_())

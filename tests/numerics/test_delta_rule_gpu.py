@@ -64,7 +64,8 @@ def test_fla_is_the_chunked_form(lengths: list[int], states: bool, forgets: floa
 
 
 def tree(depth: int, random: np.random.Generator) -> tuple[StateLayout, list[int]]:
-    """A row of two trees in visiting order, some states of each level kept, and its lengths."""
+    """A microbatch of two trees in visiting order, some states of each level kept, and its
+    lengths."""
     levels: list[list[tuple[int, int, int]]] = [[] for _ in range(depth)]
     lengths: list[int] = []
 
@@ -78,13 +79,13 @@ def tree(depth: int, random: np.random.Generator) -> tuple[StateLayout, list[int
 
     visit(0, -1)
     visit(0, -1)
-    made, slots = [], 0
+    made, places = [], 0
     for at, segments in enumerate(levels):
         kept = np.flatnonzero(random.random(len(segments)) < 0.4)
         begin, length, parent = np.array(segments, np.int64).T
         made.append(Level(begin, length, parent, kept, at + 1 < depth or len(kept) > 0))
-        slots += len(kept)
-    return StateLayout(tuple(made), np.arange(slots)), lengths
+        places += len(kept)
+    return StateLayout(tuple(made), np.arange(places)), lengths
 
 
 @pytest.mark.usefixtures("with_fla")
@@ -107,7 +108,7 @@ def test_levels_together_are_levels_one_by_one(depth: int, states: bool) -> None
         wide = torch.float64 if name == "exact" else None
         leaves = [None if x is None else x.to(wide or x.dtype).requires_grad_() for x in inputs]
         o_TGE, kept = way(tuple(leaves[:5]), leaves[5])
-        assert (kept is None) == (len(layout.kept_slots) == 0)
+        assert (kept is None) == (len(layout.kept_index) == 0)
         outputs = [o_TGE, *([] if kept is None else [kept])]
         total = sum(
             (x.double() * torch.linspace(-1, 2, x.numel(), device="cuda").view_as(x)).sum()
@@ -146,7 +147,7 @@ def test_changing_lengths_do_not_compile_again() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 @pytest.mark.parametrize("kernel", [k.name for k in DELTA_KERNELS if k.name != "reference"])
-@pytest.mark.parametrize("boundary", ["in_row", "across_rows"])
+@pytest.mark.parametrize("boundary", ["within", "across"])
 def test_a_model_of_real_proportions(kernel: str, boundary: Any) -> None:
     """Four layers of Qwen3.5-4B in bfloat16: no further from float32 than dense training is."""
     record = next(k for k in DELTA_KERNELS if k.name == kernel)
@@ -155,9 +156,9 @@ def test_a_model_of_real_proportions(kernel: str, boundary: Any) -> None:
         pytest.skip(f"{kernel}: {refusal}")
     model = make_model({**QWEN35_4B, "vocab_size": 8192}, 4, torch.bfloat16, "cuda")
     batch = HybridCase(prompt=1500, response=200, size=4).batch(8192)
-    tokens = 1700 if boundary == "across_rows" else 2400
+    tokens = 1700 if boundary == "across" else 2400
     config = Config(
-        sharing="group", boundary=boundary, max_row_tokens=tokens, recurrence_kernel=kernel
+        sharing="group", boundary=boundary, max_microbatch_tokens=tokens, recurrence_kernel=kernel
     )
     report = wrap(model, config).verify(batch, GRPO())
     assert report.passed, report.table()

@@ -1,4 +1,4 @@
-"""Levels of a row together: how states and their gradients go from level to level.
+"""Levels of a microbatch together: how states and their gradients go from level to level.
 
 The kernels are flash-linear-attention's and run on GPUs (test_delta_rule_gpu.py). Here they stand
 for a simpler rule, chunk by chunk, whose gradients are known by autograd: values are written less
@@ -176,7 +176,7 @@ def test_states_and_their_gradients(
 
 
 def test_the_states_alone_may_be_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a row that ends at the states of its last layer."""
+    """As of a microbatch that ends at the states of its last layer."""
     monkeypatch.setattr(fla_levels, "_kernels", lambda: STAND_INS)
     begins, lengths, parents = np.array([[0], [70]]), np.array([[70], [5]]), np.array([[-1], [0]])
     root, child = (

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
-from forkpoint.engine.rows import RowContext
+from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.ops.attention.table import AttentionTable
@@ -148,10 +148,10 @@ def batch() -> RolloutBatch:
 
 
 WAYS = [
-    *product(("none", "group", "tree"), ("in_row", "across_rows", "mixed"), ("packed",), (None,)),
-    ("group", "across_rows", "padded", None),
-    # Rows so small that prompts and responses become chains.
-    ("tree", "across_rows", "packed", 17),
+    *product(("none", "group", "tree"), ("within", "across", "mixed"), ("packed",), (None,)),
+    ("group", "across", "padded", None),
+    # Microbatches so small that prompts and responses become chains.
+    ("tree", "across", "packed", 17),
     ("tree", "mixed", "packed", 17),
 ]
 
@@ -160,13 +160,13 @@ WAYS = [
 def test_gradients_equal_dense(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family)
     windows: set[int] = set()
-    table = RowContext.table
+    table = MicrobatchContext.table
 
-    def noting(self: RowContext, window: int, device: torch.device) -> AttentionTable:
+    def noting(self: MicrobatchContext, window: int, device: torch.device) -> AttentionTable:
         windows.add(window)
         return table(self, window, device)
 
-    monkeypatch.setattr(RowContext, "table", noting)
+    monkeypatch.setattr(MicrobatchContext, "table", noting)
     loss = GRPO(kl=0.1)
     worst = 0.0
     with lifted_upcasts(model):
@@ -179,7 +179,7 @@ def test_gradients_equal_dense(family: str, monkeypatch: pytest.MonkeyPatch) -> 
                 enable = next(getattr(model, name) for name in names if hasattr(model, name))
                 enable({"use_reentrant": False})
             model.zero_grad()
-            names = ("sharing", "boundary", "waves", "max_row_tokens")
+            names = ("sharing", "boundary", "leaf_layout", "max_microbatch_tokens")
             policy = wrap(model, Config(**dict(zip(names, way, strict=True))))
             stats = policy.forward_backward(batch(), loss)
             where = f"{family}, {way}, checkpointed {checkpointed}"

@@ -15,7 +15,7 @@ from forkpoint.testing import dense_run, lifted_upcasts
 
 # All ways of sharing for families that differ in what a layer reads, chains and a tree for others.
 EVERY_WAY = ("llama", "qwen3", "mistral", "gemma2", "qwen3_next")
-SOME_WAYS = [("tree", "across_rows", "packed", 17), ("tree", "in_row", "packed", None)]
+SOME_WAYS = [("tree", "across", "packed", 17), ("tree", "within", "packed", None)]
 
 
 def with_returns() -> RolloutBatch:
@@ -49,7 +49,7 @@ def test_gradients_of_critics_equal_dense(family: str) -> None:
                 enable = next(getattr(model, name) for name in names if hasattr(model, name))
                 enable({"use_reentrant": False})
             model.zero_grad()
-            names = ("sharing", "boundary", "waves", "max_row_tokens")
+            names = ("sharing", "boundary", "leaf_layout", "max_microbatch_tokens")
             policy = wrap(model, Config(**dict(zip(names, way, strict=True))))
             stats = policy.forward_backward(rollouts, loss)
             where = f"{family}, {way}, checkpointed {checkpointed}"

@@ -14,11 +14,15 @@ from forkpoint.losses import GRPO
 
 VOCAB = 8192
 WAYS: dict[str, dict[str, Any]] = {
-    "in_row": {"boundary": "in_row"},
-    "mixed": {"boundary": "mixed", "max_row_tokens": 1500},
-    "padded": {"boundary": "across_rows", "waves": "padded", "max_row_tokens": 1500},
-    "offloaded": {"boundary": "across_rows", "residency": "offload", "max_row_tokens": 1500},
-    "computed again": {"boundary": "across_rows", "residency": "recompute", "max_row_tokens": 600},
+    "within": {"boundary": "within"},
+    "mixed": {"boundary": "mixed", "max_microbatch_tokens": 1500},
+    "padded": {"boundary": "across", "leaf_layout": "padded", "max_microbatch_tokens": 1500},
+    "offloaded": {"boundary": "across", "activations": "offload", "max_microbatch_tokens": 1500},
+    "computed again": {
+        "boundary": "across",
+        "activations": "recompute",
+        "max_microbatch_tokens": 600,
+    },
 }
 
 
@@ -42,14 +46,16 @@ def conversations(scale: int) -> RolloutBatch:
 
 def check(way: str, model: Any, batch: RolloutBatch, scale: int) -> None:
     given = dict(WAYS[way])
-    if "max_row_tokens" in given:
-        given["max_row_tokens"] //= scale
+    if "max_microbatch_tokens" in given:
+        given["max_microbatch_tokens"] //= scale
     policy = wrap(model, Config(sharing="tree", **given))
     plan = policy.plan(batch)
-    if way != "in_row":
-        assert len(plan.rows) > 1 and any(row.parent >= 0 for row in plan.rows)
-    if "residency" in given:
-        assert given["residency"] in {row.residency for row in plan.rows}
+    if way != "within":
+        assert len(plan.microbatches) > 1 and any(
+            microbatch.parent >= 0 for microbatch in plan.microbatches
+        )
+    if "activations" in given:
+        assert given["activations"] in {microbatch.activations for microbatch in plan.microbatches}
     report = policy.verify(batch, GRPO())
     assert report.passed, report.table()
 

@@ -313,7 +313,7 @@ def tree(pairs):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("boundary", ["in_row", "across_rows"])
+@pytest.mark.parametrize("boundary", ["within", "across"])
 def test_shared_gradients_are_dense_ones(loss, boundary):
     batch = tree(isinstance(loss, DPO | SimPO))
     model = tiny_model("llama", dtype=torch.float64)

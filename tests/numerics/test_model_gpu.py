@@ -18,18 +18,22 @@ pytestmark = [
 ]
 
 PROMPT, RESPONSES = 1777, [512, 300, 41, 640, 1, 255]
-# The prompt in one row with responses; in a row of its own; cut into a chain.
+# The prompt in one microbatch with responses; in a microbatch of its own; cut into a chain.
 PLANS = {
-    "one-row": {"boundary": "in_row"},
-    "kept-logits": {"boundary": "in_row", "head_logits": "keep"},
-    "waves": {"boundary": "across_rows", "max_row_tokens": 1800},
-    "short-waves": {"boundary": "across_rows", "max_row_tokens": 1800, "max_wave_tokens": 700},
-    "mixed": {"boundary": "mixed", "max_row_tokens": 1800},
-    "chain-offload": {"boundary": "across_rows", "max_row_tokens": 500, "residency": "offload"},
+    "one-microbatch": {"boundary": "within"},
+    "kept-logits": {"boundary": "within", "head_logits": "keep"},
+    "leaf_layout": {"boundary": "across", "max_microbatch_tokens": 1800},
+    "short-leaf_layout": {
+        "boundary": "across",
+        "max_microbatch_tokens": 1800,
+        "max_leaf_tokens": 700,
+    },
+    "mixed": {"boundary": "mixed", "max_microbatch_tokens": 1800},
+    "chain-offload": {"boundary": "across", "max_microbatch_tokens": 500, "activations": "offload"},
     "recompute-checkpointing": {
-        "boundary": "across_rows",
-        "max_row_tokens": 1800,
-        "residency": "recompute",
+        "boundary": "across",
+        "max_microbatch_tokens": 1800,
+        "activations": "recompute",
         "checkpointing": "full",
     },
 }
@@ -54,9 +58,9 @@ def test_four_layers_of_an_8b(name: str, compiled: bool) -> None:
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns, and so does the mode
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("loss", [GRPO(), GSPO()], ids=["grpo", "gspo"])
-@pytest.mark.parametrize("name", ["one-row", "waves", "short-waves"])
+@pytest.mark.parametrize("name", ["one-microbatch", "leaf_layout", "short-leaf_layout"])
 def test_the_host_never_waits_in_a_step(name: str, loss: Any, compiled: bool) -> None:
-    """From the first row to the last, in any phase; only what a step returns is read."""
+    """From the first microbatch to the last, in any phase; only what a step returns is read."""
     model = make_model("llama3-8b", torch.device("cuda"), layers=2)
     batch = make_group(PROMPT, RESPONSES, vocab=SHAPES["llama3-8b"]["vocab_size"])
     options: Any = {"sharing": "group", "compile_blocks": compiled, **PLANS[name]}
@@ -76,10 +80,11 @@ def test_the_host_never_waits_in_a_step(name: str, loss: Any, compiled: bool) ->
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 def test_other_counts_of_tokens_compile_nothing_anew() -> None:
-    """Above and below what the compiler takes for a long row, or for one of more than its width."""
+    """Above and below what the compiler takes for a long microbatch, or for one of more than its
+    width."""
     model = make_model("llama3-8b", torch.device("cuda"), layers=2)
     vocab = SHAPES["llama3-8b"]["vocab_size"]
-    policy = wrap(model, Config(sharing="none", boundary="in_row", max_row_tokens=32_768))
+    policy = wrap(model, Config(sharing="none", boundary="within", max_microbatch_tokens=32_768))
     for at, tokens in enumerate((12_000, 11_000, 600, 5_000, 20_000)):
         batch = make_group(tokens // 2, [tokens - tokens // 2], vocab=vocab)
         with torch._dynamo.config.patch(error_on_recompile=at >= 2):

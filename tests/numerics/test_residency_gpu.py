@@ -25,7 +25,7 @@ SIZES = {
     "head_dim": 128,
     "vocab_size": 1000,
 }
-GROUP = Config(sharing="group", boundary="across_rows", max_row_tokens=4096)
+GROUP = Config(sharing="group", boundary="across", max_microbatch_tokens=4096)
 
 
 def make_model() -> torch.nn.Module:
@@ -63,21 +63,21 @@ def step(model: torch.nn.Module, config: Config) -> tuple[dict[str, Tensor], int
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("residency", ["offload", "recompute"])
-def test_the_same_gradients_as_kept(residency: str, compiled: bool) -> None:
+@pytest.mark.parametrize("activations", ["offload", "recompute"])
+def test_the_same_gradients_as_kept(activations: str, compiled: bool) -> None:
     model = make_model()
     config = replace(GROUP, compile_blocks=compiled, attention_kernel="fa2")
     kept, kept_peak, _ = step(model, config)
     # Kernels add with atomics, so that two runs of one plan differ as well: by so much.
     again, _, _ = step(model, config)
-    found, peak, stats = step(model, replace(config, residency=residency))
+    found, peak, stats = step(model, replace(config, activations=activations))
     for name, gradient in kept.items():
         norm = float(gradient.float().norm())
         noise = float((again[name] - gradient).float().norm()) / norm
         difference = float((found[name] - gradient).float().norm()) / norm
         assert difference <= 2 * noise + 1e-3, name
     assert peak <= kept_peak
-    if residency == "offload":
+    if activations == "offload":
         assert stats.offload.out_bytes > 0 and stats.offload.left_bytes == 0
         assert stats.offload.prefetched > stats.offload.on_demand
 
@@ -85,7 +85,9 @@ def test_the_same_gradients_as_kept(residency: str, compiled: bool) -> None:
 def test_many_steps_with_reused_host_memory() -> None:
     """Host memory is written again and again while copies from it may be under way."""
     model = make_model()
-    config = replace(GROUP, residency="offload", max_row_tokens=1024, attention_kernel="fa2")
+    config = replace(
+        GROUP, activations="offload", max_microbatch_tokens=1024, attention_kernel="fa2"
+    )
     policy, batch = wrap(model, config), make_batch()
     norms = []
     for _ in range(6):
@@ -93,7 +95,7 @@ def test_many_steps_with_reused_host_memory() -> None:
         policy.forward_backward(batch, losses.GRPO())
         squares = [p.grad.float().square().sum() for p in model.parameters() if p.grad is not None]
         norms.append(float(torch.stack(squares).sum().sqrt()))
-    kept = wrap(model, replace(config, residency="keep"))
+    kept = wrap(model, replace(config, activations="keep"))
     model.zero_grad()
     kept.forward_backward(batch, losses.GRPO())
     squares = [p.grad.float().square().sum() for p in model.parameters() if p.grad is not None]
@@ -102,7 +104,7 @@ def test_many_steps_with_reused_host_memory() -> None:
 
 def test_a_margin_larger_than_the_device_leaves_every_fetch_to_demand() -> None:
     model = make_model()
-    policy = wrap(model, replace(GROUP, residency="offload", attention_kernel="fa2"))
+    policy = wrap(model, replace(GROUP, activations="offload", attention_kernel="fa2"))
     batch = make_batch()
     policy.forward_backward(batch, losses.GRPO())
     assert policy._kept.staging is not None

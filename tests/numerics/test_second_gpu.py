@@ -17,11 +17,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("residency", ["keep", "offload"])
-def test_a_step_runs_where_the_model_is(residency: str, compiled: bool) -> None:
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_a_step_runs_where_the_model_is(activations: str, compiled: bool) -> None:
     """The same numbers as on the current device, up to sums in another order."""
     batch = make_group(777, [300, 41, 512], vocab=SHAPES["llama3-8b"]["vocab_size"])
-    options: Any = {"boundary": "across_rows", "max_row_tokens": 500, "residency": residency}
+    options: Any = {"boundary": "across", "max_microbatch_tokens": 500, "activations": activations}
     found = []
     for device in ("cuda:0", "cuda:1"):
         model = make_model("llama3-8b", torch.device("cuda:0"), layers=2).to(device)

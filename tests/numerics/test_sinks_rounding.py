@@ -25,8 +25,8 @@ LEAST = 2**-14
 """A bias that is not told from none: of bfloat16's unit in the last place, 1/128."""
 
 FORESTS = {
-    "in a row": make_forest([-1, 0, 0, 1, 1], [40, 20, 13, 9, 17]),
-    "across rows": make_forest([-1, 0, 0, 0], [48, 20, 13, 9], external=[0]),
+    "in a microbatch": make_forest([-1, 0, 0, 1, 1], [40, 20, 13, 9, 17]),
+    "across microbatches": make_forest([-1, 0, 0, 0], [48, 20, 13, 9], external=[0]),
 }
 Errors = dict[str, np.ndarray]
 """By tensor, [draws, 3]: the error's part along the true value, its mean, its size; all relative to
@@ -40,11 +40,11 @@ def stock_attention(case: Case, exact: Inputs) -> Tensor:
     """
     forest, (heads, groups) = case.forest, case.heads
     assert exact.sinks is not None
-    arena = forest.arena_tokens
-    q = torch.cat([exact.q, exact.q.new_zeros(arena, *exact.q.shape[1:])])
+    cache = forest.cache_tokens_
+    q = torch.cat([exact.q, exact.q.new_zeros(cache, *exact.q.shape[1:])])
     k, v = exact.k, exact.v
-    if exact.arena_k is not None and exact.arena_v is not None:
-        k, v = torch.cat([k, exact.arena_k]), torch.cat([v, exact.arena_v])
+    if exact.cache_k is not None and exact.cache_v is not None:
+        k, v = torch.cat([k, exact.cache_k]), torch.cat([v, exact.cache_v])
     sinks = exact.sinks.to(case.dtype)
     module = SimpleNamespace(num_key_value_groups=heads // groups, sinks=sinks, training=False)
     found: dict[int, Tensor] = {}
@@ -58,7 +58,7 @@ def stock_attention(case: Case, exact: Inputs) -> Tensor:
         o, _ = eager_attention_forward(module, *parts, mask, case.scale)  # type: ignore[arg-type]
         for at, token in enumerate(path.tolist()):
             found.setdefault(token, o[0, at].double())
-    return torch.stack([found[token] for token in range(forest.row_tokens)])
+    return torch.stack([found[token] for token in range(forest.microbatch_tokens)])
 
 
 def measure(
@@ -82,7 +82,7 @@ def measure(
         sides = ((ours, attend(case, given, table)), (stocks, gradients(stock, exact)))
         sides[1][1]["o"] = stock.detach()
         for name, true in truth.items():
-            # Slots of the arena that no segment owns have no number or a gradient of zero.
+            # Places of the cache that no segment owns have no number or a gradient of zero.
             real = true.isfinite() & (true != 0)
             size = true[real].square().mean().sqrt()
             for errors, found in sides:
@@ -137,6 +137,6 @@ def test_a_bias_of_one_hundredth_of_a_sink_is_seen() -> None:
         assert inputs.sinks is not None
         inputs.sinks.data += 0.01 * inputs.sinks.data.abs() + 0.01
 
-    ours, stocks = measure(FORESTS["in a row"], 0, "cpu", spoil)
+    ours, stocks = measure(FORESTS["in a microbatch"], 0, "cpu", spoil)
     assert biases(ours)["o"] > 1 > biases(stocks)["o"]
     assert ours["o"][:, 2].mean() < 1.1 * stocks["o"][:, 2].mean()

@@ -15,9 +15,9 @@ SHAPE = ModelShape(
 )
 FINGERPRINT = "f" * 16
 CONFIGS = {
-    "tree-across": Config(sharing="tree", boundary="across_rows", max_row_tokens=24),
-    "group-in": Config(sharing="group", boundary="in_row"),
-    "tree-mixed": Config(sharing="tree", boundary="mixed", max_row_tokens=48),
+    "tree-across": Config(sharing="tree", boundary="across", max_microbatch_tokens=24),
+    "group-in": Config(sharing="group", boundary="within"),
+    "tree-mixed": Config(sharing="tree", boundary="mixed", max_microbatch_tokens=48),
     "dense": Config(sharing="none"),
 }
 
@@ -45,7 +45,7 @@ def record(**changes: Any) -> StepRecord:
         "event_ms": (3.0, 5.0),
         "event_memory_bytes": None,
         "sharing": "group",
-        "boundary": "in_row",
+        "boundary": "within",
         "rows": 1,
         "computed_tokens": 40,
         "flops": 100.0,
@@ -142,7 +142,7 @@ def row_of(
             "event_ms": [1.0] * len(plan.events()),
             "sharing": plan.sharing,
             "boundary": plan.boundary,
-            "rows": len(plan.rows),
+            "rows": len(plan.microbatches),
             "computed_tokens": plan.computed_tokens,
             "flops": plan.shared.step_flops(SHAPE),
             "predicted_peak_bytes": plan.predicted_peak_bytes,

@@ -20,7 +20,10 @@ def test_what_precedes_the_first_row_is_there_once_in_every_quantile() -> None:
     assert dense.ms == 20 + 8 * 100
     assert dense.quantile(0.0) == 20 + 8 * 90 <= dense.ms <= dense.quantile(0.99) == 20 + 8 * 110
     assert dense.scaled(50.0) == 20 + 8 * 30
-    assert replace(dense, scale=4.0).note == "2 rollouts, scaled by 4; rows of at most 12 tokens"
+    assert (
+        replace(dense, scale=4.0).note
+        == "2 rollouts, scaled by 4; microbatches of at most 12 tokens"
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,15 +42,15 @@ def test_dense_of_short_rollouts_has_long_rows_too(
     rows: set[int] = set()
 
     def repeat(policy, batch, *, repeats, into):
-        rows.add(policy.config.max_row_tokens)
+        rows.add(policy.config.max_microbatch_tokens)
         assert len(batch) == sample
         # The longest rows are the fastest.
-        into.ms.append(1e6 / policy.config.max_row_tokens)
+        into.ms.append(1e6 / policy.config.max_microbatch_tokens)
         return into
 
     monkeypatch.setattr(stepper, "repeat", repeat)
     dense, policy, some = best_dense(stepper, batch, repeats=1, sample=2, row_tokens=512)
-    assert rows == tried and policy.config.max_row_tokens == dense.row_tokens == max(tried)
+    assert rows == tried and policy.config.max_microbatch_tokens == dense.row_tokens == max(tried)
     assert len(some) == dense.rollouts == sample and dense.scale == pytest.approx(16 / sample)
 
 

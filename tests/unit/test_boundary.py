@@ -1,25 +1,25 @@
-"""Boundary state: captured once, read as a constant, its gradients injected in float32."""
+"""Prefix cache: captured once, read as a constant, its gradients injected in float32."""
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from forkpoint.engine.boundary import Arena, Capture, boundary
+from forkpoint.engine.boundary import Capture, PrefixCache, boundary
 from forkpoint.ops.attention import accumulate_dtype
 
 KEY = (0, "k")
-# Slots 1-3 and 5-6 of a row of 6 tokens, and where they go in an arena of 8.
+# Places 1-3 and 5-6 of a microbatch of 6 tokens, and where they go in an cache of 8.
 RUNS = [(1, 3, 4), (5, 6, 1)]
 
 
-def row(*, dtype: torch.dtype = torch.float64, tokens: int = 6, grad: bool = True) -> Tensor:
+def microbatch(*, dtype: torch.dtype = torch.float64, tokens: int = 6, grad: bool = True) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     return torch.randn(tokens, 2, 3, generator=generator, dtype=dtype).requires_grad_(grad)
 
 
-def buffers_of(arena: Arena, like: Tensor) -> tuple[Tensor, Tensor]:
-    state, gradient = arena.buffers(KEY, like)
+def buffers_of(cache: PrefixCache, like: Tensor) -> tuple[Tensor, Tensor]:
+    state, gradient = cache.buffers(KEY, like)
     assert gradient is not None
     return state, gradient
 
@@ -35,24 +35,24 @@ def buffers_of(arena: Arena, like: Tensor) -> tuple[Tensor, Tensor]:
 )
 def test_gradients_are_summed_at_least_in_float32(dtype: torch.dtype, wide: torch.dtype) -> None:
     assert accumulate_dtype(dtype) == wide
-    arena = Arena(8, gradients=True)
-    state, gradient = buffers_of(arena, row(dtype=dtype))
+    cache = PrefixCache(8, gradients=True)
+    state, gradient = buffers_of(cache, microbatch(dtype=dtype))
     assert (state.dtype, gradient.dtype) == (dtype, wide)
     assert state.shape == gradient.shape == (8, 2, 3)
-    assert arena.nbytes == 8 * 6 * (state.element_size() + gradient.element_size())
+    assert cache.nbytes == 8 * 6 * (state.element_size() + gradient.element_size())
 
 
-def test_a_row_that_nobody_reads_is_left_alone() -> None:
-    x = row()
+def test_a_microbatch_that_nobody_reads_is_left_alone() -> None:
+    x = microbatch()
     assert boundary(x, KEY, None) is x
 
 
-def test_capture_fills_its_slots_and_no_others() -> None:
-    arena, x = Arena(8, gradients=True), row()
-    state, gradient = buffers_of(arena, x)
+def test_capture_fills_its_places_and_no_others() -> None:
+    cache, x = PrefixCache(8, gradients=True), microbatch()
+    state, gradient = buffers_of(cache, x)
     state.fill_(7)
     gradient.fill_(7)
-    kept = boundary(x, KEY, Capture(arena, RUNS))
+    kept = boundary(x, KEY, Capture(cache, RUNS))
     assert torch.equal(kept, x)
     expected, zeroed = torch.full_like(state, 7), torch.full_like(gradient, 7)
     expected[4:6], expected[1] = x.detach()[1:3], x.detach()[5]
@@ -63,20 +63,20 @@ def test_capture_fills_its_slots_and_no_others() -> None:
 
 
 def test_layers_and_names_have_buffers_of_their_own() -> None:
-    arena, x = Arena(6, gradients=True), row()
-    whole = Capture(arena, [(0, 6, 0)])
+    cache, x = PrefixCache(6, gradients=True), microbatch()
+    whole = Capture(cache, [(0, 6, 0)])
     boundary(x, (0, "k"), whole)
     boundary(2 * x, (0, "v"), whole)
     boundary(3 * x, (1, "k"), whole)
     for factor, key in ((1, (0, "k")), (2, (0, "v")), (3, (1, "k"))):
-        assert torch.equal(arena.read(key)[0], factor * x)
+        assert torch.equal(cache.read(key)[0], factor * x)
 
 
 @pytest.mark.parametrize("runs", [RUNS, [(0, 6, 2)], [(0, 2, 6), (2, 6, 0)]])
 def test_backward_adds_what_others_left(runs: list[tuple[int, int, int]]) -> None:
-    arena, x = Arena(8, gradients=True), row()
-    kept = boundary(x, KEY, Capture(arena, runs))
-    _, gradient = arena.read(KEY)
+    cache, x = PrefixCache(8, gradients=True), microbatch()
+    kept = boundary(x, KEY, Capture(cache, runs))
+    _, gradient = cache.read(KEY)
     assert gradient is not None
     left = torch.randn_like(gradient)
     gradient += left
@@ -90,9 +90,9 @@ def test_backward_adds_what_others_left(runs: list[tuple[int, int, int]]) -> Non
 
 @pytest.mark.parametrize("runs", [[(0, 6, 0)], [(0, 3, 0), (3, 6, 3)]], ids=["whole", "parts"])
 def test_the_sum_is_rounded_once(runs: list[tuple[int, int, int]]) -> None:
-    arena, x = Arena(6, gradients=True), row(dtype=torch.bfloat16)
-    kept = boundary(x, KEY, Capture(arena, runs))
-    _, gradient = arena.read(KEY)
+    cache, x = PrefixCache(6, gradients=True), microbatch(dtype=torch.bfloat16)
+    kept = boundary(x, KEY, Capture(cache, runs))
+    _, gradient = cache.read(KEY)
     assert gradient is not None
     # bfloat16 has 8 bits: near 1 it steps by 2**-7, and this is just more than half a step. Rounded
     # before it is added, or added in parts, it would be half a step or less, and be lost.
@@ -104,22 +104,22 @@ def test_the_sum_is_rounded_once(runs: list[tuple[int, int, int]]) -> None:
 
 
 def test_recomputation_writes_nothing() -> None:
-    arena, x = Arena(8, gradients=True), row()
-    capture = Capture(arena, RUNS)
-    buffers_of(arena, x)[0].fill_(7)  # what nobody captured may be anything, NaN as well
+    cache, x = PrefixCache(8, gradients=True), microbatch()
+    capture = Capture(cache, RUNS)
+    buffers_of(cache, x)[0].fill_(7)  # what nobody captured may be anything, NaN as well
     boundary(x, KEY, capture)
-    state, gradient = (t.clone() for t in buffers_of(arena, x))
+    state, gradient = (t.clone() for t in buffers_of(cache, x))
     capture.open = False
-    arena.buffers(KEY, x)[1].fill_(5)  # type: ignore[union-attr]
+    cache.buffers(KEY, x)[1].fill_(5)  # type: ignore[union-attr]
     again = boundary(10 * x.detach().requires_grad_(), KEY, capture)
-    assert torch.equal(buffers_of(arena, x)[0], state)
-    assert bool((buffers_of(arena, x)[1] == 5).all()) and not gradient[4:6].any()
+    assert torch.equal(buffers_of(cache, x)[0], state)
+    assert bool((buffers_of(cache, x)[1] == 5).all()) and not gradient[4:6].any()
     assert again.grad_fn is not None  # but its gradient is injected: this is the graph that counts
 
 
-def test_checkpointed_rows_inject_once() -> None:
-    arena, x = Arena(6, gradients=True), row()
-    capture, calls = Capture(arena, [(0, 6, 0)]), []
+def test_checkpointed_microbatches_inject_once() -> None:
+    cache, x = PrefixCache(6, gradients=True), microbatch()
+    capture, calls = Capture(cache, [(0, 6, 0)]), []
 
     def layer(x: Tensor) -> Tensor:
         calls.append(1)
@@ -127,7 +127,7 @@ def test_checkpointed_rows_inject_once() -> None:
 
     out = checkpoint(layer, x, use_reentrant=False)
     capture.open = False
-    state, gradient = arena.read(KEY)
+    state, gradient = cache.read(KEY)
     assert isinstance(out, Tensor) and gradient is not None
     assert torch.equal(state, x.sin())
     gradient += 3
@@ -141,39 +141,39 @@ def test_checkpointed_rows_inject_once() -> None:
 @pytest.mark.parametrize("gradients", [True, False])
 def test_without_gradients_state_is_only_captured(gradients: bool) -> None:
     """Frozen layers below an adapter, and passes that only score."""
-    arena, x = Arena(6, gradients=gradients), row(grad=not gradients)
-    assert boundary(x, KEY, Capture(arena, [(0, 6, 0)])) is x
-    state, gradient = arena.read(KEY)
+    cache, x = PrefixCache(6, gradients=gradients), microbatch(grad=not gradients)
+    assert boundary(x, KEY, Capture(cache, [(0, 6, 0)])) is x
+    state, gradient = cache.read(KEY)
     assert torch.equal(state, x)
     assert (gradient is not None) == gradients
 
 
-def test_writes_to_other_slots_do_not_disturb_a_reader() -> None:
-    arena = Arena(4, gradients=True)
-    first, second = row(tokens=2), row(tokens=2)
-    boundary(first, KEY, Capture(arena, [(0, 2, 0)]))
-    state, _ = arena.read(KEY)
-    q = row(tokens=2)
+def test_writes_to_other_places_do_not_disturb_a_reader() -> None:
+    cache = PrefixCache(4, gradients=True)
+    first, second = microbatch(tokens=2), microbatch(tokens=2)
+    boundary(first, KEY, Capture(cache, [(0, 2, 0)]))
+    state, _ = cache.read(KEY)
+    q = microbatch(tokens=2)
     scores = (q * state[:2]).sum()
-    boundary(second, KEY, Capture(arena, [(0, 2, 2)]))
+    boundary(second, KEY, Capture(cache, [(0, 2, 2)]))
     scores.backward()  # would raise if autograd took the write for one into what it saved
     assert torch.equal(q.grad, first)  # type: ignore[arg-type]
     assert not state.requires_grad
 
 
 def test_second_derivatives_are_refused() -> None:
-    arena, x = Arena(6, gradients=True), row()
-    kept = boundary(x, KEY, Capture(arena, [(0, 6, 0)]))
+    cache, x = PrefixCache(6, gradients=True), microbatch()
+    kept = boundary(x, KEY, Capture(cache, [(0, 6, 0)]))
     (first,) = torch.autograd.grad((kept**3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
 
 
 @pytest.mark.parametrize(
-    "other", [row(dtype=torch.float32), torch.zeros(6, 2, 4)], ids=["dtype", "shape"]
+    "other", [microbatch(dtype=torch.float32), torch.zeros(6, 2, 4)], ids=["dtype", "shape"]
 )
-def test_rows_that_disagree_on_a_boundary_are_a_bug(other: Tensor) -> None:
-    arena = Arena(8, gradients=True)
-    arena.buffers(KEY, row())
-    with pytest.raises(AssertionError, match="in one row and"):
-        arena.buffers(KEY, other)
+def test_microbatches_that_disagree_on_a_boundary_are_a_bug(other: Tensor) -> None:
+    cache = PrefixCache(8, gradients=True)
+    cache.buffers(KEY, microbatch())
+    with pytest.raises(AssertionError, match="in one microbatch and"):
+        cache.buffers(KEY, other)

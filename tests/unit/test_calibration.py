@@ -26,7 +26,7 @@ from forkpoint.plan.calibration import (
 )
 from forkpoint.plan.meters import CountedMeter, Meter
 from forkpoint.plan.planner import _chosen
-from forkpoint.plan.predict import arena_bytes, let_go, peak_bytes, rows_let_go
+from forkpoint.plan.predict import cache_bytes, let_go, microbatches_let_go, peak_bytes
 from made_calibrations import SHAPE, flat, group, line, made_up
 from strategies import batches
 
@@ -84,7 +84,7 @@ def test_kept_logits_are_not_computed_again() -> None:
     """The head's backward was measured with a forward's product in it."""
     measured = made_up(head=line(1e-2, backward=3.0))
     batch = group(500, 500, 2)
-    config = Config(sharing="group", boundary="across_rows", head_logits="recompute")
+    config = Config(sharing="group", boundary="across", head_logits="recompute")
     again = make_plan(batch, SHAPE, config, calibration=measured)
     kept = make_plan(batch, SHAPE, replace(config, head_logits="keep"), calibration=measured)
     assert again.cost - kept.cost == pytest.approx(2 * 500 * 1e-2)
@@ -92,7 +92,7 @@ def test_kept_logits_are_not_computed_again() -> None:
 
 def test_sharing_pays_where_launches_are_cheap_and_not_where_they_are_dear() -> None:
     batch = group(257, 600, 2)
-    cheap = make_plan(batch, SHAPE, Config(boundary="in_row"), calibration=made_up())
+    cheap = make_plan(batch, SHAPE, Config(boundary="within"), calibration=made_up())
     assert cheap.sharing != "none"
     dense = 2 * 856 * 4 * 3e-3
     assert cheap.predicted_ms == pytest.approx((256 + 2 * 600) * 4 * 3e-3, rel=1e-6)
@@ -104,48 +104,51 @@ def test_sharing_pays_where_launches_are_cheap_and_not_where_they_are_dear() -> 
 
 def test_rows_that_are_dear_are_few() -> None:
     batch = group(500, 500, 8)
-    config = Config(sharing="group", max_row_tokens=2500)
+    config = Config(sharing="group", max_microbatch_tokens=2500)
     free = make_plan(batch, SHAPE, config, calibration=made_up())
-    # 500 tokens once and 8 times 500: two waves below one parent, or two rows with the prompt each.
-    assert free.boundary != "in_row" and len(free.rows) == 3
+    # 500 tokens once and 8 times 500: two leaf_layout below one parent, or two rows with the prompt
+    # each.
+    assert free.boundary != "within" and len(free.microbatches) == 3
     dear = make_plan(batch, SHAPE, config, calibration=made_up(rest=flat(100.0)))
-    assert len(dear.rows) == 2 and dear.boundary == "in_row"
+    assert len(dear.microbatches) == 2 and dear.boundary == "within"
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "budget", "residency"),
+    ("bandwidth", "budget", "activations"),
     [(1e12, 10**9, "keep"), (1e12, 4_000_000, "offload"), (1e2, 4_000_000, "recompute")],
     ids=["it fits", "copies are fast", "copies are slow"],
 )
-def test_residency_is_what_costs_less_within_the_budget(
-    bandwidth: float, budget: int, residency: str
+def test_activations_is_what_costs_less_within_the_budget(
+    bandwidth: float, budget: int, activations: str
 ) -> None:
     measured = made_up(out_bytes_per_ms=bandwidth, back_bytes_per_ms=bandwidth)
     config = Config(
         sharing="group",
-        boundary="across_rows",
-        max_row_tokens=2000,
-        memory_budget_bytes=budget,
+        boundary="across",
+        max_microbatch_tokens=2000,
+        memory_budget=budget,
     )
     plan = make_plan(group(2001, 1000, 4), SHAPE, config, calibration=measured)
-    assert [row.residency for row in plan.rows if row.children] == [residency]
+    assert [row.activations for row in plan.microbatches if row.children] == [activations]
     assert plan.predicted_peak_bytes <= budget
-    kept = replace(plan, rows=tuple(replace(row, residency="keep") for row in plan.rows))
-    assert ("R A0" in plan.events()) == (residency == "recompute")
+    kept = replace(
+        plan, microbatches=tuple(replace(row, activations="keep") for row in plan.microbatches)
+    )
+    assert ("R A0" in plan.events()) == (activations == "recompute")
     assert kept.events() == tuple(e for e in plan.events() if e[0] != "R")
 
 
 def test_keeping_is_preferred_between_combinations_too() -> None:
     """Offloading the prompt is predicted to save less than the tenth that it has to."""
     batch = group(500, 500, 3)
-    config = Config(sharing="group", memory_budget_bytes=1_000_000)
+    config = Config(sharing="group", memory_budget=1_000_000)
     builder = Builder(batch, SHAPE, config, None, made_up())
-    kept, moved = (builder.build("group", boundary) for boundary in ("in_row", "across_rows"))
-    assert {row.residency for row in kept.rows} == {"keep"}
-    assert {row.residency for row in moved.rows} == {"keep", "offload"}
+    kept, moved = (builder.build("group", boundary) for boundary in ("within", "across"))
+    assert {row.activations for row in kept.microbatches} == {"keep"}
+    assert {row.activations for row in moved.microbatches} == {"keep", "offload"}
     assert 0.9 * kept.cost < moved.cost < 0.96 * kept.cost
     plan = make_plan(batch, SHAPE, config, calibration=made_up())
-    assert (plan.boundary, plan.cost) == ("in_row", kept.cost)
+    assert (plan.boundary, plan.cost) == ("within", kept.cost)
     # Not where dense training would be predicted to be faster.
     dense = replace(moved, sharing="none")
     assert _chosen([dense, kept]) is dense
@@ -153,55 +156,57 @@ def test_keeping_is_preferred_between_combinations_too() -> None:
 
 def test_without_a_calibration_what_is_not_kept_is_recomputed() -> None:
     """Counted FLOPs price a second forward; they know nothing of copies."""
-    config = Config(sharing="group", boundary="across_rows", max_row_tokens=2000)
+    config = Config(sharing="group", boundary="across", max_microbatch_tokens=2000)
     batch = group(2001, 1000, 4)
     kept = make_plan(batch, SHAPE, config)
     assert kept.predicted_ms is None and kept.cost_unit == "FLOPs"
     budget = kept.predicted_peak_bytes - 1
-    plan = make_plan(batch, SHAPE, replace(config, memory_budget_bytes=budget))
-    assert [row.residency for row in plan.rows if row.children] == ["recompute"]
+    plan = make_plan(batch, SHAPE, replace(config, memory_budget=budget))
+    assert [row.activations for row in plan.microbatches if row.children] == ["recompute"]
     assert plan.predicted_peak_bytes < kept.predicted_peak_bytes
     assert 1.0 < plan.cost / kept.cost < 1.34
 
 
 def test_a_chain_of_any_length_fits() -> None:
-    """All chunks but the one that runs may be let go; then only their boundary state is left."""
+    """All chunks but the one that runs may be let go; then only their prefix cache is left."""
     batch = group(20_001, 100, 1)
-    config = Config(boundary="across_rows", max_row_tokens=1000, residency="keep")
+    config = Config(boundary="across", max_microbatch_tokens=1000, activations="keep")
     kept = make_plan(batch, SHAPE, config)
-    boundary = kept.arena_slots * (
+    boundary = kept.cache_tokens * (
         SHAPE.boundary_bytes_per_token + SHAPE.boundary_gradient_bytes_per_token
     )
     budget = boundary + 1000 * SHAPE.activation_bytes_per_token
-    config = replace(config, residency="auto", memory_budget_bytes=budget)
+    config = replace(config, activations="auto", memory_budget=budget)
     plan = make_plan(batch, SHAPE, config)
     assert plan.predicted_peak_bytes <= budget < kept.predicted_peak_bytes
-    assert {row.residency for row in plan.rows if row.children} == {"recompute"}
+    assert {row.activations for row in plan.microbatches if row.children} == {"recompute"}
 
 
 def test_some_rows_are_kept_where_some_fit() -> None:
     batch = group(8001, 100, 1)
-    config = Config(sharing="none", boundary="across_rows", max_row_tokens=1000)
+    config = Config(sharing="none", boundary="across", max_microbatch_tokens=1000)
     kept = make_plan(batch, SHAPE, config)
     budget = kept.predicted_peak_bytes - 2500 * SHAPE.activation_bytes_per_token
-    plan = make_plan(batch, SHAPE, replace(config, memory_budget_bytes=budget))
-    ways = [row.residency for row in plan.rows if row.children]
+    plan = make_plan(batch, SHAPE, replace(config, memory_budget=budget))
+    ways = [row.activations for row in plan.microbatches if row.children]
     assert ways.count("recompute") == 3
     # The first are the cheapest to run again: their queries see the fewest keys.
     assert ways[:3] == ["recompute"] * 3
 
 
 def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
-    """Residency as `rows_let_go` chooses it, row by row, by its definition."""
-    room = budget - arena_bytes(plan, SHAPE)
-    kept = [meter.kept_bytes(row) for row in plan.rows]
-    price = [meter.forward(r, boundary_only=True) / max(1, kept[r.index]) for r in plan.rows]
-    ways = [row.residency for row in plan.rows]
-    for row in plan.rows:
+    """Activations as `microbatches_let_go` chooses it, row by row, by its definition."""
+    room = budget - cache_bytes(plan, SHAPE)
+    kept = [meter.kept_bytes(row) for row in plan.microbatches]
+    price = [
+        meter.forward(r, boundary_only=True) / max(1, kept[r.index]) for r in plan.microbatches
+    ]
+    ways = [row.activations for row in plan.microbatches]
+    for row in plan.microbatches:
         above, parent = [], row.parent
         while parent >= 0:
             above += [parent] if ways[parent] == "keep" else []
-            parent = plan.rows[parent].parent
+            parent = plan.microbatches[parent].parent
         over = sum(kept[r] for r in above) + kept[row.index] + meter.working_bytes(row) - room
         for index in sorted(above, key=lambda r: price[r]):
             if over > 0:
@@ -214,21 +219,22 @@ def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
 @given(
     batches(),
     st.integers(1, 12),
-    st.sampled_from(["mixed", "across_rows"]),
+    st.sampled_from(["mixed", "across"]),
     st.floats(0.05, 1.1),
     st.sets(st.integers(0, 20)),
 )
 def test_rows_are_let_go_as_defined(batch, tokens, boundary, share, moved) -> None:
-    config = Config(sharing="tree", boundary=boundary, max_row_tokens=tokens)
+    config = Config(sharing="tree", boundary=boundary, max_microbatch_tokens=tokens)
     plan = make_plan(batch, SHAPE, config)
     rows = (
-        replace(r, residency="offload") if r.children and r.index in moved else r for r in plan.rows
+        replace(r, activations="offload") if r.children and r.index in moved else r
+        for r in plan.microbatches
     )
-    plan = replace(plan, rows=tuple(rows))
-    meter = CountedMeter(plan, [0] * len(plan.rows))
+    plan = replace(plan, microbatches=tuple(rows))
+    meter = CountedMeter(plan, [0] * len(plan.microbatches))
     budget = int(peak_bytes(plan, meter, SHAPE) * share)
-    fitted = let_go(plan, rows_let_go(plan, meter, SHAPE, budget), "recompute")
-    assert [row.residency for row in fitted.rows] == as_defined(plan, meter, budget)
+    fitted = let_go(plan, microbatches_let_go(plan, meter, SHAPE, budget), "recompute")
+    assert [row.activations for row in fitted.microbatches] == as_defined(plan, meter, budget)
 
 
 def test_a_long_chain_is_fitted_in_no_time() -> None:
@@ -236,17 +242,17 @@ def test_a_long_chain_is_fitted_in_no_time() -> None:
     plan = make_plan(
         group(1, 20_000, 1),
         SHAPE,
-        Config(sharing="none", boundary="across_rows", max_row_tokens=1, residency="keep"),
+        Config(sharing="none", boundary="across", max_microbatch_tokens=1, activations="keep"),
     )
-    meter = CountedMeter(plan, [0] * len(plan.rows))
+    meter = CountedMeter(plan, [0] * len(plan.microbatches))
     begin = time.perf_counter()
     budget = peak_bytes(plan, meter, SHAPE) // 2
-    fitted = let_go(plan, rows_let_go(plan, meter, SHAPE, budget), "recompute")
+    fitted = let_go(plan, microbatches_let_go(plan, meter, SHAPE, budget), "recompute")
     assert time.perf_counter() - begin < 10
-    assert {row.residency for row in fitted.rows} == {"keep", "recompute"}
+    assert {row.activations for row in fitted.microbatches} == {"keep", "recompute"}
 
 
-@pytest.mark.parametrize("boundary", ["mixed", "across_rows"])
+@pytest.mark.parametrize("boundary", ["mixed", "across"])
 def test_a_budget_builds_a_forest_once(boundary, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the same for rows of every length that are tried."""
     built: list[int] = []
@@ -256,9 +262,9 @@ def test_a_budget_builds_a_forest_once(boundary, monkeypatch: pytest.MonkeyPatch
         return build_forest(*arguments)
 
     monkeypatch.setattr("forkpoint.plan.builder.build_forest", counting)
-    config = Config(sharing="group", boundary=boundary, memory_budget_bytes=6_000_000)
+    config = Config(sharing="group", boundary=boundary, memory_budget=6_000_000)
     plan = make_plan(group(1000, 500, 3), SHAPE, config)
-    assert plan.max_row_tokens < 1000, "rows were not shortened, so that nothing is shown"
+    assert plan.max_microbatch_tokens < 1000, "rows were not shortened, so that nothing is shown"
     assert len(built) == 2, "the one of the counts, and the groups'"
 
 
@@ -276,7 +282,10 @@ def test_auto_is_never_predicted_slower_than_dense(prompt, response, count, pric
         block=line(block, floor=16.0), rest=flat(rest), part=flat(part), rectangle=flat(1 / rate)
     )
     plan = make_plan(
-        group(prompt, response, count), SHAPE, Config(max_row_tokens=tokens), calibration=measured
+        group(prompt, response, count),
+        SHAPE,
+        Config(max_microbatch_tokens=tokens),
+        calibration=measured,
     )
     dense = min(c.cost for c in plan.candidates if c.sharing == "none" and c.cost is not None)
     assert plan.predicted_ms <= dense

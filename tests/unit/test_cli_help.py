@@ -12,8 +12,8 @@ from forkpoint.cli import main
 from forkpoint.cli.app import COMMANDS
 
 PLANNING = {
-    *("--sharing", "--boundary", "--waves", "--max-row-tokens", "--memory-budget-bytes"),
-    *("--residency", "--checkpointing", "--calibration"),
+    *("--sharing", "--boundary", "--leaf-layout", "--max-microbatch-tokens", "--memory-budget"),
+    *("--activations", "--checkpointing", "--calibration"),
 }
 READING = {"--format", "--on-error", "--tokenizer", "--memory-limit"}
 BATCHING = {"--batch-rollouts", "--batch-tokens"}
@@ -108,7 +108,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan"], ("FILE", "required")),
         (["replay", "x.jsonl"], ("--model", "required")),
         (["plan", "x.jsonl", "--sharing", "all"], ("all", "--sharing", "none", "group", "tree")),
-        (["plan", "x.jsonl", "--max-row-token", "5"], ("--max-row-token", "--max-row-tokens")),
+        (
+            ["plan", "x.jsonl", "--max-row-token", "5"],
+            ("--max-row-token", "--max-microbatch-tokens"),
+        ),
         (["plan", "x.jsonl", "--limit", "many"], ("many", "--limit")),
         (["doctor", "x.jsonl"], ("x.jsonl",)),
     ],

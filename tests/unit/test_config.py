@@ -9,8 +9,8 @@ from forkpoint import Config, ConfigError, ForkpointError
 
 def test_defaults() -> None:
     config = Config()
-    assert (config.sharing, config.boundary, config.waves) == ("auto", "auto", "packed")
-    assert (config.max_row_tokens, config.memory_budget_bytes) == (None, None)
+    assert (config.sharing, config.boundary, config.leaf_layout) == ("auto", "auto", "packed")
+    assert (config.max_microbatch_tokens, config.memory_budget) == (None, None)
     assert (config.attention_kernel, config.head_chunk_tokens) == ("auto", 1024)
     assert config.restore_grads is False
 
@@ -20,10 +20,10 @@ def test_defaults() -> None:
     [
         ("sharing", "groups", "'auto', 'none', 'group', 'tree'"),
         ("sharing", None, "'auto', 'none', 'group', 'tree'"),
-        ("boundary", "rows", "'auto', 'in_row', 'across_rows', 'mixed'"),
-        ("boundary", True, "'auto', 'in_row', 'across_rows', 'mixed'"),
-        ("waves", "auto", "'packed', 'padded'"),
-        ("waves", "", "'packed', 'padded'"),
+        ("boundary", "rows", "'auto', 'within', 'across', 'mixed'"),
+        ("boundary", True, "'auto', 'within', 'across', 'mixed'"),
+        ("leaf_layout", "auto", "'packed', 'padded'"),
+        ("leaf_layout", "", "'packed', 'padded'"),
     ],
 )
 def test_a_choice_outside_its_list_is_refused(name: str, value: object, allowed: str) -> None:
@@ -32,7 +32,7 @@ def test_a_choice_outside_its_list_is_refused(name: str, value: object, allowed:
     assert str(refused.value) == f"{name} is {value!r}; allowed are {allowed}."
 
 
-SIZES = ("max_row_tokens", "memory_budget_bytes", "head_chunk_tokens")
+SIZES = ("max_microbatch_tokens", "memory_budget", "head_chunk_tokens")
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -51,8 +51,8 @@ def test_the_smallest_size_is_allowed(name: str) -> None:
 
 
 def test_limits_may_be_left_to_the_planner_but_the_head_needs_its_chunk() -> None:
-    config = Config(max_row_tokens=None, memory_budget_bytes=None)
-    assert (config.max_row_tokens, config.memory_budget_bytes) == (None, None)
+    config = Config(max_microbatch_tokens=None, memory_budget=None)
+    assert (config.max_microbatch_tokens, config.memory_budget) == (None, None)
     with pytest.raises(ConfigError, match="head_chunk_tokens is None; it takes a whole number"):
         Config(head_chunk_tokens=None)  # pyright: ignore[reportArgumentType]
 

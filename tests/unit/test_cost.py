@@ -306,9 +306,9 @@ def test_the_counts_of_mamba_2() -> None:
 def test_the_planner_counts_states() -> None:
     batch = RolloutBatch(Rollout([1, 2, 3, 4, i], [0] * 4 + [1], 0.0) for i in range(5, 9))
     shape = ModelShape.from_config(QWEN35_4B)
-    config = Config(sharing="tree", boundary="across_rows")
+    config = Config(sharing="tree", boundary="across")
     plan = make_plan(batch, shape, config)
-    assert (plan.state_slots, plan.arena_slots) == (1, 3)
+    assert (plan.cache_states, plan.cache_tokens) == (1, 3)
     without = ModelShape(**{**vars(shape), "state_elements": 0, "tail_elements": 0})
     less = make_plan(batch, without, config)
     assert plan.predicted_peak_bytes and less.predicted_peak_bytes

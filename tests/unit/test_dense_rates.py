@@ -22,8 +22,8 @@ def test_amounts_by_hand() -> None:
             Rollout([*prompt, 9, 9], [0] * 5 + [1] * 2, 1.0, group_id="g"),
         ]
     )
-    shared = make_plan(batch, SHAPE, Config(sharing="group", boundary="across_rows"))
-    assert [row.slots for row in shared.rows] == [4, 5]
+    shared = make_plan(batch, SHAPE, Config(sharing="group", boundary="across"))
+    assert [row.run_tokens for row in shared.microbatches] == [4, 5]
     found = Amounts.of(shared, batch)
     causal = 4 * 5 // 2
     below, windowed = (5 + 6 + 7) + (5 + 6), 2 * 5

@@ -55,7 +55,7 @@ def edges(batch: RolloutBatch, classes: list) -> int:
 def test_counts_are_those_of_plans(batch: RolloutBatch) -> None:
     estimate = estimated(batch, shape=SHAPE)
     for mode, work in estimate.work.items():
-        plan = make_plan(batch, SHAPE, Config(sharing=mode, boundary="across_rows"))  # pyright: ignore[reportArgumentType]
+        plan = make_plan(batch, SHAPE, Config(sharing=mode, boundary="across"))  # pyright: ignore[reportArgumentType]
         assert work == plan.shared, mode
         assert estimate.bound(mode) == pytest.approx(plan.bound)
         assert estimate.unique_tokens == plan.unique_tokens
@@ -98,9 +98,9 @@ def test_distributions_are_counted_rollout_by_rollout(batch: RolloutBatch) -> No
     assert sorted(estimate.group_size.counts.elements()) == sorted(
         len(members) for members in batch.groups()
     )
-    plan = make_plan(batch, None, Config(sharing="tree", boundary="across_rows"))
+    plan = make_plan(batch, None, Config(sharing="tree", boundary="across"))
     tree = [len(plan.forest.path(int(leaf))) for leaf in plan.forest.leaf]
-    if plan.max_row_tokens > max(batch.lengths):
+    if plan.max_microbatch_tokens > max(batch.lengths):
         assert sorted(estimate.tree_depth.counts.elements()) == sorted(tree)
 
 
@@ -134,10 +134,12 @@ def test_plans_add_up(shape: ModelShape | None) -> None:
     for plan in plans:
         totals.add(plan)
     assert (totals.batches, totals.rollouts) == (2, 11)
-    assert totals.kinds == {"group + in_row": 1, "none + in_row": 1}
+    assert totals.kinds == {"group + within": 1, "none + within": 1}
     for name in ("computed_tokens", "logical_tokens", "unique_tokens"):
         assert getattr(totals, name) == sum(getattr(plan, name) for plan in plans)
-    assert totals.rows == sum(len(plan.rows) for plan in plans) and totals.padding == 0
+    assert (
+        totals.microbatches == sum(len(plan.microbatches) for plan in plans) and totals.padding == 0
+    )
     peaks = [plan.predicted_peak_bytes for plan in plans]
     assert totals.predicted_peak_bytes == (max(filter(None, peaks)) if shape else None)
     # As weighed by what the batches cost, not the mean of two speed-ups.

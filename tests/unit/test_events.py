@@ -1,7 +1,8 @@
-"""The literal order of work, as the engine ran it: `F A0` is row A0's forward, `B A0` its backward.
+"""The literal order of work, as the engine ran it: `F A0` is microbatch A0's forward, `B A0` its
+backward.
 
-Batches are texts, a letter a token. A row's text is what its forward read, and a rollout's last
-token is not read.
+Batches are texts, a letter a token. A microbatch's text is what its forward read, and a rollout's
+last token is not read.
 """
 
 import re
@@ -50,11 +51,14 @@ def model() -> PreTrainedModel:
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """What the model itself sees: F or B, and the text of the row that it runs."""
+    """What the model itself sees: F or B, and the text of the microbatch that it runs."""
     seen: list[str] = []
 
     def forward(_: object, args: tuple[Tensor], output: Tensor) -> None:
-        texts = ("".join(chr(ord("a") + token) for token in row) for row in args[0].tolist())
+        texts = (
+            "".join(chr(ord("a") + token) for token in microbatch)
+            for microbatch in args[0].tolist()
+        )
         text = "|".join(texts)
         seen.append(f"F {text}")
         if output.requires_grad:
@@ -71,101 +75,103 @@ def recorded() -> Iterator[list[str]]:
 def check(events: tuple[str, ...], seen: list[str], expected: str, texts: str) -> None:
     """The events are those expected, and what the model saw is what they say.
 
-    `texts` are what the rows read, in the order of their first forwards.
+    `texts` are what the microbatches read, in the order of their first forwards.
     """
     assert " ".join(events) == expected
     names = dict.fromkeys(event[2:] for event in events)
     text_of = dict(zip(names, texts.split(), strict=True))
-    # The second forward of a row is a forward as well; of the first, nothing goes backwards.
+    # The second forward of a microbatch is a forward as well; of the first, nothing goes backwards.
     assert seen == [f"{event[0].replace('R', 'F')} {text_of[event[2:]]}" for event in events]
 
 
 SCHEDULES = {
-    "flat group, three waves": (
+    "flat group, three leaf_layout": (
         FLAT,
-        Config(sharing="group", boundary="across_rows", max_row_tokens=5),
+        Config(sharing="group", boundary="across", max_microbatch_tokens=5),
         "F A0 F B0 B B0 F B1 B B1 F B2 B B2 B A0",
         "abcde fqr fuv fxy",
     ),
     "flat group, one packed wave": (
         FLAT,
-        Config(sharing="group", boundary="across_rows"),
+        Config(sharing="group", boundary="across"),
         "F A0 F B0 B B0 B A0",
         "abcde fqrfuvfxy",
     ),
     "flat group, one padded wave": (
         FLAT,
-        Config(sharing="group", boundary="across_rows", waves="padded"),
+        Config(sharing="group", boundary="across", leaf_layout="padded"),
         "F A0 F B0 B B0 B A0",
         "abcde fqr|fuv|fxy",
     ),
-    "flat group in one row": (
+    "flat group in one microbatch": (
         FLAT,
-        Config(sharing="group", boundary="in_row"),
+        Config(sharing="group", boundary="within"),
         "F A0 B A0",
         "abcdefqrfuvfxy",
     ),
-    "flat group in two rows": (
+    "flat group in two microbatches": (
         FLAT,
-        Config(sharing="group", boundary="in_row", max_row_tokens=12),
+        Config(sharing="group", boundary="within", max_microbatch_tokens=12),
         "F A0 B A0 F A1 B A1",
         "abcdefqrfuv abcdefxy",
     ),
     "two groups at once": (
         PAIRS,
-        Config(sharing="group", boundary="across_rows", max_row_tokens=6),
+        Config(sharing="group", boundary="across", max_microbatch_tokens=6),
         "F A0 F B0 B B0 F B1 B B1 B A0",
         "abclmn dudxop or",
     ),
     "two groups one after the other": (
         PAIRS,
-        Config(sharing="group", boundary="across_rows", max_row_tokens=5),
+        Config(sharing="group", boundary="across", max_microbatch_tokens=5),
         "F A0 F B0 B B0 B A0 F A1 F B1 B B1 B A1",
         "abc dudx lmn opor",
     ),
     "three levels of forks": (
         TREE,
-        Config(sharing="tree", boundary="across_rows", max_row_tokens=3),
+        Config(sharing="tree", boundary="across", max_microbatch_tokens=3),
         "F A0 F B0 F C0 F D0 B D0 B C0 F C1 B C1 B B0 B A0 F A1 B A1",
         "abc ded fg hh fi a",
     ),
     "three levels of forks, whole subtrees": (
         TREE,
-        Config(sharing="tree", boundary="mixed", max_row_tokens=4),
+        Config(sharing="tree", boundary="mixed", max_microbatch_tokens=4),
         "F A0 B A0 F A1 F B0 B B0 F B1 F C0 B C0 F C1 B C1 B B1 B A1",
         "a abc d de fghh fi",
     ),
     "a chain": (
         (("abcdefghijkl",),),
-        Config(sharing="none", boundary="across_rows", max_row_tokens=4),
+        Config(sharing="none", boundary="across", max_microbatch_tokens=4),
         "F A0 F B0 F C0 B C0 B B0 B A0",
         "abcd efgh ijk",
     ),
-    "a chain with waves below it": (
+    "a chain with leaf_layout below it": (
         FLAT,
-        Config(sharing="group", boundary="across_rows", max_row_tokens=3),
+        Config(sharing="group", boundary="across", max_microbatch_tokens=3),
         "F A0 F B0 F C0 B C0 F C1 B C1 F C2 B C2 B B0 B A0",
         "abc de fqr fuv fxy",
     ),
     "a flat group whose prefix is computed again": (
         FLAT,
-        Config(sharing="group", boundary="across_rows", max_row_tokens=5, residency="recompute"),
+        Config(
+            sharing="group", boundary="across", max_microbatch_tokens=5, activations="recompute"
+        ),
         "F A0 F B0 B B0 F B1 B B1 F B2 B B2 R A0 B A0",
         "abcde fqr fuv fxy",
     ),
     "a flat group whose prefix is offloaded": (
         FLAT,
-        Config(sharing="group", boundary="across_rows", max_row_tokens=5, residency="offload"),
+        Config(sharing="group", boundary="across", max_microbatch_tokens=5, activations="offload"),
         "F A0 F B0 B B0 F B1 B B1 F B2 B B2 B A0",
         "abcde fqr fuv fxy",
     ),
     "a chain computed again": (
         (("abcdefghijkl",),),
-        Config(sharing="none", boundary="across_rows", max_row_tokens=4, residency="recompute"),
+        Config(sharing="none", boundary="across", max_microbatch_tokens=4, activations="recompute"),
         "F A0 F B0 F C0 B C0 R B0 B B0 R A0 B A0",
         "abcd efgh ijk",
     ),
-    "nothing to run": ((("a", "b"),), Config(sharing="tree", boundary="across_rows"), "", ""),
+    "nothing to run": ((("a", "b"),), Config(sharing="tree", boundary="across"), "", ""),
 }
 
 
@@ -186,15 +192,15 @@ def test_step_and_score(
 
 
 def test_replay_runs_all_forwards_and_then_the_step() -> None:
-    config = Config(sharing="group", boundary="across_rows", max_row_tokens=5)
+    config = Config(sharing="group", boundary="across", max_microbatch_tokens=5)
     with recorded() as seen:
         stats = wrap(model(), config).forward_backward(make_batch(FLAT), squared)
     expected = "F A0 F B0 F B1 F B2 F A0 F B0 B B0 F B1 B B1 F B2 B B2 B A0"
     check(stats.events, seen, expected, "abcde fqr fuv fxy")
 
 
-def test_a_joint_loss_within_one_row_is_not_replayed() -> None:
-    config = Config(sharing="group", boundary="in_row")
+def test_a_joint_loss_within_one_microbatch_is_not_replayed() -> None:
+    config = Config(sharing="group", boundary="within")
     with recorded() as seen:
         stats = wrap(model(), config).forward_backward(make_batch(FLAT), squared)
     check(stats.events, seen, "F A0 B A0", "abcdefqrfuvfxy")

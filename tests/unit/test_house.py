@@ -19,12 +19,13 @@ MOST_LINES = 500
 # core may import it.
 CORE = {
     "errors": set(),
-    "config": {"errors"},
+    "byte_sizes": {"errors"},
+    "config": {"byte_sizes", "errors"},
     "rollout_fields": {"errors"},
     "rollouts": {"rollout_fields", "errors"},
     "schema": {"rollouts"},
     "rollout_files": {"rollouts", "errors"},
-    "traces": {"rollout_files", "rollouts", "errors"},
+    "traces": {"byte_sizes", "rollout_files", "rollouts", "errors"},
     "forest": set(),
     "plan": {"forest", "rollouts", "schema", "config", "errors"},
     "ops": {"plan", "errors"},

@@ -12,12 +12,12 @@ from forkpoint import Config, Plan, Rollout, RolloutBatch
 from forkpoint.ops.attention import AttentionTable
 from forkpoint.plan import make_plan
 from forkpoint.plan.layout import (
-    ARENA,
+    CACHE,
     COLUMNS,
     GATHERED,
     OWN,
+    Microbatch,
     Reach,
-    Row,
     Table,
     full_table,
     windowed_table,
@@ -27,7 +27,7 @@ from strategies import COMBINATIONS, batches
 EXAMPLES = settings(max_examples=100, derandomize=True, deadline=None)
 
 Slot = tuple[int, int]
-"""(OWN, slot of the row) or (ARENA, slot of the arena)."""
+"""(OWN, place of the microbatch) or (CACHE, place of the cache)."""
 
 
 def launches_of(table: Table) -> list[dict[str, int]]:
@@ -35,7 +35,7 @@ def launches_of(table: Table) -> list[dict[str, int]]:
 
 
 def visible(table: Table, window: int = 0) -> dict[int, Counter[Slot]]:
-    """How often each query of the row sees each key, launch by launch, as a kernel would."""
+    """How often each query of the microbatch sees each key, launch by launch, as a kernel would."""
     seen: dict[int, Counter[Slot]] = defaultdict(Counter)
     for launch in launches_of(table):
         cut = {
@@ -49,25 +49,26 @@ def visible(table: Table, window: int = 0) -> dict[int, Counter[Slot]]:
                 last = len(keys) - len(queries) + position if launch["causal"] else len(keys) - 1
                 first = max(0, last + 1 - window) if window else 0
                 for key in keys[first : last + 1]:
-                    slot = launch["k_begin"] + key
+                    place = launch["k_begin"] + key
                     source = launch["source"]
                     if source == GATHERED:
                         assert table.key_index is not None
-                        at = int(table.key_index[slot])
-                        source, slot = (OWN, at) if at >= 0 else (ARENA, -1 - at)
-                    seen[launch["q_begin"] + query][source, slot] += 1
+                        at = int(table.key_index[place])
+                        source, place = (OWN, at) if at >= 0 else (CACHE, -1 - at)
+                    seen[launch["q_begin"] + query][source, place] += 1
     return seen
 
 
-def on_path(plan: Plan, row: Row) -> dict[int, list[Slot]]:
-    """For each real slot of the row, all that its token sees without a window, root first."""
-    own = dict(zip(row.segments, row.slot_begin, strict=True))
+def on_path(plan: Plan, microbatch: Microbatch) -> dict[int, list[Slot]]:
+    """For each real place of the microbatch, all that its token sees without a window, root
+    first."""
+    own = dict(zip(microbatch.segments, microbatch.segment_begin, strict=True))
     found: dict[int, list[Slot]] = {}
-    for segment in row.segments:
+    for segment in microbatch.segments:
         path: list[Slot] = []
         for ancestor in plan.forest.path(segment):
             inside = ancestor in own
-            source, begin = (OWN, own[ancestor]) if inside else (ARENA, plan.arena_of[ancestor])
+            source, begin = (OWN, own[ancestor]) if inside else (CACHE, plan.cache_of[ancestor])
             path += [(source, begin + i) for i in range(plan.forest.length[ancestor])]
         above = int(plan.forest.start[segment])
         for i in range(plan.forest.length[segment]):
@@ -75,32 +76,41 @@ def on_path(plan: Plan, row: Row) -> dict[int, list[Slot]]:
     return found
 
 
-@pytest.mark.parametrize(("sharing", "boundary", "waves"), COMBINATIONS)
+@pytest.mark.parametrize(("sharing", "boundary", "leaf_layout"), COMBINATIONS)
 @EXAMPLES
-@given(batch=batches(), row_tokens=st.integers(1, 60), window=st.integers(1, 12))
+@given(batch=batches(), microbatch_tokens=st.integers(1, 60), window=st.integers(1, 12))
 def test_every_query_sees_its_path_and_nothing_else(
-    sharing, boundary, waves, batch: RolloutBatch, row_tokens: int, window: int
+    sharing, boundary, leaf_layout, batch: RolloutBatch, microbatch_tokens: int, window: int
 ) -> None:
-    if boundary == "in_row":
-        row_tokens = max(row_tokens, int(batch.lengths.max()))
-    config = Config(sharing=sharing, boundary=boundary, waves=waves, max_row_tokens=row_tokens)
+    if boundary == "within":
+        microbatch_tokens = max(microbatch_tokens, int(batch.lengths.max()))
+    config = Config(
+        sharing=sharing,
+        boundary=boundary,
+        leaf_layout=leaf_layout,
+        max_microbatch_tokens=microbatch_tokens,
+    )
     plan = make_plan(batch, config=config)
-    for row in plan.rows:
-        paths = on_path(plan, row)
-        full = full_table(plan.forest, row, plan.arena_of)
-        windowed = windowed_table(plan.forest, row, plan.arena_of, window)
+    for microbatch in plan.microbatches:
+        paths = on_path(plan, microbatch)
+        full = full_table(plan.forest, microbatch, plan.cache_of)
+        windowed = windowed_table(plan.forest, microbatch, plan.cache_of, window)
         for table, width in ((full, 0), (windowed, window)):
             AttentionTable.from_numpy(table.launches, table.cu, table.key_index)
             first = launches_of(table)[0]
-            assert (first["q_begin"], first["q_end"], first["causal"]) == (0, row.slots, 1)
+            assert (first["q_begin"], first["q_end"], first["causal"]) == (
+                0,
+                microbatch.run_tokens,
+                1,
+            )
             seen = visible(table, width)
-            for slot, path in paths.items():
-                assert seen[slot] == Counter(path[-width:] if width else path)
+            for place, path in paths.items():
+                assert seen[place] == Counter(path[-width:] if width else path)
         for launch in launches_of(full)[1:]:
             assert not launch["causal"], "above a segment all is seen: rectangles"
         assert windowed.key_index is not None
-        copied = len(windowed.key_index) - row.slots
-        assert copied <= (window - 1) * len(row.segments), "a bounded copy"
+        copied = len(windowed.key_index) - microbatch.run_tokens
+        assert copied <= (window - 1) * len(microbatch.segments), "a bounded copy"
 
 
 def plan_of(lists: list[list[int]], **options) -> Plan:
@@ -108,15 +118,15 @@ def plan_of(lists: list[list[int]], **options) -> Plan:
     return make_plan(batch, config=Config(**options))
 
 
-def test_the_launches_of_a_flat_group_in_one_row() -> None:
+def test_the_launches_of_a_flat_group_in_one_microbatch() -> None:
     # Prompt 1 2 3 4, responses of 2, 1 and 3 tokens: segments of 3, 2, 1 and 3 edges.
     plan = plan_of(
         [[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]],
         sharing="group",
-        boundary="in_row",
+        boundary="within",
     )
-    (row,) = plan.rows
-    table = full_table(plan.forest, row, plan.arena_of)
+    (microbatch,) = plan.microbatches
+    table = full_table(plan.forest, microbatch, plan.cache_of)
     assert table.launches.tolist() == [
         [OWN, 1, 0, 9, 0, 9, 5, 5, 0, 4, 3],
         [OWN, 0, 5, 9, 0, 3, 4, 3, 8, 10, 1],
@@ -127,9 +137,9 @@ def test_the_launches_of_a_flat_group_in_one_row() -> None:
 def test_a_first_child_attends_to_its_path_within_the_causal_launch() -> None:
     # Edges: a root of 2, then (1, then 1 and 2) and (3, then 1): depth first 2 1 1 | 2 | 3 1 | 1.
     lists = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 6], [1, 2, 3, 7, 7, 7, 8], [1, 2, 3, 7, 7, 7, 9]]
-    plan = plan_of(lists, sharing="tree", boundary="in_row")
-    (row,) = plan.rows
-    table = full_table(plan.forest, row, plan.arena_of)
+    plan = plan_of(lists, sharing="tree", boundary="within")
+    (microbatch,) = plan.microbatches
+    table = full_table(plan.forest, microbatch, plan.cache_of)
     seen = [
         [
             (launch["causal"], q, k)
@@ -146,73 +156,79 @@ def test_a_first_child_attends_to_its_path_within_the_causal_launch() -> None:
     assert sorted(seen[1:]) == [[(0, 1, 3)], [(0, 2, 3)], [(0, 5, 2)]]
 
 
-def test_the_launches_of_a_flat_group_across_rows() -> None:
+def test_the_launches_of_a_flat_group_across_microbatches() -> None:
     plan = plan_of(
         [[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]],
         sharing="group",
-        boundary="across_rows",
+        boundary="across",
     )
-    parent, child = plan.rows
-    alone = full_table(plan.forest, parent, plan.arena_of)
+    parent, child = plan.microbatches
+    alone = full_table(plan.forest, parent, plan.cache_of)
     assert alone.launches.tolist() == [[OWN, 1, 0, 3, 0, 3, 3, 3, 0, 2, 1]]
-    table = full_table(plan.forest, child, plan.arena_of)
+    table = full_table(plan.forest, child, plan.cache_of)
     assert table.launches.tolist() == [
         [OWN, 1, 0, 6, 0, 6, 3, 3, 0, 4, 3],
-        [ARENA, 0, 0, 6, 0, 3, 6, 3, 8, 10, 1],
+        [CACHE, 0, 0, 6, 0, 3, 6, 3, 8, 10, 1],
     ]
-    tails = windowed_table(plan.forest, child, plan.arena_of, 3)
+    tails = windowed_table(plan.forest, child, plan.cache_of, 3)
     assert tails.launches.tolist() == [[GATHERED, 1, 0, 6, 0, 12, 3, 5, 0, 4, 3]]
     assert tails.cu.tolist() == [*(0, 2, 3, 6), *(0, 4, 7, 12)]
     assert tails.key_index is not None
     assert tails.key_index.tolist() == [*(-2, -3, 0, 1), *(-2, -3, 2), *(-2, -3, 3, 4, 5)]
 
 
-def test_neighbouring_groups_in_one_row_share_a_launch() -> None:
+def test_neighbouring_groups_in_one_microbatch_share_a_launch() -> None:
     # Breadth first, the prefixes of both groups lie back to back, and so do their suffixes.
     lists = [[prompt] * 4 + [20 + i, 20 + i] for prompt in (1, 2) for i in range(2)]
-    plan = plan_of(lists, sharing="tree", boundary="in_row")
-    (row,) = plan.rows
-    table = full_table(plan.forest, row, plan.arena_of)
+    plan = plan_of(lists, sharing="tree", boundary="within")
+    (microbatch,) = plan.microbatches
+    table = full_table(plan.forest, microbatch, plan.cache_of)
     assert [launch["count"] for launch in launches_of(table)] == [6, 2]
 
 
-def test_a_tree_in_one_row_takes_a_launch_for_each_fork() -> None:
+def test_a_tree_in_one_microbatch_takes_a_launch_for_each_fork() -> None:
     lists = [[1, 1, 1, prompt, prompt, leaf] for prompt in (2, 3) for leaf in (4, 5)]
-    plan = plan_of(lists, sharing="tree", boundary="in_row")
-    (row,) = plan.rows
-    table = full_table(plan.forest, row, plan.arena_of)
+    plan = plan_of(lists, sharing="tree", boundary="within")
+    (microbatch,) = plan.microbatches
+    table = full_table(plan.forest, microbatch, plan.cache_of)
     assert [launch["count"] for launch in launches_of(table)] == [4, 1, 1, 1]
 
 
-def test_a_chain_of_rows_reads_as_one_slice() -> None:
-    plan = plan_of([list(range(12))], sharing="none", boundary="across_rows", max_row_tokens=4)
-    assert [row.slots for row in plan.rows] == [4, 4, 3]
-    last = full_table(plan.forest, plan.rows[-1], plan.arena_of)
+def test_a_chain_of_microbatches_reads_as_one_slice() -> None:
+    plan = plan_of([list(range(12))], sharing="none", boundary="across", max_microbatch_tokens=4)
+    assert [microbatch.run_tokens for microbatch in plan.microbatches] == [4, 4, 3]
+    last = full_table(plan.forest, plan.microbatches[-1], plan.cache_of)
     assert [(c["source"], c["k_begin"], c["k_end"]) for c in launches_of(last)] == [
         (OWN, 0, 3),
-        (ARENA, 0, 8),
+        (CACHE, 0, 8),
     ]
 
 
 def test_a_window_of_one_reads_nothing_above() -> None:
-    plan = plan_of([[1, 2, 3, 4], [1, 2, 3, 5]], sharing="tree", boundary="across_rows")
-    for row in plan.rows:
-        table = windowed_table(plan.forest, row, plan.arena_of, 1)
+    plan = plan_of([[1, 2, 3, 4], [1, 2, 3, 5]], sharing="tree", boundary="across")
+    for microbatch in plan.microbatches:
+        table = windowed_table(plan.forest, microbatch, plan.cache_of, 1)
         assert table.key_index is not None
-        assert table.key_index.tolist() == list(range(row.slots))
+        assert table.key_index.tolist() == list(range(microbatch.run_tokens))
 
 
-def test_keys_of_the_row_do_not_run_on_from_those_of_the_arena() -> None:
-    """Though the one's first slot is the number that follows the other's last."""
+def test_keys_of_the_microbatch_do_not_run_on_from_those_of_the_arena() -> None:
+    """Though the one's first place is the number that follows the other's last."""
     # A prompt of 3 edges; below it a leaf of 3, and a fork of 2 with two leaves of 1.
     lists = [[1, 2, 3, 4, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8]]
-    plan = plan_of(lists, sharing="tree", boundary="across_rows")
+    plan = plan_of(lists, sharing="tree", boundary="across")
     forest = plan.forest
     assert forest.length.tolist() == [3, 2, 1, 1, 3]
-    row = replace(plan.rows[1], segments=(4, 1, 2, 3), slot_begin=(0, 3, 5, 6), slots=7, width=0)
-    reach = Reach(forest, row, {0: 0})
-    assert reach.above(1) == reach.above(4) == ((ARENA, 0, 3),)
-    assert reach.above(3) == ((ARENA, 0, 3), (OWN, 3, 5))
-    table = full_table(forest, row, {0: 0})
-    path = [*((ARENA, i) for i in range(3)), (OWN, 3), (OWN, 4), (OWN, 6)]
+    microbatch = replace(
+        plan.microbatches[1],
+        segments=(4, 1, 2, 3),
+        segment_begin=(0, 3, 5, 6),
+        run_tokens=7,
+        width=0,
+    )
+    reach = Reach(forest, microbatch, {0: 0})
+    assert reach.above(1) == reach.above(4) == ((CACHE, 0, 3),)
+    assert reach.above(3) == ((CACHE, 0, 3), (OWN, 3, 5))
+    table = full_table(forest, microbatch, {0: 0})
+    path = [*((CACHE, i) for i in range(3)), (OWN, 3), (OWN, 4), (OWN, 6)]
     assert visible(table)[6] == Counter(path)

@@ -93,7 +93,7 @@ def test_layers_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["max_row_tokens", "max_wave_tokens", "memory_budget_bytes", "host_memory_bytes"]
+    "name", ["max_microbatch_tokens", "max_leaf_tokens", "memory_budget", "host_memory"]
 )
 def test_options_that_numpy_cannot_count(name: str) -> None:
     Config(**{name: 2**63 - 1})

@@ -44,12 +44,12 @@ def group(
 
 def test_auto_is_dense_where_nothing_is_shared() -> None:
     plan = make_plan(batch_of(group(prompt=1, response=300)))
-    assert (plan.sharing, plan.boundary) == ("none", "in_row")
+    assert (plan.sharing, plan.boundary) == ("none", "within")
     assert plan.reason == "nothing that shares costs less than dense"
     assert plan.bound == 1.0
 
 
-def test_auto_is_dense_where_rows_are_too_small_for_sharing_to_pay() -> None:
+def test_auto_is_dense_where_microbatches_are_too_small_for_sharing_to_pay() -> None:
     plan = make_plan(batch_of(group(prompt=5, response=3)))
     assert plan.sharing == "none"
     assert plan.computed_tokens == 8 * 7
@@ -57,13 +57,13 @@ def test_auto_is_dense_where_rows_are_too_small_for_sharing_to_pay() -> None:
 
 def test_auto_shares_within_groups_where_that_is_all_there_is() -> None:
     plan = make_plan(batch_of(group()))
-    assert (plan.sharing, plan.boundary) == ("group", "in_row")
+    assert (plan.sharing, plan.boundary) == ("group", "within")
     assert (plan.dense.tokens, plan.shared.tokens) == (8 * 1049, 999 + 8 * 50)
     assert plan.reason == "predicted to cost 0.167 of dense"
     assert [(c.sharing, c.boundary, c.cost) for c in plan.candidates] == [
         (sharing, boundary, 8392 if sharing == "none" else 1399)
         for sharing in ("none", "group", "tree")
-        for boundary in ("in_row", "mixed", "across_rows")
+        for boundary in ("within", "mixed", "across")
     ]
 
 
@@ -74,21 +74,22 @@ def test_auto_shares_over_groups_that_begin_alike() -> None:
     assert plan.computed_tokens == 999 + 2 * 301
 
 
-def test_auto_crosses_rows_where_a_tree_does_not_fit_one() -> None:
-    plan = make_plan(batch_of(group()), config=Config(max_row_tokens=1100))
+def test_auto_crosses_microbatches_where_a_tree_does_not_fit_one() -> None:
+    plan = make_plan(batch_of(group()), config=Config(max_microbatch_tokens=1100))
     assert (plan.sharing, plan.boundary) == ("group", "mixed")
     assert plan.computed_tokens == 1399
     assert plan.events() == ("F A0", "F B0", "B B0", "B A0")
 
 
 def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> None:
-    # A prompt of 100 edges and four responses of 100, all trained, in rows of at most 420: 500
-    # tokens with the fork across rows, 600 with the prompt in both rows of whole paths.
+    # A prompt of 100 edges and four responses of 100, all trained, in microbatches of at most 420:
+    # 500 tokens with the fork across microbatches, 600 with the prompt in both microbatches of
+    # whole paths.
     batch = RolloutBatch(
         Rollout(ids, np.arange(len(ids)) > 0, 1.0, group_id="g")
         for ids in group(prompt=101, response=100, count=4)
     )
-    config = Config(max_row_tokens=420, sharing="group")
+    config = Config(max_microbatch_tokens=420, sharing="group")
     coupling = np.arange(4)
     with mock.patch.object(meters, "EFFICIENT_TOKENS", 1):
         free = make_plan(batch, config=config)
@@ -96,9 +97,9 @@ def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> No
         assert splits(free, batch, coupling)
         assert plan_cost(free, batch, coupling) == 500 * 4 / 3
         coupled = make_plan(batch, config=config, coupling=coupling)
-        assert (coupled.boundary, plan_cost(coupled, batch, coupling)) == ("in_row", 600)
-        assert [row.tokens for row in coupled.rows] == [400, 200]
-        # In pairs, the second pair lies in both rows.
+        assert (coupled.boundary, plan_cost(coupled, batch, coupling)) == ("within", 600)
+        assert [microbatch.tokens for microbatch in coupled.microbatches] == [400, 200]
+        # In pairs, the second pair lies in both microbatches.
         pairs = np.array([0, 0, 1, 1])
         assert splits(coupled, batch, pairs)
         assert make_plan(batch, config=config, coupling=pairs).boundary == "mixed"
@@ -114,14 +115,14 @@ def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> No
     st.sampled_from(("packed", "padded")),
 )
 def test_auto_never_costs_more_than_dense(
-    batch: RolloutBatch, shape, efficient: int, row_tokens, coupled, waves
+    batch: RolloutBatch, shape, efficient: int, microbatch_tokens, coupled, leaf_layout
 ) -> None:
     coupling = {
         None: None,
         "rollout": np.arange(len(batch)),
         "joint": np.zeros(len(batch), np.int64),
     }[coupled]
-    config = Config(max_row_tokens=row_tokens, waves=waves)
+    config = Config(max_microbatch_tokens=microbatch_tokens, leaf_layout=leaf_layout)
     with mock.patch.object(meters, "EFFICIENT_TOKENS", efficient):
         plan = make_plan(batch, shape, config, coupling=coupling)
         costs = [c.cost for c in plan.candidates if c.cost is not None]
@@ -137,34 +138,35 @@ def test_auto_never_costs_more_than_dense(
 # Limits
 
 
-def test_a_memory_budget_lowers_row_tokens_until_it_holds() -> None:
+def test_a_memory_budget_lowers_microbatch_tokens_until_it_holds() -> None:
     batch = batch_of([ids for first in range(0, 8_000, 2_000) for ids in group(first=first)])
-    config = Config(sharing="group", boundary="in_row")
+    config = Config(sharing="group", boundary="within")
     free = make_plan(batch, SHAPE, config)
-    assert (free.max_row_tokens, len(free.rows)) == (16_384, 1)
+    assert (free.max_microbatch_tokens, len(free.microbatches)) == (16_384, 1)
     assert free.predicted_peak_bytes == 4 * 1399 * SHAPE.activation_bytes_per_token
     half = 2 * 1399 * SHAPE.activation_bytes_per_token
-    # In so small a shape attention outweighs all else, and a row for each group has fewer launches.
+    # In so small a shape attention outweighs all else, and a microbatch for each group has fewer
+    # launches.
     with mock.patch.object(meters, "LAUNCH_KEYS", 0):
-        plan = make_plan(batch, SHAPE, dataclasses.replace(config, memory_budget_bytes=half))
-    assert plan.max_row_tokens < 2 * 1399 + 1399
+        plan = make_plan(batch, SHAPE, dataclasses.replace(config, memory_budget=half))
+    assert plan.max_microbatch_tokens < 2 * 1399 + 1399
     assert plan.predicted_peak_bytes == half
-    assert [row.slots for row in plan.rows] == [2 * 1399, 2 * 1399]
+    assert [microbatch.run_tokens for microbatch in plan.microbatches] == [2 * 1399, 2 * 1399]
 
 
 @pytest.mark.parametrize("wanted", ["auto", "keep", "recompute"])
 def test_logits_are_kept_where_a_budget_has_room(wanted: Any) -> None:
     batch = batch_of([ids for first in range(0, 8_000, 2_000) for ids in group(first=first)])
     config = Config(
-        sharing="group", boundary="across_rows", max_row_tokens=1000, head_logits=wanted
+        sharing="group", boundary="across", max_microbatch_tokens=1000, head_logits=wanted
     )
     free = make_plan(batch, SHAPE, config)
-    leaves = [row for row in free.rows if not row.children]
-    assert 0 < len(leaves) < len(free.rows)
-    assert [row.index for row in free.rows if row.keeps_logits] == [
-        row.index for row in leaves if wanted == "keep"
+    leaves = [microbatch for microbatch in free.microbatches if not microbatch.children]
+    assert 0 < len(leaves) < len(free.microbatches)
+    assert [microbatch.index for microbatch in free.microbatches if microbatch.keeps_logits] == [
+        microbatch.index for microbatch in leaves if wanted == "keep"
     ]
-    # All that a row's labels take, and a byte less.
+    # All that a microbatch's labels take, and a byte less.
     again = make_plan(batch, SHAPE, dataclasses.replace(config, head_logits="recompute"))
     kept = make_plan(batch, SHAPE, dataclasses.replace(config, head_logits="keep"))
     assert again.predicted_peak_bytes is not None and kept.predicted_peak_bytes is not None
@@ -178,23 +180,23 @@ def test_logits_are_kept_where_a_budget_has_room(wanted: Any) -> None:
     ):
         if wanted == "keep" and not all_kept:
             continue
-        config = dataclasses.replace(config, memory_budget_bytes=budget)
+        config = dataclasses.replace(config, memory_budget=budget)
         plan = make_plan(batch, SHAPE, config)
         assert plan.predicted_peak_bytes is not None and plan.predicted_peak_bytes <= budget
-        keeping = [row.index for row in plan.rows if row.keeps_logits]
+        keeping = [microbatch.index for microbatch in plan.microbatches if microbatch.keeps_logits]
         assert ("logits kept in" in plan.explain()) == bool(keeping)
         if wanted == "recompute":
             assert not keeping
         else:
-            assert (keeping == [row.index for row in leaves]) == all_kept
+            assert (keeping == [microbatch.index for microbatch in leaves]) == all_kept
 
 
-def test_peak_bytes_count_the_rows_open_at_once_and_the_arena() -> None:
+def test_peak_bytes_count_the_microbatches_open_at_once_and_the_arena() -> None:
     batch = batch_of([[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]])
-    config = Config(sharing="group", boundary="across_rows", max_row_tokens=3)
+    config = Config(sharing="group", boundary="across", max_microbatch_tokens=3)
     plan = make_plan(batch, SHAPE, config)
-    assert [row.slots for row in plan.rows] == [3, 3, 3]
-    assert plan.arena_slots == 3
+    assert [microbatch.run_tokens for microbatch in plan.microbatches] == [3, 3, 3]
+    assert plan.cache_tokens == 3
     boundary = 2 * 2 * (16 + 16) * (2 + 4)
     assert plan.predicted_peak_bytes == 6 * SHAPE.activation_bytes_per_token + 3 * boundary
 
@@ -203,44 +205,45 @@ def test_peak_bytes_count_the_rows_open_at_once_and_the_arena() -> None:
     ("options", "shape", "message"),
     [
         (
-            {"memory_budget_bytes": 1000, "max_row_tokens": 2000},
+            {"memory_budget": 1000, "max_microbatch_tokens": 2000},
             SHAPE,
-            "rows of 2000 tokens are predicted to need 7341952 bytes and memory_budget_bytes is "
-            "1000; raise the budget, or lower max_row_tokens.",
+            "microbatches of 2000 tokens are predicted to need 7341952 bytes and memory_budget is "
+            "1000; raise the budget, or lower max_microbatch_tokens.",
         ),
         (
-            {"memory_budget_bytes": 1000, "boundary": "across_rows"},
+            {"memory_budget": 1000, "boundary": "across"},
             SHAPE,
-            "rows of 64 tokens are predicted to need 1097856 bytes and memory_budget_bytes is "
+            "microbatches of 64 tokens are predicted to need 1097856 bytes and memory_budget is "
             "1000; raise the budget, or checkpoint activations.",
         ),
         (
-            {"memory_budget_bytes": 1000, "max_row_tokens": 1049},
+            {"memory_budget": 1000, "max_microbatch_tokens": 1049},
             SHAPE,
-            "is 1000; raise the budget, or use boundary='across_rows', which cuts rollouts into "
-            "chains of rows.",
+            "is 1000; raise the budget, or use boundary='across', which cuts rollouts into "
+            "chains of microbatches.",
         ),
         (
-            {"memory_budget_bytes": 1000, "boundary": "mixed", "checkpointing": "full"},
+            {"memory_budget": 1000, "boundary": "mixed", "checkpointing": "full"},
             SHAPE,
             "is 1000; raise the budget, or take fewer rollouts at a time.",
         ),
         (
-            {"memory_budget_bytes": 1000, "boundary": "mixed", "residency": "keep"},
+            {"memory_budget": 1000, "boundary": "mixed", "activations": "keep"},
             SHAPE,
-            "is 1000; raise the budget, or leave residency to the planner (residency='auto').",
+            "is 1000; raise the budget, or leave activations to the planner (activations='auto').",
         ),
         (
-            {"max_row_tokens": 1000},
+            {"max_microbatch_tokens": 1000},
             SHAPE,
-            "has 1049 tokens to run and a row holds at most 1000: a rollout within one row "
-            "cannot be cut. Raise max_row_tokens to 1049, or use boundary='across_rows', which "
-            "cuts it into a chain of rows.",
+            "has 1049 tokens to run and a microbatch holds at most 1000: a rollout within one "
+            "microbatch "
+            "cannot be cut. Raise max_microbatch_tokens to 1049, or use boundary='across', which "
+            "cuts it into a chain of microbatches.",
         ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_both_values(options, shape, message: str) -> None:
-    config = Config(**{"sharing": "group", "boundary": "in_row", **options})
+    config = Config(**{"sharing": "group", "boundary": "within", **options})
     with pytest.raises(PlanError) as refused:
         make_plan(batch_of(group()), shape, config)
     assert str(refused.value).startswith(f"no plan fits this batch:\n  group + {config.boundary}: ")
@@ -249,23 +252,23 @@ def test_what_does_not_fit_is_refused_with_both_values(options, shape, message: 
 
 def test_every_reason_is_named_where_nothing_fits() -> None:
     with pytest.raises(PlanError) as refused:
-        make_plan(batch_of(group()), SHAPE, Config(memory_budget_bytes=1000))
-    assert str(refused.value).count("memory_budget_bytes is 1000") == 9
+        make_plan(batch_of(group()), SHAPE, Config(memory_budget=1000))
+    assert str(refused.value).count("memory_budget is 1000") == 9
 
 
 def test_a_budget_without_a_shape_is_refused_once() -> None:
     with pytest.raises(PlanError) as refused:
-        make_plan(batch_of(group()), None, Config(memory_budget_bytes=1000))
+        make_plan(batch_of(group()), None, Config(memory_budget=1000))
     assert str(refused.value) == (
-        "memory_budget_bytes is 1000, but without a model shape bytes cannot be predicted; name "
-        "the model, or limit max_row_tokens instead."
+        "memory_budget is 1000, but without a model shape bytes cannot be predicted; name "
+        "the model, or limit max_microbatch_tokens instead."
     )
 
 
 def test_a_combination_that_does_not_fit_is_left_out_and_said_so() -> None:
-    plan = make_plan(batch_of(group()), config=Config(max_row_tokens=1000))
+    plan = make_plan(batch_of(group()), config=Config(max_microbatch_tokens=1000))
     refused = {(c.sharing, c.boundary) for c in plan.candidates if c.refused}
-    assert refused == {(sharing, "in_row") for sharing in ("none", "group", "tree")}
+    assert refused == {(sharing, "within") for sharing in ("none", "group", "tree")}
     assert plan.boundary == "mixed"
     assert "rollout 0 has 1049 tokens" in " ".join(plan.explain(width=400).split())
 
@@ -280,7 +283,7 @@ def test_rollouts_of_different_temperatures_share_nothing() -> None:
         for temperature in (1.0, 0.5, 1.0)
     )
     for sharing in ("group", "tree"):
-        plan = make_plan(batch, config=Config(sharing=sharing, boundary="in_row"))
+        plan = make_plan(batch, config=Config(sharing=sharing, boundary="within"))
         assert plan.computed_tokens == 6
         assert plan.forest.multiplicity.tolist() == [1, 2]
         assert plan.unique_tokens == 4
@@ -298,75 +301,87 @@ def test_sharing_by_group_and_by_tree() -> None:
 
 
 def test_the_events_of_three_levels() -> None:
-    # A system prompt over two prompts, each over two responses; rows of at most 4 tokens.
+    # A system prompt over two prompts, each over two responses; microbatches of at most 4 tokens.
     lists = [
         [1, 1, 1, 1, 1, prompt, prompt, prompt, answer, answer]
         for prompt in (2, 3)
         for answer in (4, 5)
     ]
     batch = batch_of(lists)
-    plan = make_plan(batch, config=Config(sharing="tree", boundary="across_rows", max_row_tokens=4))
+    plan = make_plan(
+        batch, config=Config(sharing="tree", boundary="across", max_microbatch_tokens=4)
+    )
     assert plan.forest.length.tolist() == [4, 3, 2, 2, 3, 2, 2]
     assert ", ".join(plan.events()) == "F A0, F B0, F C0, B C0, B B0, F B1, F C1, B C1, B B1, B A0"
     assert plan.events(backward=False) == ("F A0", "F B0", "F C0", "F B1", "F C1")
-    # Both second prompts in one row: their four responses are its two child rows.
+    # Both second prompts in one microbatch: their four responses are its two child microbatches.
     wider = make_plan(
-        batch, config=Config(sharing="tree", boundary="across_rows", max_row_tokens=7)
+        batch, config=Config(sharing="tree", boundary="across", max_microbatch_tokens=7)
     )
     assert ", ".join(wider.events()) == "F A0, F B0, F C0, B C0, F C1, B C1, B B0, B A0"
-    assert [row.slots for row in wider.rows] == [4, 6, 6, 2]
-    mixed = make_plan(batch, config=Config(sharing="tree", boundary="mixed", max_row_tokens=7))
+    assert [microbatch.run_tokens for microbatch in wider.microbatches] == [4, 6, 6, 2]
+    mixed = make_plan(
+        batch, config=Config(sharing="tree", boundary="mixed", max_microbatch_tokens=7)
+    )
     assert ", ".join(mixed.events()) == "F A0, F B0, B B0, F B1, B B1, B A0"
 
 
-def test_rows_deeper_than_the_alphabet_have_names_of_their_own() -> None:
+def test_microbatches_deeper_than_the_alphabet_have_names_of_their_own() -> None:
     batch = batch_of([list(range(30))])
-    plan = make_plan(batch, config=Config(boundary="across_rows", max_row_tokens=1))
-    assert plan.row_names[24:28] == ("Y0", "Z0", "R26.0", "R27.0")
+    plan = make_plan(batch, config=Config(boundary="across", max_microbatch_tokens=1))
+    assert plan.microbatch_names[24:28] == ("Y0", "Z0", "R26.0", "R27.0")
     assert plan.events()[-1] == "B A0"
 
 
 def test_nothing_runs_for_rollouts_of_one_token() -> None:
     plan = make_plan(batch_of([[1], [2], [1]]))
-    assert (plan.rows, plan.events(), plan.arena_slots) == ((), (), 0)
+    assert (plan.microbatches, plan.events(), plan.cache_tokens) == ((), (), 0)
     assert (plan.logical_tokens, plan.unique_tokens, plan.computed_tokens) == (3, 2, 0)
     assert "no edges: every rollout is one token long" in plan.explain()
 
 
-def test_the_row_that_holds_all_trained_tokens_of_a_rollout() -> None:
+def test_the_microbatch_that_holds_all_trained_tokens_of_a_rollout() -> None:
     # Trained: suffix only; prefix and suffix; prefix only; nothing.
     lists = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 3, 7]]
     masks = [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]]
     batch = RolloutBatch(
         Rollout(ids, mask, 1.0, group_id="g") for ids, mask in zip(lists, masks, strict=True)
     )
-    plan = make_plan(batch, config=Config(sharing="group", boundary="across_rows"))
-    rows = plan.row_of_rollouts(batch.loss_mask, batch.offsets)
-    assert rows.tolist() == [1, -2, 0, -1]
+    plan = make_plan(batch, config=Config(sharing="group", boundary="across"))
+    microbatches = plan.microbatch_of_rollouts(batch.loss_mask, batch.offsets)
+    assert microbatches.tolist() == [1, -2, 0, -1]
     assert splits(plan, batch, np.arange(4))
     one = batch.select([0, 2, 3])
-    plan = make_plan(one, config=Config(sharing="group", boundary="across_rows"))
+    plan = make_plan(one, config=Config(sharing="group", boundary="across"))
     assert not splits(plan, one, np.arange(3))
     assert splits(plan, one, np.zeros(3, np.int64))
 
 
-def test_waves_may_be_shorter_than_other_rows() -> None:
+def test_waves_may_be_shorter_than_other_microbatches() -> None:
     batch = batch_of(group(prompt=101, response=30, count=5))
-    config = Config(sharing="group", boundary="across_rows", max_row_tokens=100)
-    assert [row.slots for row in make_plan(batch, config=config).rows] == [100, 90, 60]
-    by_one = dataclasses.replace(config, max_wave_tokens=1)
-    assert [row.slots for row in make_plan(batch, config=by_one).rows] == [100] + [30] * 5
-    by_two = dataclasses.replace(config, max_wave_tokens=60, waves="padded")
-    assert [row.slots for row in make_plan(batch, config=by_two).rows] == [100, 60, 60, 30]
-    for waves in ("packed", "padded"):
-        longer = dataclasses.replace(config, max_wave_tokens=500, waves=waves)
-        rows = make_plan(batch, config=longer).rows
-        assert [row.slots for row in rows] == [100, 90, 60], "both limits hold"
-    auto = make_plan(batch, config=Config(sharing="group", max_wave_tokens=60))
-    assert auto.boundary == "across_rows"
+    config = Config(sharing="group", boundary="across", max_microbatch_tokens=100)
+    assert [
+        microbatch.run_tokens for microbatch in make_plan(batch, config=config).microbatches
+    ] == [100, 90, 60]
+    by_one = dataclasses.replace(config, max_leaf_tokens=1)
+    assert [
+        microbatch.run_tokens for microbatch in make_plan(batch, config=by_one).microbatches
+    ] == [100] + [30] * 5
+    by_two = dataclasses.replace(config, max_leaf_tokens=60, leaf_layout="padded")
+    assert [
+        microbatch.run_tokens for microbatch in make_plan(batch, config=by_two).microbatches
+    ] == [100, 60, 60, 30]
+    for leaf_layout in ("packed", "padded"):
+        longer = dataclasses.replace(config, max_leaf_tokens=500, leaf_layout=leaf_layout)
+        microbatches = make_plan(batch, config=longer).microbatches
+        assert [microbatch.run_tokens for microbatch in microbatches] == [100, 90, 60], (
+            "both limits hold"
+        )
+    auto = make_plan(batch, config=Config(sharing="group", max_leaf_tokens=60))
+    assert auto.boundary == "across"
     reasons = {c.boundary: c.refused for c in auto.candidates if c.refused}
-    assert set(reasons) == {"in_row", "mixed"}
-    assert "max_wave_tokens is 60" in reasons["mixed"]
+    assert set(reasons) == {"within", "mixed"}
+    assert "max_leaf_tokens is 60" in reasons["mixed"]
 
 
 @pytest.mark.parametrize(("prompt", "sharing"), [(16, "none"), (256, "group"), (4096, "group")])
@@ -378,5 +393,5 @@ def test_auto_shares_from_the_length_on_where_it_pays(prompt: int, sharing: str)
         Rollout([0] * prompt + [1 + n] * 2048, [0] * prompt + [1] * 2048, 0.0, group_id="g")
         for n in range(8)
     )
-    plan = make_plan(batch, shape, Config(max_row_tokens=20_000))
+    plan = make_plan(batch, shape, Config(max_microbatch_tokens=20_000))
     assert plan.sharing == sharing, plan.explain()

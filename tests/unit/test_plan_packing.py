@@ -1,4 +1,5 @@
-"""How rows are filled: first-fit decreasing, whole paths, subtrees, padding, order within a row."""
+"""How microbatches are filled: first-fit decreasing, whole paths, subtrees, padding, order within a
+microbatch."""
 
 import numpy as np
 import pytest
@@ -23,11 +24,13 @@ def forest_of(lists: list[list[int]]) -> Forest:
 
 
 def segments_of(plan: Plan) -> list[tuple[int, ...]]:
-    return [row.segments for row in plan.rows]
+    return [microbatch.segments for microbatch in plan.microbatches]
 
 
 def lengths_of(plan: Plan) -> list[list[int]]:
-    return [plan.forest.length[list(row.segments)].tolist() for row in plan.rows]
+    return [
+        plan.forest.length[list(microbatch.segments)].tolist() for microbatch in plan.microbatches
+    ]
 
 
 @pytest.mark.parametrize(
@@ -58,80 +61,98 @@ def test_bins_hold_everything_once_and_no_two_could_be_one(sizes: list[int], cap
             assert used[one] + used[other] > capacity
 
 
-def test_a_tree_too_large_for_a_row_is_cut_between_rollouts() -> None:
-    # One prefix of 3 edges and four suffixes of 2; rows of 8 hold the prefix and two of them.
+def test_a_tree_too_large_for_a_microbatch_is_cut_between_rollouts() -> None:
+    # One prefix of 3 edges and four suffixes of 2; microbatches of 8 hold the prefix and two of
+    # them.
     lists = [[1, 2, 3, 4, token, token] for token in (5, 6, 7, 8)]
-    plan = plan_of(lists, sharing="tree", boundary="in_row", max_row_tokens=8)
+    plan = plan_of(lists, sharing="tree", boundary="within", max_microbatch_tokens=8)
     assert lengths_of(plan) == [[3, 2, 2], [3, 2, 2]]
     assert plan.computed_tokens == 14
     assert plan.forest.multiplicity.tolist() == [2, 1, 1, 2, 1, 1]
-    assert plan_of(lists, sharing="tree", boundary="in_row", max_row_tokens=11).rows[0].slots == 11
+    assert (
+        plan_of(lists, sharing="tree", boundary="within", max_microbatch_tokens=11)
+        .microbatches[0]
+        .run_tokens
+        == 11
+    )
 
 
-def test_every_tree_that_is_cut_fills_rows_from_its_start() -> None:
+def test_every_tree_that_is_cut_fills_microbatches_from_its_start() -> None:
     large = [[1, 2, 3, 4, token, token] for token in (5, 6, 7)]
     small = [[9, 9, token, token] for token in (4, 5, 6, 7, 8)]
-    plan = plan_of([*large, *small], sharing="tree", boundary="in_row", max_row_tokens=8)
+    plan = plan_of([*large, *small], sharing="tree", boundary="within", max_microbatch_tokens=8)
     assert lengths_of(plan) == [[3, 2, 2], [1, 2, 2, 2], [5], [1, 2, 2]]
 
 
-def test_small_trees_share_rows() -> None:
+def test_small_trees_share_microbatches() -> None:
     lists = [[tree, 0, 0, leaf] for tree in (1, 2, 3) for leaf in (5, 6)]
-    plan = plan_of(lists, sharing="tree", boundary="in_row", max_row_tokens=8)
-    assert [row.tokens for row in plan.rows] == [8, 4]
+    plan = plan_of(lists, sharing="tree", boundary="within", max_microbatch_tokens=8)
+    assert [microbatch.tokens for microbatch in plan.microbatches] == [8, 4]
 
 
-def test_a_rollout_longer_than_a_row_of_whole_paths_is_refused() -> None:
+def test_a_rollout_longer_than_a_microbatch_of_whole_paths_is_refused() -> None:
     with pytest.raises(PlanError) as refused:
-        plan_of([[1, 2], list(range(12))], boundary="in_row", sharing="none", max_row_tokens=10)
+        plan_of(
+            [[1, 2], list(range(12))], boundary="within", sharing="none", max_microbatch_tokens=10
+        )
     assert str(refused.value) == (
         "no plan fits this batch:\n"
-        "  none + in_row: rollout 1 has 11 tokens to run and a row holds at most 10: a rollout "
-        "within one row cannot be cut. Raise max_row_tokens to 11, or use "
-        "boundary='across_rows', which cuts it into a chain of rows."
+        "  none + within: rollout 1 has 11 tokens to run and a microbatch holds at most 10: a "
+        "rollout "
+        "within one microbatch cannot be cut. Raise max_microbatch_tokens to 11, or use "
+        "boundary='across', which cuts it into a chain of microbatches."
     )
-    plan = plan_of([list(range(12))], boundary="in_row", sharing="none", max_row_tokens=11)
-    assert plan.rows[0].slots == 11
+    plan = plan_of([list(range(12))], boundary="within", sharing="none", max_microbatch_tokens=11)
+    assert plan.microbatches[0].run_tokens == 11
 
 
-def test_a_long_segment_becomes_a_chain_of_equal_rows() -> None:
-    plan = plan_of([list(range(12))], boundary="across_rows", sharing="none", max_row_tokens=10)
+def test_a_long_segment_becomes_a_chain_of_equal_microbatches() -> None:
+    plan = plan_of([list(range(12))], boundary="across", sharing="none", max_microbatch_tokens=10)
     assert lengths_of(plan) == [[6], [5]]
-    assert [row.parent for row in plan.rows] == [-1, 0]
+    assert [microbatch.parent for microbatch in plan.microbatches] == [-1, 0]
 
 
 def test_padded_waves_put_leaves_of_like_lengths_together() -> None:
     lists = [[1, 2, 3] + [10 + n] * n for n in (1, 5, 2, 4)]
     plan = plan_of(
-        lists, sharing="group", boundary="across_rows", waves="padded", max_row_tokens=10
+        lists, sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=10
     )
     assert lengths_of(plan) == [[2], [5, 4], [2, 1]]
-    assert [(row.width, row.slots, row.tokens) for row in plan.rows] == [
+    assert [
+        (microbatch.width, microbatch.run_tokens, microbatch.tokens)
+        for microbatch in plan.microbatches
+    ] == [
         (0, 2, 2),
         (5, 10, 9),
         (2, 4, 3),
     ]
-    assert plan.run_slots - plan.computed_tokens == 2
+    assert plan.run_tokens - plan.computed_tokens == 2
 
 
 def test_packed_waves_keep_the_forests_order() -> None:
     lists = [[1, 2, 3] + [10 + n] * n for n in (1, 5, 2, 4)]
-    plan = plan_of(lists, sharing="group", boundary="across_rows", max_row_tokens=7)
+    plan = plan_of(lists, sharing="group", boundary="across", max_microbatch_tokens=7)
     assert lengths_of(plan) == [[2], [1, 2, 4], [5]]
-    assert [row.parent for row in plan.rows] == [-1, 0, 0]
+    assert [microbatch.parent for microbatch in plan.microbatches] == [-1, 0, 0]
 
 
-def test_mixed_rows_keep_subtrees_that_fit_whole() -> None:
-    # A root of 4 edges over two subtrees of 1 + 2 + 2; rows of 10 hold both, but not the root too.
+def test_mixed_microbatches_keep_subtrees_that_fit_whole() -> None:
+    # A root of 4 edges over two subtrees of 1 + 2 + 2; microbatches of 10 hold both, but not the
+    # root too.
     lists = [[9, 9, 9, 9, 9, side, leaf, leaf] for side in (1, 2) for leaf in (3, 4)]
-    plan = plan_of(lists, sharing="tree", boundary="mixed", max_row_tokens=10)
+    plan = plan_of(lists, sharing="tree", boundary="mixed", max_microbatch_tokens=10)
     assert lengths_of(plan) == [[4], [1, 1, 2, 2, 2, 2]]
-    assert plan_of(lists, sharing="tree", boundary="mixed", max_row_tokens=14).rows[0].slots == 14
-    apart = plan_of(lists, sharing="tree", boundary="across_rows", max_row_tokens=10)
+    assert (
+        plan_of(lists, sharing="tree", boundary="mixed", max_microbatch_tokens=14)
+        .microbatches[0]
+        .run_tokens
+        == 14
+    )
+    apart = plan_of(lists, sharing="tree", boundary="across", max_microbatch_tokens=10)
     assert lengths_of(apart) == [[4], [1, 1], [2, 2, 2, 2]]
 
 
-def test_a_row_of_one_tree_is_depth_first_and_one_of_several_breadth_first() -> None:
+def test_a_microbatch_of_one_tree_is_depth_first_and_one_of_several_breadth_first() -> None:
     deep = forest_of([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [1, 2, 6, 8]])
     assert deep.parent.tolist() == [-1, 0, 1, 1, 0, 4, 4]
     # Breadth first needs 3 rectangles (each level below each above), depth first one a fork: 3.

@@ -14,10 +14,10 @@ from made_calibrations import SHAPE, group, line, made_up
 def test_waiting_for_copies_by_hand() -> None:
     """One parent over one wave, both over sooner than the copies of the parent."""
     measured = made_up(block=line(0.025), out_bytes_per_ms=100.0, back_bytes_per_ms=100.0)
-    config = Config(sharing="group", boundary="across_rows", residency="offload")
+    config = Config(sharing="group", boundary="across", activations="offload")
     batch = group(1001, 10, 2)
     plan = make_plan(batch, SHAPE, config, calibration=measured)
-    (parent, child) = plan.rows
+    (parent, child) = plan.microbatches
     meter = MeasuredMeter(measured, plan, [0, 20])
     forward, backward = meter.forward(parent), meter.backward(parent)
     wave = meter.forward(child) + meter.backward(child)
@@ -30,21 +30,24 @@ def test_waiting_for_copies_by_hand() -> None:
 
 
 def played(plan: Plan, back_bytes_per_ms: float) -> tuple[float, list[tuple[float, float, int]]]:
-    """What a plan costs whose copies out take no time, and of each row its forward, backward and
-    bytes kept."""
+    """What a plan costs whose copies out take no time, and of each microbatch its forward, backward
+    and bytes kept."""
     measured = made_up(out_bytes_per_ms=1e15, back_bytes_per_ms=back_bytes_per_ms)
-    meter = MeasuredMeter(measured, plan, [0] * (len(plan.rows) - 1) + [1])
-    rows = [(meter.forward(row), meter.backward(row), meter.kept_bytes(row)) for row in plan.rows]
-    return play(plan, meter).cost, rows
+    meter = MeasuredMeter(measured, plan, [0] * (len(plan.microbatches) - 1) + [1])
+    microbatches = [
+        (meter.forward(microbatch), meter.backward(microbatch), meter.kept_bytes(microbatch))
+        for microbatch in plan.microbatches
+    ]
+    return play(plan, meter).cost, microbatches
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_fetching_into_what_is_given_back_by_hand(checkpointing: str) -> None:
     """A parent of 1,000 tokens and a wave of 600, which keeps all of its activations or few."""
-    config = Config(sharing="group", boundary="across_rows", residency="offload")
+    config = Config(sharing="group", boundary="across", activations="offload")
     plan = make_plan(group(1001, 300, 2), SHAPE, config, calibration=made_up())
-    parent, child = plan.rows
-    plan = replace(plan, rows=(parent, replace(child, checkpointing=checkpointing)))
+    parent, child = plan.microbatches
+    plan = replace(plan, microbatches=(parent, replace(child, checkpointing=checkpointing)))
     _, [(first, last, nbytes), (forward, wave, given_back)] = played(plan, 1.0)
     # Blocks' inputs, a tenth of all, and one block.
     assert given_back == (0.6 if checkpointing == "none" else 0.21) * nbytes
@@ -61,22 +64,23 @@ def test_fetching_into_what_is_given_back_by_hand(checkpointing: str) -> None:
     assert cost == pytest.approx(first + forward + wave + last)
 
 
-def test_what_a_wave_gave_back_serves_one_offloaded_row_after_the_other() -> None:
-    """A chain of a prompt's rows: as the last of them is asked for, the one above it is fetched."""
+def test_what_a_wave_gave_back_serves_one_offloaded_microbatch_after_the_other() -> None:
+    """A chain of a prompt's microbatches: as the last of them is asked for, the one above it is
+    fetched."""
     config = Config(
-        sharing="group", boundary="across_rows", residency="offload", max_row_tokens=500
+        sharing="group", boundary="across", activations="offload", max_microbatch_tokens=500
     )
     plan = make_plan(group(1001, 250, 2), SHAPE, config, calibration=made_up())
-    assert [row.slots for row in plan.rows] == [500, 500, 500]
+    assert [microbatch.run_tokens for microbatch in plan.microbatches] == [500, 500, 500]
     _, [(*_, nbytes), (_, middle, _), (_, wave, given_back)] = played(plan, 1.0)
     assert given_back == nbytes
     # Each takes as long to copy as its own backward takes. Room for one is there from the middle of
     # the wave on, and for the other as the first is asked for, from its first layers on.
-    cost, rows = played(plan, nbytes / middle)
-    before = sum(forward for forward, *_ in rows)
+    cost, microbatches = played(plan, nbytes / middle)
+    before = sum(forward for forward, *_ in microbatches)
     first_there = before + wave / 2 + middle
     assert first_there > before + wave
     ends = max(before + wave + middle, first_there + middle / 4)
     second_there = first_there + middle
-    last = rows[0][1]
+    last = microbatches[0][1]
     assert cost == pytest.approx(max(ends + last, second_there + last / 4))

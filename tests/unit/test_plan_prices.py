@@ -1,4 +1,4 @@
-"""Plans with the same rows are priced once, and as each would be by itself."""
+"""Plans with the same microbatches are priced once, and as each would be by itself."""
 
 import math
 from dataclasses import asdict, replace
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forkpoint import Config, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import builder, make_plan
 from forkpoint.plan.builder import Builder
-from forkpoint.plan.meters import CountedMeter, labelled_of_rows
+from forkpoint.plan.meters import CountedMeter, labelled_of_microbatches
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import peak_bytes, plan_cost
 from forkpoint.plan.prices import Prices
@@ -22,7 +22,7 @@ from strategies import batches
 def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple[float, int]:
     """Cost and peak of a plan by a meter of its own."""
     edges = plan.forest.token_edges(batch.offsets)
-    meter = CountedMeter(plan, labelled_of_rows(plan, edges, batch.loss_mask))
+    meter = CountedMeter(plan, labelled_of_microbatches(plan, edges, batch.loss_mask))
     return plan_cost(plan, batch, coupling, meter), peak_bytes(plan, meter, SHAPE)
 
 
@@ -30,17 +30,17 @@ def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple
 @given(
     batch=batches(),
     share=st.floats(0.3, 1.2),
-    waves=st.sampled_from(("packed", "padded")),
-    residency=st.sampled_from(("auto", "keep", "recompute")),
+    leaf_layout=st.sampled_from(("packed", "padded")),
+    activations=st.sampled_from(("auto", "keep", "recompute")),
     couples=st.booleans(),
 )
 def test_every_plan_that_is_tried_has_its_own_price(
-    batch: RolloutBatch, share: float, waves, residency, couples: bool
+    batch: RolloutBatch, share: float, leaf_layout, activations, couples: bool
 ) -> None:
     coupling = np.arange(len(batch)) if couples else None
-    free = make_plan(batch, SHAPE, Config(waves=waves), coupling=coupling)
+    free = make_plan(batch, SHAPE, Config(leaf_layout=leaf_layout), coupling=coupling)
     budget = max(1, int(share * (free.predicted_peak_bytes or 0)))
-    config = Config(waves=waves, residency=residency, memory_budget_bytes=budget)
+    config = Config(leaf_layout=leaf_layout, activations=activations, memory_budget=budget)
     seen: list[Plan] = []
     priced = Prices.priced
 
@@ -48,7 +48,7 @@ def test_every_plan_that_is_tried_has_its_own_price(
         seen.append(priced(prices, plan, meter, within))
         return seen[-1]
 
-    least = mock.patch.object(builder, "LEAST_ROW_TOKENS", 2)
+    least = mock.patch.object(builder, "LEAST_MICROBATCH_TOKENS", 2)
     with mock.patch.object(Prices, "priced", watched), least:
         try:
             make_plan(batch, SHAPE, config, coupling=coupling)
@@ -60,23 +60,26 @@ def test_every_plan_that_is_tried_has_its_own_price(
         assert plan.cost == (cost if peak <= budget else math.inf)
 
 
-def test_the_same_rows_are_priced_once() -> None:
-    """One group: what shares by groups and by tree is the same, and rows of many lengths are."""
+def test_the_same_microbatches_are_priced_once() -> None:
+    """One group: what shares by groups and by tree is the same, and microbatches of many lengths
+    are."""
     prompt = list(range(1000))
     batch = RolloutBatch(
         Rollout([*prompt, 1000 + n, *range(300)], [0] * 1000 + [1] * 301, 1.0, group_id="g")
         for n in range(4)
     )
-    config = Config(memory_budget_bytes=10**9)
+    config = Config(memory_budget=10**9)
     with mock.patch("forkpoint.plan.prices.plan_cost", wraps=plan_cost) as priced:
         plan = make_plan(batch, replace(SHAPE, windows=(0, 0)), config)
     assert len(plan.candidates) == 9
-    rows = {tuple((r.segments, r.parent) for r in c.args[0].rows) for c in priced.call_args_list}
-    assert priced.call_count == len(rows)
+    microbatches = {
+        tuple((r.segments, r.parent) for r in c.args[0].microbatches) for c in priced.call_args_list
+    }
+    assert priced.call_count == len(microbatches)
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
-@given(batch=batches(), boundary=st.sampled_from(("in_row", "mixed", "across_rows")))
+@given(batch=batches(), boundary=st.sampled_from(("within", "mixed", "across")))
 def test_one_group_is_shared_by_groups_as_by_tree(batch: RolloutBatch, boundary) -> None:
     together = RolloutBatch(replace(rollout, group_id="g") for rollout in batch)
     configs = [Config(sharing=sharing, boundary=boundary) for sharing in ("group", "tree")]
@@ -86,5 +89,7 @@ def test_one_group_is_shared_by_groups_as_by_tree(batch: RolloutBatch, boundary)
     plans = [apart, *(make_plan(together, SHAPE, config) for config in configs)]
     assert [plan.sharing for plan in plans] == ["group", "group", "tree"]
     for plan in plans[1:]:
-        assert [asdict(row) for row in plan.rows] == [asdict(row) for row in apart.rows]
+        assert [asdict(microbatch) for microbatch in plan.microbatches] == [
+            asdict(microbatch) for microbatch in apart.microbatches
+        ]
         assert plan.cost == apart.cost

@@ -1,4 +1,4 @@
-"""What holds of every plan: thousands of random batches, every combination, small rows.
+"""What holds of every plan: thousands of random batches, every combination, small microbatches.
 
 What is expected is written out from the tokens alone: an edge is a tuple of a rollout's tokens up
 to the edge's label, and who owns it is a set.
@@ -21,18 +21,27 @@ EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
 Prefix = tuple[int, ...]
 
 
-@pytest.mark.parametrize(("sharing", "boundary", "waves"), COMBINATIONS)
+@pytest.mark.parametrize(("sharing", "boundary", "leaf_layout"), COMBINATIONS)
 @EXAMPLES
-@given(batch=batches(), max_row_tokens=st.integers(1, 60))
-def test_plans(sharing, boundary, waves, batch: RolloutBatch, max_row_tokens: int) -> None:
-    config = Config(sharing=sharing, boundary=boundary, waves=waves, max_row_tokens=max_row_tokens)
+@given(batch=batches(), max_microbatch_tokens=st.integers(1, 60))
+def test_plans(
+    sharing, boundary, leaf_layout, batch: RolloutBatch, max_microbatch_tokens: int
+) -> None:
+    config = Config(
+        sharing=sharing,
+        boundary=boundary,
+        leaf_layout=leaf_layout,
+        max_microbatch_tokens=max_microbatch_tokens,
+    )
     longest = int(batch.lengths.max()) - 1
-    if boundary == "in_row" and longest > max_row_tokens:
-        with pytest.raises(PlanError, match=rf"has {longest} tokens .* at most {max_row_tokens}:"):
+    if boundary == "within" and longest > max_microbatch_tokens:
+        with pytest.raises(
+            PlanError, match=rf"has {longest} tokens .* at most {max_microbatch_tokens}:"
+        ):
             make_plan(batch, config=config)
         return
     plan = make_plan(batch, config=config)
-    check_rows(plan)
+    check_microbatches(plan)
     check_paths(plan, batch)
     check_counts(plan, batch)
     check_schedule(plan)
@@ -54,16 +63,20 @@ def prefixes_of(plan: Plan, batch: RolloutBatch, segment: int) -> list[Prefix]:
     return [tuple(ids[:end]) for end in ends]
 
 
-def rows_of_segments(plan: Plan) -> dict[int, int]:
-    """Every segment's row; each lies in exactly one."""
-    placed = [(segment, row.index) for row in plan.rows for segment in row.segments]
+def microbatches_of_segments(plan: Plan) -> dict[int, int]:
+    """Every segment's microbatch; each lies in exactly one."""
+    placed = [
+        (segment, microbatch.index)
+        for microbatch in plan.microbatches
+        for segment in microbatch.segments
+    ]
     assert sorted(segment for segment, _ in placed) == list(range(len(plan.forest)))
     return dict(placed)
 
 
 def sharing_classes(plan: Plan, batch: RolloutBatch) -> list[Hashable]:
     """Equal for rollouts that compute what they have in common once."""
-    row_of = rows_of_segments(plan)
+    microbatch_of = microbatches_of_segments(plan)
     classes: list[Hashable] = []
     for rollout in range(len(batch)):
         shares = {
@@ -72,36 +85,37 @@ def sharing_classes(plan: Plan, batch: RolloutBatch) -> list[Hashable]:
             "tree": 0,
         }[plan.sharing]
         leaf = int(plan.forest.leaf[rollout])
-        row = row_of.get(leaf) if plan.boundary == "in_row" else None
-        classes.append((shares, float(batch.temperatures[rollout]), row))
+        microbatch = microbatch_of.get(leaf) if plan.boundary == "within" else None
+        classes.append((shares, float(batch.temperatures[rollout]), microbatch))
     return classes
 
 
-def check_rows(plan: Plan) -> None:
-    """Rows hold their segments back to back within the budget, forks where the boundary says."""
-    row_of = rows_of_segments(plan)
+def check_microbatches(plan: Plan) -> None:
+    """Microbatches hold their segments back to back within the budget, forks where the boundary
+    says."""
+    microbatch_of = microbatches_of_segments(plan)
     below = plan.forest.children()
-    for index, row in enumerate(plan.rows):
-        lengths = plan.forest.length[list(row.segments)].tolist()
-        assert row.index == index
-        assert row.tokens == sum(lengths)
-        assert row.slots <= plan.max_row_tokens
-        if row.width:
-            assert plan.waves == "padded"
-            assert row.width == max(lengths)
-            assert not any(below[segment] for segment in row.segments)
-            lengths = [row.width] * len(lengths)
-        assert row.slots == sum(lengths)
-        assert row.slot_begin == tuple(np.cumsum([0, *lengths])[:-1].tolist())
-        above = {int(plan.forest.parent[s]) for s in row.segments} - {-1}
-        rows_above = {row_of[segment] for segment in above}
-        if plan.boundary == "in_row":
-            assert rows_above <= {index}
-        elif plan.boundary == "across_rows":
-            assert index not in rows_above
-        if plan.waves == "padded" and plan.boundary == "across_rows":
-            leaves = [not below[segment] for segment in row.segments]
-            assert all(leaves) == any(leaves) == (row.width > 0)
+    for index, microbatch in enumerate(plan.microbatches):
+        lengths = plan.forest.length[list(microbatch.segments)].tolist()
+        assert microbatch.index == index
+        assert microbatch.tokens == sum(lengths)
+        assert microbatch.run_tokens <= plan.max_microbatch_tokens
+        if microbatch.width:
+            assert plan.leaf_layout == "padded"
+            assert microbatch.width == max(lengths)
+            assert not any(below[segment] for segment in microbatch.segments)
+            lengths = [microbatch.width] * len(lengths)
+        assert microbatch.run_tokens == sum(lengths)
+        assert microbatch.segment_begin == tuple(np.cumsum([0, *lengths])[:-1].tolist())
+        above = {int(plan.forest.parent[s]) for s in microbatch.segments} - {-1}
+        microbatches_above = {microbatch_of[segment] for segment in above}
+        if plan.boundary == "within":
+            assert microbatches_above <= {index}
+        elif plan.boundary == "across":
+            assert index not in microbatches_above
+        if plan.leaf_layout == "padded" and plan.boundary == "across":
+            leaves = [not below[segment] for segment in microbatch.segments]
+            assert all(leaves) == any(leaves) == (microbatch.width > 0)
 
 
 def check_paths(plan: Plan, batch: RolloutBatch) -> None:
@@ -142,7 +156,8 @@ def check_paths(plan: Plan, batch: RolloutBatch) -> None:
 
 
 def check_counts(plan: Plan, batch: RolloutBatch) -> None:
-    """The counts that the plan claims, and that rows of whole paths repeat no tree that fits."""
+    """The counts that the plan claims, and that microbatches of whole paths repeat no tree that
+    fits."""
     classes = [cls[:2] for cls in sharing_classes(plan, batch) if isinstance(cls, tuple)]
     trees: dict[Hashable, set[Prefix]] = defaultdict(set)
     trained: set[Hashable] = set()
@@ -161,26 +176,27 @@ def check_counts(plan: Plan, batch: RolloutBatch) -> None:
     assert plan.dense.labelled == batch.loss_mask.sum()
     assert plan.computed_tokens == plan.forest.edges == plan.shared.tokens
     assert plan.shared.labelled == plan.labelled
-    if plan.boundary != "in_row":
+    if plan.boundary != "within":
         assert plan.computed_tokens == once
         assert plan.labelled == len(trained)
         return
     assert once <= plan.computed_tokens <= plan.dense.tokens
     assert len(trained) <= plan.labelled <= plan.dense.labelled
-    rows: dict[Hashable, set[int]] = defaultdict(set)
-    for row in plan.rows:
-        for segment in row.segments:
+    microbatches: dict[Hashable, set[int]] = defaultdict(set)
+    for microbatch in plan.microbatches:
+        for segment in microbatch.segments:
             if plan.forest.parent[segment] < 0:
                 owner = int(plan.forest.owners(segment)[0])
-                rows[classes[owner], tuple(ids_of(batch, owner)[:2])].add(row.index)
+                microbatches[classes[owner], tuple(ids_of(batch, owner)[:2])].add(microbatch.index)
     for tree, edges in trees.items():
-        if edges and len(edges) <= plan.max_row_tokens:
-            assert len(rows[tree]) == 1
+        if edges and len(edges) <= plan.max_microbatch_tokens:
+            assert len(microbatches[tree]) == 1
 
 
 def check_schedule(plan: Plan) -> None:
-    """Forwards and backwards are brackets, and a row runs between those of all that it reads."""
-    row_of = rows_of_segments(plan)
+    """Forwards and backwards are brackets, and a microbatch runs between those of all that it
+    reads."""
+    microbatch_of = microbatches_of_segments(plan)
     opened: list[int] = []
     forwards, closed = [], []
     for phase, index in plan.schedule():
@@ -188,55 +204,57 @@ def check_schedule(plan: Plan) -> None:
             assert opened.pop() == index
             closed.append(index)
             continue
-        row = plan.rows[index]
-        assert row.parent == (opened[-1] if opened else -1)
-        assert row.parent < 0 or index in plan.rows[row.parent].children
-        above = {row_of[s] for segment in row.segments for s in plan.forest.path(segment)}
+        microbatch = plan.microbatches[index]
+        assert microbatch.parent == (opened[-1] if opened else -1)
+        assert microbatch.parent < 0 or index in plan.microbatches[microbatch.parent].children
+        above = {
+            microbatch_of[s] for segment in microbatch.segments for s in plan.forest.path(segment)
+        }
         assert above - {index} <= set(opened)
         opened.append(index)
         forwards.append(index)
     assert not opened
-    assert forwards == list(range(len(plan.rows))), "rows lie in visiting order"
+    assert forwards == list(range(len(plan.microbatches))), "microbatches lie in visiting order"
     assert sorted(closed) == forwards
     assert plan.schedule(backward=False) == [("F", index) for index in forwards]
-    events = [f"{phase} {plan.row_names[index]}" for phase, index in plan.schedule()]
+    events = [f"{phase} {plan.microbatch_names[index]}" for phase, index in plan.schedule()]
     assert plan.events() == tuple(events)
     assert len(set(events)) == len(events)
 
 
 def check_arena(plan: Plan, batch: RolloutBatch) -> None:
-    """No two live slices overlap, and what a row reads is there: same tokens, same path."""
+    """No two live slices overlap, and what a microbatch reads is there: same tokens, same path."""
     most = 0
     for backward in (True, False):
         live: dict[int, int] = {}
         content: dict[int, Prefix] = {}
         for phase, index in plan.schedule(backward=backward):
-            row = plan.rows[index]
+            microbatch = plan.microbatches[index]
             slices = {
                 segment: range(begin, begin + int(plan.forest.length[segment]))
-                for segment, begin in zip(row.segments, row.arena_begin, strict=True)
+                for segment, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True)
                 if begin >= 0
             }
             if phase == "B":
-                for slots in slices.values():
-                    for slot in slots:
-                        assert live.pop(slot) == index
+                for places in slices.values():
+                    for place in places:
+                        assert live.pop(place) == index
                 continue
-            for segment in row.segments:
+            for segment in microbatch.segments:
                 for ancestor in plan.forest.path(segment):
-                    if ancestor not in row.segments:
-                        begin = plan.arena_of[ancestor]
+                    if ancestor not in microbatch.segments:
+                        begin = plan.cache_of[ancestor]
                         state = [
                             content.get(begin + i) for i in range(plan.forest.length[ancestor])
                         ]
                         assert state == prefixes_of(plan, batch, ancestor)
-            for segment, slots in slices.items():
-                assert slots.start >= 0
-                assert slots.stop <= plan.arena_slots
-                content |= zip(slots, prefixes_of(plan, batch, segment), strict=True)
+            for segment, places in slices.items():
+                assert places.start >= 0
+                assert places.stop <= plan.cache_tokens
+                content |= zip(places, prefixes_of(plan, batch, segment), strict=True)
                 if backward:
-                    assert not live.keys() & set(slots)
-                    live |= dict.fromkeys(slots, index)
+                    assert not live.keys() & set(places)
+                    live |= dict.fromkeys(places, index)
                     most = max(most, len(live))
         assert not live
-    assert most == plan.arena_slots
+    assert most == plan.cache_tokens

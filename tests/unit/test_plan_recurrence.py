@@ -16,11 +16,11 @@ def tree() -> RolloutBatch:
     return RolloutBatch(Rollout(ids, [0] + [1] * (len(ids) - 1), 1.0) for ids in lists)
 
 
-def test_levels_of_one_row() -> None:
-    plan = make_plan(tree(), config=Config(sharing="tree", boundary="in_row"))
+def test_levels_of_one_microbatch() -> None:
+    plan = make_plan(tree(), config=Config(sharing="tree", boundary="within"))
     assert plan.forest.length.tolist() == [3, 1, 2, 1, 3]
-    assert plan.state_slots == 0
-    layout = state_layout(plan.forest, plan.rows[0], plan.state_of)
+    assert plan.cache_states == 0
+    layout = state_layout(plan.forest, plan.microbatches[0], plan.state_of)
     assert [(v.begin.tolist(), v.length.tolist(), v.parent.tolist()) for v in layout.levels] == [
         ([0], [3], [-1]),
         ([3, 7], [1, 3], [0, 0]),
@@ -31,8 +31,8 @@ def test_levels_of_one_row() -> None:
         (True, []),
         (False, []),
     ]
-    windows = convolution_layout(plan.forest, plan.rows[0], plan.state_of, 3)
-    assert windows.slots.tolist() == [0, 1, 3, 7, 8, 4, 5, 6]
+    windows = convolution_layout(plan.forest, plan.microbatches[0], plan.state_of, 3)
+    assert windows.places.tolist() == [0, 1, 3, 7, 8, 4, 5, 6]
     assert windows.window.tolist() == [
         [NOTHING, NOTHING, 0],
         [NOTHING, 0, 1],
@@ -46,15 +46,15 @@ def test_levels_of_one_row() -> None:
     assert windows.tail.shape == (0, 2)
 
 
-def test_states_across_rows() -> None:
-    plan = make_plan(tree(), config=Config(sharing="tree", boundary="across_rows"))
-    assert [row.state_slot for row in plan.rows] == [(0,), (1, -1), (-1, -1)]
-    assert plan.state_slots == 2
-    middle = plan.rows[1]
+def test_states_across_microbatches() -> None:
+    plan = make_plan(tree(), config=Config(sharing="tree", boundary="across"))
+    assert [microbatch.state_index for microbatch in plan.microbatches] == [(0,), (1, -1), (-1, -1)]
+    assert plan.cache_states == 2
+    middle = plan.microbatches[1]
     layout = state_layout(plan.forest, middle, plan.state_of)
     assert [v.parent.tolist() for v in layout.levels] == [[0, 0]]
-    assert layout.kept_slots.tolist() == [1] and layout.levels[0].kept.tolist() == [0]
-    # One input of its own, and before it the last of the prompt's, which the arena has.
+    assert layout.kept_index.tolist() == [1] and layout.levels[0].kept.tolist() == [0]
+    # One input of its own, and before it the last of the prompt's, which the cache has.
     windows = convolution_layout(plan.forest, middle, plan.state_of, 3)
     assert windows.tail.tolist() == [[-3, 0]]
 
@@ -80,32 +80,37 @@ def paths(plan: Plan, batch: RolloutBatch) -> list[list[int]]:
     st.integers(1, 5),
 )
 def test_every_token_sees_the_inputs_of_its_path(
-    batch: RolloutBatch, combination: tuple[str, str, str], row_tokens: int, width: int
+    batch: RolloutBatch, combination: tuple[str, str, str], microbatch_tokens: int, width: int
 ) -> None:
     """What convolution and recurrence would read, followed through the schedule."""
-    sharing, boundary, waves = combination
-    config = Config(sharing=sharing, boundary=boundary, waves=waves, max_row_tokens=row_tokens)  # type: ignore[arg-type]
+    sharing, boundary, leaf_layout = combination
+    config = Config(
+        sharing=sharing,
+        boundary=boundary,
+        leaf_layout=leaf_layout,
+        max_microbatch_tokens=microbatch_tokens,
+    )  # type: ignore[arg-type]
     try:
         plan = make_plan(batch, config=config)
     except PlanError:
         return
     whole = paths(plan, batch)
-    arena: dict[int, list[int]] = {}
+    cache: dict[int, list[int]] = {}
     states: dict[int, list[int]] = {}
     live: dict[int, int] = {}
     for phase, index in plan.schedule():
-        row = plan.rows[index]
+        microbatch = plan.microbatches[index]
         if phase == "B":
-            for slot in [s for s in row.state_slot if s >= 0]:
-                assert live.pop(slot) == index
+            for place in [s for s in microbatch.state_index if s >= 0]:
+                assert live.pop(place) == index
             continue
         content = {}
-        for segment, begin in zip(row.segments, row.slot_begin, strict=True):
+        for segment, begin in zip(microbatch.segments, microbatch.segment_begin, strict=True):
             length = int(plan.forest.length[segment])
             content |= dict(
                 zip(range(begin, begin + length), whole[segment][-length:], strict=True)
             )
-        layout = state_layout(plan.forest, row, plan.state_of)
+        layout = state_layout(plan.forest, microbatch, plan.state_of)
         ends: list[list[int]] = []
         kept: list[list[int]] = []
         seen: dict[int, list[int]] = {}
@@ -114,42 +119,42 @@ def test_every_token_sees_the_inputs_of_its_path(
             now = []
             for begin, length, parent in zip(level.begin, level.length, level.parent, strict=True):
                 path = list(starts[int(parent)]) if number or parent >= 0 else []
-                for slot in range(begin, begin + length):
-                    if slot in content:  # padding is in nothing that is read
-                        path.append(content[slot])
-                        seen[slot] = list(path)
+                for place in range(begin, begin + length):
+                    if place in content:  # padding is in nothing that is read
+                        path.append(content[place])
+                        seen[place] = list(path)
                 now.append(path)
             ends = now
             kept.extend(ends[i] for i in level.kept)
-        expected = {slot: whole_of(plan, row, slot, whole) for slot in content}
+        expected = {place: whole_of(plan, microbatch, place, whole) for place in content}
         assert seen == expected
-        windows = convolution_layout(plan.forest, row, plan.state_of, width)
+        windows = convolution_layout(plan.forest, microbatch, plan.state_of, width)
 
         def read(entry: int, content: dict[int, int] = content) -> int:
             if entry >= 0:
                 return content.get(entry, -1)
             if entry == NOTHING:
                 return NOTHING
-            slot, place = divmod(-2 - entry, width - 1)
-            return arena[slot][place]
+            place, place = divmod(-2 - entry, width - 1)
+            return cache[place][place]
 
-        again = dict(zip(windows.slots.tolist(), windows.window.tolist(), strict=True))
-        for slot, path in expected.items():
+        again = dict(zip(windows.places.tolist(), windows.window.tolist(), strict=True))
+        for place, path in expected.items():
             last = [NOTHING] * (width - len(path)) + path[-width:]
-            entries = again.get(slot, list(range(slot - width + 1, slot + 1)))
+            entries = again.get(place, list(range(place - width + 1, place + 1)))
             assert [read(e) for e in entries] == last
         tails = [[read(e) for e in tail] for tail in windows.tail.tolist()]
-        for slot, state, tail in zip(layout.kept_slots.tolist(), kept, tails, strict=True):
-            assert slot not in live and slot < plan.state_slots
-            live[slot], states[slot], arena[slot] = index, state, tail
+        for place, state, tail in zip(layout.kept_index.tolist(), kept, tails, strict=True):
+            assert place not in live and place < plan.cache_states
+            live[place], states[place], cache[place] = index, state, tail
             before = width - 1
             assert tail == ([NOTHING] * before + state)[len(state) :] if before else tail == []
     assert not live
 
 
-def whole_of(plan: Plan, row, slot: int, whole: list[list[int]]) -> list[int]:
-    """The path up to a slot of a row."""
-    position = int(np.searchsorted(row.slot_begin, slot, side="right")) - 1
-    segment = row.segments[position]
-    after = int(plan.forest.length[segment]) - (slot - row.slot_begin[position]) - 1
+def whole_of(plan: Plan, microbatch, place: int, whole: list[list[int]]) -> list[int]:
+    """The path up to a place of a microbatch."""
+    position = int(np.searchsorted(microbatch.segment_begin, place, side="right")) - 1
+    segment = microbatch.segments[position]
+    after = int(plan.forest.length[segment]) - (place - microbatch.segment_begin[position]) - 1
     return whole[segment][: len(whole[segment]) - after]

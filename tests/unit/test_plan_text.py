@@ -27,12 +27,14 @@ def batch_of(lists: list[list[int]]) -> RolloutBatch:
     st.sampled_from((None, SHAPE)),
     st.one_of(st.none(), st.integers(1, 60)),
     st.sampled_from(("packed", "padded")),
-    st.sampled_from(("auto", "across_rows")),
+    st.sampled_from(("auto", "across")),
 )
 def test_every_plan_reads_back_and_explains_its_counts(
-    batch: RolloutBatch, shape, row_tokens, waves, boundary
+    batch: RolloutBatch, shape, microbatch_tokens, leaf_layout, boundary
 ) -> None:
-    config = Config(max_row_tokens=row_tokens, waves=waves, boundary=boundary)
+    config = Config(
+        max_microbatch_tokens=microbatch_tokens, leaf_layout=leaf_layout, boundary=boundary
+    )
     plan = make_plan(batch, shape, config)
     check_explained(plan)
     again = Plan.from_json(plan.to_json())
@@ -43,10 +45,10 @@ def test_every_plan_reads_back_and_explains_its_counts(
 def test_a_plan_of_another_version_is_refused() -> None:
     plan = make_plan(batch_of([[1, 2, 3], [1, 2, 4]]), SHAPE)
     values = json.loads(plan.to_json())
-    assert values["version"] == 2
+    assert values["version"] == 3
     for version in (1, "2", None):
         text = json.dumps({**values, "version": version})
-        with pytest.raises(PlanError, match=f"version {version!r} .* reads plans of version 2"):
+        with pytest.raises(PlanError, match=f"version {version!r} .* reads plans of version 3"):
             Plan.from_json(text)
     with pytest.raises(PlanError, match="version 'list'"):
         Plan.from_json("[]")
@@ -54,14 +56,14 @@ def test_a_plan_of_another_version_is_refused() -> None:
 
 def test_a_plan_read_back_is_the_plan() -> None:
     batch = batch_of([[*range(20), *range(20 + 7 * i, 27 + 7 * i)] for i in range(8)])
-    plan = make_plan(batch, SHAPE, Config(max_row_tokens=24, boundary="across_rows"))
+    plan = make_plan(batch, SHAPE, Config(max_microbatch_tokens=24, boundary="across"))
     again = Plan.from_json(plan.to_json())
     assert again.to_json() == plan.to_json()
     assert again.events() == plan.events()
     assert again.shape == plan.shape
     assert again.shared == plan.shared
     assert again.candidates == plan.candidates
-    assert again.arena_of == plan.arena_of
+    assert again.cache_of == plan.cache_of
     assert again.explain() == plan.explain()
     again.check_batch(batch)
 
@@ -99,31 +101,31 @@ def check_explained(plan: Plan) -> None:
         ("unique tokens (once in the whole batch)", f"{plan.unique_tokens:,}"),
         ("computed tokens (edges run)", f"{plan.computed_tokens:,}"),
         ("labelled edges (head)", f"{plan.labelled:,}"),
-        ("rows, segments", f"{len(plan.rows):,}, {len(plan.forest):,}"),
-        ("boundary state held at once, tokens", f"{plan.arena_slots:,}"),
+        ("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}"),
+        ("prefix cache held at once, tokens", f"{plan.cache_tokens:,}"),
     ):
         assert re.search(rf"│ {re.escape(label)} +│ +{re.escape(count)} │", text), (label, count)
     assert f"{plan.bound:.2f}x" in text
     assert " ".join(plan.reason.split()) in " ".join(text.split())
-    padding = plan.run_slots - plan.computed_tokens
+    padding = plan.run_tokens - plan.computed_tokens
     assert ("padding run besides" in text) == bool(padding)
-    for name in plan.row_names[:24]:
+    for name in plan.microbatch_names[:24]:
         assert f"│ {name} " in text
 
 
 def test_explain_in_full() -> None:
     batch = batch_of([[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]])
-    config = Config(sharing="group", boundary="across_rows", waves="padded")
+    config = Config(sharing="group", boundary="across", leaf_layout="padded")
     text = make_plan(batch, config=config).explain()
     check = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
-    assert "plan: group + across_rows, as asked" in check
+    assert "plan: group + across, as asked" in check
     assert "padding run besides 3" in check
     assert "bound on the speed-up (tokens) 1.67x" in check
-    assert "group across_rows 1.000 chosen" in check
+    assert "group across 1.000 chosen" in check
     assert "A0 - 1 3 3 3" in check
     assert "B0 A0 3 6 9 0" in check
     assert text.splitlines()[-5:] == [
-        "segments: tokens x rollouts through them, and their row",
+        "segments: tokens x rollouts through them, and their microbatch",
         "└── 3 x 3  A0",
         "    ├── 2 x 1  B0",
         "    ├── 1 x 1  B0",
@@ -147,11 +149,11 @@ def test_what_was_looked_at_has_its_predicted_speed_up() -> None:
 
 def test_explain_cuts_long_tables_short_and_says_so() -> None:
     batch = batch_of([[1, 2, 3 + i, 3 + i, 3 + i] for i in range(60)])
-    config = Config(sharing="group", boundary="across_rows", max_row_tokens=5)
+    config = Config(sharing="group", boundary="across", max_microbatch_tokens=5)
     plan = make_plan(batch, config=config)
-    assert (len(plan.rows), len(plan.forest)) == (61, 61)
+    assert (len(plan.microbatches), len(plan.forest)) == (61, 61)
     text = plan.explain()
-    assert "and 37 rows more" in text
+    assert "and 37 microbatches more" in text
     assert "and 21 segments more" in text
 
 
@@ -160,15 +162,15 @@ def test_a_budget_that_whole_paths_cannot_meet_is_named() -> None:
     shape = ModelShape(
         layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, value_dim=8, intermediate=8, vocab=8
     )
-    config = Config(sharing="none", boundary="in_row", memory_budget_bytes=100)
-    with pytest.raises(PlanError, match=r"memory_budget_bytes is 100.*across_rows"):
+    config = Config(sharing="none", boundary="within", memory_budget=100)
+    with pytest.raises(PlanError, match=r"memory_budget is 100.*across"):
         make_plan(batch, shape, config)
 
 
 def test_a_deep_tree_says_how_many_segments_it_leaves_out() -> None:
     stem = list(range(60))
     rollouts = [Rollout([*stem[:n], 99, 98], [0] * (n + 1) + [1], 1.0) for n in range(1, 60)]
-    plan = make_plan(RolloutBatch(rollouts), None, Config(sharing="tree", boundary="in_row"))
+    plan = make_plan(RolloutBatch(rollouts), None, Config(sharing="tree", boundary="within"))
     text = plan.explain()
     shown = sum(" x " in line and "A0" in line for line in text.splitlines())
     assert f"and {len(plan.forest) - shown} segments more" in text

@@ -15,10 +15,10 @@ from forkpoint.report.forests import draw_forest, forest_figure
 from forkpoint.report.schedules import counted_lane, labelled_of_segments, timeline_figure
 
 AWAY = {
-    residency: Config(
-        sharing="tree", boundary="across_rows", max_row_tokens=24, residency=residency
+    activations: Config(
+        sharing="tree", boundary="across", max_microbatch_tokens=24, activations=activations
     )
-    for residency in ("offload", "recompute")
+    for activations in ("offload", "recompute")
 }
 
 
@@ -49,7 +49,9 @@ def test_every_rollout_is_a_path(name: str) -> None:
 
 def test_cuts_that_only_fit_rows_are_not_drawn() -> None:
     batch = made_up()
-    plan = make_plan(batch, SHAPE, Config(sharing="tree", boundary="across_rows", max_row_tokens=7))
+    plan = make_plan(
+        batch, SHAPE, Config(sharing="tree", boundary="across", max_microbatch_tokens=7)
+    )
     order = sort_rollouts(batch.token_ids, batch.offsets, np.zeros(len(batch), np.int64))
     drawn = picture(plan, batch)
     assert drawn["segments"] == len(build_forest(order, len(batch))) < len(plan.forest)
@@ -59,7 +61,7 @@ def test_cuts_that_only_fit_rows_are_not_drawn() -> None:
 @pytest.mark.parametrize("most", [1, 5, 9])
 def test_what_is_not_drawn_is_counted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = made_up()
-    plan = make_plan(batch, SHAPE, Config(sharing="tree", boundary="in_row"))
+    plan = make_plan(batch, SHAPE, Config(sharing="tree", boundary="within"))
     whole = picture(plan, batch)
     monkeypatch.setattr(forests, "MOST_SEGMENTS", most)
     drawn = picture(plan, batch)
@@ -138,7 +140,7 @@ def test_phases_by_hand() -> None:
     """One prompt of three responses, across rows: A, then B twice each, then C."""
     batch = made_up(groups=1, rollouts_per_group=3)
     plan = make_plan(
-        batch, SHAPE, Config(sharing="group", boundary="across_rows", max_row_tokens=30)
+        batch, SHAPE, Config(sharing="group", boundary="across", max_microbatch_tokens=30)
     )
     events = lane(plan, batch)["events"]
     assert [(e["name"], e["phase"]) for e in events if e["name"][2] == "A"] == [
@@ -152,7 +154,9 @@ def test_phases_by_hand() -> None:
     away = make_plan(
         batch,
         SHAPE,
-        Config(sharing="group", boundary="across_rows", max_row_tokens=30, residency="recompute"),
+        Config(
+            sharing="group", boundary="across", max_microbatch_tokens=30, activations="recompute"
+        ),
     )
     again = lane(away, batch)["events"]
     assert [e["name"] for e in again[-2:]] == ["R A0", "B A0"]

@@ -1,7 +1,8 @@
 """Shared-prefix attention beside its alternatives, on one GPU.
 
-Every case is one packed row: prefixes, each with its responses. TFLOP/s count visible pairs only,
-4 H D a pair forward and 2.5 times that backward. What is compared runs in the same process on the
+Every case is one packed microbatch: prefixes, each with its responses. TFLOP/s count visible pairs
+    only, 4 H D a pair forward and 2.5 times that backward. What is compared runs in the same
+    process on the
 same inputs: the stock calls of the composition alone, dense attention with the prefix replicated
 for every response, FlexAttention with the shared-prefix mask, and FlashAttention-4 with the
 prefix's keys copied for every response. Numbers are checked before anything is timed.

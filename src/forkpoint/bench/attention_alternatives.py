@@ -88,7 +88,7 @@ def copied_keys(
         return (k, v, *chosen.forward(q, k, v, launch, **options))
 
     k, v, o, lse = forward()
-    runs = runs_of(index.cpu().numpy(), inputs.row.slot_begin)
+    runs = runs_of(index.cpu().numpy(), inputs.row.segment_begin)
     backwards = []
     # Which way to sum is faster depends on the sizes; the method has the faster one.
     for add in (_index_add, sum_of_copies):
@@ -155,11 +155,11 @@ def flex_attention(inputs: Inputs) -> tuple[tuple[Timing, Timing, float], Tensor
     torch._dynamo.reset()
     case = inputs.case
     forest = case.forest()
-    padded = -(-inputs.row.slots // 128) * 128
+    padded = -(-inputs.row.run_tokens // 128) * 128
     # Of what fills the last block; roots are below -1.
     segment = torch.full((padded,), -3, device="cuda")
     above = torch.full((padded,), -2, device="cuda")
-    for index, begin in inputs.slot_of.items():
+    for index, begin in inputs.begin_of.items():
         end = begin + int(forest.length[index])
         segment[begin:end] = index
         above[begin:end] = int(forest.parent[index])
@@ -184,4 +184,4 @@ def flex_attention(inputs: Inputs) -> tuple[tuple[Timing, Timing, float], Tensor
     backward = time_cuda(lambda: torch.autograd.grad(o, (q, k, v), do.detach(), retain_graph=True))
     with torch.no_grad():
         time_forward = time_cuda(forward)
-    return (time_forward, backward, 1.0), o.detach()[0].transpose(0, 1)[: inputs.row.slots]
+    return (time_forward, backward, 1.0), o.detach()[0].transpose(0, 1)[: inputs.row.run_tokens]

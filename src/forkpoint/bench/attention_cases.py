@@ -14,7 +14,7 @@ from forkpoint.ops.attention.operator import attend, attend_backward
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.table import read_launches
 from forkpoint.plan.cost import ATTENTION_BACKWARD, visible_pairs
-from forkpoint.plan.layout import Row, full_table
+from forkpoint.plan.layout import Microbatch, full_table
 from forkpoint.plan.packing import breadth_or_depth
 
 
@@ -52,18 +52,18 @@ class Case:
         parents, starts, lengths = (np.asarray(x, np.int64) for x in (parent, start, length))
         return Forest(zeros, parents, starts, lengths, zeros, zeros, zeros)
 
-    def row(self, forest: Forest) -> Row:
+    def row(self, forest: Forest) -> Microbatch:
         order = breadth_or_depth(forest, list(range(len(forest))))
         begins = np.cumsum([0, *forest.length[order]]).tolist()
-        return Row(
+        return Microbatch(
             index=0,
             parent=-1,
             segments=tuple(order),
-            slot_begin=tuple(begins[:-1]),
+            segment_begin=tuple(begins[:-1]),
             width=0,
-            arena_begin=(-1,) * len(order),
+            cache_begin=(-1,) * len(order),
             children=(),
-            slots=begins[-1],
+            run_tokens=begins[-1],
             tokens=begins[-1],
         )
 
@@ -120,7 +120,7 @@ class Inputs:
     def __init__(self, case: Case) -> None:
         self.case = case
         forest = case.forest()
-        self.row: Row = case.row(forest)
+        self.row: Microbatch = case.row(forest)
         table = full_table(forest, self.row, {})
         self.table: AttentionTable = AttentionTable.from_numpy(
             table.launches, table.cu, device="cuda"
@@ -128,7 +128,7 @@ class Inputs:
         generator = torch.Generator("cuda").manual_seed(0)
 
         def normal(heads: int) -> Tensor:
-            shape = (self.row.slots, heads, case.head_dim)
+            shape = (self.row.run_tokens, heads, case.head_dim)
             return torch.randn(shape, generator=generator, device="cuda", dtype=case.dtype)
 
         self.q: Tensor = normal(case.heads)
@@ -136,8 +136,8 @@ class Inputs:
         self.k: Tensor = normal(case.kv_heads)
         self.v: Tensor = normal(case.kv_heads)
         self.scale: float = case.head_dim**-0.5
-        self.slot_of: dict[int, int] = dict(
-            zip(self.row.segments, self.row.slot_begin, strict=True)
+        self.begin_of: dict[int, int] = dict(
+            zip(self.row.segments, self.row.segment_begin, strict=True)
         )
 
     def forward(self, kernel: str) -> tuple[Tensor, Tensor]:
@@ -151,8 +151,8 @@ class Inputs:
 
     def _arguments(self, kernel: str) -> tuple[Any, ...]:
         t = self.table
-        table = (t.launches, t.cu_cpu, t.cu_device, t.row_gather, t.arena_gather)
-        nothing = [None] * 5  # of an arena, and no sinks
+        table = (t.launches, t.cu_cpu, t.cu_device, t.own_gather, t.cache_gather)
+        nothing = [None] * 5  # of an cache, and no sinks
         return self.q, self.k, self.v, *nothing, *table, self.scale, 0.0, 0, kernel, False
 
     def launches(self) -> list[Launch]:
@@ -192,12 +192,12 @@ class Inputs:
         case, keys, q_lengths, k_lengths, slots = self.case, [], [], [], []
         forest = case.forest()
         for segment in sorted(range(len(forest)), key=lambda s: forest.parent[s] >= 0):
-            begin, length = self.slot_of[segment], int(forest.length[segment])
+            begin, length = self.begin_of[segment], int(forest.length[segment])
             own = torch.arange(begin, begin + length, device="cuda")
             parent = int(forest.parent[segment])
             path = [own]
             if parent >= 0:
-                at = self.slot_of[parent]
+                at = self.begin_of[parent]
                 above = torch.arange(at, at + int(forest.length[parent]), device="cuda")
                 path = [above, own]
             keys.append(torch.cat(path))

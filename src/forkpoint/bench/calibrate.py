@@ -12,8 +12,8 @@ from typing import cast
 
 from transformers import PreTrainedModel
 
+from forkpoint.bench.calibrate_microbatches import Rows
 from forkpoint.bench.calibrate_parts import Parts, curve
-from forkpoint.bench.calibrate_rows import Rows
 from forkpoint.bench.clock import Clock
 from forkpoint.bench.rows import environment
 from forkpoint.engine.device import device_name

@@ -12,7 +12,7 @@ from forkpoint.engine.head import token_logprobs
 from forkpoint.engine.staging import staging_for
 from forkpoint.hosts.refusals import plain_head
 from forkpoint.hosts.transformers import TransformersHost
-from forkpoint.ops.attention import ArenaSlice, AttentionTable, shared_attention
+from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention
 from forkpoint.plan import ModelShape
 from forkpoint.plan.calibration import Curve
 
@@ -76,11 +76,11 @@ class Parts:
         k, v = draw(tokens, one.kv_heads, one.head_dim), draw(tokens, one.kv_heads, one.value_dim)
         cu = [length * i for i in range(count + 1)]
         launches = [[0, 1, 0, tokens, 0, tokens, length, length, 0, 0, count]]
-        arena = None
+        cache = None
         if keys:
             state = [draw(keys, one.kv_heads, d, False) for d in (one.head_dim, one.value_dim)]
             wide = torch.float64 if dtype == torch.float64 else torch.float32
-            arena = ArenaSlice(*state, *(torch.zeros_like(x, dtype=wide) for x in state))
+            cache = CacheSlice(*state, *(torch.zeros_like(x, dtype=wide) for x in state))
             launches.append([1, 0, 0, tokens, 0, keys, tokens, keys, len(cu), len(cu) + 2, 1])
             cu += [0, tokens, 0, keys]
         table = AttentionTable.from_numpy(
@@ -91,7 +91,7 @@ class Parts:
         def forward() -> Tensor:
             scale = one.head_dim**-0.5
             o, _ = shared_attention(
-                q, k, v, table=table, arena=arena, scale=scale, kernel=self.kernel
+                q, k, v, table=table, cache=cache, scale=scale, kernel=self.kernel
             )
             return o
 

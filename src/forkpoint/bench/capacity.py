@@ -41,7 +41,7 @@ class Way:
 
 LIKE_FOR_LIKE = (
     Way("dense", dict(DENSE), shares=(0.5,)),
-    Way("offload", {**GROUP, "residency": "offload"}),
+    Way("offload", {**GROUP, "activations": "offload"}),
 )
 AT_THEIR_BEST = (
     Way(
@@ -53,9 +53,9 @@ AT_THEIR_BEST = (
         "dense, chains, recompute, checkpointing full",
         {
             "sharing": "none",
-            "boundary": "across_rows",
-            "max_row_tokens": CHUNK_TOKENS,
-            "residency": "recompute",
+            "boundary": "across",
+            "max_microbatch_tokens": CHUNK_TOKENS,
+            "activations": "recompute",
             "checkpointing": "full",
         },
         shares=(0.5,),
@@ -64,8 +64,8 @@ AT_THEIR_BEST = (
         "shared, chains, recompute, checkpointing full",
         {
             **GROUP,
-            "max_row_tokens": CHUNK_TOKENS,
-            "residency": "recompute",
+            "max_microbatch_tokens": CHUNK_TOKENS,
+            "activations": "recompute",
             "checkpointing": "full",
         },
         shares=(0.55,),
@@ -74,8 +74,8 @@ AT_THEIR_BEST = (
         "shared, chains, offload, checkpointing full",
         {
             **GROUP,
-            "max_row_tokens": CHUNK_TOKENS,
-            "residency": "offload",
+            "max_microbatch_tokens": CHUNK_TOKENS,
+            "activations": "offload",
             "checkpointing": "full",
         },
         shares=(0.55,),
@@ -207,7 +207,7 @@ class _Attempt:
         return False
 
     def predicted_bytes(self, tokens: int) -> int:
-        """What activations and boundary state are predicted to take, at this way's best share."""
+        """What activations and prefix cache are predicted to take, at this way's best share."""
         return min(self._predicted(tokens, share) for share in self.way.shares)
 
     def _predicted(self, tokens: int, share: float) -> int:
@@ -218,15 +218,15 @@ class _Attempt:
         return plan.predicted_peak_bytes
 
     def _policy(self, prompt: int, response: int):
-        options = {"max_row_tokens": max(prompt, response), **self.way.options}
-        if options.get("boundary") == "across_rows":
+        options = {"max_microbatch_tokens": max(prompt, response), **self.way.options}
+        if options.get("boundary") == "across":
             # One response at a time.
-            options["max_wave_tokens"] = 1
-        if self.way.options.get("boundary") == "in_row":
-            options["max_row_tokens"] = prompt + response
-        elif "max_row_tokens" in self.way.options:
-            options["max_row_tokens"] = max(16, CHUNK_TOKENS // self.scale)
-        return self.stepper.configured(**options, host_memory_bytes=self.host_bytes)
+            options["max_leaf_tokens"] = 1
+        if self.way.options.get("boundary") == "within":
+            options["max_microbatch_tokens"] = prompt + response
+        elif "max_microbatch_tokens" in self.way.options:
+            options["max_microbatch_tokens"] = max(16, CHUNK_TOKENS // self.scale)
+        return self.stepper.configured(**options, host_memory=self.host_bytes)
 
     def _fits(self, tokens: int, prompt: int, response: int) -> bool:
         batch = make_group(prompt, [response] * 2, vocab=self.stepper.vocab)
@@ -247,14 +247,14 @@ class _Attempt:
         prompt, response = max(32, 1024 // self.scale), max(16, 512 // self.scale)
         batch = make_group(prompt, [response] * 2, vocab=self.stepper.vocab)
         if not expected:
-            plain = self.stepper.configured(**DENSE, max_row_tokens=prompt + response)
+            plain = self.stepper.configured(**DENSE, max_microbatch_tokens=prompt + response)
             self.stepper.step(plain, batch)
             expected.update(_gradients(self.stepper.model))
         options = dict(self.way.options)
-        if options.get("boundary") != "in_row":
-            options["max_row_tokens"] = max(16, response // 2)
+        if options.get("boundary") != "within":
+            options["max_microbatch_tokens"] = max(16, response // 2)
         else:
-            options["max_row_tokens"] = prompt + response
+            options["max_microbatch_tokens"] = prompt + response
         self.stepper.step(self.stepper.configured(**options), batch)
         self.checked = f"prompt {prompt}, two responses of {response}, norms over all parameters"
         return _distance(self.stepper.model, expected)
@@ -264,15 +264,18 @@ def _long_prompt(
     stepper: Stepper, case: str, prompt: int, host_bytes: int, scale: int
 ) -> Iterator[ResultRow]:
     batch = make_group(prompt, [max(2, LONG_RESPONSE // scale)] * 2, vocab=stepper.vocab)
-    for residency in ("recompute", "offload"):
+    for activations in ("recompute", "offload"):
         policy = stepper.configured(
             **GROUP,
-            residency=residency,
+            activations=activations,
             checkpointing="full",
-            max_row_tokens=max(16, CHUNK_TOKENS // scale),
-            host_memory_bytes=host_bytes,
+            max_microbatch_tokens=max(16, CHUNK_TOKENS // scale),
+            host_memory=host_bytes,
         )
-        note = f"chains of {policy.config.max_row_tokens} tokens, {residency}, checkpointing full"
+        note = (
+            f"chains of {policy.config.max_microbatch_tokens} tokens, {activations}, "
+            f"checkpointing full"
+        )
         try:
             timed = stepper.step(policy, batch)
         except torch.OutOfMemoryError as error:

@@ -30,8 +30,11 @@ def cell_rows(
     plan = shared.plan
     assert plan.shape is not None
     row = partial(cell_row, bench, case)
-    how = f"{plan.sharing} + {plan.boundary}, rows of at most {plan.max_row_tokens} tokens"
-    kinds = sorted({r.residency for r in plan.rows if r.children})
+    how = (
+        f"{plan.sharing} + {plan.boundary}, microbatches of at most "
+        f"{plan.max_microbatch_tokens} tokens"
+    )
+    kinds = sorted({r.activations for r in plan.microbatches if r.children})
     how += f", parents: {', '.join(kinds)}" if kinds else ""
     yield row(
         f"{shared_name} step",

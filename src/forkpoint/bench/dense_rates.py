@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from forkpoint.forest import IntArray
 from forkpoint.plan.cost import visible_pairs
-from forkpoint.plan.meters import labelled_of_rows
+from forkpoint.plan.meters import labelled_of_microbatches
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 
@@ -35,11 +35,11 @@ class Amounts:
         shape, forest = plan.shape, plan.forest
         assert shape is not None
         token_edge: IntArray = forest.token_edges(batch.offsets)
-        labelled = labelled_of_rows(plan, token_edge, batch.loss_mask)
+        labelled = labelled_of_microbatches(plan, token_edge, batch.loss_mask)
         tokens = pairs = 0.0
-        for row in plan.rows:
+        for row in plan.microbatches:
             ends_early = not labelled[row.index]
-            tokens += row.slots * (shape.layers - ends_early)
+            tokens += row.run_tokens * (shape.layers - ends_early)
             segments = list(row.segments)
             windows = shape.windows[:-1] if ends_early else shape.windows
             each = {

@@ -132,15 +132,17 @@ def _best_shared(
     rollout, group = case.prompt + case.response, case.prompt + case.size * case.response
     found: list[tuple[Timed, Policy]] = []
     too_large = []
-    for boundary, tokens in (("in_row", group), ("across_rows", rollout), ("mixed", rollout)):
-        policy = stepper.configured(sharing="group", boundary=boundary, max_row_tokens=tokens)
+    for boundary, tokens in (("within", group), ("across", rollout), ("mixed", rollout)):
+        policy = stepper.configured(
+            sharing="group", boundary=boundary, max_microbatch_tokens=tokens
+        )
         try:
             timed = stepper.step(policy, batch)
             # The first one compiles and plans.
             timed = stepper.step(policy, batch, timed.plan)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            too_large.append(f"group + {boundary}, rows of at most {tokens} tokens")
+            too_large.append(f"group + {boundary}, microbatches of at most {tokens} tokens")
             continue
         found.append((timed, policy))
     timed, policy = min(found, key=lambda f: f[0].typical_ms)
@@ -161,11 +163,11 @@ def _compared(
     another length, which differ by rounding alone."""
     row = partial(_row, case)
     longest = int(some.lengths.max())
-    whole = (dense.config.max_row_tokens or 0) > longest
+    whole = (dense.config.max_microbatch_tokens or 0) > longest
     other = stepper.configured(
         sharing="none",
-        boundary="in_row",
-        max_row_tokens=longest * (1 if whole else 2),
+        boundary="within",
+        max_microbatch_tokens=longest * (1 if whole else 2),
         head_logits=dense.config.head_logits,
     )
     logprobs = _logprobs(stepper, dense, some)
@@ -173,7 +175,10 @@ def _compared(
     named = stepper.policy.host.named_parameters()
     wanted = {n: p.grad.clone() for n, p in named if p.grad is not None}
     for name, policy in (("dense again: ", other), ("", shared)):
-        note = f"{len(some)} rollouts, rows of at most {policy.config.max_row_tokens} tokens"
+        note = (
+            f"{len(some)} rollouts, microbatches of at most "
+            f"{policy.config.max_microbatch_tokens} tokens"
+        )
         try:
             found = _logprobs(stepper, policy, some)
         except torch.OutOfMemoryError:

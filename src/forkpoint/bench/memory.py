@@ -1,4 +1,4 @@
-"""Peaks of memory by residency and by phase, beside dense."""
+"""Peaks of memory by activations and by phase, beside dense."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def memory(
     *,
     tiny: bool = False,
     count: int = 16,
-    wave_tokens: int = 1,
+    leaf_tokens: int = 1,
     splits: tuple[str, ...] = (),
 ) -> Iterator[ResultRow]:
     """Peaks and times of keep, offload and recompute beside dense, for the grid's four splits.
@@ -27,7 +27,7 @@ def memory(
     With `splits`, as 2048/10240, for those alone.
 
     No checkpointing and no chains on either side. A row below the prompt holds as many responses as
-    fit in `wave_tokens`, and at least one, which is as published. On CUDA "B drained" is the second
+    fit in `leaf_tokens`, and at least one, which is as published. On CUDA "B drained" is the second
     half of phase B: by then the copies out are through.
     """
     scale = SCALE_TINY if tiny else 1
@@ -37,20 +37,20 @@ def memory(
         label = f"{stepper.mode} {prompt}/{response} N={count}"
         if deadline.over(label):
             continue
-        alone = stepper.configured(**DENSE, max_row_tokens=p + r)
+        alone = stepper.configured(**DENSE, max_microbatch_tokens=p + r)
         one = batch.select([0, 1])
         stepper.step(alone, one)
         dense = stepper.step(alone, one)
         scaled = Dense(dense, len(one), p + r, count / len(one))
         kept_ms = None
-        for residency in ("keep", "offload", "recompute"):
+        for activations in ("keep", "offload", "recompute"):
             policy = stepper.configured(
                 **GROUP,
-                max_row_tokens=max(p, r),
-                max_wave_tokens=max(1, wave_tokens // scale),
-                residency=residency,
+                max_microbatch_tokens=max(p, r),
+                max_leaf_tokens=max(1, leaf_tokens // scale),
+                activations=activations,
             )
-            case = f"{label} {residency}"
+            case = f"{label} {activations}"
             plan = policy.plan(batch)
             try:
                 first_ms = stepper.step(policy, batch, plan).typical_ms
@@ -61,8 +61,8 @@ def memory(
             except torch.OutOfMemoryError as error:
                 yield out_of_memory("memory", case, error)
                 continue
-            yield from cell_rows("memory", case, shared, scaled, shared_name=residency)
-            kept_ms = shared.typical_ms if residency == "keep" else kept_ms
+            yield from cell_rows("memory", case, shared, scaled, shared_name=activations)
+            kept_ms = shared.typical_ms if activations == "keep" else kept_ms
             if kept_ms is not None:
                 yield cell_row("memory", case, "time over keep", shared.typical_ms / kept_ms, "1")
             yield from _memory_rows(stepper, case, shared, dense, peaks, p, r)
@@ -91,7 +91,7 @@ def _memory_rows(
     shape = shared.plan.shape
     assert shape is not None
     boundary = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
-    share = boundary * shared.plan.arena_slots / (dense.peak_bytes - fixed)
+    share = boundary * shared.plan.cache_tokens / (dense.peak_bytes - fixed)
     for phase, peak in peaks.items():
         yield cell_row("memory", case, f"peak of phase {phase}", peak, "bytes")
         yield cell_row(
@@ -122,7 +122,9 @@ def _peaks(
     if not stepper.cuda:
         stepper.repeat(policy, batch, repeats=repeats, into=timed)
         return {}
-    parents = {timed.plan.row_names[row.index] for row in timed.plan.rows if row.children}
+    parents = {
+        timed.plan.microbatch_names[row.index] for row in timed.plan.microbatches if row.children
+    }
     seen: list[tuple[str, int]] = []
     phase = "A"
 
@@ -141,6 +143,6 @@ def _peaks(
         policy.observer = None
     seen.append((phase, torch.cuda.max_memory_allocated()))
     found = {p: max((b for q, b in seen[1:] if q == p), default=0) for p in "ABC"}
-    waves = [b for q, b in seen[1:] if q == "B"]
-    found["B drained"] = max(waves[len(waves) // 2 :], default=0)
+    leaves = [b for q, b in seen[1:] if q == "B"]
+    found["B drained"] = max(leaves[len(leaves) // 2 :], default=0)
     return {p: peak for p, peak in found.items() if peak}

@@ -44,7 +44,7 @@ def policy_update(
             continue
         lengths = [max(2, r // scale) for r in responses]
         batch = make_group(prompt // scale, lengths, vocab=stepper.vocab)
-        policy = stepper.configured(memory_budget_bytes=stepper.budget_bytes)
+        policy = stepper.configured(memory_budget=stepper.budget_bytes)
         row_tokens = DENSE_ROW_TOKENS // scale
         dense, _, some = best_dense(stepper, batch, repeats=1, sample=8, row_tokens=row_tokens)
         shared = repeated(stepper, policy, batch)
@@ -56,9 +56,9 @@ def _score_rows(
     stepper: Stepper, case: str, batch: RolloutBatch, some: RolloutBatch, dense: Dense
 ) -> Iterator[ResultRow]:
     """The pass for old or reference log-probs."""
-    tokens = dense.timed.plan.max_row_tokens
-    alone = stepper.configured(**DENSE, max_row_tokens=tokens)
-    policy = stepper.configured(memory_budget_bytes=stepper.budget_bytes)
+    tokens = dense.timed.plan.max_microbatch_tokens
+    alone = stepper.configured(**DENSE, max_microbatch_tokens=tokens)
+    policy = stepper.configured(memory_budget=stepper.budget_bytes)
     for each, rollouts in ((alone, some), (policy, batch)):
         stepper.score(each, rollouts, repeats=1)
     plain = stepper.score(alone, some, repeats=2)

@@ -50,7 +50,7 @@ def step_grid(
         if deadline.over(case):
             continue
         batch = make_group(p, [r] * count, vocab=stepper.vocab)
-        policy = stepper.configured(memory_budget_bytes=stepper.budget_bytes)
+        policy = stepper.configured(memory_budget=stepper.budget_bytes)
         try:
             fresh = count <= 4 or (p, r) not in baselines
             if fresh:

@@ -22,8 +22,8 @@ RESERVED_BYTES = 8 << 30
 # Dense rows of short rollouts are tried up to this length. Longer ones gain nothing: in Llama3-8B's
 # shapes on an H200, rows of 12,288 and of 24,576 tokens take the same time a token.
 DENSE_ROW_TOKENS = 16_384
-DENSE = {"sharing": "none", "boundary": "in_row"}
-GROUP = {"sharing": "group", "boundary": "across_rows"}
+DENSE = {"sharing": "none", "boundary": "within"}
+GROUP = {"sharing": "group", "boundary": "across"}
 
 
 class Deadline:
@@ -183,7 +183,7 @@ class Dense:
     def note(self) -> str:
         """What stands for the whole, for the rows of figures."""
         run = f"{self.rollouts} rollouts, scaled by {self.scale:.4g}"
-        return f"{run}; rows of at most {self.row_tokens} tokens"
+        return f"{run}; microbatches of at most {self.row_tokens} tokens"
 
     @property
     def ms(self) -> float:
@@ -226,7 +226,9 @@ def best_dense(
     found: list[tuple[Timed, Policy]] = []
     for rows in _rollouts_of_rows(longest, len(some), row_tokens):
         for logits in ("keep", "recompute"):
-            policy = stepper.configured(**DENSE, max_row_tokens=rows * longest, head_logits=logits)
+            policy = stepper.configured(
+                **DENSE, max_microbatch_tokens=rows * longest, head_logits=logits
+            )
             try:
                 timed = stepper.step(policy, some)
                 timed = stepper.repeat(policy, some, repeats=repeats, into=Timed(timed.plan))
@@ -240,7 +242,7 @@ def best_dense(
     timed, policy = min(found, key=lambda f: f[0].typical_ms)
     assert whole.shape is not None
     scale = whole.dense.step_flops(whole.shape) / timed.plan.dense.step_flops(whole.shape)
-    return Dense(timed, len(some), policy.config.max_row_tokens or 0, scale), policy, some
+    return Dense(timed, len(some), policy.config.max_microbatch_tokens or 0, scale), policy, some
 
 
 def _rollouts_of_rows(longest: int, count: int, row_tokens: int) -> list[int]:

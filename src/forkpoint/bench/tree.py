@@ -50,8 +50,8 @@ def tree(
             f"no group of {file} has at most {most_tokens} tokens; raise --most-tokens."
         )
     # Both sides with rows as long as memory allows.
-    policy = stepper.configured(sharing="tree", memory_budget_bytes=stepper.budget_bytes)
-    alone = stepper.configured(**DENSE, memory_budget_bytes=stepper.budget_bytes)
+    policy = stepper.configured(sharing="tree", memory_budget=stepper.budget_bytes)
+    alone = stepper.configured(**DENSE, memory_budget=stepper.budget_bytes)
     case = f"{label} {stepper.mode} {file.name}"
     dense_ms = shared_ms = dense_flops = shared_flops = 0.0
     used = 0

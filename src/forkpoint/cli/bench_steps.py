@@ -171,12 +171,12 @@ class MemoryBench(Steps):
 
     Attributes:
         count: How many rollouts the prompt has.
-        wave_tokens: The most tokens in a row of responses, which holds at least one.
+        leaf_tokens: The most tokens in a row of responses, which holds at least one.
         splits: Prompt and response, of which several may be named. By default all.
     """
 
     count: Count = 16
-    wave_tokens: Count = 1
+    leaf_tokens: Count = 1
     splits: tuple[Split, ...] = ()
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
@@ -187,7 +187,7 @@ class MemoryBench(Steps):
             deadline,
             tiny=self.tiny,
             count=self.count,
-            wave_tokens=self.wave_tokens,
+            leaf_tokens=self.leaf_tokens,
             splits=self.splits,
         )
 

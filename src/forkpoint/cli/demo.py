@@ -144,7 +144,7 @@ class Demo:
                 "blind_reward": BLIND_REWARD,
                 "entropy_bonus": ENTROPY_BONUS,
                 "rollouts": self.steps * self.groups * self.rollouts_per_group,
-                "dense_max_row_tokens": loop.dense.config.max_row_tokens,
+                "dense_max_microbatch_tokens": loop.dense.config.max_microbatch_tokens,
                 "parameters": parameters,
                 "threads": threads,
                 "plot": plot,

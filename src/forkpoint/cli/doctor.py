@@ -137,7 +137,7 @@ def self_test() -> "VerifyReport":
         response_tokens=8,
         vocab_size=model.config.vocab_size,
     )
-    policy = wrap(model, Config(sharing="tree", boundary="across_rows"))
+    policy = wrap(model, Config(sharing="tree", boundary="across"))
     return policy.verify(RolloutBatch(rollouts), GRPO())
 
 

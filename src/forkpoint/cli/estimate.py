@@ -24,7 +24,7 @@ def totals_table(totals: Totals, groups: int) -> Table:
     add("computed tokens (edges run)", f"{totals.computed_tokens:,}")
     if totals.padding:
         add("padding run besides", f"{totals.padding:,}")
-    add("rows", f"{totals.rows:,}")
+    add("microbatches", f"{totals.microbatches:,}")
     for kind, count in totals.kinds.most_common():
         add(f"planned as {kind}", f"{count:,} of {totals.batches:,}")
     if totals.shape is not None and totals.dense is not None and totals.shared is not None:

@@ -86,7 +86,8 @@ def explained(error: BaseException) -> tuple[int, str]:
     if isinstance(error, MemoryError) or _TORCH_MEMORY in str(error):
         return USER_ERROR, (
             f"error: the memory of this machine ran out{while_at} ({_reason(error)}). Take a part "
-            "of the rollouts (--limit), shorter rows (--max-row-tokens) or a smaller model, or run "
+            "of the rollouts (--limit), shorter rows (--max-microbatch-tokens) or a smaller "
+            "model, or run "
             "it on a machine with more memory."
         )
     if isinstance(error, OSError):

@@ -145,6 +145,6 @@ def out_of_memory_explained() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"out of device memory: {error}\nLower --max-row-tokens, or add "
+            f"out of device memory: {error}\nLower --max-microbatch-tokens, or add "
             "--gradient-checkpointing."
         ) from error

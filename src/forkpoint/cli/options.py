@@ -48,7 +48,9 @@ ModelPath = Annotated[Path, arg(metavar="DIR|CONFIG.json")]
 Flag = Annotated[bool, arg(help_behavior_hint="")]
 Count = Annotated[int, WholeNumber]
 Limit = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: all)")]
-Unlimited = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: no limit)")]
+MemoryBudget = DisallowNone[
+    Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: no limit)")]
+]
 Chosen = Annotated[
     int | None, WholeNumber, arg(help_behavior_hint="(default: chosen by the planner)")
 ]
@@ -70,17 +72,18 @@ class Planning:
     Attributes:
         sharing: Who may share tokens: nobody (none: ordinary dense training), the rollouts of one
             group, or any rollouts that begin alike (tree). auto takes the cheapest.
-        boundary: A row is what goes through the model in one forward. Where rollouts part, their
-            branches lie in the row of what they share (in_row), in rows of their own that read its
-            keys and values (across_rows), or either, as fits (mixed). auto takes the cheapest.
-        waves: How rows of branches are laid out: end to end (packed), or as a batch padded to the
-            longest (padded).
-        max_row_tokens: The most tokens in one row. Lower it when memory runs out.
-        memory_budget_bytes: The most bytes that activations and kept keys and values may take
-            together, as predicted.
-        residency: Where activations of a row are while rows that read it run: on the device (keep),
-            in the host's memory (offload), or nowhere until they are computed again (recompute).
-            auto keeps what the memory budget lets it.
+        boundary: A microbatch is what goes through the model in one forward. Where rollouts part,
+            their branches lie in the microbatch of what they share (within), in microbatches of
+            their own that read its keys and values (across), or either, as fits (mixed). auto takes
+            the cheapest.
+        leaf_layout: How microbatches of branches are laid out: end to end (packed), or as a batch
+            padded to the longest (padded).
+        max_microbatch_tokens: The most tokens in one microbatch. Lower it when memory runs out.
+        memory_budget: The most memory that activations and kept keys and values may take together,
+            as predicted: bytes, or text such as 70GiB.
+        activations: Where activations of a microbatch are while those that read it run: on the
+            device (keep), in the host's memory (offload), or nowhere until they are computed again
+            (recompute). auto keeps what the memory budget lets it.
         checkpointing: What a backward computes again: nothing, the MLPs (selective), or whole
             decoder blocks (full). Less memory, more time.
         calibration: A file that forkpoint calibrate wrote; plans are then priced in milliseconds
@@ -88,11 +91,11 @@ class Planning:
     """
 
     sharing: Literal["auto", "none", "group", "tree"] = "auto"
-    boundary: Literal["auto", "in_row", "across_rows", "mixed"] = "auto"
-    waves: Literal["packed", "padded"] = "packed"
-    max_row_tokens: Chosen = None
-    memory_budget_bytes: Unlimited = None
-    residency: Literal["auto", "keep", "offload", "recompute"] = "auto"
+    boundary: Literal["auto", "within", "across", "mixed"] = "auto"
+    leaf_layout: Literal["packed", "padded"] = "packed"
+    max_microbatch_tokens: Chosen = None
+    memory_budget: MemoryBudget = None
+    activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
     checkpointing: Literal["none", "selective", "full"] = "none"
     calibration: Measured = None
 
@@ -100,10 +103,10 @@ class Planning:
         return Config(
             sharing=self.sharing,
             boundary=self.boundary,
-            waves=self.waves,
-            max_row_tokens=self.max_row_tokens,
-            memory_budget_bytes=self.memory_budget_bytes,
-            residency=self.residency,
+            leaf_layout=self.leaf_layout,
+            max_microbatch_tokens=self.max_microbatch_tokens,
+            memory_budget=self.memory_budget,
+            activations=self.activations,
             checkpointing=self.checkpointing,
             calibration=self.calibration,
         )

@@ -146,7 +146,7 @@ class Report:
             return replay_chapter(read_run(path))
         shape = None if self.model is None else read_shape(self.model, self.memory)
         config = self.planning.config()
-        dense = replace(config, sharing="none", boundary="auto", waves="packed")
+        dense = replace(config, sharing="none", boundary="auto", leaf_layout="packed")
 
         def planned(batch: RolloutBatch) -> tuple[RolloutBatch, Plan, Plan]:
             if shape is not None:

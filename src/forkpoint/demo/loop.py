@@ -138,7 +138,7 @@ class Loop:
         group = batch.select(batch.groups()[0].tolist())
         longest = int(np.diff(group.offsets).max())
         limits = [None if n is None else n * longest for n in DENSE_ROLLOUTS_PER_ROW]
-        tried = [wrap(self.model, Config(sharing="none", max_row_tokens=n)) for n in limits]
+        tried = [wrap(self.model, Config(sharing="none", max_microbatch_tokens=n)) for n in limits]
         self._gradient(tried[0], group)
         times = [[self._gradient(policy, group)[1] for policy in tried] for _ in range(TRIALS)]
         self.dense: Policy = tried[int(np.min(times, axis=0).argmin())]

@@ -1,16 +1,16 @@
-"""Boundary state: what later rows need of earlier ones, captured, read, and injected.
+"""Prefix cache: what later microbatches need of earlier ones, captured, read, and injected.
 
-A layer names any tensors whose first dimension is the row's tokens (K and V in attention); those
-that belong to a segment's end, as recurrent states do, go the same way (`engine.states`). In a
-row's forward they are copied into the arena; rows below read them there as constants and add their
-gradients in float32; in the row's own backward the sums join the gradients that arrive from within
-the row.
+A layer names any tensors whose first dimension is the microbatch's tokens (K and V in attention);
+those that belong to a segment's end, as recurrent states do, go the same way (`engine.states`). In
+a microbatch's forward they are copied into the cache; microbatches below read them there as
+constants and add their gradients in float32; in the microbatch's own backward the sums join the
+gradients that arrive from within the microbatch.
 
-The injection happens where the tensor was captured, inside the one backward call of the row, rather
-than by giving the captured tensors to that call as further roots. So nothing of the graph is held
-outside it, the sum is rounded to the tensor's dtype once, activation checkpointing needs no care,
-and a row is rooted only in its loss or, without trained tokens, in its top output with a zero
-gradient (which FSDP needs in any case, to gather the last block).
+The injection happens where the tensor was captured, inside the one backward call of the microbatch,
+rather than by giving the captured tensors to that call as further roots. So nothing of the graph is
+held outside it, the sum is rounded to the tensor's dtype once, activation checkpointing needs no
+care, and a microbatch is rooted only in its loss or, without trained tokens, in its top output with
+a zero gradient (which FSDP needs in any case, to gather the last block).
 """
 
 from collections.abc import Hashable
@@ -24,34 +24,35 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.ops.attention import accumulate_dtype
 
 Key = tuple[Hashable, str]
-"""The module that marks boundary state, and a name for the tensor within it."""
+"""The module that marks prefix cache, and a name for the tensor within it."""
 
 
-class Arena:
-    """One buffer a layer and name for the boundary state of the rows that are open, as planned.
+class PrefixCache:
+    """One buffer a layer and name for the prefix cache of the microbatches that are open, as
+    planned.
 
-    Its slots are handed out by the plan; buffers are made when a layer first captures.
+    Its tokens are handed out by the plan; buffers are made when a layer first captures.
     """
 
-    def __init__(self, slots: int, *, gradients: bool, state_slots: int = 0) -> None:
-        """`slots` for tokens, `state_slots` for the ends of segments."""
-        self.slots: int = slots
-        self.state_slots: int = state_slots
+    def __init__(self, tokens: int, *, gradients: bool, cache_states: int = 0) -> None:
+        """`tokens` for tokens, `cache_states` for the ends of segments."""
+        self.tokens: int = tokens
+        self.cache_states: int = cache_states
         self.gradients = gradients
         self._state: dict[Key, Tensor] = {}
         self._gradient: dict[Key, Tensor] = {}
 
     def buffers(self, key: Key, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """State [slots, ...] of `like`'s dtype and its gradient buffer, made if need be."""
-        return self._buffers(key, like, self.slots)
+        """State [tokens, ...] of `like`'s dtype and its gradient buffer, made if need be."""
+        return self._buffers(key, like, self.tokens)
 
     def state_buffers(self, key: Key, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The same for the ends of segments: [state_slots, ...]."""
-        return self._buffers(key, like, self.state_slots)
+        """The same for the ends of segments: [cache_states, ...]."""
+        return self._buffers(key, like, self.cache_states)
 
-    def _buffers(self, key: Key, like: Tensor, slots: int) -> tuple[Tensor, Tensor | None]:
+    def _buffers(self, key: Key, like: Tensor, tokens: int) -> tuple[Tensor, Tensor | None]:
         if key not in self._state:
-            shape = (slots, *like.shape[1:])
+            shape = (tokens, *like.shape[1:])
             self._state[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
             if self.gradients:
                 self._gradient[key] = torch.empty(
@@ -59,17 +60,18 @@ class Arena:
                 )
         state = self._state[key]
         assert state.dtype == like.dtype and state.shape[1:] == like.shape[1:], (
-            f"boundary {key} is {state.dtype} {tuple(state.shape[1:])} in one row and {like.dtype} "
+            f"boundary {key} is {state.dtype} {tuple(state.shape[1:])} in one microbatch and "
+            f"{like.dtype} "
             f"{tuple(like.shape[1:])} in another"
         )
         return state, self._gradient.get(key)
 
     def read(self, key: Key) -> tuple[Tensor, Tensor | None]:
-        """State and gradient buffer as a row below reads them.
+        """State and gradient buffer as a microbatch below reads them.
 
-        Rows write disjoint slots of one buffer between another row's forward and backward. `.data`
-        gives each reader a version counter of its own, so that autograd does not mistake those
-        writes for changes of what the reader saved.
+        Microbatches write disjoint tokens of one buffer between another microbatch's forward and
+        backward. `.data` gives each reader a version counter of its own, so that autograd does not
+        mistake those writes for changes of what the reader saved.
         """
         gradient = self._gradient.get(key)
         return self._state[key].data, None if gradient is None else gradient.data
@@ -87,18 +89,19 @@ class Arena:
 
 
 class Capture:
-    """Which slots of a row are boundary state, and where they go in the arena."""
+    """Which tokens of a microbatch are prefix cache, and where they go in the cache."""
 
-    def __init__(self, arena: Arena, runs: list[tuple[int, int, int]]) -> None:
-        """`runs` are (first slot, one past the last, first arena slot)."""
-        self.arena = arena
+    def __init__(self, cache: PrefixCache, runs: list[tuple[int, int, int]]) -> None:
+        """`runs` are (first place, one past the last, first cache place)."""
+        self.cache = cache
         self.runs = runs
         self.open = True
-        """False after the row's forward: recomputation must not write what children have read."""
+        """False after the microbatch's forward: recomputation must not write what children have
+        read."""
         self._taken: set[Key] = set()
 
     def takes(self, key: Key) -> bool:
-        """Whether a tensor is to be captured now: in the row's forward, once for each key.
+        """Whether a tensor is to be captured now: in the microbatch's forward, once for each key.
 
         Raises UnsupportedError where a module runs a second time in one forward.
         """
@@ -115,16 +118,16 @@ class Capture:
 
 
 def boundary(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
-    """Mark a tensor of a row as boundary state; use what is returned in its place.
+    """Mark a tensor of a microbatch as prefix cache; use what is returned in its place.
 
     Args:
-        x_T: [T, ...], one entry for each token of the row.
+        x_T: [T, ...], one entry for each token of the microbatch.
         key: the module that calls, and the name of the tensor within it.
-        capture: None in rows that no other row reads.
+        capture: None in microbatches that no other microbatch reads.
     """
     if capture is None:
         return x_T
-    state, gradient = capture.arena.buffers(key, x_T)
+    state, gradient = capture.cache.buffers(key, x_T)
     if capture.takes(key):
         with torch.no_grad():
             for begin, end, at in capture.runs:
@@ -137,7 +140,8 @@ def boundary(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
 
 
 class _Inject(torch.autograd.Function):
-    """The identity, whose backward adds the gradients that other rows have left in the arena."""
+    """The identity, whose backward adds the gradients that other microbatches have left in the
+    cache."""
 
     @staticmethod
     def forward(

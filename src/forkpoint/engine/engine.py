@@ -1,12 +1,14 @@
-"""The schedule: one recursion over rows for every method.
+"""The schedule: one recursion over microbatches for every method.
 
-    visit(row):
-        forward(row)                 reads ancestors' boundary state, captures its own
-        for child in row.children:   visit(child)
-        backward(row)                roots its loss; its ancestors' boundary gradients accumulate
+    visit(microbatch):
+        forward(microbatch)                 reads ancestors' prefix cache, captures its own
+        for child in microbatch.children:   visit(child)
+        backward(microbatch)                roots its loss; its ancestors' boundary gradients
+        accumulate
 
-Between a row's forward and backward its activations are where the plan says (engine/residency.py).
-Nothing here knows which published method it is running; the plan does not say.
+Between a microbatch's forward and backward its activations are where the plan says
+(engine/activations.py). Nothing here knows which published method it is running; the plan does not
+say.
 """
 
 from collections.abc import Callable
@@ -19,13 +21,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from forkpoint.config import Config
-from forkpoint.engine.boundary import Arena
+from forkpoint.engine.activations import Activations
+from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.device import on_device
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.host import HeadOutputs, Host
+from forkpoint.engine.microbatches import MicrobatchContext, MicrobatchInputs, prepare_microbatches
 from forkpoint.engine.offload import OffloadStats
-from forkpoint.engine.residency import Residency
-from forkpoint.engine.rows import RowContext, RowInputs, prepare_rows
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.timing import PhaseTimer
 from forkpoint.engine.views import LossViews, outputs_of
@@ -36,7 +38,7 @@ from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import splits
 from forkpoint.rollouts import RolloutBatch
 
-RowLoss = Callable[[RowInputs, HeadOutputs], Tensor | None]
+MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,7 @@ class Engine:
     """Runs plans on a host."""
 
     def __init__(self, host: Host, config: Config, staging: Staging | None = None) -> None:
-        """`staging` is where plans that offload rows put them."""
+        """`staging` is where plans that offload microbatches put them."""
         self.host: Host = host
         self.config: Config = config
         self.staging: Staging | None = staging
@@ -97,9 +99,9 @@ class Engine:
     ) -> StepResult:
         """Add the gradients of the batch's loss, times `scale`, to `.grad`.
 
-        A loss whose coupled rollouts lie in one row each is computed row by row. Otherwise the
-        log-probs (a critic's values) come first, without a graph, then the loss's gradient by them,
-        then the plan with these as weights.
+        A loss whose coupled rollouts lie in one microbatch each is computed microbatch by
+        microbatch. Otherwise the log-probs (a critic's values) come first, without a graph, then
+        the loss's gradient by them, then the plan with these as weights.
         """
         views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
@@ -117,16 +119,16 @@ class Engine:
         constant = None
         if loss.decomposition == "token" or not splits(plan, batch, coupling):
             if loss.decomposition == "token":
-                row_loss = self._token_loss(loss, views)
+                microbatch_loss = self._token_loss(loss, views)
             else:
-                row_loss, constant = self._whole_loss(loss, views, coupling, prepared)
+                microbatch_loss, constant = self._whole_loss(loss, views, coupling, prepared)
             result = self._pass(
                 step,
                 plan,
                 batch,
                 prepared,
                 entropy=loss.needs_entropy,
-                row_loss=row_loss,
+                microbatch_loss=microbatch_loss,
                 scale=scale,
             )
         else:
@@ -137,39 +139,43 @@ class Engine:
             return result
         return replace(result, loss=result.loss + constant)
 
-    def _prepare(self, plan: Plan, batch: RolloutBatch) -> list[RowInputs]:
-        return prepare_rows(plan, batch, self.host.device)
+    def _prepare(self, plan: Plan, batch: RolloutBatch) -> list[MicrobatchInputs]:
+        return prepare_microbatches(plan, batch, self.host.device)
 
-    # How a loss is applied to one row ------------------------------------------------------------
+    # How a loss is applied to one microbatch
+    # ------------------------------------------------------------
 
-    def _token_loss(self, loss: Loss, views: LossViews) -> RowLoss:
-        """Token-additive: each row's trained tokens, once for every rollout that owns them."""
+    def _token_loss(self, loss: Loss, views: LossViews) -> MicrobatchLoss:
+        """Token-additive: each microbatch's trained tokens, once for every rollout that owns
+        them."""
 
-        def row_loss(inputs: RowInputs, outputs: HeadOutputs) -> Tensor | None:
+        def microbatch_loss(inputs: MicrobatchInputs, outputs: HeadOutputs) -> Tensor | None:
             if not len(inputs.trained_tokens):
                 return None
             entries = self._entries(inputs.trained_entry)
             here = outputs_of(outputs.per_token, entries)
             return self._call(loss, here, views.of_tokens(inputs.trained_tokens))
 
-        return row_loss
+        return microbatch_loss
 
     def _whole_loss(
-        self, loss: Loss, views: LossViews, coupling: IntArray, prepared: list[RowInputs]
-    ) -> tuple[RowLoss, Tensor]:
-        """Coupled rollouts together, in the row that holds all of their trained tokens.
+        self, loss: Loss, views: LossViews, coupling: IntArray, prepared: list[MicrobatchInputs]
+    ) -> tuple[MicrobatchLoss, Tensor]:
+        """Coupled rollouts together, in the microbatch that holds all of their trained tokens.
 
         Also returns the part of the loss of classes that train on nothing: a constant.
         """
         trained_classes = {
-            inputs.row.index: np.unique(coupling[views.rollout_of[inputs.trained_tokens]])
+            inputs.microbatch.index: np.unique(coupling[views.rollout_of[inputs.trained_tokens]])
             for inputs in prepared
         }
 
-        def row_loss(inputs: RowInputs, outputs: HeadOutputs) -> Tensor | None:
+        def microbatch_loss(inputs: MicrobatchInputs, outputs: HeadOutputs) -> Tensor | None:
             if not len(inputs.trained_tokens):
                 return None
-            view, tokens = views.of_rollouts(np.isin(coupling, trained_classes[inputs.row.index]))
+            view, tokens = views.of_rollouts(
+                np.isin(coupling, trained_classes[inputs.microbatch.index])
+            )
             entries = np.full(len(tokens), -1, np.int64)
             entries[np.searchsorted(tokens, inputs.trained_tokens)] = inputs.trained_entry
             return self._call(loss, outputs_of(outputs.per_token, self._entries(entries)), view)
@@ -184,7 +190,7 @@ class Engine:
             }
             with torch.no_grad():
                 constant = self._call(loss, LossOutputs(**zeros), view).to(constant.dtype)
-        return row_loss, constant
+        return microbatch_loss, constant
 
     def _replay(
         self,
@@ -193,7 +199,7 @@ class Engine:
         batch: RolloutBatch,
         loss: Loss,
         views: LossViews,
-        prepared: list[RowInputs],
+        prepared: list[MicrobatchInputs],
         scale: float,
     ) -> StepResult:
         with torch.no_grad():
@@ -204,7 +210,7 @@ class Engine:
             value = self._call(loss, LossOutputs(**leaves), view)
             weights = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
 
-        def row_loss(inputs: RowInputs, outputs: HeadOutputs) -> Tensor | None:
+        def microbatch_loss(inputs: MicrobatchInputs, outputs: HeadOutputs) -> Tensor | None:
             if not len(inputs.trained_tokens):
                 return None
             entries = self._entries(inputs.trained_entry)
@@ -222,7 +228,7 @@ class Engine:
             batch,
             prepared,
             entropy=loss.needs_entropy,
-            row_loss=row_loss,
+            microbatch_loss=microbatch_loss,
             scale=scale,
         )
         held = result.event_memory_bytes
@@ -272,17 +278,17 @@ class Engine:
         step: Step,
         plan: Plan,
         batch: RolloutBatch,
-        prepared: list[RowInputs],
+        prepared: list[MicrobatchInputs],
         *,
         entropy: bool,
-        row_loss: RowLoss | None = None,
+        microbatch_loss: MicrobatchLoss | None = None,
         scale: float = 1.0,
         graph: bool = False,
     ) -> StepResult:
-        """Run every row's forward and, with a loss, its backward."""
-        training = row_loss is not None
+        """Run every microbatch's forward and, with a loss, its backward."""
+        training = microbatch_loss is not None
         device, dtype = self.host.device, self.host.loss_dtype
-        arena = Arena(plan.arena_slots, gradients=training, state_slots=plan.state_slots)
+        cache = PrefixCache(plan.cache_tokens, gradients=training, cache_states=plan.cache_states)
         per_token = {
             name: torch.zeros(plan.logical_tokens, dtype=dtype, device=device)
             for name in self._names(entropy)
@@ -292,34 +298,34 @@ class Engine:
         events: list[str] = []
         roots: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         mark = step.changes.mark
-        residency = None
+        activations = None
         if training:
-            residency = Residency(plan, prepared, self.host, arena, self.staging)
-            step.changes.later(residency.close)
+            activations = Activations(plan, prepared, self.host, cache, self.staging)
+            step.changes.later(activations.close)
         for phase, index in plan.schedule(backward=training):
             inputs = prepared[index]
-            leaf = not inputs.row.children
+            leaf = not inputs.microbatch.children
             timer.mark("B" if leaf else "A" if phase == "F" else "C")
-            events.append(f"{phase} {plan.row_names[index]}")
+            events.append(f"{phase} {plan.microbatch_names[index]}")
             if self.observer is not None:
                 self.observer(events[-1])
             if phase == "B":
-                assert step.guard is not None and residency is not None
+                assert step.guard is not None and activations is not None
                 tensors, gradients = roots.pop(index)
-                residency.before_backward(index, step.guard.missing_bytes)
-                # Frozen layers under a row without trained tokens leave it nothing to do.
+                activations.before_backward(index, step.guard.missing_bytes)
+                # Frozen layers under a microbatch without trained tokens leave it nothing to do.
                 if tensors:
                     step.guard.begin()
                     torch.autograd.backward(tensors, gradients)
-                residency.after_backward(index)
+                activations.after_backward(index)
                 del tensors, gradients
                 continue
-            # What else there is to a row that is recomputed comes with its second forward.
-            first = training and phase == "F" and inputs.row.residency == "recompute"
-            context = RowContext(
+            # What else there is to a microbatch that is recomputed comes with its second forward.
+            first = training and phase == "F" and inputs.microbatch.activations == "recompute"
+            context = MicrobatchContext(
                 plan,
                 inputs,
-                arena,
+                cache,
                 kernel=self.config.attention_kernel,
                 recurrence_kernel=self.config.recurrence_kernel,
                 head_chunk_tokens=self.config.head_chunk_tokens,
@@ -327,14 +333,14 @@ class Engine:
                 phase=phase,
                 boundary_only=first,
             )
-            hooks = residency.hooks(phase, index) if residency else None
+            hooks = activations.hooks(phase, index) if activations else None
             with torch.set_grad_enabled(training or graph):
                 with saved_tensors_hooks(*hooks) if hooks else nullcontext():
                     outputs = self.host.forward(context)
-                if residency is not None:
-                    residency.end_forward(index)
+                if activations is not None:
+                    activations.end_forward(index)
                 context.end_forward()
-                value = row_loss(inputs, outputs) if row_loss and not first else None
+                value = microbatch_loss(inputs, outputs) if microbatch_loss and not first else None
             if not first:
                 self._collect(inputs, outputs, per_token)
                 if value is not None:
@@ -351,11 +357,11 @@ class Engine:
             phase_ms=timer.totals_ms(),
             event_ms=timer.each_ms(),
             event_memory_bytes=timer.allocated_bytes(),
-            offload=residency.stats if residency else None,
+            offload=activations.stats if activations else None,
         )
 
     def _collect(
-        self, inputs: RowInputs, outputs: HeadOutputs, per_token: dict[str, Tensor]
+        self, inputs: MicrobatchInputs, outputs: HeadOutputs, per_token: dict[str, Tensor]
     ) -> None:
         if not len(inputs.trained_tokens):
             return
@@ -368,7 +374,8 @@ class Engine:
 def _roots(
     value: Tensor | None, others: tuple[Tensor, ...], scale: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What a row's one backward starts from: its loss, or what the host names, with zeros."""
+    """What a microbatch's one backward starts from: its loss, or what the host names, with
+    zeros."""
     if value is not None and value.requires_grad:
         return [value], [torch.full_like(value, scale)]
     tensors = [x for x in others if x.requires_grad]

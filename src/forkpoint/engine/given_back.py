@@ -1,8 +1,11 @@
-"""How much a row's backward has given back, as told by what it has asked for of what was saved.
+"""How much a microbatch's backward has given back, as told by what it has asked for of what was
+saved.
 
-What is fetched ahead for the next row needs memory, and when a backward begins there is least of
-it: all that its row saved is alive. Autograd frees what a node saved once that node has run, so
-what has been asked for is free again soon after, and may be filled with the next row's.
+What is fetched ahead for the next microbatch needs memory, and when a backward begins there is
+least of
+it: all that its microbatch saved is alive. Autograd frees what a node saved once that node has run,
+    so what has been asked for is free again soon after, and may be filled with the next
+    microbatch's.
 """
 
 from collections.abc import Callable
@@ -22,7 +25,7 @@ LAYERS_ALIVE = 2
 class _Saved:
     """What autograd keeps in the place of a tensor, and its bytes until it is first asked for."""
 
-    __slots__ = ("nbytes", "packed")
+    __places__ = ("nbytes", "packed")
 
     def __init__(self, packed: Any, nbytes: int) -> None:
         self.packed = packed
@@ -30,7 +33,8 @@ class _Saved:
 
 
 class GivenBack:
-    """Tells `then`, within the backward of a row, how many bytes of what the row had are free.
+    """Tells `then`, within the backward of a microbatch, how many bytes of what the microbatch had
+    are free.
 
     It is told again and again, as these grow. At first only once they are `least`; from when half
     has been asked for in any case, since the other half of the backward is time enough for a copy
@@ -41,11 +45,12 @@ class GivenBack:
     last, and until then the storage is alive.
 
     stays: tells tensors that others hold anyway: a backward gives nothing of them back. Of the
-    head's weight, which is asked for first, half a row's bytes could be made.
+    head's weight, which is asked for first, half a microbatch's bytes could be made.
     layers: of the model; what two of them asked for last counts as alive.
     least: see above.
-    ahead_bytes: of a row that is offloaded, how far ahead of its use it is fetched. What it has on
-    the device is that much and what is at work, and no more than what it still has to ask for.
+    ahead_bytes: of a microbatch that is offloaded, how far ahead of its use it is fetched. What it
+        has on the device is that much and what is at work, and no more than what it still has to
+        ask for.
     """
 
     def __init__(

@@ -9,8 +9,9 @@ from forkpoint.engine.changes import Changes
 class GradientSums:
     """Takes what each backward leaves in `.grad` and adds it up, in float32 at least.
 
-    Autograd adds into `.grad` in the parameter's dtype: of many rows in bfloat16 each sum is
-    rounded to 8 bits, and what a row adds may be lost in it. While this collects, `.grad` is empty.
+    Autograd adds into `.grad` in the parameter's dtype: of many microbatches in bfloat16 each sum
+    is rounded to 8 bits, and what a microbatch adds may be lost in it. While this collects, `.grad`
+    is empty.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:

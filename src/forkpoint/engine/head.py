@@ -1,15 +1,15 @@
 """Log-probs and entropies of chosen tokens from hidden states, with few logits alive at a time.
 
-A vocabulary is a hundred times wider than a hidden state, so the logits of a long row are the
-largest tensor of a training step. Here few exist at a time, unless there is room to keep them for
-the backward, which saves a third of its products. The forward goes over chunks of tokens and keeps
-a few numbers per token (the largest logit, the sum of exponentials, the entropy). With these every
-logit's gradient is known by itself, so that the backward can go over slices of the vocabulary: the
-weight's gradient is then one product over all tokens for each slice, where chunks of tokens would
-add to all of it again and again, in a float32 copy of the largest weight there is. The result is
-that of a linear layer followed by a log-softmax in float32. On CUDA logits are read once each way
-(head_triton), where there is Triton and neither a bias, whose gradient is a sum of unrounded ones,
-nor a softcap.
+A vocabulary is a hundred times wider than a hidden state, so the logits of a long microbatch are
+the largest tensor of a training step. Here few exist at a time, unless there is room to keep them
+for the backward, which saves a third of its products. The forward goes over chunks of tokens and
+keeps a few numbers per token (the largest logit, the sum of exponentials, the entropy). With these
+every logit's gradient is known by itself, so that the backward can go over slices of the
+vocabulary: the weight's gradient is then one product over all tokens for each slice, where chunks
+of tokens would add to all of it again and again, in a float32 copy of the largest weight there is.
+The result is that of a linear layer followed by a log-softmax in float32. On CUDA logits are read
+once each way (head_triton), where there is Triton and neither a bias, whose gradient is a sum of
+unrounded ones, nor a softcap.
 """
 
 from importlib.util import find_spec

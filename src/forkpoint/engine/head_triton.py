@@ -21,14 +21,14 @@ def _stats_kernel(
     SCALED: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
-    row = logits + t * VOCAB
+    microbatch = logits + t * VOCAB
     factor = tl.load(scale + t) if SCALED else 1.0
     largest = -float("inf")
     total = 0.0
     weighted = 0.0
     for begin in range(0, VOCAB, BLOCK):
         v = begin + tl.arange(0, BLOCK)
-        x = tl.load(row + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32) * factor
+        x = tl.load(microbatch + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32) * factor
         before = largest
         largest = tl.maximum(before, tl.max(x, 0))
         # Where all that has been seen is masked there is nothing to add, and -inf - -inf is NaN.
@@ -40,7 +40,7 @@ def _stats_kernel(
         if ENTROPY:
             weighted = (weighted + total * less) * rescale + tl.sum(e * tl.maximum(y, LEAST), 0)
         total = total * rescale + tl.sum(e, 0)
-    label = tl.load(row + tl.load(labels + t)).to(tl.float32) * factor
+    label = tl.load(microbatch + tl.load(labels + t)).to(tl.float32) * factor
     # The maximum comes off first: what is left of 1 - p is lost in a sum of the two.
     tl.store(logprobs + t, (label - largest) - tl.log(total))
     tl.store(maxima + t, largest)

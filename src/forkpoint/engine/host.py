@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.rows import RowContext
+from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.losses.outputs import Head
 from forkpoint.plan.cost import ModelShape
 from forkpoint.rollouts import RolloutBatch
@@ -16,18 +16,18 @@ from forkpoint.rollouts import RolloutBatch
 
 @dataclass(frozen=True, eq=False)
 class HeadOutputs:
-    """What one row's forward gives back."""
+    """What one microbatch's forward gives back."""
 
     per_token: Mapping[str, Tensor]
-    """float32 (float64 for a float64 model) [n], for the context's head slots, by name: what the
-    host's `head` says, and "entropies" where they were asked for. Empty where there are no slots
+    """float32 (float64 for a float64 model) [n], for the context's head places, by name: what the
+    host's `head` says, and "entropies" where they were asked for. Empty where there are no places
     and the forward ended early."""
     roots: tuple[Tensor, ...]
     """What a backward starts from, with zero gradients, where no token is trained."""
 
 
 class Host(Protocol):
-    """A model that the engine can run rows through."""
+    """A model that the engine can run microbatches through."""
 
     @property
     def model(self) -> nn.Module:
@@ -48,7 +48,7 @@ class Host(Protocol):
 
     @property
     def compiles(self) -> bool:
-        """Whether what it runs is compiled: such rows take other times."""
+        """Whether what it runs is compiled: such microbatches take other times."""
         ...
 
     @property
@@ -80,4 +80,4 @@ class Host(Protocol):
         """
         ...
 
-    def forward(self, context: RowContext) -> HeadOutputs: ...
+    def forward(self, context: MicrobatchContext) -> HeadOutputs: ...

@@ -1,12 +1,12 @@
-"""One row's activations in the memory of the host between its forward and its backward.
+"""One microbatch's activations in the memory of the host between its forward and its backward.
 
 What autograd saves passes through hooks (torch.autograd.graph.saved_tensors_hooks). The unit is the
 storage: views of one storage, and tensors saved twice, are copied once, since device memory is
 freed by storages. The backward asks for them in nearly the reverse of the order in which they were
 last saved, so they are fetched in that order, at least two layers ahead of their use, where there
 is room, and further where the backward before has given back memory: from then on as much is on the
-device as when this row's backward began. It is the last time that counts: what all layers save
-(rotary tables) is asked for by the last layer first.
+device as when this microbatch's backward began. It is the last time that counts: what all layers
+save (rotary tables) is asked for by the last layer first.
 """
 
 import weakref
@@ -61,8 +61,9 @@ class _View:
         self.offset = tensor.storage_offset()
 
 
-class OffloadedRow:
-    """Packs what a row's forward saves, and has it back in time for the row's backward.
+class OffloadedMicrobatch:
+    """Packs what a microbatch's forward saves, and has it back in time for the microbatch's
+    backward.
 
     stays: tells tensors that others hold on the device anyway, and that are therefore not moved.
     layers: of the model; two of them are how far ahead of its use a storage is fetched at least.
@@ -91,17 +92,17 @@ class OffloadedRow:
         """The storage to fetch next; those behind it are on their way, or nobody needs them."""
         self.ahead_bytes: int = 0
         """How far ahead storages are fetched, once the forward is over."""
-        staging.transfers.begin_row()
+        staging.transfers.begin_microbatch()
 
     def hooks(self, given_back: GivenBack | None = None) -> tuple[Pack, Unpack]:
-        """Hooks on what the row's forward saves; `given_back` is told what is saved and asked
-        for."""
+        """Hooks on what the microbatch's forward saves; `given_back` is told what is saved and
+        asked for."""
         if given_back is None:
             return self._pack, self._unpack
         return given_back.counted(self._pack, self._unpack)
 
     def end_forward(self) -> None:
-        """The row's forward is over: what it has saved last is fetched first."""
+        """The microbatch's forward is over: what it has saved last is fetched first."""
         self._of.clear()
         for reference in self._saved:
             stored = reference()
@@ -119,7 +120,7 @@ class OffloadedRow:
         self._fetch_ahead(len(self._order))
 
     def close(self) -> None:
-        """The row's backward is over: its host memory is free again."""
+        """The microbatch's backward is over: its host memory is free again."""
         self.staging.release(self._mark)
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:

@@ -35,7 +35,7 @@ class Transfers(Protocol):
         """What a buffer of so many bytes takes of the host's memory."""
         ...
 
-    def begin_row(self) -> None:
+    def begin_microbatch(self) -> None:
         """From here on host memory may be written that earlier copies back have read."""
         ...
 
@@ -74,7 +74,7 @@ class PlainTransfers:
     def taken_bytes(self, nbytes: int) -> int:
         return nbytes
 
-    def begin_row(self) -> None:
+    def begin_microbatch(self) -> None:
         pass
 
     def out(self, source: Tensor, host: Tensor) -> None:
@@ -97,8 +97,8 @@ class StreamTransfers:
     """CUDA: a side stream for each direction, ordered against the computation by events.
 
     Device memory of what comes back is allocated on the stream that computes, so that it is what
-    activations of other rows have left; the copy into it therefore begins when the computation has
-    got to where it was asked for, and whoever asks must ask a layer ahead.
+    activations of other microbatches have left; the copy into it therefore begins when the
+    computation has got to where it was asked for, and whoever asks must ask a layer ahead.
     """
 
     def __init__(self, device: torch.device, *, margin_bytes: int = MARGIN_BYTES) -> None:
@@ -116,7 +116,7 @@ class StreamTransfers:
     def taken_bytes(nbytes: int) -> int:
         return 1 << max(0, nbytes - 1).bit_length()  # the next power of two
 
-    def begin_row(self) -> None:
+    def begin_microbatch(self) -> None:
         self._out.wait_stream(self._in)
 
     def out(self, source: Tensor, host: Tensor) -> torch.Event:
@@ -161,8 +161,8 @@ class StreamTransfers:
 class Staging:
     """A stack of host memory, kept from step to step, because pinning memory is slow.
 
-    Rows nest, so what is offloaded last comes back first: a row marks where it began, and gives all
-    above the mark back when its backward is done.
+    Microbatches nest, so what is offloaded last comes back first: a microbatch marks where it
+        began, and gives all above the mark back when its backward is done.
     """
 
     def __init__(self, transfers: Transfers, *, limit_bytes: int | None = None) -> None:
@@ -189,14 +189,14 @@ class Staging:
     def take(self, nbytes: int) -> Tensor | None:
         """uint8 [nbytes], or None beyond the limit.
 
-        What does not fit in a chunk gets memory of its own, for as long as its row needs it.
+        What does not fit in a chunk gets memory of its own, for as long as its microbatch needs it.
         """
         chunk, offset = self._top
         if nbytes > self.transfers.chunk_bytes:
             if not self._may_grow(nbytes):
                 return None
             buffer = self.transfers.host_buffer(nbytes)
-            # So that marks differ: what lies at a mark belongs to rows begun before it.
+            # So that marks differ: what lies at a mark belongs to microbatches begun before it.
             self._top = (chunk, offset + ALIGNMENT_BYTES)
             self._alone.append(((chunk, offset), buffer))
             return buffer

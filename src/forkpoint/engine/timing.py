@@ -6,7 +6,8 @@ from itertools import pairwise
 import torch
 
 PHASES: tuple[str, ...] = ("A", "B", "C")
-"""A: forwards of rows with children. B: rows without. C: backwards of rows with children."""
+"""A: forwards of microbatches with children. B: microbatches without. C: backwards of microbatches
+with children."""
 
 
 class PhaseTimer:

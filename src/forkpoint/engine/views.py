@@ -118,11 +118,12 @@ def check_range(batch: RolloutBatch, dtype: torch.dtype) -> None:
 
 
 def spread(values_n: Tensor, entries: Tensor) -> Tensor:
-    """The row's values at `entries`; an entry of -1 is 0. Shared tokens' gradients add up."""
+    """The microbatch's values at `entries`; an entry of -1 is 0. Shared tokens' gradients add
+    up."""
     padded = torch.cat([values_n, values_n.new_zeros(1)])
     return padded.index_select(0, entries % len(padded))
 
 
 def outputs_of(per_token: Mapping[str, Tensor], entries: Tensor) -> LossOutputs:
-    """A view's outputs from the row's own."""
+    """A view's outputs from the microbatch's own."""
     return LossOutputs(**{name: spread(x_n, entries) for name, x_n in per_token.items()})

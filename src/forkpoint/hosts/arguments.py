@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forkpoint.engine.rows import RowContext
+from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.errors import UnsupportedError
 
-CONTEXT_ARGUMENT = "forkpoint_row"
+CONTEXT_ARGUMENT = "forkpoint_context"
 
 # Arguments that layers pass besides those that are read, and that change nothing in what is
 # computed. Any other with a value is refused, for it may be a mask or a bias.
@@ -16,8 +16,8 @@ HARMLESS_ARGUMENTS = frozenset(
 )
 
 
-class RowEnds(Exception):
-    """Nothing reads more of this row than it has computed: ends its forward.
+class EarlyEnd(Exception):
+    """Nothing reads more of this microbatch than it has computed: ends its forward.
 
     Where no token is trained, all that is needed of the last block is what later tokens read of it:
     this leaves out the rest of the block and the head, forward and backward.
@@ -28,8 +28,8 @@ class RowEnds(Exception):
         self.roots = roots
 
 
-def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> RowContext:
-    """The row that a layer is called for, out of its other call arguments.
+def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> MicrobatchContext:
+    """The microbatch that a layer is called for, out of its other call arguments.
 
     Raises UnsupportedError where there is none, and for arguments that are not known.
     """
@@ -37,7 +37,8 @@ def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> RowCo
     if context is None:
         raise UnsupportedError(
             f"{type(module).__name__} had {what} called outside of forkpoint, which needs to know "
-            "what a row reads. Use policy.forward_backward or policy.score, and leave the model's "
+            "what a microbatch reads. Use policy.forward_backward or policy.score, and leave "
+            "the model's "
             "attn_implementation as it was."
         )
     strange = sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS_ARGUMENTS)

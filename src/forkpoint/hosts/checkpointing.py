@@ -1,8 +1,8 @@
-"""Activation checkpointing of decoder blocks, row by row.
+"""Activation checkpointing of decoder blocks, microbatch by microbatch.
 
 full: a block keeps its input and runs again in the backward. selective: its MLP does, while
 attention, which takes longer for every byte that it keeps, is kept. Both are torch's non-reentrant
-checkpointing. There is no dropout in rows, so no state of random generators is kept.
+checkpointing. There is no dropout in microbatches, so no state of random generators is kept.
 """
 
 import functools
@@ -23,8 +23,8 @@ MLP_NAMES = ("mlp", "block_sparse_moe", "shared_mlp")
 def checkpoint_blocks(
     blocks: nn.ModuleList, policy: str, changes: Changes, *, but: int | None
 ) -> None:
-    """Checkpoint all blocks but one, that in which a row without head ends, until the changes are
-    undone.
+    """Checkpoint all blocks but one, that in which a microbatch without head ends, until the
+    changes are undone.
 
     Raises UnsupportedError where selective finds no MLP in a block.
     """

@@ -1,4 +1,4 @@
-"""Decoder blocks compiled one by one, in place while rows run."""
+"""Decoder blocks compiled one by one, in place while microbatches run."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +11,11 @@ from forkpoint.engine.changes import Changes
 
 
 class CompiledBlocks:
-    """torch.compile of each block of a decoder, for any length of row.
+    """torch.compile of each block of a decoder, for any length of microbatch.
 
     Attention and recurrences are left out of the compiled code: each is one operator whatever
-    compiles around it, and its tables change from row to row. All blocks run the same few graphs,
-    compiled at their first row and for lengths that vary from then on.
+    compiles around it, and its tables change from microbatch to microbatch. All blocks run the same
+    few graphs, compiled at their first microbatch and for lengths that vary from then on.
 
     Blocks that the model checkpoints are compiled within the checkpoint. Newer versions of
     transformers have it in a block's own forward; compiled as a whole, such a block would run
@@ -55,10 +55,11 @@ def _dynamo_options() -> dict[str, Any]:
 
 
 def _options() -> dict[str, Any] | None:
-    """What keeps torch's compiler from asking whether a row is long, and compiling for each answer.
+    """What keeps torch's compiler from asking whether a microbatch is long, and compiling for each
+    answer.
 
-    Sums over a row's tokens and over their channels share one kernel from 4,096 tokens on, or from
-    twice the channels on; without the checks they always do.
+    Sums over a microbatch's tokens and over their channels share one kernel from 4,096 tokens on,
+    or from twice the channels on; without the checks they always do.
     """
     from torch._inductor import config
 

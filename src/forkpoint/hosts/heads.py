@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forkpoint.engine.head import token_logprobs
-from forkpoint.engine.rows import RowContext
+from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.families import Family
@@ -27,13 +27,13 @@ class ModelHead(Protocol):
         """Outputs for one token."""
         ...
 
-    def forward(self, hidden_nC: Tensor, context: RowContext) -> dict[str, Tensor]:
-        """What it gives for the context's head slots, whose last hidden states these are: [n]."""
+    def forward(self, hidden_nC: Tensor, context: MicrobatchContext) -> dict[str, Tensor]:
+        """What it gives for the context's head places, whose last hidden states these are: [n]."""
         ...
 
 
 class LogprobHead:
-    """A causal language model's, computed in chunks instead of as logits of a whole row."""
+    """A causal language model's, computed in chunks instead of as logits of a whole microbatch."""
 
     gives: Head = "logprobs"
 
@@ -47,7 +47,7 @@ class LogprobHead:
     def width(self) -> int:
         return refusals.plain_head(self.causal).out_features
 
-    def forward(self, hidden_nC: Tensor, context: RowContext) -> dict[str, Tensor]:
+    def forward(self, hidden_nC: Tensor, context: MicrobatchContext) -> dict[str, Tensor]:
         head, inputs = refusals.plain_head(self.causal), context.inputs
         logprobs, entropies = token_logprobs(
             hidden_nC,
@@ -57,7 +57,7 @@ class LogprobHead:
             temperature_T=inputs.head_temperatures,
             entropy=context.entropy,
             chunk_tokens=context.head_chunk_tokens,
-            keep_logits=inputs.row.keeps_logits,
+            keep_logits=inputs.microbatch.keeps_logits,
             **self.family.head_options(self.causal),
         )
         return {"logprobs": logprobs} | ({} if entropies is None else {"entropies": entropies})
@@ -66,7 +66,7 @@ class LogprobHead:
 class ValueHead:
     """A critic's: the model's own `score` of one label, which needs neither labels nor chunks.
 
-    The slot of an edge holds the token before the label, so that the value of a trained token is
+    The place of an edge holds the token before the label, so that the value of a trained token is
     that of the tokens before it: V(s) of the state in which the token is the action.
     """
 
@@ -94,7 +94,7 @@ class ValueHead:
     def width(self) -> int:
         return 1
 
-    def forward(self, hidden_nC: Tensor, context: RowContext) -> dict[str, Tensor]:
+    def forward(self, hidden_nC: Tensor, context: MicrobatchContext) -> dict[str, Tensor]:
         dropout = cast(nn.Module, self.critic.dropout)
         score = cast(nn.Module, self.critic.score)
         values_n = score(dropout(hidden_nC)).squeeze(-1)

@@ -1,8 +1,8 @@
-"""Layers of transformers that carry a state along the path, run over the segments of a row.
+"""Layers of transformers that carry a state along the path, run over the segments of a microbatch.
 
-While rows run, the forward of each such module is one of these, set on the instance. It uses the
-module's own projections, convolution weights, gates and norm; what it replaces is the call of the
-stock recurrence, which knows no segments.
+While microbatches run, the forward of each such module is one of these, set on the instance. It
+uses the module's own projections, convolution weights, gates and norm; what it replaces is the call
+of the stock recurrence, which knows no segments.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.rows import RowContext
+from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.arguments import RowEnds, taken_context
+from forkpoint.hosts.arguments import EarlyEnd, taken_context
 from forkpoint.hosts.modules import every_module
 from forkpoint.ops.attention import accumulate_dtype
 from forkpoint.ops.delta_rule import gated_delta_rule
@@ -34,16 +34,17 @@ def gated_delta_net(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Gated DeltaNet of Qwen3-Next and Qwen3.5: hidden states of a row in, its output out."""
-    context = _row_of(module, cache_params, attention_mask, kwargs)
+    """Gated DeltaNet of Qwen3-Next and Qwen3.5: hidden states of a microbatch in, its output
+    out."""
+    context = _microbatch_of(module, cache_params, attention_mask, kwargs)
     hidden_BLC = hidden_states
     mixed_TC, z_TGE, b_TG, a_TG = (x.flatten(0, 1) for x in _projected(module, hidden_BLC))
     # Under autocast that of the products, not of the hidden states: kernels take 16 bits.
     kind = mixed_TC.dtype
     # Written out: what calls it would be a piece of compiled code of its own.
-    mixed_TC, windows_FWC, slots_F = _gathered(module, mixed_TC, context)
+    mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
     weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
-    mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, slots_F)
+    mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, index_F)
     sizes = [module.key_dim, module.key_dim, module.value_dim]
     mixed_TC = F.silu(mixed_TC).to(kind)
     # Kernels want each by itself; compiled code writes them so at once.
@@ -87,15 +88,15 @@ def mamba2(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Mamba-2 of Granite 4 hybrids: hidden states of a row in, its output out."""
-    context = _row_of(module, cache_params, attention_mask, kwargs)
+    """Mamba-2 of Granite 4 hybrids: hidden states of a microbatch in, its output out."""
+    context = _microbatch_of(module, cache_params, attention_mask, kwargs)
     hidden_BLC = hidden_states
     projected_TC = module.in_proj(hidden_BLC).flatten(0, 1)
     inner, heads, state_dim = module.intermediate_size, module.num_heads, module.ssm_state_size
     gate_TC, mixed_TC, dt_TG = projected_TC.split([inner, module.conv_dim, heads], -1)
-    mixed_TC, windows_FWC, slots_F = _gathered(module, mixed_TC, context)
+    mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
     weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
-    mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, slots_F)
+    mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, index_F)
     grouped = module.n_groups * state_dim
     x, b, c = F.silu(mixed_TC).split([inner, grouped, grouped], -1)
     dtype = accumulate_dtype(hidden_BLC.dtype)
@@ -115,27 +116,29 @@ def mamba2(
     return module.out_proj(normed_TC.view(*hidden_BLC.shape[:2], -1))
 
 
-# What depends on the row, and on which layer it is, is left out of compiled blocks. So neither the
-# row's tables nor a layer's number are things that compiled code is made for.
+# What depends on the microbatch, and on which layer it is, is left out of compiled blocks. So
+# neither the microbatch's tables nor a layer's number are things that compiled code is made for.
 
 
 @torch.compiler.disable()
-def _gathered(module: Any, mixed_TC: Tensor, context: RowContext) -> tuple[Tensor, Tensor, Tensor]:
+def _gathered(
+    module: Any, mixed_TC: Tensor, context: MicrobatchContext
+) -> tuple[Tensor, Tensor, Tensor]:
     """The convolution's inputs, the windows of first tokens, and where these are.
 
-    The last inputs that other rows start from are captured: no compiled code sees them, and whether
-    a row has any is nothing to compile for.
+    The last inputs that other microbatches start from are captured: no compiled code sees them, and
+        whether a microbatch has any is nothing to compile for.
     """
     key = (module, "conv")
     states = context.states(module.conv_kernel_size, mixed_TC.device)
     mixed_TC, windows_FWC, tails = gathered_inputs(mixed_TC, states.windows, *states.inputs(key))
-    return states.keep(mixed_TC, {key: tails}), windows_FWC, states.windows.slots
+    return states.keep(mixed_TC, {key: tails}), windows_FWC, states.windows.places
 
 
 @torch.compiler.disable()
 def _delta_rule(
     module: Any,
-    context: RowContext,
+    context: MicrobatchContext,
     q_THD: Tensor,
     k_THD: Tensor,
     v_TGE: Tensor,
@@ -159,7 +162,7 @@ def _delta_rule(
 @torch.compiler.disable()
 def _selective_scan(
     module: Any,
-    context: RowContext,
+    context: MicrobatchContext,
     x_TGE: Tensor,
     a_TG: Tensor,
     b_THD: Tensor,
@@ -178,12 +181,13 @@ def _selective_scan(
     return _kept(module, context, o_TGE, ends)
 
 
-def _kept(module: Any, context: RowContext, o_TGE: Tensor, ends: Tensor | None) -> Tensor:
-    """The recurrence's output, once the states that other rows start from have been captured."""
+def _kept(module: Any, context: MicrobatchContext, o_TGE: Tensor, ends: Tensor | None) -> Tensor:
+    """The recurrence's output, once the states that other microbatches start from have been
+    captured."""
     states = context.states(module.conv_kernel_size, o_TGE.device)
     o_TGE = states.keep(o_TGE, {(module, "state"): ends})
     if module in context.ends_in:
-        raise RowEnds((o_TGE,))
+        raise EarlyEnd((o_TGE,))
     # A view in any case: what is compiled for one is not what is compiled for other tensors.
     return o_TGE.view_as(o_TGE)
 
@@ -194,7 +198,7 @@ RECURRENT_FORWARDS: dict[str, RecurrentForward] = {
     "Qwen3_5MoeGatedDeltaNet": gated_delta_net,
     "GraniteMoeHybridMambaLayer": mamba2,
 }
-"""By class, what stands in for its forward while rows run."""
+"""By class, what stands in for its forward while microbatches run."""
 
 
 def recurrent_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -220,21 +224,22 @@ def check_recurrent_modules(model: nn.Module) -> None:
             )
 
 
-def _row_of(
+def _microbatch_of(
     module: nn.Module, cache: Any, mask: Tensor | None, kwargs: dict[str, Any]
-) -> RowContext:
+) -> MicrobatchContext:
     context = taken_context(module, "its recurrence", kwargs)
     if cache is not None or mask is not None:
         found = "a cache" if cache is not None else "an attention mask"
         raise UnsupportedError(
-            f"{type(module).__name__} was called with {found}; forkpoint runs whole rows without "
+            f"{type(module).__name__} was called with {found}; forkpoint runs whole "
+            f"microbatches without "
             "either. Give no past_key_values and no attention_mask."
         )
     return context
 
 
 def run_recurrences(model: nn.Module, changes: Changes) -> None:
-    """Let these modules run rows, until the changes are undone."""
+    """Let these modules run microbatches, until the changes are undone."""
     for module in recurrent_modules(model).values():
         # A method: see `checkpoint_blocks`.
         forward = MethodType(RECURRENT_FORWARDS[type(module).__name__], module)

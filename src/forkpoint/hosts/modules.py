@@ -12,8 +12,8 @@ from forkpoint.engine.changes import Changes
 
 ATTENTION_NAME = "forkpoint"
 """The attention implementation that runs in steps, as transformers knows it."""
-# A step looks at every module a dozen times before its first row, and to find them takes longer
-# than to look.
+# A step looks at every module a dozen times before its first microbatch, and to find them takes
+# longer than to look.
 _walks: ContextVar[dict[tuple[str, nn.Module], list[tuple[str, Any]]] | None] = ContextVar(
     "walks", default=None
 )

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from forkpoint.engine import rows
+from forkpoint.engine import microbatches
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.forest import IntArray, build_forest, sort_rollouts
@@ -216,8 +216,8 @@ def find_routers(model: nn.Module, changes: Changes) -> tuple[Router, ...]:
 def follow(
     run: RoutedRun, policy: "Policy", plan: Plan, batch: RolloutBatch, changes: Changes
 ) -> None:
-    """Tell `run` which tokens each row of the plan runs, when the policy runs it."""
-    tokens = dict(zip(plan.row_names, row_tokens(plan, batch), strict=True))
+    """Tell `run` which tokens each microbatch of the plan runs, when the policy runs it."""
+    tokens = dict(zip(plan.microbatch_names, microbatch_tokens(plan, batch), strict=True))
     before = policy.observer
 
     def observe(event: str) -> None:
@@ -228,11 +228,12 @@ def follow(
     changes.set(vars(policy), "observer", observe)
 
 
-def row_tokens(plan: Plan, batch: RolloutBatch) -> list[IntArray]:
-    """For each row and each of its slots, a token of the batch that is run there; -1 is padding."""
+def microbatch_tokens(plan: Plan, batch: RolloutBatch) -> list[IntArray]:
+    """For each microbatch and each of its places, a token of the batch that is run there; -1 is
+    padding."""
     found = []
-    for row in plan.rows:
-        tokens, real = rows.row_tokens(plan, batch, row)
+    for microbatch in plan.microbatches:
+        tokens, real = microbatches.microbatch_tokens(plan, batch, microbatch)
         found.append(np.where(real, tokens, -1))
     return found
 
@@ -253,7 +254,7 @@ class _Intercepted(TorchFunctionMode):
 
 
 def _routed_forward(router: Router, forward: Callable, run: RoutedRun) -> Callable:
-    # Not compiled: compiled code would keep the choices of the row that it was compiled for.
+    # Not compiled: compiled code would keep the choices of the microbatch that it was compiled for.
     @torch.compiler.disable()
     def routed_forward(*args: Any, **kwargs: Any) -> Any:
         calls = 0

@@ -1,8 +1,9 @@
 """Stock transformers models, entered without editing them.
 
-Two things are changed while rows run, and put back after: the name of the attention function in the
-model's configuration, and the forward of the causal language model (or critic) itself, whose head
-then computes what is asked for instead of logits. Everything else is the model's own code.
+Two things are changed while microbatches run, and put back after: the name of the attention
+    function in the model's configuration, and the forward of the causal language model (or critic)
+    itself, whose head then computes what is asked for instead of logits. Everything else is the
+    model's own code.
 """
 
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from forkpoint.engine.boundary import boundary
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import HeadOutputs
-from forkpoint.engine.rows import RowContext
+from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
-from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, RowEnds, taken_context
+from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, EarlyEnd, taken_context
 from forkpoint.hosts.checkpointing import checkpoint_blocks
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.families import FAMILIES, Family
@@ -53,10 +54,10 @@ def forkpoint_attention(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in every layer of a row.
+    """The attention function that transformers calls in every layer of a microbatch.
 
-    query [B, H, L, D], key [B, K, L, D], value [B, K, L, E] hold the row's tokens; the result is
-    [B, L, H, E].
+    query [B, H, L, D], key [B, K, L, D], value [B, K, L, E] hold the microbatch's tokens; the
+    result is [B, L, H, E].
 
     In a compiled block this much is compiled. Compiled code wants gradients of what it gives
     contiguous in the order of dimensions that it gave. Attention's come as [B, L, H, D], so heads
@@ -81,7 +82,8 @@ def _attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The same, not compiled: a row's context and its tables are others at every row."""
+    """The same, not compiled: a microbatch's context and its tables are others at every
+    microbatch."""
     context = taken_context(module, "its attention function", kwargs)
     if attention_mask is not None or dropout:
         found = "a mask" if attention_mask is not None else f"dropout {dropout}"
@@ -95,14 +97,14 @@ def _attend(
     k_TKD = boundary(k_TKD, (module, "k"), context.capture)
     v_TKE = boundary(v_TKE, (module, "v"), context.capture)
     if module in context.ends_in:
-        raise RowEnds((k_TKD, v_TKE))
+        raise EarlyEnd((k_TKD, v_TKE))
     window = sliding_window or 0
     o_THE, _ = shared_attention(
         q_THD,
         k_TKD,
         v_TKE,
         table=context.table(window, q_BLHD.device),
-        arena=context.ancestors(module),
+        cache=context.ancestors(module),
         sinks=s_aux,
         scale=dim**-0.5 if scaling is None else scaling,
         softcap=softcap or 0.0,
@@ -149,7 +151,7 @@ class TransformersHost:
         size = next(self.causal.parameters()).element_size()
         self._recomputes = False
         self._changes: Changes | None = None
-        """Of the step that runs; a row's own are undone at its end."""
+        """Of the step that runs; a microbatch's own are undone at its end."""
         width = {"vocab": self._head.width()} if critic else {}
         self._shape = ModelShape.from_config(
             self.causal.config.to_dict(), dtype_bytes=size, **width
@@ -275,14 +277,14 @@ class TransformersHost:
             self.enter(changes)
             yield
 
-    def forward(self, context: RowContext) -> HeadOutputs:
+    def forward(self, context: MicrobatchContext) -> HeadOutputs:
         inputs = context.inputs
-        # Recomputation would run into the end of the row again, in the middle of a backward.
-        headless = context.boundary_only or not len(inputs.head_slots)
+        # Recomputation would run into the end of the microbatch again, in the middle of a backward.
+        headless = context.boundary_only or not len(inputs.head_index)
         if headless and not self._recomputes:
             context.last_layer = self._shape.layers - 1
             context.ends_in = frozenset(self._blocks.blocks[-1].modules())
-        policy = inputs.row.checkpointing
+        policy = inputs.microbatch.checkpointing
         if policy != "none" and self._recomputes:
             raise UnsupportedError(
                 "the model checkpoints itself (gradient_checkpointing) and the plan does as well "
@@ -300,7 +302,7 @@ class TransformersHost:
                 position_ids=inputs.position_ids,
                 **{CONTEXT_ARGUMENT: context},
             )
-        except RowEnds as end:
+        except EarlyEnd as end:
             outputs = HeadOutputs({}, end.roots)
         self._changes.undo(mark)
         return outputs
@@ -309,10 +311,10 @@ class TransformersHost:
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        forkpoint_row: RowContext,
+        forkpoint_context: MicrobatchContext,
         **kwargs: Any,
     ) -> HeadOutputs:
-        """Stands in for the causal model's forward: its decoder, then the head on chosen slots."""
+        """Stands in for the causal model's forward: its decoder, then the head on chosen places."""
         kwargs.pop("return_dict", None)  # what peft's models of other tasks than language ask for
         assert not any(value is not None for value in kwargs.values()), kwargs
         top = self.causal.base_model(
@@ -323,13 +325,13 @@ class TransformersHost:
             output_attentions=False,
             output_hidden_states=False,
             return_dict=True,
-            **{CONTEXT_ARGUMENT: forkpoint_row},
+            **{CONTEXT_ARGUMENT: forkpoint_context},
         ).last_hidden_state
-        if forkpoint_row.boundary_only:
+        if forkpoint_context.boundary_only:
             return HeadOutputs({}, (top,))
-        slots = forkpoint_row.inputs.head_slots
-        hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, slots)
-        return HeadOutputs(self._head.forward(hidden_nC, forkpoint_row), (top,))
+        places = forkpoint_context.inputs.head_index
+        hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, places)
+        return HeadOutputs(self._head.forward(hidden_nC, forkpoint_context), (top,))
 
 
 def _causal_model(model: nn.Module) -> PreTrainedModel:

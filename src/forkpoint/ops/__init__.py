@@ -1,1 +1,2 @@
-"""Operators on packed rows that read boundary state of other rows; they know no engine or host."""
+"""Operators on packed microbatches that read prefix cache of other microbatches; they know no
+engine or host."""

@@ -1,4 +1,4 @@
-"""Plans: which rows run, in which order, and what they keep. Imports no torch."""
+"""Plans: which microbatches run, in which order, and what they keep. Imports no torch."""
 
 from forkpoint.plan.cost import ModelShape as ModelShape
 from forkpoint.plan.cost import Work as Work

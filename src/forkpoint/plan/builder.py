@@ -1,4 +1,5 @@
-"""Builds one combination of sharing and boundary for a batch, with rows that fit the limits."""
+"""Builds one combination of sharing and boundary for a batch, with microbatches that fit the
+limits."""
 
 from dataclasses import replace
 
@@ -7,35 +8,39 @@ import numpy as np
 from forkpoint.config import Config
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
-from forkpoint.plan.arena import place_boundaries
+from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.calibration import Calibration
 from forkpoint.plan.cost import ModelShape, Work, dense_work, forest_work
 from forkpoint.plan.meters import EFFICIENT_TOKENS, Meter
-from forkpoint.plan.packing import rows_across, rows_mixed, rows_of_whole_paths
+from forkpoint.plan.packing import (
+    microbatches_across,
+    microbatches_mixed,
+    microbatches_of_whole_paths,
+)
 from forkpoint.plan.plan import Plan, fingerprint
-from forkpoint.plan.predict import keep_logits, let_go, rows_let_go
+from forkpoint.plan.predict import keep_logits, let_go, microbatches_let_go
 from forkpoint.plan.prices import Prices
 from forkpoint.rollouts import RolloutBatch
 
-DEFAULT_ROW_TOKENS = 16_384
-# Where a budget limits memory, rows as long as it allows, up to this: each row costs reading and
-# writing all gradients, and a group that is in one row costs no boundary.
-LARGEST_ROW_TOKENS = 65_536
+DEFAULT_MICROBATCH_TOKENS = 16_384
+# Where a budget limits memory, microbatches as long as it allows, up to this: each microbatch costs
+# reading and writing all gradients, and a group that is in one microbatch costs no boundary.
+LARGEST_MICROBATCH_TOKENS = 65_536
 # A plan that keeps all activations is preferred to one that does not and costs so little less: on
-# an H200 rows 1.1 to 1.8 times as long, with the prompt offloaded, are 0.3% faster to 1.5% slower
-# (benchmarks/results/plan-variants-h200.jsonl), and the first step pins memory for 25 s
+# an H200 microbatches 1.1 to 1.8 times as long, with the prompt offloaded, are 0.3% faster to 1.5%
+# slower (benchmarks/results/plan-variants-h200.jsonl), and the first step pins memory for 25 s
 # (step-grid-h200.jsonl, 10240/2048 N=8 at 3a2bc99).
 KEEPING_IS_WORTH = 0.1
-# Sizes of rows are tried in steps of a quarter; for plans of few rows, where one row more or less
-# shows, in steps of an eighth, and so many below the first that fits.
-FEW_ROWS = 16
+# Sizes of microbatches are tried in steps of a quarter; for plans of few microbatches, where one
+# microbatch more or less shows, in steps of an eighth, and so many below the first that fits.
+FEW_MICROBATCHES = 16
 SHORTER_TRIED = 4
-# Longer rows are preferred to shorter ones that are predicted to cost so little less: a row costs
-# something besides that no meter sees (benchmarks/results/step-grid-h200.jsonl, 6144/6144 N=4:
-# 2.61 s of two rows were 2.75 s of four).
+# Longer microbatches are preferred to shorter ones that are predicted to cost so little less: a
+# microbatch costs something besides that no meter sees (benchmarks/results/step-grid-h200.jsonl,
+# 6144/6144 N=4: 2.61 s of two microbatches were 2.75 s of four).
 LONGER_IS_WORTH = 0.01
-# Rows are cut no shorter than this to fit a budget.
-LEAST_ROW_TOKENS = 64
+# Microbatches are cut no shorter than this to fit a budget.
+LEAST_MICROBATCH_TOKENS = 64
 
 
 class Builder:
@@ -62,8 +67,8 @@ class Builder:
             calibration.check_shape(shape)
         if config.memory_budget_bytes is not None and shape is None:
             raise PlanError(
-                f"memory_budget_bytes is {config.memory_budget_bytes}, but without a model shape "
-                "bytes cannot be predicted; name the model, or limit max_row_tokens instead."
+                f"memory_budget is {config.memory_budget_bytes}, but without a model shape "
+                "bytes cannot be predicted; name the model, or limit max_microbatch_tokens instead."
             )
         self.fingerprint: str = fingerprint(batch)
         self._forests: dict[str, Forest] = {}
@@ -107,7 +112,8 @@ class Builder:
         return self.orders[sharing]
 
     def forest(self, sharing: str) -> Forest:
-        """The forest of an order that is cut nowhere: the same whatever the rows' lengths."""
+        """The forest of an order that is cut nowhere: the same whatever the microbatches'
+        lengths."""
         sharing = self._as(sharing)
         if sharing not in self._forests:
             self._forests[sharing] = build_forest(self.order(sharing), len(self.batch))
@@ -125,35 +131,38 @@ class Builder:
         return replace(self._built[combination], sharing=sharing)
 
     def _fitting(self, sharing: str, boundary: str) -> Plan:
-        if self.config.max_wave_tokens is not None and boundary != "across_rows":
+        if self.config.max_leaf_tokens is not None and boundary != "across":
             raise PlanError(
-                f"max_wave_tokens is {self.config.max_wave_tokens}, which is about rows below "
-                f"others, and boundary is {boundary!r}; use boundary='across_rows', or limit all "
-                "rows by max_row_tokens."
+                f"max_leaf_tokens is {self.config.max_leaf_tokens}, which is about "
+                f"microbatches below "
+                f"others, and boundary is {boundary!r}; use boundary='across', or limit all "
+                "microbatches by max_microbatch_tokens."
             )
-        given = self.config.max_row_tokens
-        tokens = given or max(DEFAULT_ROW_TOKENS, self.longest)
+        given = self.config.max_microbatch_tokens
+        tokens = given or max(DEFAULT_MICROBATCH_TOKENS, self.longest)
         budget = self.config.memory_budget_bytes
         if budget is None:
             plan = self._build(sharing, boundary, tokens)
             return self._priced(plan, self.prices.meter(plan))
         if not given:
-            tokens = max(tokens, min(LARGEST_ROW_TOKENS, int(self.tree_order.new_edges.sum())))
-        # A row that holds whole paths is no shorter than the longest of them.
-        least = self.longest if boundary == "in_row" else LEAST_ROW_TOKENS
+            tokens = max(
+                tokens, min(LARGEST_MICROBATCH_TOKENS, int(self.tree_order.new_edges.sum()))
+            )
+        # A microbatch that holds whole paths is no shorter than the longest of them.
+        least = self.longest if boundary == "within" else LEAST_MICROBATCH_TOKENS
         found: list[Plan] = []
         shorter = 0
         while True:
             plan = self._build(sharing, boundary, tokens)
             meter = self.prices.meter(plan)
             plan = self._priced(plan, meter)
-            few = len(plan.rows) <= FEW_ROWS
+            few = len(plan.microbatches) <= FEW_MICROBATCHES
             ways = self._fitted(plan, meter, budget)
             needed = min(_peak(way) for way in ways)
             found += [way for way in ways if _peak(way) <= budget]
-            # Rows a little shorter than what fits may divide the work more evenly. Where there are
-            # many it makes no difference, and where they are too short to fill a device they do
-            # not pay for what they let be kept.
+            # Microbatches a little shorter than what fits may divide the work more evenly. Where
+            # there are many it makes no difference, and where they are too short to fill a device
+            # they do not pay for what they let be kept.
             if _peak(plan) <= budget:
                 shorter += 1
                 if shorter > SHORTER_TRIED or not few:
@@ -164,41 +173,47 @@ class Builder:
                 break
             tokens = max(least, tokens * (7 if few else 6) // 8)
         if found:
-            # In order of their rows' lengths, the longest first.
+            # In order of their microbatches' lengths, the longest first.
             most = min(cost_with_preference(plan) for plan in found) * (1 + LONGER_IS_WORTH)
             return next(plan for plan in found if cost_with_preference(plan) <= most)
         raise PlanError(
-            f"rows of {tokens} tokens are predicted to need {needed} bytes and "
-            f"memory_budget_bytes is {budget}; raise the budget, or "
+            f"microbatches of {tokens} tokens are predicted to need {needed} bytes and "
+            f"memory_budget is {budget}; raise the budget, or "
             f"{self._remedy(boundary, tokens)}."
         )
 
     def _remedy(self, boundary: str, tokens: int) -> str:
-        """What may help where rows of so many tokens are too much; nothing that is so already."""
+        """What may help where microbatches of so many tokens are too much; nothing that is so
+        already."""
         config, shape = self.config, self.shape
-        whole = boundary == "in_row" and tokens <= self.longest
-        if config.max_row_tokens is not None and tokens > LEAST_ROW_TOKENS and not whole:
-            return "lower max_row_tokens"
-        if boundary == "in_row":
-            return "use boundary='across_rows', which cuts rollouts into chains of rows"
-        if config.residency == "keep":
-            return "leave residency to the planner (residency='auto')"
+        whole = boundary == "within" and tokens <= self.longest
+        if (
+            config.max_microbatch_tokens is not None
+            and tokens > LEAST_MICROBATCH_TOKENS
+            and not whole
+        ):
+            return "lower max_microbatch_tokens"
+        if boundary == "within":
+            return "use boundary='across', which cuts rollouts into chains of microbatches"
+        if config.activations == "keep":
+            return "leave activations to the planner (activations='auto')"
         checkpointed = shape is not None and shape.checkpointed
         if config.checkpointing != "full" and not checkpointed:
             return "checkpoint activations"
         return "take fewer rollouts at a time"
 
     def _fitted(self, plan: Plan, meter: Meter, budget: int) -> list[Plan]:
-        """The plan as it is and, where residency is auto, with rows not kept so that it fits."""
-        if self.config.residency != "auto" or _peak(plan) <= budget:
+        """The plan as it is and, where activations is auto, with microbatches not kept so that it
+        fits."""
+        if self.config.activations != "auto" or _peak(plan) <= budget:
             return [plan]
         ways = ["recompute"]
         # Without a measured bandwidth a copy has no price.
         if meter.copy(1, out=True) is not None:
             ways.append("offload")
         assert self.shape is not None
-        rows = rows_let_go(plan, meter, self.shape, budget)
-        return [self._priced(let_go(plan, rows, way), meter) for way in ways]
+        microbatches = microbatches_let_go(plan, meter, self.shape, budget)
+        return [self._priced(let_go(plan, microbatches, way), meter) for way in ways]
 
     def _priced(self, plan: Plan, meter: Meter) -> Plan:
         """With its price, and with logits kept as the configuration says."""
@@ -209,44 +224,44 @@ class Builder:
         return self.prices.priced(plan, meter, budget)
 
     def _build(self, sharing: str, boundary: str, tokens: int) -> Plan:
-        padded = self.config.waves == "padded"
+        padded = self.config.leaf_layout == "padded"
         order = self.order(sharing)
-        if boundary == "in_row" and not (padded and sharing == "none"):
-            forest, rows = rows_of_whole_paths(order, len(self.batch), tokens)
+        if boundary == "within" and not (padded and sharing == "none"):
+            forest, microbatches = microbatches_of_whole_paths(order, len(self.batch), tokens)
         else:
             forest = self.forest(sharing)
-            if boundary == "in_row" and self.longest > tokens:
-                rows_of_whole_paths(order, len(self.batch), tokens)  # raises, saying why
+            if boundary == "within" and self.longest > tokens:
+                microbatches_of_whole_paths(order, len(self.batch), tokens)  # raises, saying why
             if boundary == "mixed" and not padded:
-                forest, rows = rows_mixed(forest, tokens)
+                forest, microbatches = microbatches_mixed(forest, tokens)
             else:
-                forest, rows = rows_across(
-                    forest, tokens, padded=padded, max_wave_tokens=self.config.max_wave_tokens
+                forest, microbatches = microbatches_across(
+                    forest, tokens, padded=padded, max_leaf_tokens=self.config.max_leaf_tokens
                 )
-        rows, arena_slots, state_slots = place_boundaries(forest, rows)
-        rows = [
+        microbatches, cache_tokens, cache_states = place_boundaries(forest, microbatches)
+        microbatches = [
             replace(
-                row,
+                microbatch,
                 checkpointing=self.config.checkpointing,
-                keeps_logits=self.config.head_logits == "keep" and not row.children,
-                residency=(
-                    self.config.residency
-                    if row.children and self.config.residency != "auto"
+                keeps_logits=self.config.head_logits == "keep" and not microbatch.children,
+                activations=(
+                    self.config.activations
+                    if microbatch.children and self.config.activations != "auto"
                     else "keep"
                 ),
             )
-            for row in rows
+            for microbatch in microbatches
         ]
         labelled = int(self.prices.labelled(forest).sum())
         return Plan(
             sharing=sharing,
             boundary=boundary,
-            waves=self.config.waves,
-            max_row_tokens=tokens,
+            leaf_layout=self.config.leaf_layout,
+            max_microbatch_tokens=tokens,
             forest=forest,
-            rows=tuple(rows),
-            arena_slots=arena_slots,
-            state_slots=state_slots,
+            microbatches=tuple(microbatches),
+            cache_tokens=cache_tokens,
+            cache_states=cache_states,
             rollouts=len(self.batch),
             logical_tokens=int(self.batch.offsets[-1]),
             unique_tokens=self.unique_tokens,
@@ -259,8 +274,8 @@ class Builder:
 
 
 def cost_with_preference(plan: Plan) -> float:
-    """Its cost, and KEEPING_IS_WORTH besides where some row is not kept."""
-    keeps = all(row.residency == "keep" for row in plan.rows)
+    """Its cost, and KEEPING_IS_WORTH besides where some microbatch is not kept."""
+    keeps = all(microbatch.activations == "keep" for microbatch in plan.microbatches)
     return plan.cost * (1 if keeps else 1 + KEEPING_IS_WORTH)
 
 

@@ -99,9 +99,9 @@ class Calibration:
     """Of the model that was asked for; it was measured with fewer layers."""
     measured_layers: tuple[int, int]
     block: Curve
-    """Tokens of a row: ms of one decoder block without its attention."""
+    """Tokens of a microbatch: ms of one decoder block without its attention."""
     rest: Curve
-    """Tokens of a row: ms of what is done once a row, the head not counted."""
+    """Tokens of a microbatch: ms of what is done once a microbatch, the head not counted."""
     head: Curve
     """Labelled tokens: ms of the head."""
     causal: Curve
@@ -114,10 +114,10 @@ class Calibration:
     back_bytes_per_ms: float
     kept_bytes: Mapping[str, tuple[float, float]]
     """For each policy of checkpointing: bytes a token that one block keeps for the backward, and
-    that all of a row does besides."""
+    that all of a microbatch does besides."""
     working_bytes: tuple[float, float]
-    """What a backward needs at most beyond what was kept: bytes for a row with a head, and bytes a
-    token besides; zeros where the device does not say."""
+    """What a backward needs at most beyond what was kept: bytes for a microbatch with a head, and
+    bytes a token besides; zeros where the device does not say."""
     seconds: float
     """How long it took to measure."""
 

@@ -19,7 +19,7 @@ def explain(plan: Plan, *, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
     # No title of the table, which would be broken where the table ends.
     title = Text(f"plan: {plan.sharing} + {plan.boundary}, {plan.reason}")
-    console.print(Group(title, _summary(plan), _candidates(plan), _rows(plan), _tree(plan)))
+    console.print(Group(title, _summary(plan), _candidates(plan), _microbatches(plan), _tree(plan)))
     output = console.file
     assert isinstance(output, io.StringIO)
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
@@ -34,11 +34,11 @@ def _summary(plan: Plan) -> Table:
     add("logical tokens (as given)", f"{plan.logical_tokens:,}")
     add("unique tokens (once in the whole batch)", f"{plan.unique_tokens:,}")
     add("computed tokens (edges run)", f"{plan.computed_tokens:,}")
-    if plan.run_slots != plan.computed_tokens:
-        add("padding run besides", f"{plan.run_slots - plan.computed_tokens:,}")
+    if plan.run_tokens != plan.computed_tokens:
+        add("padding run besides", f"{plan.run_tokens - plan.computed_tokens:,}")
     add("labelled edges (head)", f"{plan.labelled:,}")
-    add("rows, segments", f"{len(plan.rows):,}, {len(plan.forest):,}")
-    add("boundary state held at once, tokens", f"{plan.arena_slots:,}")
+    add("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}")
+    add("prefix cache held at once, tokens", f"{plan.cache_tokens:,}")
     if plan.shape is not None:
         dense, shared = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
         add("dense step, TFLOP", f"{dense / 1e12:,.3f}")
@@ -75,36 +75,36 @@ def _candidates(plan: Plan) -> Table:
     return table
 
 
-def _rows(plan: Plan) -> Table:
-    table = Table(title=f"rows in visiting order ({plan.waves} waves)")
-    policies = {row.checkpointing for row in plan.rows} - {"none"}
+def _microbatches(plan: Plan) -> Table:
+    table = Table(title=f"microbatches in visiting order ({plan.leaf_layout} leaf_layout)")
+    policies = {microbatch.checkpointing for microbatch in plan.microbatches} - {"none"}
     if policies:
         table.title = f"{table.title}, checkpointing: {', '.join(policies)}"
-    if keeping := sum(row.keeps_logits for row in plan.rows):
+    if keeping := sum(microbatch.keeps_logits for microbatch in plan.microbatches):
         table.title = f"{table.title}, logits kept in {keeping:,}"
-    text = ("row", "inside", "activations")
-    names = ["row", "inside", "segments", "tokens", "slots", "boundary kept"]
-    moved = any(row.residency != "keep" for row in plan.rows)
+    text = ("microbatch", "inside", "activations")
+    names = ["microbatch", "inside", "segments", "tokens", "places", "boundary kept"]
+    moved = any(microbatch.activations != "keep" for microbatch in plan.microbatches)
     for name in (*names, *(["activations"] if moved else [])):
         table.add_column(name, justify="left" if name in text else "right")
-    for row in plan.rows[:MOST_ROWS]:
+    for microbatch in plan.microbatches[:MOST_ROWS]:
         kept = sum(
             int(plan.forest.length[s])
-            for s, begin in zip(row.segments, row.arena_begin, strict=True)
+            for s, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True)
             if begin >= 0
         )
-        parent = plan.row_names[row.parent] if row.parent >= 0 else "-"
+        parent = plan.microbatch_names[microbatch.parent] if microbatch.parent >= 0 else "-"
         table.add_row(
-            plan.row_names[row.index],
+            plan.microbatch_names[microbatch.index],
             parent,
-            f"{len(row.segments):,}",
-            f"{row.tokens:,}",
-            f"{row.slots:,}",
+            f"{len(microbatch.segments):,}",
+            f"{microbatch.tokens:,}",
+            f"{microbatch.run_tokens:,}",
             f"{kept:,}",
-            *([row.residency if row.children else "-"] if moved else []),
+            *([microbatch.activations if microbatch.children else "-"] if moved else []),
         )
-    if len(plan.rows) > MOST_ROWS:
-        table.caption = f"and {len(plan.rows) - MOST_ROWS:,} rows more"
+    if len(plan.microbatches) > MOST_ROWS:
+        table.caption = f"and {len(plan.microbatches) - MOST_ROWS:,} microbatches more"
     return table
 
 
@@ -112,8 +112,12 @@ def _tree(plan: Plan) -> Tree | Text:
     forest = plan.forest
     if len(forest) == 0:
         return Text("no edges: every rollout is one token long")
-    row_of = {segment: row.index for row in plan.rows for segment in row.segments}
-    top = Tree("segments: tokens x rollouts through them, and their row")
+    microbatch_of = {
+        segment: microbatch.index
+        for microbatch in plan.microbatches
+        for segment in microbatch.segments
+    }
+    top = Tree("segments: tokens x rollouts through them, and their microbatch")
     nodes: dict[int, Tree] = {-1: top}
     multiplicity = forest.multiplicity
     depth = forest.depth
@@ -122,7 +126,7 @@ def _tree(plan: Plan) -> Tree | Text:
             continue
         label = (
             f"{int(forest.length[segment]):,} x {int(multiplicity[segment])}  "
-            f"{plan.row_names[row_of[segment]]}"
+            f"{plan.microbatch_names[microbatch_of[segment]]}"
         )
         above = int(forest.parent[segment])
         if above in nodes:

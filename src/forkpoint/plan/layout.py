@@ -1,8 +1,9 @@
-"""Which keys each query of a row reads, as launches of variable-length attention.
+"""Which keys each query of a microbatch reads, as launches of variable-length attention.
 
-A launch is a list of sequences whose queries lie back to back in the row and whose keys lie back to
-back in one source, which is what every variable-length kernel takes: adjacent cumulative ranges can
-neither overlap nor skip. The tables are numpy; the engine turns them into tensors once a row.
+A launch is a list of sequences whose queries lie back to back in the microbatch and whose keys lie
+back to back in one source, which is what every variable-length kernel takes: adjacent cumulative
+ranges can neither overlap nor skip. The tables are numpy; the engine turns them into tensors once a
+microbatch.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from forkpoint.forest import Forest, IntArray
 
-OWN, ARENA, GATHERED = 0, 1, 2
+OWN, CACHE, GATHERED = 0, 1, 2
 COLUMNS = (
     "source",
     "causal",
@@ -30,29 +31,31 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class Microbatch:
     """One packed token sequence that goes through the model in one forward."""
 
     index: int
     parent: int
-    """The row that must be open while this one runs, -1 for none."""
+    """The microbatch that must be open while this one runs, -1 for none."""
     segments: tuple[int, ...]
-    """Segments of the plan's forest, in the order in which they lie in the row."""
-    slot_begin: tuple[int, ...]
-    """Where each segment starts in the row."""
+    """Segments of the plan's forest, in the order in which they lie in the microbatch."""
+    segment_begin: tuple[int, ...]
+    """Where each segment starts in the microbatch."""
     width: int
-    """Slots of each segment in a padded row (batch x longest); 0 where the row is packed."""
-    arena_begin: tuple[int, ...]
-    """Where each segment's boundary state lies in the arena; -1 where no other row reads it."""
+    """Places of each segment in a padded microbatch (batch x longest); 0 where the microbatch is
+    packed."""
+    cache_begin: tuple[int, ...]
+    """Where each segment's prefix cache lies in the cache; -1 where no other microbatch reads
+    it."""
     children: tuple[int, ...]
-    slots: int
+    run_tokens: int
     """Tokens that the forward runs, padding included."""
     tokens: int
-    """Edges that the row holds."""
-    state_slot: tuple[int, ...] = ()
-    """Where the arena keeps each segment's final state; -1 where no segment of another row starts
-    from it."""
-    residency: str = "keep"
+    """Edges that the microbatch holds."""
+    state_index: tuple[int, ...] = ()
+    """Where the cache keeps each segment's final state; -1 where no segment of another microbatch
+    starts from it."""
+    activations: str = "keep"
     """Where its activations are while its children run: keep, offload or recompute."""
     checkpointing: str = "none"
     """Which activations its own backward computes again: none, selective or full."""
@@ -61,33 +64,37 @@ class Row:
 
     @property
     def keeps_boundary(self) -> bool:
-        return any(begin >= 0 for begin in self.arena_begin)
+        return any(begin >= 0 for begin in self.cache_begin)
 
     @property
     def kept_states(self) -> frozenset[int]:
-        """Segments that a segment of another row starts from."""
-        slots = zip(self.segments, self.state_slot, strict=True)
-        return frozenset(segment for segment, slot in slots if slot >= 0)
+        """Segments that a segment of another microbatch starts from."""
+        places = zip(self.segments, self.state_index, strict=True)
+        return frozenset(segment for segment, place in places if place >= 0)
 
 
-def slot_steps(forest: Forest, row: Row) -> tuple[IntArray, IntArray]:
-    """For each slot of a row, its segment and its step in the segment: int64 [slots] each.
+def token_steps(forest: Forest, microbatch: Microbatch) -> tuple[IntArray, IntArray]:
+    """For each place of a microbatch, its segment and its step in the segment: int64 [places] each.
 
     Steps from the segment's length on are padding.
     """
-    segments = np.asarray(row.segments)
-    slots = np.full(len(segments), row.width) if row.width else forest.length[segments]
-    step = np.arange(row.slots) - np.repeat(np.asarray(row.slot_begin), slots)
-    return np.repeat(segments, slots), step
+    segments = np.asarray(microbatch.segments)
+    places = (
+        np.full(len(segments), microbatch.width) if microbatch.width else forest.length[segments]
+    )
+    step = np.arange(microbatch.run_tokens) - np.repeat(
+        np.asarray(microbatch.segment_begin), places
+    )
+    return np.repeat(segments, places), step
 
 
 @dataclass(frozen=True)
 class Table:
-    """Launches of one row's attention.
+    """Launches of one microbatch's attention.
 
     `launches` is int64 [n, 11] with the columns of COLUMNS; `cu` is int32, the cumulative lengths
     that `cu_q_at` and `cu_k_at` point into; `key_index` is int64 [G] for windowed layers, entries
-    >= 0 slots of the row, entries < 0 arena slot `-1 - entry`.
+    >= 0 places of the microbatch, entries < 0 cache place `-1 - entry`.
     """
 
     launches: IntArray
@@ -107,20 +114,23 @@ class _Piece:
 
 
 class Reach:
-    """What each segment of a row reads outside itself, nearest last."""
+    """What each segment of a microbatch reads outside itself, nearest last."""
 
-    def __init__(self, forest: Forest, row: Row, arena_of: dict[int, int]) -> None:
-        """`arena_of` maps every segment whose state other rows read to its first arena slot."""
+    def __init__(self, forest: Forest, microbatch: Microbatch, cache_of: dict[int, int]) -> None:
+        """`cache_of` maps every segment whose state other microbatches read to its first cache
+        place."""
         self.forest: Forest = forest
-        self.row: Row = row
-        self.slot_of: dict[int, int] = dict(zip(row.segments, row.slot_begin, strict=True))
-        self.arena_of = arena_of
+        self.microbatch: Microbatch = microbatch
+        self.begin_of: dict[int, int] = dict(
+            zip(microbatch.segments, microbatch.segment_begin, strict=True)
+        )
+        self.cache_of = cache_of
         self._above: dict[int, tuple[tuple[int, int, int], ...]] = {-1: ()}
 
     def above(self, segment: int) -> tuple[tuple[int, int, int], ...]:
         """(source, begin, end) of all keys above a segment on its path, root first.
 
-        What lies back to back, in the row or in the arena, reads as one slice.
+        What lies back to back, in the microbatch or in the cache, reads as one slice.
         """
         parent = int(self.forest.parent[segment])
         if parent not in self._above:
@@ -137,31 +147,32 @@ class Reach:
         self, pieces: tuple[tuple[int, int, int], ...], segment: int
     ) -> tuple[tuple[int, int, int], ...]:
         length = int(self.forest.length[segment])
-        source = OWN if segment in self.slot_of else ARENA
-        begin = (self.slot_of if source == OWN else self.arena_of)[segment]
+        source = OWN if segment in self.begin_of else CACHE
+        begin = (self.begin_of if source == OWN else self.cache_of)[segment]
         if pieces and pieces[-1][0] == source and pieces[-1][2] == begin:
             return (*pieces[:-1], (source, pieces[-1][1], begin + length))
         return (*pieces, (source, begin, begin + length))
 
 
-def slot_lengths(forest: Forest, row: Row) -> list[int]:
-    """How many slots each segment of the row takes: its length, or the width of a padded row."""
-    return [row.width or int(forest.length[s]) for s in row.segments]
+def segment_widths(forest: Forest, microbatch: Microbatch) -> list[int]:
+    """How many places each segment of the microbatch takes: its length, or the width of a padded
+    microbatch."""
+    return [microbatch.width or int(forest.length[s]) for s in microbatch.segments]
 
 
-def full_table(forest: Forest, row: Row, arena_of: dict[int, int]) -> Table:
+def full_table(forest: Forest, microbatch: Microbatch, cache_of: dict[int, int]) -> Table:
     """Launches of a layer in which every token sees its whole path.
 
-    The first launch is causal over the row's own tokens, by stretches of path; the others are
-    unmasked rectangles, one launch for as many neighbouring rectangles as lie back to back on both
-    sides.
+    The first launch is causal over the microbatch's own tokens, by stretches of path; the others
+    are unmasked rectangles, one launch for as many neighbouring rectangles as lie back to back on
+    both sides.
     """
-    reach = Reach(forest, row, arena_of)
-    stretches = _stretches(forest, row)
+    reach = Reach(forest, microbatch, cache_of)
+    stretches = _stretches(forest, microbatch)
     causal = [_Piece(OWN, begin, n, begin, n) for _, begin, n in stretches]
     levels: dict[tuple[int, int], list[_Piece]] = {}
     for segment, begin, n in stretches:
-        rank = {OWN: 0, ARENA: 0}
+        rank = {OWN: 0, CACHE: 0}
         for source, k_begin, k_end in reach.above(segment):
             pieces = levels.setdefault((source, rank[source]), [])
             rank[source] += 1
@@ -176,8 +187,9 @@ def full_table(forest: Forest, row: Row, arena_of: dict[int, int]) -> Table:
     return _table(launches)
 
 
-def _stretches(forest: Forest, row: Row) -> list[tuple[int, int, int]]:
-    """(first segment, begin, length) of parts of the row in which each segment follows its parent.
+def _stretches(forest: Forest, microbatch: Microbatch) -> list[tuple[int, int, int]]:
+    """(first segment, begin, length) of parts of the microbatch in which each segment follows its
+    parent.
 
     Such a part is one causal sequence: what lies in it before a token is on the token's path. So a
     first child attends to its parent within the causal launch, and needs no rectangle and no merge.
@@ -185,9 +197,12 @@ def _stretches(forest: Forest, row: Row) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
     before = -1
     for segment, begin, n in zip(
-        row.segments, row.slot_begin, slot_lengths(forest, row), strict=True
+        microbatch.segments,
+        microbatch.segment_begin,
+        segment_widths(forest, microbatch),
+        strict=True,
     ):
-        if found and not row.width and int(forest.parent[segment]) == before:
+        if found and not microbatch.width and int(forest.parent[segment]) == before:
             first, at, length = found[-1]
             found[-1] = first, at, length + n
         else:
@@ -196,16 +211,21 @@ def _stretches(forest: Forest, row: Row) -> list[tuple[int, int, int]]:
     return found
 
 
-def windowed_table(forest: Forest, row: Row, arena_of: dict[int, int], window: int) -> Table:
+def windowed_table(
+    forest: Forest, microbatch: Microbatch, cache_of: dict[int, int], window: int
+) -> Table:
     """The one launch of a windowed layer.
 
     Each segment's keys are copied together: the at most `window` - 1 nearest tokens above it on its
     path, then its own. A scalar window argument, aligned to the end, then masks exactly.
     """
-    reach = Reach(forest, row, arena_of)
+    reach = Reach(forest, microbatch, cache_of)
     pieces, keys, total = [], [], 0
     for segment, begin, n in zip(
-        row.segments, row.slot_begin, slot_lengths(forest, row), strict=True
+        microbatch.segments,
+        microbatch.segment_begin,
+        segment_widths(forest, microbatch),
+        strict=True,
     ):
         tail: list[IntArray] = []
         wanted = window - 1
@@ -236,14 +256,14 @@ def _adjacent_runs(pieces: list[_Piece]) -> list[list[_Piece]]:
 
 
 def _table(launches: list[tuple[bool, list[_Piece]]]) -> Table:
-    rows, cu, at = [], [], 0
+    microbatches, cu, at = [], [], 0
     for causal, pieces in launches:
         count = len(pieces)
         q_lengths, k_lengths = [p.n for p in pieces], [p.m for p in pieces]
         cu.extend(accumulate(q_lengths, initial=0))
         cu.extend(accumulate(k_lengths, initial=0))
         first, last = pieces[0], pieces[-1]
-        rows.append(
+        microbatches.append(
             (
                 first.source,
                 int(causal),
@@ -259,4 +279,4 @@ def _table(launches: list[tuple[bool, list[_Piece]]]) -> Table:
             )
         )
         at += 2 * (count + 1)
-    return Table(np.asarray(rows, np.int64), np.asarray(cu, np.int32))
+    return Table(np.asarray(microbatches, np.int64), np.asarray(cu, np.int32))

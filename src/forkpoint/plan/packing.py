@@ -1,4 +1,4 @@
-"""How segments are put into rows."""
+"""How segments are put into microbatches."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, SortedRollouts, build_forest
-from forkpoint.plan.layout import Row
+from forkpoint.plan.layout import Microbatch
 
 
 @dataclass
 class _Draft:
-    """A row while it is filled."""
+    """A microbatch while it is filled."""
 
     parent: int
     segments: list[int] = field(default_factory=list)
@@ -38,55 +38,59 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     return bins
 
 
-def order_for_rows(order: SortedRollouts, max_row_tokens: int) -> list[SortedRollouts]:
-    """Rollouts of each row when every row must hold whole paths.
+def order_for_microbatches(
+    order: SortedRollouts, max_microbatch_tokens: int
+) -> list[SortedRollouts]:
+    """Rollouts of each microbatch when every microbatch must hold whole paths.
 
-    A tree that fits a row stays whole. A larger one is cut between rollouts, in order, and what the
-    cut rollouts share is computed once in each row.
+    A tree that fits a microbatch stays whole. A larger one is cut between rollouts, in order, and
+    what the cut rollouts share is computed once in each microbatch.
 
     Raises:
-        PlanError: a single rollout is longer than a row.
+        PlanError: a single rollout is longer than a microbatch.
     """
     longest = int(order.edges.max(initial=0))
-    if longest > max_row_tokens:
+    if longest > max_microbatch_tokens:
         rollout = int(order.rollouts[order.edges.argmax()])
         raise PlanError(
-            f"rollout {rollout} has {longest} tokens to run and a row holds at most "
-            f"{max_row_tokens}: a rollout within one row cannot be cut. Raise max_row_tokens to "
-            f"{longest}, or use boundary='across_rows', which cuts it into a chain of rows."
+            f"rollout {rollout} has {longest} tokens to run and a microbatch holds at most "
+            f"{max_microbatch_tokens}: a rollout within one microbatch cannot be cut. Raise "
+            f"max_microbatch_tokens to "
+            f"{longest}, or use boundary='across', which cuts it into a chain of microbatches."
         )
-    cut = order.cut(_cuts(order, max_row_tokens))
+    cut = order.cut(_cuts(order, max_microbatch_tokens))
     piece = np.cumsum(cut.shared_edges == 0) - 1
     sizes = np.bincount(piece, weights=cut.new_edges).astype(np.int64).tolist()
     first_entry = np.searchsorted(piece, np.arange(len(sizes) + 1))
-    rows = []
-    for pieces in first_fit_decreasing(sizes, max_row_tokens):
+    microbatches = []
+    for pieces in first_fit_decreasing(sizes, max_microbatch_tokens):
         entries = [np.arange(first_entry[i], first_entry[i + 1]) for i in sorted(pieces)]
-        rows.append(order.take(np.concatenate(entries)))
-    return rows
+        microbatches.append(order.take(np.concatenate(entries)))
+    return microbatches
 
 
-def _cuts(order: SortedRollouts, max_row_tokens: int) -> NDArray[np.bool_]:
-    """Where trees that are larger than a row are cut: before each rollout that no longer fits."""
+def _cuts(order: SortedRollouts, max_microbatch_tokens: int) -> NDArray[np.bool_]:
+    """Where trees that are larger than a microbatch are cut: before each rollout that no longer
+    fits."""
     tree = np.cumsum(order.shared_edges == 0) - 1
     sizes = np.bincount(tree, weights=order.new_edges).astype(np.int64)
     where = np.zeros(len(order.edges), bool)
     used = 0
-    for entry in np.flatnonzero(sizes[tree] > max_row_tokens).tolist():
+    for entry in np.flatnonzero(sizes[tree] > max_microbatch_tokens).tolist():
         first = entry == 0 or tree[entry] != tree[entry - 1]
         new = int(order.new_edges[entry])
-        if first or used + new > max_row_tokens:
+        if first or used + new > max_microbatch_tokens:
             where[entry] = True
             new, used = int(order.edges[entry]), 0
         used += new
     return where
 
 
-def rows_of_whole_paths(
-    order: SortedRollouts, rollouts: int, max_row_tokens: int
-) -> tuple[Forest, list[Row]]:
-    """Rows that each hold whole paths: nothing crosses a row (boundary in_row)."""
-    parts = order_for_rows(order, max_row_tokens)
+def microbatches_of_whole_paths(
+    order: SortedRollouts, rollouts: int, max_microbatch_tokens: int
+) -> tuple[Forest, list[Microbatch]]:
+    """Microbatches that each hold whole paths: nothing crosses a microbatch (boundary within)."""
+    parts = order_for_microbatches(order, max_microbatch_tokens)
     joined = SortedRollouts(
         *(
             np.concatenate([getattr(p, name) for p in parts] or [np.zeros(0, np.int64)])
@@ -94,24 +98,29 @@ def rows_of_whole_paths(
         )
     )
     forest = build_forest(joined, rollouts)
-    row_starts = np.cumsum([0, *(len(p.rollouts) for p in parts)])
-    row_of = np.searchsorted(row_starts, forest.owner_begin, side="right") - 1
-    drafts = [_Draft(-1, np.flatnonzero(row_of == row).tolist()) for row in range(len(parts))]
+    microbatch_starts = np.cumsum([0, *(len(p.rollouts) for p in parts)])
+    microbatch_of = np.searchsorted(microbatch_starts, forest.owner_begin, side="right") - 1
+    drafts = [
+        _Draft(-1, np.flatnonzero(microbatch_of == microbatch).tolist())
+        for microbatch in range(len(parts))
+    ]
     return forest, _finish(forest, drafts)
 
 
-def rows_across(
-    forest: Forest, max_row_tokens: int, *, padded: bool, max_wave_tokens: int | None = None
-) -> tuple[Forest, list[Row]]:
-    """Rows in which every fork lies between a row and its children (boundary across_rows).
+def microbatches_across(
+    forest: Forest, max_microbatch_tokens: int, *, padded: bool, max_leaf_tokens: int | None = None
+) -> tuple[Forest, list[Microbatch]]:
+    """Microbatches in which every fork lies between a microbatch and its children (boundary
+    across).
 
-    Every row takes as many of the segments waiting below the rows open around it as fit, in order;
-    what lies below the row's own segments waits for its child rows. With `padded`, segments with
-    nothing below them go into rows of their own, batch x longest. With `max_wave_tokens` they do as
-    well, and these hold at most so many tokens, or one segment; never more than `max_row_tokens`.
+    Every microbatch takes as many of the segments waiting below the microbatches open around it as
+    fit, in order; what lies below the microbatch's own segments waits for its child microbatches.
+    With `padded`, segments with nothing below them go into microbatches of their own, batch x
+    longest. With `max_leaf_tokens` they do as well, and these hold at most so many tokens, or one
+    segment; never more than `max_microbatch_tokens`.
     """
-    wave_tokens = min(max_wave_tokens or max_row_tokens, max_row_tokens)
-    forest = forest.chained(max_row_tokens)
+    leaf_tokens = min(max_leaf_tokens or max_microbatch_tokens, max_microbatch_tokens)
+    forest = forest.chained(max_microbatch_tokens)
     below, length = forest.children(), forest.length.tolist()
     drafts: list[_Draft] = []
     todo: list[tuple[list[int], int]] = [(np.flatnonzero(forest.parent < 0).tolist(), -1)]
@@ -119,13 +128,15 @@ def rows_across(
         waiting, parent = todo.pop()
         if padded:
             leaves = [s for s in waiting if not below[s]]
-            drafts.extend(_padded(leaves, length, parent, wave_tokens))
+            drafts.extend(_padded(leaves, length, parent, leaf_tokens))
             waiting = [s for s in waiting if below[s]]
-        elif max_wave_tokens is not None:
+        elif max_leaf_tokens is not None:
             leaves = [s for s in waiting if not below[s]]
-            drafts.extend(_Draft(parent, row) for row in _in_order(leaves, length, wave_tokens))
+            drafts.extend(
+                _Draft(parent, microbatch) for microbatch in _in_order(leaves, length, leaf_tokens)
+            )
             waiting = [s for s in waiting if below[s]]
-        for segments in _in_order(waiting, length, max_row_tokens):
+        for segments in _in_order(waiting, length, max_microbatch_tokens):
             deeper = [child for segment in segments for child in below[segment]]
             if deeper:
                 todo.append((deeper, len(drafts)))
@@ -133,25 +144,31 @@ def rows_across(
     return forest, _finish(forest, drafts)
 
 
-def rows_mixed(forest: Forest, max_row_tokens: int) -> tuple[Forest, list[Row]]:
-    """Rows of whole subtrees below rows of what is too large for one (boundary mixed).
+def microbatches_mixed(
+    forest: Forest, max_microbatch_tokens: int
+) -> tuple[Forest, list[Microbatch]]:
+    """Microbatches of whole subtrees below microbatches of what is too large for one (boundary
+    mixed).
 
-    A segment whose subtree does not fit in a row belongs to the spine. Spines are small where trees
-    are bushy, so rows of whole subtrees can be filled well while little stays open around them.
+    A segment whose subtree does not fit in a microbatch belongs to the spine. Spines are small
+    where trees are bushy, so microbatches of whole subtrees can be filled well while little stays
+    open around them.
     """
-    forest = forest.chained(max_row_tokens)
+    forest = forest.chained(max_microbatch_tokens)
     below, length = forest.children(), forest.length.tolist()
     subtree = forest.subtree_edges().tolist()
     drafts: list[_Draft] = []
     todo: list[tuple[list[int], int]] = [(np.flatnonzero(forest.parent < 0).tolist(), -1)]
     while todo:
         waiting, parent = todo.pop()
-        whole = [s for s in waiting if subtree[s] <= max_row_tokens]
-        for bin_ in first_fit_decreasing([subtree[s] for s in whole], max_row_tokens):
+        whole = [s for s in waiting if subtree[s] <= max_microbatch_tokens]
+        for bin_ in first_fit_decreasing([subtree[s] for s in whole], max_microbatch_tokens):
             drafts.append(_Draft(parent, _with_below([whole[i] for i in bin_], below)))
-        spine = [s for s in waiting if subtree[s] > max_row_tokens]
+        spine = [s for s in waiting if subtree[s] > max_microbatch_tokens]
         while spine:
-            taken, deeper, later = _spine_row(spine, below, subtree, length, max_row_tokens)
+            taken, deeper, later = _spine_microbatch(
+                spine, below, subtree, length, max_microbatch_tokens
+            )
             todo.append((deeper, len(drafts)))
             drafts.append(_Draft(parent, taken))
             spine = later
@@ -160,21 +177,22 @@ def rows_mixed(forest: Forest, max_row_tokens: int) -> tuple[Forest, list[Row]]:
 
 def _in_order(segments: list[int], length: list[int], capacity: int) -> list[list[int]]:
     """Neighbours together, as many as fit: what lies below one parent stays back to back."""
-    rows: list[list[int]] = []
+    microbatches: list[list[int]] = []
     used = 0
     for segment in segments:
-        if not rows or used + length[segment] > capacity:
-            rows.append([])
+        if not microbatches or used + length[segment] > capacity:
+            microbatches.append([])
             used = 0
-        rows[-1].append(segment)
+        microbatches[-1].append(segment)
         used += length[segment]
-    return rows
+    return microbatches
 
 
-def _spine_row(
+def _spine_microbatch(
     spine: list[int], below: list[list[int]], subtree: list[int], length: list[int], capacity: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """As much of the spine as fits in one row, what then waits below it, and what waits beside."""
+    """As much of the spine as fits in one microbatch, what then waits below it, and what waits
+    beside."""
     taken: list[int] = []
     deeper: list[int] = []
     used = 0
@@ -202,7 +220,7 @@ def _with_below(segments: list[int], below: list[list[int]]) -> list[int]:
 
 
 def _padded(leaves: Iterable[int], length: list[int], parent: int, capacity: int) -> list[_Draft]:
-    """Rows of equal slots, longest first so that neighbours pad little."""
+    """Microbatches of equal places, longest first so that neighbours pad little."""
     drafts: list[_Draft] = []
     for segment in sorted(leaves, key=lambda s: -length[s]):
         draft = drafts[-1] if drafts else None
@@ -213,8 +231,9 @@ def _padded(leaves: Iterable[int], length: list[int], parent: int, capacity: int
     return drafts
 
 
-def _finish(forest: Forest, drafts: list[_Draft]) -> list[Row]:
-    """Number rows in visiting order, lay their segments out, and link parents with children."""
+def _finish(forest: Forest, drafts: list[_Draft]) -> list[Microbatch]:
+    """Number microbatches in visiting order, lay their segments out, and link parents with
+    children."""
     below: dict[int, list[int]] = {}
     for draft_index, draft in enumerate(drafts):
         below.setdefault(draft.parent, []).append(draft_index)
@@ -223,37 +242,37 @@ def _finish(forest: Forest, drafts: list[_Draft]) -> list[Row]:
         draft_index = todo.pop()
         visiting.append(draft_index)
         todo.extend(reversed(below.get(draft_index, [])))
-    number = {draft_index: row for row, draft_index in enumerate(visiting)}
-    rows = []
-    for row, draft_index in enumerate(visiting):
+    number = {draft_index: microbatch for microbatch, draft_index in enumerate(visiting)}
+    microbatches = []
+    for microbatch, draft_index in enumerate(visiting):
         draft = drafts[draft_index]
         segments = draft.segments if draft.width else breadth_or_depth(forest, draft.segments)
         lengths = [draft.width or int(forest.length[s]) for s in segments]
         begins = np.cumsum([0, *lengths])
-        rows.append(
-            Row(
-                index=row,
+        microbatches.append(
+            Microbatch(
+                index=microbatch,
                 parent=number.get(draft.parent, -1),
                 segments=tuple(segments),
-                slot_begin=tuple(begins[:-1].tolist()),
+                segment_begin=tuple(begins[:-1].tolist()),
                 width=draft.width,
-                arena_begin=(-1,) * len(segments),
-                state_slot=(-1,) * len(segments),
+                cache_begin=(-1,) * len(segments),
+                state_index=(-1,) * len(segments),
                 children=tuple(number[c] for c in below.get(draft_index, [])),
-                slots=int(begins[-1]),
+                run_tokens=int(begins[-1]),
                 tokens=int(forest.length[segments].sum()),
             )
         )
-    return rows
+    return microbatches
 
 
 def breadth_or_depth(forest: Forest, segments: list[int]) -> list[int]:
-    """The order of a row's segments that needs the fewer attention launches.
+    """The order of a microbatch's segments that needs the fewer attention launches.
 
     Depth first, a first child follows its parent, all queries below its brothers are one rectangle,
-    and each segment that forks in the row costs a launch. Breadth first, the rectangles of
-    neighbouring trees lie back to back and go into one launch: several groups in a row cost as many
-    launches as one.
+    and each segment that forks in the microbatch costs a launch. Breadth first, the rectangles of
+    neighbouring trees lie back to back and go into one launch: several groups in a microbatch cost
+        as many launches as one.
     """
     inside = set(segments)
     level: dict[int, int] = {}

@@ -1,4 +1,5 @@
-"""A plan: rows, what each reads from outside itself, and the order of forwards and backwards."""
+"""A plan: microbatches, what each reads from outside itself, and the order of forwards and
+backwards."""
 
 import hashlib
 import json
@@ -12,11 +13,11 @@ import numpy as np
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.plan.cost import ModelShape, Work
-from forkpoint.plan.layout import Row
+from forkpoint.plan.layout import Microbatch
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.schema import SchemaError, parse_json
 
-JSON_VERSION = 2
+JSON_VERSION = 3
 DEPTH_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -38,14 +39,14 @@ class Plan:
 
     sharing: str
     boundary: str
-    waves: str
-    max_row_tokens: int
+    leaf_layout: str
+    max_microbatch_tokens: int
     forest: Forest
-    rows: tuple[Row, ...]
+    microbatches: tuple[Microbatch, ...]
     """In visiting order."""
-    arena_slots: int
-    """The most tokens whose boundary state exists at once."""
-    state_slots: int
+    cache_tokens: int
+    """The most tokens whose prefix cache exists at once."""
+    cache_states: int
     """The most segments whose final state, in layers that carry one, exists at once."""
     rollouts: int
     logical_tokens: int
@@ -65,7 +66,7 @@ class Plan:
     predicted_ms: float | None = None
     """Time of a step; None without a calibration."""
     predicted_peak_bytes: int | None = None
-    """Activations, boundary state and its gradients at the worst moment; not weights."""
+    """Activations, prefix cache and its gradients at the worst moment; not weights."""
     rests_on: str = ""
     """The calibration that the predictions are made from; without one they are counted."""
     candidates: tuple[Candidate, ...] = ()
@@ -74,12 +75,12 @@ class Plan:
     @property
     def computed_tokens(self) -> int:
         """Edges run, padding not counted."""
-        return sum(row.tokens for row in self.rows)
+        return sum(microbatch.tokens for microbatch in self.microbatches)
 
     @property
-    def run_slots(self) -> int:
+    def run_tokens(self) -> int:
         """Tokens that go through the model, padding included."""
-        return sum(row.slots for row in self.rows)
+        return sum(microbatch.run_tokens for microbatch in self.microbatches)
 
     @property
     def bound(self) -> float:
@@ -91,33 +92,34 @@ class Plan:
         return self.dense.step_flops(self.shape) / self.shared.step_flops(self.shape)
 
     @cached_property
-    def arena_of(self) -> dict[int, int]:
-        """First arena slot of every segment whose boundary state other rows read."""
+    def cache_of(self) -> dict[int, int]:
+        """First cache place of every segment whose prefix cache other microbatches read."""
         return {
             segment: begin
-            for row in self.rows
-            for segment, begin in zip(row.segments, row.arena_begin, strict=True)
+            for microbatch in self.microbatches
+            for segment, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True)
             if begin >= 0
         }
 
     @cached_property
     def state_of(self) -> dict[int, int]:
-        """State slot of every segment that a segment of another row starts from."""
+        """State place of every segment that a segment of another microbatch starts from."""
         return {
-            segment: slot
-            for row in self.rows
-            for segment, slot in zip(row.segments, row.state_slot, strict=True)
-            if slot >= 0
+            segment: place
+            for microbatch in self.microbatches
+            for segment, place in zip(microbatch.segments, microbatch.state_index, strict=True)
+            if place >= 0
         }
 
     @cached_property
-    def row_names(self) -> tuple[str, ...]:
-        """A letter for the row's depth and a number for its turn at that depth: A0, B0, B1."""
+    def microbatch_names(self) -> tuple[str, ...]:
+        """A letter for the microbatch's depth and a number for its turn at that depth: A0, B0,
+        B1."""
         depths: list[int] = []
         turns: dict[int, int] = {}
         names = []
-        for row in self.rows:
-            depth = depths[row.parent] + 1 if row.parent >= 0 else 0
+        for microbatch in self.microbatches:
+            depth = depths[microbatch.parent] + 1 if microbatch.parent >= 0 else 0
             depths.append(depth)
             letter = DEPTH_LETTERS[depth] if depth < len(DEPTH_LETTERS) else f"R{depth}."
             names.append(f"{letter}{turns.get(depth, 0)}")
@@ -125,47 +127,54 @@ class Plan:
         return tuple(names)
 
     def schedule(self, *, backward: bool = True) -> list[tuple[str, int]]:
-        """("F", "R" or "B", row) in the order of work: children run between a row's F and its B.
+        """("F", "R" or "B", microbatch) in the order of work: children run between a microbatch's F
+        and its B.
 
-        R is the second forward of a row whose activations are not kept but computed again.
+        R is the second forward of a microbatch whose activations are not kept but computed again.
         """
         steps: list[tuple[str, int]] = []
-        todo = [("F", row.index) for row in reversed(self.rows) if row.parent < 0]
+        todo = [
+            ("F", microbatch.index)
+            for microbatch in reversed(self.microbatches)
+            if microbatch.parent < 0
+        ]
         while todo:
-            phase, row = todo.pop()
-            steps.append((phase, row))
+            phase, microbatch = todo.pop()
+            steps.append((phase, microbatch))
             if phase == "F":
                 if backward:
-                    todo.append(("B", row))
-                    if self.rows[row].residency == "recompute":
-                        todo.append(("R", row))
-                todo.extend(("F", child) for child in reversed(self.rows[row].children))
+                    todo.append(("B", microbatch))
+                    if self.microbatches[microbatch].activations == "recompute":
+                        todo.append(("R", microbatch))
+                todo.extend(
+                    ("F", child) for child in reversed(self.microbatches[microbatch].children)
+                )
         return steps
 
     def events(self, *, backward: bool = True) -> tuple[str, ...]:
-        """The literal order of work: `F A0` is row A0's forward, `B A0` its backward.
+        """The literal order of work: `F A0` is microbatch A0's forward, `B A0` its backward.
 
         `R A0` is the forward that computes A0's activations again, where the plan says so.
         """
         steps = self.schedule(backward=backward)
-        return tuple(f"{phase} {self.row_names[row]}" for phase, row in steps)
+        return tuple(f"{phase} {self.microbatch_names[microbatch]}" for phase, microbatch in steps)
 
-    def row_of_rollouts(self, loss_mask: np.ndarray, offsets: IntArray) -> IntArray:
-        """[N] the one row that holds all trained tokens of each rollout.
+    def microbatch_of_rollouts(self, loss_mask: np.ndarray, offsets: IntArray) -> IntArray:
+        """[N] the one microbatch that holds all trained tokens of each rollout.
 
-        -1 where there are none, -2 where they lie in several rows.
+        -1 where there are none, -2 where they lie in several microbatches.
         """
-        row_of_segment = np.full(len(self.forest), -1, np.int64)
-        for row in self.rows:
-            row_of_segment[list(row.segments)] = row.index
+        microbatch_of_segment = np.full(len(self.forest), -1, np.int64)
+        for microbatch in self.microbatches:
+            microbatch_of_segment[list(microbatch.segments)] = microbatch.index
         before = np.concatenate([[0], np.cumsum(loss_mask, dtype=np.int64)])
         found = np.full(self.rollouts, -1, np.int64)
         for rollout, segment in self.forest.levels():
             begin = np.asarray(offsets, np.int64)[rollout] + 1 + self.forest.start[segment]
             trained = before[begin + self.forest.length[segment]] > before[begin]
-            rollout, row = rollout[trained], row_of_segment[segment[trained]]
+            rollout, microbatch = rollout[trained], microbatch_of_segment[segment[trained]]
             known = found[rollout]
-            found[rollout] = np.where((known == -1) | (known == row), row, -2)
+            found[rollout] = np.where((known == -1) | (known == microbatch), microbatch, -2)
         return found
 
     def check_batch(self, batch: RolloutBatch) -> None:
@@ -195,7 +204,7 @@ class Plan:
             value = getattr(self, item.name)
             if item.name == "forest":
                 value = {f.name: getattr(value, f.name).tolist() for f in fields(value)}
-            elif item.name in ("rows", "candidates"):
+            elif item.name in ("microbatches", "candidates"):
                 value = [asdict(entry) for entry in value]
             elif isinstance(value, Work | ModelShape):
                 value = asdict(value)

@@ -16,7 +16,7 @@ from forkpoint.rollouts import RolloutBatch
 # Auto prefers the simpler of two plans whose costs differ by less than this.
 NOISE = 0.005
 SHARINGS = ("none", "group", "tree")
-BOUNDARIES = ("in_row", "mixed", "across_rows")
+BOUNDARIES = ("within", "mixed", "across")
 
 
 def make_plan(
@@ -34,7 +34,7 @@ def make_plan(
         shape: sizes of the model, for FLOPs and bytes; without it plans are priced in tokens.
         config: what may be chosen; `auto` looks at every combination, dense among them.
         coupling: int64 [N], which rollouts a loss couples (same entry): where their trained tokens
-            lie in several rows the loss costs one more forward. None couples nothing.
+            lie in several microbatches the loss costs one more forward. None couples nothing.
         calibration: what was measured for this model on the device that it will run on; with it
             plans are priced in milliseconds instead of FLOPs. None reads the file that the
             configuration names, if it names one.

@@ -1,7 +1,7 @@
 """What a plan is predicted to cost and to hold, and what is not kept to make it fit.
 
 The schedule is played with a meter's prices: each forward and backward takes its time, and copies
-of offloaded rows run beside, one at a time in each direction.
+of offloaded microbatches run beside, one at a time in each direction.
 """
 
 from bisect import bisect_left
@@ -12,7 +12,7 @@ import numpy as np
 
 from forkpoint.forest import IntArray
 from forkpoint.plan.cost import ModelShape
-from forkpoint.plan.meters import CountedMeter, Meter, TokenMeter, labelled_of_rows
+from forkpoint.plan.meters import CountedMeter, Meter, TokenMeter, labelled_of_microbatches
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 
@@ -33,10 +33,11 @@ class Played:
 def play(plan: Plan, meter: Meter) -> Played:
     """What a step costs: computation in order, and waiting for copies that are not done by then.
 
-    A copy out begins with its row's forward and is over when its bytes are through. A row comes
+    A copy out begins with its microbatch's forward and is over when its bytes are through. A
+    microbatch comes
     back while the backward before its own runs, as that gives back memory: as much as it had, the
-    rest from the row's own backward on, which ends no earlier than the last layer's share of its
-    work after the last byte.
+    rest from the microbatch's own backward on, which ends no earlier than the last layer's share of
+    its work after the last byte.
     """
     layers = plan.shape.layers if plan.shape else 1
     now = out_free = in_free = 0.0
@@ -44,10 +45,10 @@ def play(plan: Plan, meter: Meter) -> Played:
     sent: dict[int, float] = {}
     phases = dict.fromkeys("ABC", 0.0)
     for step, index in plan.schedule():
-        row, begin = plan.rows[index], now
+        microbatch, begin = plan.microbatches[index], now
         if step == "B":
-            work = meter.backward(row)
-            nbytes = has = meter.kept_bytes(row)
+            work = meter.backward(microbatch)
+            nbytes = has = meter.kept_bytes(microbatch)
             alive = LAYERS_AT_WORK * nbytes // layers
             now += work
             if index in sent:
@@ -59,13 +60,13 @@ def play(plan: Plan, meter: Meter) -> Played:
                 has, alive = max(before.has_bytes if before else 0, alive), 0
             before = _Backward(begin, work, nbytes, has, alive)
         else:
-            first = step == "F" and row.residency == "recompute"
-            now += meter.forward(row, boundary_only=first)
-            if row.residency == "offload":
-                out = meter.copy(meter.kept_bytes(row), out=True) or 0.0
+            first = step == "F" and microbatch.activations == "recompute"
+            now += meter.forward(microbatch, boundary_only=first)
+            if microbatch.activations == "offload":
+                out = meter.copy(meter.kept_bytes(microbatch), out=True) or 0.0
                 out_free = sent[index] = max(out_free, begin) + out
             before = None
-        phases["B" if not row.children else "A" if step == "F" else "C"] += now - begin
+        phases["B" if not microbatch.children else "A" if step == "F" else "C"] += now - begin
     return Played(now, phases)
 
 
@@ -77,7 +78,8 @@ class _Backward:
     work: float
     saved_bytes: int
     has_bytes: int
-    """What its row has on the device at most: all that it saved, or what is fetched ahead of it."""
+    """What its microbatch has on the device at most: all that it saved, or what is fetched ahead of
+    it."""
     alive_bytes: int
     """Of that, what layers at work hold on to."""
 
@@ -93,7 +95,7 @@ def _copy_back(meter: Meter, nbytes: int) -> float:
 
 def forward_cost(plan: Plan, meter: Meter) -> float:
     """All forwards alone, as for scores."""
-    return sum(meter.forward(row) for row in plan.rows)
+    return sum(meter.forward(microbatch) for microbatch in plan.microbatches)
 
 
 def plan_cost(
@@ -101,8 +103,9 @@ def plan_cost(
 ) -> float:
     """Predicted cost of a step: smaller is faster.
 
-    Unlike the bound this counts what runs: padding, rows too small to keep the chip busy, forwards
-    that are repeated, and waiting for copies. By default in FLOPs, in tokens without a shape.
+    Unlike the bound this counts what runs: padding, microbatches too small to keep the chip busy,
+        forwards that are repeated, and waiting for copies. By default in FLOPs, in tokens without a
+        shape.
     """
     meter = meter or _counted_meter(plan, batch)
     cost = play(plan, meter).cost
@@ -115,102 +118,111 @@ def _counted_meter(plan: Plan, batch: RolloutBatch) -> Meter:
     if plan.shape is None:
         return TokenMeter()
     token_edge = plan.forest.token_edges(batch.offsets)
-    return CountedMeter(plan, labelled_of_rows(plan, token_edge, batch.loss_mask))
+    return CountedMeter(plan, labelled_of_microbatches(plan, token_edge, batch.loss_mask))
 
 
 def splits(plan: Plan, batch: RolloutBatch, coupling: IntArray) -> bool:
-    """Whether trained tokens of rollouts that a loss couples lie in more than one row."""
-    rows = plan.row_of_rollouts(batch.loss_mask, batch.offsets)
-    if (rows == -2).any():
+    """Whether trained tokens of rollouts that a loss couples lie in more than one microbatch."""
+    microbatches = plan.microbatch_of_rollouts(batch.loss_mask, batch.offsets)
+    if (microbatches == -2).any():
         return True
-    trained = rows >= 0
-    pairs = np.unique(np.stack([coupling[trained], rows[trained]]), axis=1)
+    trained = microbatches >= 0
+    pairs = np.unique(np.stack([coupling[trained], microbatches[trained]]), axis=1)
     return len(np.unique(pairs[0])) < pairs.shape[1]
 
 
 def peak_bytes(plan: Plan, meter: Meter, shape: ModelShape) -> int:
-    """Bytes of activations and boundary state at the worst moment of the schedule.
+    """Bytes of activations and prefix cache at the worst moment of the schedule.
 
-    That is some row's backward: its own activations, and those of the rows around it that are kept.
+    That is some microbatch's backward: its own activations, and those of the microbatches around it
+    that are kept.
     """
     open_bytes: list[int] = []
     worst = 0
-    for row in plan.rows:
-        above = open_bytes[row.parent] if row.parent >= 0 else 0
-        kept = meter.kept_bytes(row)
-        open_bytes.append(above + (kept if row.residency == "keep" else 0))
-        worst = max(worst, above + kept + meter.working_bytes(row))
-    return worst + arena_bytes(plan, shape)
+    for microbatch in plan.microbatches:
+        above = open_bytes[microbatch.parent] if microbatch.parent >= 0 else 0
+        kept = meter.kept_bytes(microbatch)
+        open_bytes.append(above + (kept if microbatch.activations == "keep" else 0))
+        worst = max(worst, above + kept + meter.working_bytes(microbatch))
+    return worst + cache_bytes(plan, shape)
 
 
-def arena_bytes(plan: Plan, shape: ModelShape) -> int:
-    """Boundary state and its gradients, for the whole step."""
+def cache_bytes(plan: Plan, shape: ModelShape) -> int:
+    """Prefix cache and its gradients, for the whole step."""
     each = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
-    return plan.arena_slots * each + plan.state_slots * shape.state_bytes
+    return plan.cache_tokens * each + plan.cache_states * shape.state_bytes
 
 
-def rows_let_go(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> frozenset[int]:
-    """As few rows as it takes that are not kept, so that the plan's peak is within the budget.
+def microbatches_let_go(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> frozenset[int]:
+    """As few microbatches as it takes that are not kept, so that the plan's peak is within the
+    budget.
 
-    At each row that would be too much, of the rows open around it those go first that are cheapest
-    to have back for each byte. Where even that is not enough the plan would stay above the budget.
+    At each microbatch that would be too much, of the microbatches open around it those go first
+    that are cheapest to have back for each byte. Where even that is not enough the plan would stay
+    above the budget.
     """
-    room = budget - arena_bytes(plan, shape)
+    room = budget - cache_bytes(plan, shape)
     holds: list[int] = []
-    """What each row keeps while rows below it run."""
+    """What each microbatch keeps while microbatches below it run."""
     opened: list[int] = []
     cheapest: list[tuple[float, int]] = []
     held = 0
     moved: set[int] = set()
-    for row in plan.rows:
-        # Rows lie in visiting order, so those open around one are a stack.
-        while opened and opened[-1] != row.parent:
+    for microbatch in plan.microbatches:
+        # Microbatches lie in visiting order, so those open around one are a stack.
+        while opened and opened[-1] != microbatch.parent:
             held -= holds[opened.pop()]
-        kept = meter.kept_bytes(row)
-        over = held + kept + meter.working_bytes(row) - room
+        kept = meter.kept_bytes(microbatch)
+        over = held + kept + meter.working_bytes(microbatch) - room
         while over > 0 and cheapest:
             index = -heappop(cheapest)[1]
-            # Rows that have closed meanwhile are left in the heap until they come up.
+            # Microbatches that have closed meanwhile are left in the heap until they come up.
             if _is_open(opened, index):
                 moved.add(index)
                 held -= holds[index]
                 over -= holds[index]
                 holds[index] = 0
-        keeps = bool(row.children) and row.residency == "keep"
+        keeps = bool(microbatch.children) and microbatch.activations == "keep"
         holds.append(kept if keeps else 0)
-        if row.children:
-            opened.append(row.index)
+        if microbatch.children:
+            opened.append(microbatch.index)
             held += holds[-1]
         if keeps:
-            price = meter.forward(row, boundary_only=True) / max(1, kept)
-            heappush(cheapest, (price, -row.index))
+            price = meter.forward(microbatch, boundary_only=True) / max(1, kept)
+            heappush(cheapest, (price, -microbatch.index))
     return frozenset(moved)
 
 
-def let_go(plan: Plan, rows: frozenset[int], residency: str) -> Plan:
-    """The plan with these rows not kept."""
-    changed = (replace(r, residency=residency) if r.index in rows else r for r in plan.rows)
-    return replace(plan, rows=tuple(changed))
+def let_go(plan: Plan, microbatches: frozenset[int], activations: str) -> Plan:
+    """The plan with these microbatches not kept."""
+    changed = (
+        replace(r, activations=activations) if r.index in microbatches else r
+        for r in plan.microbatches
+    )
+    return replace(plan, microbatches=tuple(changed))
 
 
 def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Plan:
-    """The plan with the logits kept of rows without children whose backwards still fit then.
+    """The plan with the logits kept of microbatches without children whose backwards still fit
+    then.
 
-    All of a row's logits are kept or none.
+    All of a microbatch's logits are kept or none.
     """
-    room = budget - arena_bytes(plan, shape)
+    room = budget - cache_bytes(plan, shape)
     open_bytes: list[int] = []
-    rows = []
-    for row in plan.rows:
-        above = open_bytes[row.parent] if row.parent >= 0 else 0
-        kept = meter.kept_bytes(row) if row.residency == "keep" else 0
+    microbatches = []
+    for microbatch in plan.microbatches:
+        above = open_bytes[microbatch.parent] if microbatch.parent >= 0 else 0
+        kept = meter.kept_bytes(microbatch) if microbatch.activations == "keep" else 0
         open_bytes.append(above + kept)
-        with_logits = replace(row, keeps_logits=True)
-        needed = above + meter.kept_bytes(with_logits) + meter.working_bytes(row)
-        rows.append(with_logits if not row.children and needed <= room else row)
-    return replace(plan, rows=tuple(rows))
+        with_logits = replace(microbatch, keeps_logits=True)
+        needed = above + meter.kept_bytes(with_logits) + meter.working_bytes(microbatch)
+        microbatches.append(
+            with_logits if not microbatch.children and needed <= room else microbatch
+        )
+    return replace(plan, microbatches=tuple(microbatches))
 
 
-def _is_open(opened: list[int], row: int) -> bool:
-    at = bisect_left(opened, row)
-    return at < len(opened) and opened[at] == row
+def _is_open(opened: list[int], microbatch: int) -> bool:
+    at = bisect_left(opened, microbatch)
+    return at < len(opened) and opened[at] == microbatch

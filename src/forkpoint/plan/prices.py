@@ -1,6 +1,6 @@
 """What the plans that are tried for one batch cost.
 
-Many combinations and lengths of rows come to the same rows; these are priced once.
+Many combinations and lengths of microbatches come to the same microbatches; these are priced once.
 """
 
 import math
@@ -46,13 +46,16 @@ class Prices:
         return self._labelled_of[key]
 
     def meter(self, plan: Plan) -> Meter:
-        """Prices of the rows of a plan, and of those that differ from it only in what is kept."""
+        """Prices of the microbatches of a plan, and of those that differ from it only in what is
+        kept."""
         if plan.shape is None:
             return TokenMeter()
-        key = _key_of_rows(plan)
+        key = _key_of_microbatches(plan)
         if key not in self._meter_of:
             every = self.labelled(plan.forest)
-            labelled = [int(every[list(row.segments)].sum()) for row in plan.rows]
+            labelled = [
+                int(every[list(microbatch.segments)].sum()) for microbatch in plan.microbatches
+            ]
             self._meter_of[key] = (
                 CountedMeter(plan, labelled)
                 if self.calibration is None
@@ -61,11 +64,17 @@ class Prices:
         return self._meter_of[key]
 
     def priced(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
-        """The plan with its cost and its peak, by a meter of its rows.
+        """The plan with its cost and its peak, by a meter of its microbatches.
 
         Beyond a budget of bytes its cost is infinite: nobody asks what it would be.
         """
-        key = (_key_of_rows(plan), *((row.residency, row.keeps_logits) for row in plan.rows))
+        key = (
+            _key_of_microbatches(plan),
+            *(
+                (microbatch.activations, microbatch.keeps_logits)
+                for microbatch in plan.microbatches
+            ),
+        )
         if key not in self._cost_of:
             peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
             fits = budget is None or peak is None or peak <= budget
@@ -92,10 +101,18 @@ def _key_of_forest(forest: Forest) -> bytes:
     return key.digest()
 
 
-def _key_of_rows(plan: Plan) -> bytes:
-    """The same for plans with the same rows over the same segments, wherever activations are."""
+def _key_of_microbatches(plan: Plan) -> bytes:
+    """The same for plans with the same microbatches over the same segments, wherever activations
+    are."""
     key = blake2b(_key_of_forest(plan.forest), digest_size=16)
-    for row in plan.rows:
-        numbers = (row.parent, row.width, row.slots, len(row.segments))
-        key.update(np.array((*numbers, *row.segments, *row.arena_begin), np.int64).data)
+    for microbatch in plan.microbatches:
+        numbers = (
+            microbatch.parent,
+            microbatch.width,
+            microbatch.run_tokens,
+            len(microbatch.segments),
+        )
+        key.update(
+            np.array((*numbers, *microbatch.segments, *microbatch.cache_begin), np.int64).data
+        )
     return key.digest()

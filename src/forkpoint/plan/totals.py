@@ -9,9 +9,9 @@ from forkpoint.plan.plan import Plan
 class Totals:
     """Sums over plans, one a batch: what an epoch of optimizer steps runs, and what it saves.
 
-    batches, rollouts, rows: how many.
+    batches, rollouts, microbatches: how many.
     logical_tokens, unique_tokens, computed_tokens: as in each plan.
-    padding: slots that are run besides.
+    padding: places that are run besides.
     dense, shared: the work of nobody sharing, and of the plans.
     kinds: how many batches each "sharing + boundary" was taken for.
     predicted_ms: of all steps; None without a calibration.
@@ -22,7 +22,7 @@ class Totals:
         self.shape: ModelShape | None = None
         self.batches: int = 0
         self.rollouts: int = 0
-        self.rows: int = 0
+        self.microbatches: int = 0
         self.logical_tokens: int = 0
         self.unique_tokens: int = 0
         self.computed_tokens: int = 0
@@ -41,11 +41,11 @@ class Totals:
         self.batches += 1
         self.shape, self.rests_on = plan.shape, plan.rests_on
         self.rollouts += plan.rollouts
-        self.rows += len(plan.rows)
+        self.microbatches += len(plan.microbatches)
         self.logical_tokens += plan.logical_tokens
         self.unique_tokens += plan.unique_tokens
         self.computed_tokens += plan.computed_tokens
-        self.padding += plan.run_slots - plan.computed_tokens
+        self.padding += plan.run_tokens - plan.computed_tokens
         self.dense = plan.dense if self.dense is None else self.dense + plan.dense
         self.shared = plan.shared if self.shared is None else self.shared + plan.shared
         self.kinds[f"{plan.sharing} + {plan.boundary}"] += 1
@@ -70,8 +70,8 @@ class Totals:
 
     @property
     def predicted_speedup(self) -> float | None:
-        """Dense over the plans as the planner prices them: with padding, rows too short to fill a
-        device and repeated forwards. None where dense was not looked at."""
+        """Dense over the plans as the planner prices them: with padding, microbatches too short to
+        fill a device and repeated forwards. None where dense was not looked at."""
         if not self._dense_cost or not self._cost:
             return None
         return self._dense_cost / self._cost

@@ -1,8 +1,9 @@
 """Plans from their JSON: a strict schema, and what a plan's parts must agree in.
 
 A plan decides which tokens are trained, so nothing of one is believed: every field has a type and
-bounds, the forest is a forest in which each rollout is one path, each segment lies in one row, rows
-nest, and places in rows and in the arena are those that the planner gives.
+bounds, the forest is a forest in which each rollout is one path, each segment lies in one
+microbatch, microbatches nest, and places in microbatches and in the cache are those that the
+planner gives.
 """
 
 from collections.abc import Mapping
@@ -10,12 +11,12 @@ from typing import Any, get_args
 
 import numpy as np
 
-from forkpoint.config import Boundary, Checkpointing, Residency, Sharing, Waves
+from forkpoint.config import Activations, Boundary, Checkpointing, LeafLayout, Sharing
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.forest import Forest, IntArray
-from forkpoint.plan.arena import place_boundaries
+from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.cost import ModelShape, Work
-from forkpoint.plan.layout import Row, slot_lengths
+from forkpoint.plan.layout import Microbatch, segment_widths
 from forkpoint.plan.plan import JSON_VERSION, Candidate, Plan
 from forkpoint.plan.sizes import MOST_LAYERS
 from forkpoint.rollouts import short
@@ -70,14 +71,14 @@ ROW = record(
         "index": TOKENS,
         "parent": whole(-1, MOST_TOKENS),
         "segments": INDICES,
-        "slot_begin": INDICES,
+        "segment_begin": INDICES,
         "width": TOKENS,
-        "arena_begin": INDICES_OR_NONE,
+        "cache_begin": INDICES_OR_NONE,
         "children": INDICES,
-        "slots": TOKENS,
+        "run_tokens": TOKENS,
         "tokens": TOKENS,
-        "state_slot": INDICES_OR_NONE,
-        "residency": one_of(*get_args(Residency)),
+        "state_index": INDICES_OR_NONE,
+        "activations": one_of(*get_args(Activations)),
         "checkpointing": one_of(*get_args(Checkpointing)),
         "keeps_logits": flag,
     }
@@ -108,12 +109,12 @@ PLAN = record(
         "version": one_of(JSON_VERSION),
         "sharing": one_of(*get_args(Sharing)),
         "boundary": one_of(*get_args(Boundary)),
-        "waves": one_of(*get_args(Waves)),
-        "max_row_tokens": whole(1, MOST_TOKENS),
+        "leaf_layout": one_of(*get_args(LeafLayout)),
+        "max_microbatch_tokens": whole(1, MOST_TOKENS),
         "forest": FOREST,
-        "rows": array(ROW),
-        "arena_slots": TOKENS,
-        "state_slots": TOKENS,
+        "microbatches": array(ROW),
+        "cache_tokens": TOKENS,
+        "cache_states": TOKENS,
         "rollouts": whole(1, MOST_TOKENS),
         "logical_tokens": whole(1, MOST_TOKENS),
         "unique_tokens": whole(1, MOST_TOKENS),
@@ -157,7 +158,7 @@ def plan_of(given: Any, field: str) -> Plan:
     try:
         plan = Plan(**_values(values))
         _check_forest(plan)
-        _check_rows(plan)
+        _check_microbatches(plan)
         _check_places(plan)
         _check_counts(plan)
     except (SchemaError, ConfigError) as error:
@@ -170,7 +171,7 @@ def _values(given: dict[str, Any]) -> dict[str, Any]:
     """The fields of a plan from what the schema gives back."""
     values = {name: value for name, value in given.items() if name != "version"}
     values["forest"] = Forest(**values["forest"])
-    values["rows"] = tuple(_row(row) for row in values["rows"])
+    values["microbatches"] = tuple(_microbatch(microbatch) for microbatch in values["microbatches"])
     values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
     for name in ("dense", "shared"):
         values[name] = Work(**values[name])
@@ -184,12 +185,12 @@ def shape_of(values: dict[str, Any]) -> ModelShape:
     return ModelShape(**{**values, "windows": tuple(values["windows"].tolist())})
 
 
-def _row(given: dict[str, Any]) -> Row:
+def _microbatch(given: dict[str, Any]) -> Microbatch:
     values: dict[str, Any] = {
         name: tuple(value.tolist()) if isinstance(value, np.ndarray) else value
         for name, value in given.items()
     }
-    return Row(**values)
+    return Microbatch(**values)
 
 
 def _require(held: Any, message: str) -> None:
@@ -250,86 +251,98 @@ def _check_forest(plan: Plan) -> None:
     )
 
 
-def _check_rows(plan: Plan) -> None:
-    """Each segment lies in one row, and rows nest in visiting order."""
-    forest, rows = plan.forest, plan.rows
-    placed = sorted(segment for row in rows for segment in row.segments)
+def _check_microbatches(plan: Plan) -> None:
+    """Each segment lies in one microbatch, and microbatches nest in visiting order."""
+    forest, microbatches = plan.forest, plan.microbatches
+    placed = sorted(segment for microbatch in microbatches for segment in microbatch.segments)
     _require(
         placed == list(range(len(forest))),
-        f"its rows hold {len(placed)} segments and its forest has {len(forest)}, each of which "
-        "lies in one row",
+        f"its microbatches hold {len(placed)} segments and its forest has {len(forest)}, each "
+        f"of which "
+        "lies in one microbatch",
     )
     children: dict[int, list[int]] = {}
     opened: list[int] = []
-    last = np.arange(len(rows))
-    for index, row in enumerate(rows):
-        _require(row.index == index, f"rows[{index}].index is {row.index}")
-        while opened and opened[-1] != row.parent:
+    last = np.arange(len(microbatches))
+    for index, microbatch in enumerate(microbatches):
+        _require(microbatch.index == index, f"microbatches[{index}].index is {microbatch.index}")
+        while opened and opened[-1] != microbatch.parent:
             opened.pop()
         _require(
-            row.parent == -1 or opened,
-            f"rows[{index}].parent is {row.parent}, which is no row that is open there",
+            microbatch.parent == -1 or opened,
+            f"microbatches[{index}].parent is {microbatch.parent}, which is no microbatch "
+            f"that is open there",
         )
         opened.append(index)
-        children.setdefault(row.parent, []).append(index)
-    for index in range(len(rows) - 1, -1, -1):
-        if rows[index].parent >= 0:
-            last[rows[index].parent] = max(last[rows[index].parent], last[index])
-    row_of = {segment: row.index for row in rows for segment in row.segments}
-    for row in rows:
-        found = list(row.children)
+        children.setdefault(microbatch.parent, []).append(index)
+    for index in range(len(microbatches) - 1, -1, -1):
+        if microbatches[index].parent >= 0:
+            last[microbatches[index].parent] = max(last[microbatches[index].parent], last[index])
+    microbatch_of = {
+        segment: microbatch.index for microbatch in microbatches for segment in microbatch.segments
+    }
+    for microbatch in microbatches:
+        found = list(microbatch.children)
         _require(
-            found == children.get(row.index, []),
-            f"rows[{row.index}].children are not the rows that have it for their parent",
+            found == children.get(microbatch.index, []),
+            f"microbatches[{microbatch.index}].children are not the microbatches that have it "
+            f"for their parent",
         )
-        _check_layout(forest, row)
+        _check_layout(forest, microbatch)
         seen: set[int] = set()
-        for segment in row.segments:
+        for segment in microbatch.segments:
             parent = int(forest.parent[segment])
-            owner = row_of.get(parent, row.index)
+            owner = microbatch_of.get(parent, microbatch.index)
             _require(
-                parent in seen if owner == row.index and parent >= 0 else owner <= row.index,
-                f"rows[{row.index}] holds segment {segment} before the one that it follows",
+                parent in seen
+                if owner == microbatch.index and parent >= 0
+                else owner <= microbatch.index,
+                f"microbatches[{microbatch.index}] holds segment {segment} before the one "
+                f"that it follows",
             )
             _require(
-                last[owner] >= row.index,
-                f"rows[{row.index}] holds segment {segment}, whose parent is in a row that is not "
+                last[owner] >= microbatch.index,
+                f"microbatches[{microbatch.index}] holds segment {segment}, whose parent is "
+                f"in a microbatch that is not "
                 "open there",
             )
             seen.add(segment)
 
 
-def _check_layout(forest: Forest, row: Row) -> None:
-    """Segments lie back to back, as `slot_begin` and the row's sizes say."""
-    where = f"rows[{row.index}]"
-    _require(row.segments, f"{where}.segments is empty")
-    for name in ("slot_begin", "arena_begin", "state_slot"):
-        found = len(getattr(row, name))
+def _check_layout(forest: Forest, microbatch: Microbatch) -> None:
+    """Segments lie back to back, as `segment_begin` and the microbatch's sizes say."""
+    where = f"microbatches[{microbatch.index}]"
+    _require(microbatch.segments, f"{where}.segments is empty")
+    for name in ("segment_begin", "cache_begin", "state_index"):
+        found = len(getattr(microbatch, name))
         _require(
-            found == len(row.segments),
-            f"{where}.{name} has {found} entries, and the row {len(row.segments)} segments",
+            found == len(microbatch.segments),
+            f"{where}.{name} has {found} entries, and the microbatch "
+            f"{len(microbatch.segments)} segments",
         )
-    lengths = forest.length[list(row.segments)]
-    slots = slot_lengths(forest, row)
-    begins: IntArray = np.cumsum([0, *slots])
+    lengths = forest.length[list(microbatch.segments)]
+    places = segment_widths(forest, microbatch)
+    begins: IntArray = np.cumsum([0, *places])
     _require(
-        list(row.slot_begin) == begins[:-1].tolist()
-        and (row.slots, row.tokens) == (int(begins[-1]), int(lengths.sum()))
-        and (not row.width or (row.width >= lengths.max() and not row.children)),
-        f"{where}: slot_begin, slots, tokens and width are not those of its segments",
+        list(microbatch.segment_begin) == begins[:-1].tolist()
+        and (microbatch.run_tokens, microbatch.tokens) == (int(begins[-1]), int(lengths.sum()))
+        and (
+            not microbatch.width or (microbatch.width >= lengths.max() and not microbatch.children)
+        ),
+        f"{where}: segment_begin, places, tokens and width are not those of its segments",
     )
 
 
 def _check_places(plan: Plan) -> None:
-    """Boundary state lies in the arena where the planner puts it."""
-    rows, slots, states = place_boundaries(plan.forest, list(plan.rows))
+    """Prefix cache lies in the cache where the planner puts it."""
+    microbatches, places, states = place_boundaries(plan.forest, list(plan.microbatches))
     _require(
-        (plan.arena_slots, plan.state_slots) == (slots, states)
+        (plan.cache_tokens, plan.cache_states) == (places, states)
         and all(
-            (a.arena_begin, a.state_slot) == (b.arena_begin, b.state_slot)
-            for a, b in zip(plan.rows, rows, strict=True)
+            (a.cache_begin, a.state_index) == (b.cache_begin, b.state_index)
+            for a, b in zip(plan.microbatches, microbatches, strict=True)
         ),
-        "arena_begin, state_slot, arena_slots and state_slots are not those of its rows",
+        "cache_begin, state_index, cache_tokens and cache_states are not those of its microbatches",
     )
 
 

@@ -91,7 +91,7 @@ def replay(
         batches = GroupBatches(batches, groups_per_step)
     dense, start = None, []
     if baseline:
-        dense_config = replace(config, sharing="none", boundary="auto", waves="packed")
+        dense_config = replace(config, sharing="none", boundary="auto", leaf_layout="packed")
         dense = _Side(copy.deepcopy(model), dense_config, optimizer, rate, max_grad_norm)
         start = [_on_host(parameter) for parameter in model.parameters()]
     shared = _Side(model, config, optimizer, rate, max_grad_norm)
@@ -196,7 +196,7 @@ class _Side:
             event_memory_bytes=None if memory is None else tuple(n - held for n in memory),
             sharing=plan.sharing,
             boundary=plan.boundary,
-            rows=len(plan.rows),
+            rows=len(plan.microbatches),
             computed_tokens=plan.computed_tokens,
             flops=plan.shared.step_flops(plan.shape),
             peak_memory_bytes=torch.cuda.max_memory_allocated(device) - held if cuda else None,

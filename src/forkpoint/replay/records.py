@@ -40,7 +40,7 @@ class StepRecord:
     peak_memory_bytes: int | None
     """The most that CUDA held above what it held when the step began; None on the CPU."""
     predicted_peak_bytes: int | None
-    """Activations and boundary state at the plan's worst moment, as counted."""
+    """Activations and prefix cache at the plan's worst moment, as counted."""
 
 
 @dataclass(frozen=True, kw_only=True)

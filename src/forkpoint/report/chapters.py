@@ -134,7 +134,7 @@ def _counts_figure(totals: Totals, groups: int, trained: int, reason: str) -> Fi
         ),
         ("tokens run (edges)", totals.computed_tokens),
         ("trained tokens", trained),
-        ("rows", totals.rows),
+        ("microbatches", totals.microbatches),
     ]
     for kind, count in totals.kinds.most_common():
         counts.append(

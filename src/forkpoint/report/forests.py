@@ -27,7 +27,7 @@ class _Merged:
 
     def __init__(self, plan: Plan) -> None:
         forest: Forest = plan.forest
-        row_of = {segment: row.index for row in plan.rows for segment in row.segments}
+        row_of = {segment: row.index for row in plan.microbatches for segment in row.segments}
         multiplicity = forest.multiplicity
         at = np.full(len(forest), -1, np.int64)
         self.parent: list[int] = []
@@ -70,7 +70,7 @@ def draw_forest(plan: Plan, rollout_ids: Sequence[str]) -> dict[str, Any]:
     merged = _Merged(plan)
     keep = np.zeros(len(merged), bool)
     keep[np.argsort(-merged.below_given, kind="stable")[:MOST_SEGMENTS]] = True
-    names = plan.row_names
+    names = plan.microbatch_names
     nodes: list[dict[str, Any]] = []
     place: dict[int, int] = {-1: -1}
     for node in np.flatnonzero(keep).tolist():

@@ -8,8 +8,8 @@ import numpy as np
 from forkpoint.forest import IntArray
 from forkpoint.plan import Plan
 from forkpoint.plan.cost import Work, visible_pairs
-from forkpoint.plan.layout import Row
-from forkpoint.plan.predict import arena_bytes
+from forkpoint.plan.layout import Microbatch
+from forkpoint.plan.predict import cache_bytes
 from forkpoint.replay.records import StepRecord
 from forkpoint.report.figure import Choice, Figure, Table
 
@@ -48,16 +48,16 @@ def counted_lane(name: str, plan: Plan, labelled_of_segment: IntArray) -> Lane:
     unit, flops = flops_unit(plan)
     events = _events(plan, plan.events())
     for event in events:
-        row = plan.rows[event["index"]]
+        row = plan.microbatches[event["index"]]
         share = 1.0
         if plan.shape is not None:
             # A row that is computed again leaves its head to its second forward.
-            first = event["kind"] == "F" and row.residency == "recompute"
+            first = event["kind"] == "F" and row.activations == "recompute"
             labelled = 0 if first else int(labelled_of_segment[list(row.segments)].sum())
             work = _row_work(plan, row, labelled)
             forward = work.forward_flops(plan.shape)
             share = work.step_flops(plan.shape) - forward if event["kind"] == "B" else forward
-        event["size"] = share / flops if plan.shape is not None else float(row.slots)
+        event["size"] = share / flops if plan.shape is not None else float(row.run_tokens)
     for event, value in zip(events, _held(plan, events), strict=True):
         event["held"] = value
     bytes_known = plan.shape is not None
@@ -98,7 +98,7 @@ def timeline_figure(timelines: Sequence[tuple[str, list[Lane]]], left_out: int) 
     if not measured:
         notes.append(f"Nothing was run: lengths are counted {unit}, not times.")
     if memory["source"] == "counted":
-        what = "activations, boundary state and its gradients" if memory["unit"] == "bytes" else ""
+        what = "activations, prefix cache and its gradients" if memory["unit"] == "bytes" else ""
         notes.append(
             "Memory was not measured: what is shown is counted from the plan "
             + (f"({what}; not weights)." if what else "(tokens of the rows that are open).")
@@ -162,12 +162,12 @@ def _lane(
 
 def _events(plan: Plan, names: Sequence[str]) -> list[dict[str, Any]]:
     """Events with their row and phase. Forwards of a pass for log-probs alone have phase S."""
-    row_of = {name: index for index, name in enumerate(plan.row_names)}
+    row_of = {name: index for index, name in enumerate(plan.microbatch_names)}
     scored = len(names) - len(plan.events())
     events = []
     for position, name in enumerate(names):
-        kind, _, row_name = name.partition(" ")
-        row = plan.rows[row_of[row_name]]
+        kind, _, microbatch_name = name.partition(" ")
+        row = plan.microbatches[row_of[microbatch_name]]
         phase = "B" if not row.children else "A" if kind == "F" else "C"
         events.append(
             {
@@ -176,7 +176,7 @@ def _events(plan: Plan, names: Sequence[str]) -> list[dict[str, Any]]:
                 "phase": "S" if position < scored else phase,
                 "index": row.index,
                 "tokens": row.tokens,
-                "slots": row.slots,
+                "slots": row.run_tokens,
             }
         )
     return events
@@ -185,29 +185,33 @@ def _events(plan: Plan, names: Sequence[str]) -> list[dict[str, Any]]:
 def _held(plan: Plan, events: list[dict[str, Any]]) -> list[int]:
     """What is held during each event, as counted: bytes, or tokens without a model shape.
 
-    The arena lasts the whole step. Activations are held from a row's forward to its backward, but
+    The cache lasts the whole step. Activations are held from a row's forward to its backward, but
     for rows that are offloaded or computed again: of those, while they run themselves. A pass for
     log-probs alone holds no activations.
     """
     shape = plan.shape
-    always = 0 if shape is None else arena_bytes(plan, shape)
+    always = 0 if shape is None else cache_bytes(plan, shape)
     open_rows: dict[int, int] = {}
     found = []
     for event in events:
-        row = plan.rows[event["index"]]
-        own = row.slots if shape is None else row.slots * shape.activation_bytes(row.checkpointing)
+        row = plan.microbatches[event["index"]]
+        own = (
+            row.run_tokens
+            if shape is None
+            else row.run_tokens * shape.activation_bytes(row.checkpointing)
+        )
         if event["phase"] == "S":
             found.append(always)
             continue
         if event["kind"] != "B" or row.index not in open_rows:
             open_rows[row.index] = own
         found.append(always + sum(open_rows.values()))
-        if event["kind"] == "B" or (event["kind"] == "F" and row.residency != "keep"):
+        if event["kind"] == "B" or (event["kind"] == "F" and row.activations != "keep"):
             del open_rows[row.index]
     return found
 
 
-def _row_work(plan: Plan, row: Row, labelled: int) -> Work:
+def _row_work(plan: Plan, row: Microbatch, labelled: int) -> Work:
     segments = list(row.segments)
     windows = {0, *(plan.shape.windows if plan.shape else ())}
     start, length = plan.forest.start[segments], plan.forest.length[segments]

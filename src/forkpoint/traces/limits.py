@@ -5,7 +5,6 @@ that are kept stay charged. Imports no torch.
 """
 
 import os
-import re
 import stat
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,10 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.errors import ConfigError, RolloutError
-from forkpoint.rollouts import Rollout, short
+from forkpoint.byte_sizes import GIB as GIB
+from forkpoint.byte_sizes import KIB as KIB
+from forkpoint.byte_sizes import MIB as MIB
+from forkpoint.byte_sizes import MemorySize as MemorySize
+from forkpoint.byte_sizes import shown as shown
+from forkpoint.byte_sizes import size_in_bytes as size_in_bytes
+from forkpoint.errors import RolloutError
+from forkpoint.rollouts import Rollout
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 LEAST_BYTES = 640 * MIB
 """The default limit for any file, however small."""
 TIMES_FILE = 16
@@ -30,41 +34,6 @@ MOST_INFLATION = 128
 """By default a file may give FREE_BYTES, and beyond that at most so many times the bytes read."""
 ROLLOUT_BYTES = 512
 """A `Rollout` without the numbers in its arrays."""
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
-
-MemorySize = int | str
-"""A number of bytes, or text such as "8GB" or "512 MiB"."""
-
-
-def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int | None:
-    """The bytes that a number or a text such as "8GB", "8 GiB" or "8000000000" stands for.
-
-    Raises ConfigError, naming the option `name`, for anything else and for less than 1 byte.
-    """
-    if given is None:
-        return None
-    size = 0
-    if isinstance(given, int) and not isinstance(given, bool):
-        size = int(given)
-    elif isinstance(given, str) and len(given) < 40 and (found := _SIZE.fullmatch(given.strip())):
-        unit = (found[2] or "").lower()
-        size = int(float(found[1]) * {**_UNITS, **_BINARY}[unit])
-    if size < 1:
-        raise ConfigError(
-            f"{name} is {short(given)}; it takes a number of bytes of at least 1, or text such as "
-            "'8GB', '512MiB'. Leave it out for the default."
-        )
-    return size
-
-
-def shown(count: float) -> str:
-    """A number of bytes as messages show it: 1.5 GiB."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if count >= unit:
-            return f"{count / unit:,.1f} {name}"
-    return f"{int(count)} bytes"
 
 
 def bytes_on_disk(path: Path) -> int:

@@ -81,8 +81,8 @@ ARGUMENTS = (
     ),
     argument_kind(
         "An option without its value",
-        *("plan", "ok.jsonl", "--waves"),
-        message="Missing value for argument '--waves'. Expected 1 values.\n"
+        *("plan", "ok.jsonl", "--leaf-layout"),
+        message="Missing value for argument '--leaf-layout'. Expected 1 values.\n"
         "For full helptext, run forkpoint plan --help",
         means="The option is followed by a value.",
         remedy="See --help for what it takes.",

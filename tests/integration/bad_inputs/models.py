@@ -197,7 +197,8 @@ MODELS: tuple[Kind, ...] = (
         lambda m: nn.DataParallel(m),
         message="torch.nn.parallel.data_parallel.DataParallel is not a transformers model; wrap "
         "the model itself, before torch.compile, DistributedDataParallel or the like.",
-        means="It splits the rows of a batch over devices, and forkpoint runs one packed row.",
+        means="It splits the rows of a batch over devices, and forkpoint runs one packed "
+        "microbatch.",
         remedy="Wrap the model inside it.",
     ),
     Kind(

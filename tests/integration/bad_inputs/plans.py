@@ -78,26 +78,26 @@ PLANS = (
     plan_kind(
         "Rows too short for any plan",
         argv=(
-            *("plan", "ok.jsonl", "--sharing", "group", "--boundary", "in_row"),
-            *("--max-row-tokens", "8"),
+            *("plan", "ok.jsonl", "--sharing", "group", "--boundary", "within"),
+            *("--max-microbatch-tokens", "8"),
         ),
         message="no plan fits this batch:\n"
-        "  group + in_row: rollout 4 has 41 tokens to run and a row holds at most 8: a "
-        "rollout within one row cannot be cut. Raise max_row_tokens to 41, or use "
-        "boundary='across_rows', which cuts it into a chain of rows.",
+        "  group + within: rollout 4 has 41 tokens to run and a row holds at most 8: a "
+        "rollout within one row cannot be cut. Raise max_microbatch_tokens to 41, or use "
+        "boundary='across', which cuts it into a chain of rows.",
         means="A rollout that lies in one row needs a row as long as itself.",
-        remedy="Raise max_row_tokens, or leave the boundary to the planner.",
+        remedy="Raise max_microbatch_tokens, or leave the boundary to the planner.",
     ),
     plan_kind(
         "A budget that nothing fits",
         lambda: make_plan(
             BATCH,
             policy().host.shape,
-            Config(sharing="tree", boundary="mixed", memory_budget_bytes=100),
+            Config(sharing="tree", boundary="mixed", memory_budget=100),
         ),
         message="no plan fits this batch:\n"
         "  tree + mixed: rows of 64 tokens are predicted to need 668160 bytes and "
-        "memory_budget_bytes is 100; raise the budget, or checkpoint activations.",
+        "memory_budget is 100; raise the budget, or checkpoint activations.",
         means="Rows were shortened to the shortest that the planner takes, and are still "
         "predicted to need more.",
         remedy="Raise the budget, or checkpoint activations; a smaller batch helps where boundary "
@@ -107,10 +107,10 @@ PLANS = (
         "A budget without a model",
         argv=(
             *("plan", "ok.jsonl", "--sharing", "group", "--boundary", "mixed"),
-            *("--memory-budget-bytes", "9"),
+            *("--memory-budget", "9"),
         ),
-        message="memory_budget_bytes is 9, but without a model shape bytes cannot be predicted; "
-        "name the model, or limit max_row_tokens instead.",
+        message="memory_budget is 9, but without a model shape bytes cannot be predicted; "
+        "name the model, or limit max_microbatch_tokens instead.",
         means="Bytes depend on the model.",
         remedy="Give --model, or limit the tokens of a row.",
     ),

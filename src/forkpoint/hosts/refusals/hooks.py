@@ -33,15 +33,17 @@ KNOWN = (
         "peft.utils.other",
         "prepare_model_for_kbit_training.<locals>.make_inputs_require_grad",
     ),
-    # It collects hidden states for a forward that asks for them; rows do not.
+    # It collects hidden states for a forward that asks for them; microbatches do not.
     (
         "transformers.utils.output_capturing",
         "install_output_capuring_hook.<locals>.output_capturing_hook",
     ),
-    # It adds a window and sinks to the arguments of attention, in rows and in ordinary training.
+    # It adds a window and sinks to the arguments of attention, in microbatches and in ordinary
+    # training.
     ("forkpoint.testing", "force_windows_and_sinks.<locals>.add"),
 )
-"""Module and qualified name of the functions of hooks that leave a row's values as they are."""
+"""Module and qualified name of the functions of hooks that leave a microbatch's values as they
+are."""
 
 REMEDIES = {
     "neftune_post_forward_hook": "NEFTune draws noise for every copy of a shared token, so there "

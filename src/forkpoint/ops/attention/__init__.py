@@ -1,4 +1,4 @@
-"""Attention of packed rows over shared prefixes: one composition over stock kernels."""
+"""Attention of packed microbatches over shared prefixes: one composition over stock kernels."""
 
 from forkpoint.ops.attention.kernel import Kernel, accumulate_dtype
 from forkpoint.ops.attention.operator import shared_attention
@@ -8,8 +8,8 @@ from forkpoint.ops.attention.table import (
     FROM_GATHER,
     FROM_ROW,
     LAUNCH_COLUMNS,
-    ArenaSlice,
     AttentionTable,
+    CacheSlice,
     Launch,
 )
 
@@ -19,8 +19,8 @@ __all__ = [
     "FROM_ROW",
     "KERNELS",
     "LAUNCH_COLUMNS",
-    "ArenaSlice",
     "AttentionTable",
+    "CacheSlice",
     "Kernel",
     "Launch",
     "accumulate_dtype",

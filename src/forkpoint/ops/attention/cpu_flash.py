@@ -135,7 +135,9 @@ class _Call:
         return _mask(queries, keys, self.window, dtype)
 
 
-@lru_cache(maxsize=8)  # the blocks of a row differ only near the starts and ends of its segments
+@lru_cache(
+    maxsize=8
+)  # the blocks of a microbatch differ only near the starts and ends of its segments
 def _mask(queries: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
     """What to add to the scores of a block whose last query is at its last key."""
     hidden = torch.ones(queries, keys, dtype=torch.bool, device="cpu").triu(keys - queries + 1)

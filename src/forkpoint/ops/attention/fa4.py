@@ -163,7 +163,7 @@ def _tile(
     group = q_THD.shape[1] // kv_heads
     at_most = (len(q_THD) * group // SHORT_TILE + launch.count) * kv_heads
     if at_most <= processors or not processors:
-        return {}  # one round of short tiles, as most launches of small rows are
+        return {}  # one round of short tiles, as most launches of small microbatches are
     queries = [(end - begin) * group for begin, end in pairwise(launch.cu_q_cpu.tolist())]
     long, short = (
         math.ceil(sum(-(-n // tile) for n in queries) * kv_heads / processors)

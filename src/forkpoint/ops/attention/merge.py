@@ -1,4 +1,4 @@
-"""Joining the partial results of a row's launches by log-sum-exp."""
+"""Joining the partial results of a microbatch's launches by log-sum-exp."""
 
 from typing import NamedTuple
 

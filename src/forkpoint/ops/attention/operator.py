@@ -1,9 +1,11 @@
-"""The attention of a row as torch operators: forward, backward, and what compilers see of them.
+"""The attention of a microbatch as torch operators: forward, backward, and what compilers see of
+them.
 
 A query sees its own segment causally and every ancestor whole. That is one causal call over the
-row's segments and one unmasked call for each further level of ancestors; the partial results are
-merged by log-sum-exp. Since P = exp(s - LSE) and only the row sums of dO * O are needed besides,
-each call's stock backward, given the merged O and LSE, returns its part of the exact gradients.
+microbatch's segments and one unmasked call for each further level of ancestors; the partial results
+are merged by log-sum-exp. Since P = exp(s - LSE) and only the row sums of dO * O are needed
+besides, each call's stock backward, given the merged O and LSE, returns its part of the exact
+gradients.
 """
 
 from collections.abc import Callable
@@ -23,8 +25,8 @@ from forkpoint.ops.attention.source import RowSum, Source
 from forkpoint.ops.attention.table import (
     FROM_ARENA,
     FROM_ROW,
-    ArenaSlice,
     AttentionTable,
+    CacheSlice,
     Launch,
     read_launches,
 )
@@ -36,7 +38,7 @@ def shared_attention(
     v_TKE: Tensor,
     *,
     table: AttentionTable,
-    arena: ArenaSlice | None = None,
+    cache: CacheSlice | None = None,
     sinks: Tensor | None = None,
     scale: float,
     softcap: float = 0.0,
@@ -44,7 +46,8 @@ def shared_attention(
     kernel: str = "auto",
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the tokens of one row over their paths, in the row and in the arena.
+    """Attention of the tokens of one microbatch over their paths, in the microbatch and in the
+    cache.
 
     q_THD [T, H, D], k_TKD [T, K, D], v_TKE [T, K, E]: one floating dtype and device; H is a
     multiple of K, and query head h reads key-value head h // (H / K). sinks [H], any floating
@@ -56,28 +59,28 @@ def shared_attention(
     log of the softmax denominators, sinks included; lse is not differentiable.
 
     The backward returns the gradients of q, k, v and sinks that are required, and adds those of the
-    arena into arena.grad_k and arena.grad_v, in place, where these are given. Autograd's version
-    counter does not guard the arena: other slices of its buffer may be written between forward and
+    cache into cache.grad_k and cache.grad_v, in place, where these are given. Autograd's version
+    counter does not guard the cache: other slices of its buffer may be written between forward and
     backward, but not this one. There is no second derivative.
 
     Raises UnsupportedError where the kernel cannot serve; AssertionError for inputs that contradict
     one another or the table.
     """
-    arena_tensors = (None, None, None, None)
-    if arena is not None:
-        arena_tensors = (arena.k, arena.v, arena.grad_k, arena.grad_v)
+    cache_tensors = (None, None, None, None)
+    if cache is not None:
+        cache_tensors = (cache.k, cache.v, cache.grad_k, cache.grad_v)
     function = _forward_op if _observed() else _Direct.apply
     return function(
         q_THD,
         k_TKD,
         v_TKE,
-        *arena_tensors,
+        *cache_tensors,
         sinks,
         table.launches,
         table.cu_cpu,
         table.cu_device,
-        table.row_gather,
-        table.arena_gather,
+        table.own_gather,
+        table.cache_gather,
         scale,
         softcap,
         window,
@@ -99,16 +102,16 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    arena_k: Tensor | None,
-    arena_v: Tensor | None,
-    arena_grad_k: Tensor | None,
-    arena_grad_v: Tensor | None,
+    cache_k: Tensor | None,
+    cache_v: Tensor | None,
+    cache_grad_k: Tensor | None,
+    cache_grad_v: Tensor | None,
     sinks: Tensor | None,
     launches: Tensor,
     cu_cpu: Tensor,
     cu_device: Tensor,
-    row_gather: Tensor | None,
-    arena_gather: Tensor | None,
+    own_gather: Tensor | None,
+    cache_gather: Tensor | None,
     scale: float,
     softcap: float,
     window: int,
@@ -116,15 +119,15 @@ def attend(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """What the operator computes, arguments as in `shared_attention`; o and lse."""
-    check_tensors(q, k, v, arena_k, arena_v, arena_grad_k, arena_grad_v, sinks)
+    check_tensors(q, k, v, cache_k, cache_v, cache_grad_k, cache_grad_v, sinks)
     calls = read_launches(launches, cu_cpu, cu_device)
-    arena_tokens = 0 if arena_k is None else len(arena_k)
-    check_launches(calls, len(q), arena_tokens, row_gather is not None, window)
+    cache_tokens_ = 0 if cache_k is None else len(cache_k)
+    check_launches(calls, len(q), cache_tokens_, own_gather is not None, window)
     kernels = _select(q, v, calls, kernel, softcap, window, deterministic)
 
     q = _dense_last(q)
-    keys = Source(k, arena_k, row_gather, arena_gather)
-    values = Source(v, arena_v, row_gather, arena_gather)
+    keys = Source(k, cache_k, own_gather, cache_gather)
+    values = Source(v, cache_v, own_gather, cache_gather)
     parts = []
     with _without_autocast(q):
         for chosen, launch in zip(kernels, calls, strict=True):
@@ -148,16 +151,16 @@ def attend_backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    arena_k: Tensor | None,
-    arena_v: Tensor | None,
-    arena_grad_k: Tensor | None,
-    arena_grad_v: Tensor | None,
+    cache_k: Tensor | None,
+    cache_v: Tensor | None,
+    cache_grad_k: Tensor | None,
+    cache_grad_v: Tensor | None,
     sinks: Tensor | None,
     launches: Tensor,
     cu_cpu: Tensor,
     cu_device: Tensor,
-    row_gather: Tensor | None,
-    arena_gather: Tensor | None,
+    own_gather: Tensor | None,
+    cache_gather: Tensor | None,
     scale: float,
     softcap: float,
     window: int,
@@ -168,20 +171,20 @@ def attend_backward(
     wants_v: bool,
     wants_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Its gradients by q, k, v and sinks, each empty unless wanted; the arena's are added to."""
+    """Its gradients by q, k, v and sinks, each empty unless wanted; the cache's are added to."""
     calls = read_launches(launches, cu_cpu, cu_device)
     kernels = _select(q, v, calls, kernel, softcap, window, deterministic)
 
     do, q = do.contiguous(), _dense_last(q)
-    keys = Source(k, arena_k, row_gather, arena_gather, arena_grad_k)
-    values = Source(v, arena_v, row_gather, arena_gather, arena_grad_v)
+    keys = Source(k, cache_k, own_gather, cache_gather, cache_grad_k)
+    values = Source(v, cache_v, own_gather, cache_gather, cache_grad_v)
     dq_sum = RowSum(q)
     with _without_autocast(q):
         for chosen, launch in zip(kernels, calls, strict=True):
             if not (
                 wants_q
                 or (launch.source != FROM_ARENA and (wants_k or wants_v))
-                or (launch.source != FROM_ROW and arena_grad_k is not None)
+                or (launch.source != FROM_ROW and cache_grad_k is not None)
             ):
                 continue
             queries = slice(launch.q_begin, launch.q_end)
@@ -225,7 +228,7 @@ _forward_op = torch.library.custom_op("forkpoint::shared_attention", attend, mut
 _backward_op = torch.library.custom_op(
     "forkpoint::shared_attention_backward",
     attend_backward,
-    mutates_args=("arena_grad_k", "arena_grad_v"),
+    mutates_args=("cache_grad_k", "cache_grad_v"),
 )
 
 
@@ -246,13 +249,13 @@ def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *arena, sinks = inputs[:8]
+    q, k, v, *cache, sinks = inputs[:8]
     o_THE, lse_HT = output
     ctx.mark_non_differentiable(lse_HT)
     ctx.save_for_backward(q, k, v, o_THE, lse_HT, sinks)
-    # Not saved for backward: autograd would take a write to any slice of the arena for an error,
-    # and offloading would take the arena for an activation of this row.
-    ctx.arena = arena
+    # Not saved for backward: autograd would take a write to any slice of the cache for an error,
+    # and offloading would take the cache for an activation of this microbatch.
+    ctx.cache = cache
     ctx.rest = inputs[8:]
 
 
@@ -261,7 +264,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     q, k, v, o_THE, lse_HT, sinks = ctx.saved_tensors
     wanted = [ctx.needs_input_grad[at] for at in (0, 1, 2, 7)]
-    found = function(do_THE, q, k, v, o_THE, lse_HT, *ctx.arena, sinks, *ctx.rest, *wanted)
+    found = function(do_THE, q, k, v, o_THE, lse_HT, *ctx.cache, sinks, *ctx.rest, *wanted)
     dq, dk, dv, dsinks = (x if wants else None for x, wants in zip(found, wanted, strict=True))
     return dq, dk, dv, None, None, None, None, dsinks, *([None] * len(ctx.rest))
 

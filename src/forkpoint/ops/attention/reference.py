@@ -92,7 +92,7 @@ def _scores(
         seen_NM = seen_NM.tril(keys - queries)
         if window:
             seen_NM = seen_NM.triu(keys - queries - window + 1)
-        # The rows of a group are its heads' queries, one head after the other.
+        # The microbatches of a group are its heads' queries, one head after the other.
         s_KNM.view(len(s_KNM), -1, queries, keys).masked_fill_(~seen_NM, -torch.inf)
     return s_KNM, slope_KNM
 

@@ -1,9 +1,9 @@
-"""What the attention of one row reads: its launches, and boundary state of other rows.
+"""What the attention of one microbatch reads: its launches, and prefix cache of other microbatches.
 
-Built once a row and used by all of its layers and passes. Plain objects of tensors, no dataclasses:
-FSDP copies dataclasses that it meets in call arguments, and Python numbers that change from row to
-row would recompile a compiled layer. That is why the launches are a tensor on the CPU, which is
-read without a device sync.
+Built once a microbatch and used by all of its layers and passes. Plain objects of tensors, no
+dataclasses: FSDP copies dataclasses that it meets in call arguments, and Python numbers that change
+from microbatch to microbatch would recompile a compiled layer. That is why the launches are a
+tensor on the CPU, which is read without a device sync.
 """
 
 from collections.abc import Iterator
@@ -70,12 +70,12 @@ class Launch:
 
 
 class AttentionTable:
-    """The launches of one row as tensors; build it with `from_numpy`.
+    """The launches of one microbatch as tensors; build it with `from_numpy`.
 
     launches [n, 11] int64 on the CPU; cu_cpu and cu_device, the same int32 cumulative lengths on
-    the CPU and on the device (one tensor where these are the same). row_gather and arena_gather are
+    the CPU and on the device (one tensor where these are the same). own_gather and cache_gather are
     None but in windowed layers: int64 [2, *] on the device, positions among the gathered keys above
-    the slots of the row, or of the arena, that they are read from.
+    the places of the microbatch, or of the cache, that they are read from.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class AttentionTable:
         launches: Tensor,
         cu_cpu: Tensor,
         cu_device: Tensor,
-        row_gather: Tensor | None = None,
-        arena_gather: Tensor | None = None,
+        own_gather: Tensor | None = None,
+        cache_gather: Tensor | None = None,
     ) -> None:
         self.launches = launches
         self.cu_cpu = cu_cpu
         self.cu_device = cu_device
-        self.row_gather = row_gather
-        self.arena_gather = arena_gather
+        self.own_gather = own_gather
+        self.cache_gather = cache_gather
 
     @classmethod
     def from_numpy(
@@ -103,48 +103,50 @@ class AttentionTable:
     ) -> "AttentionTable":
         """Check a planner's table and put it on the device.
 
-        launches: integers [n, 11], columns as in LAUNCH_COLUMNS. source is 0 for keys of the row, 1
-        for keys of the arena, 2 for keys gathered by key_index. Queries are q[q_begin:q_end], keys
-        source[k_begin:k_end], cut into `count` sequences by `cu[cu_q_at : cu_q_at + count + 1]` and
-        `cu[cu_k_at : ...]`. The first launch covers every query of the row; later ones cover
-        contiguous parts of it.
+        launches: integers [n, 11], columns as in LAUNCH_COLUMNS. source is 0 for keys of the
+            microbatch, 1 for keys of the cache, 2 for keys gathered by key_index. Queries are
+            q[q_begin:q_end], keys source[k_begin:k_end], cut into `count` sequences by `cu[cu_q_at
+            : cu_q_at + count + 1]` and `cu[cu_k_at : ...]`. The first launch covers every query of
+            the microbatch; later ones cover contiguous parts of it.
         cu: integers [*], runs of cumulative lengths, each starting at 0.
-        key_index: integers [G]; an entry >= 0 is a slot of the row, an entry < 0 is slot -1 - entry
-        of the arena. A table with it has exactly one launch, of source 2.
+        key_index: integers [G]; an entry >= 0 is a place of the microbatch, an entry < 0 is place
+            -1 - entry of the cache. A table with it has exactly one launch, of source 2.
 
         Raises AssertionError for a table that breaks these rules: a planner's bug, not a user's.
         """
         _check(launches, cu, key_index)
         # Where each tensor is to be is said: the user may have set another default device.
         cu_cpu = torch.tensor(cu, dtype=torch.int32, device="cpu")
-        row_gather = arena_gather = None
+        own_gather = cache_gather = None
         if key_index is not None:
             # Split here, on the host, so that no layer needs masks, clamps or a sync for it.
-            (row,), (other,) = np.nonzero(key_index >= 0), np.nonzero(key_index < 0)
-            row_gather = to_device(torch.from_numpy(np.stack([row, key_index[row]])), device)
+            (microbatch,), (other,) = np.nonzero(key_index >= 0), np.nonzero(key_index < 0)
+            own_gather = to_device(
+                torch.from_numpy(np.stack([microbatch, key_index[microbatch]])), device
+            )
             if other.size:
-                arena_gather = to_device(
+                cache_gather = to_device(
                     torch.from_numpy(np.stack([other, -1 - key_index[other]])), device
                 )
         return cls(
             torch.tensor(launches, dtype=torch.int64, device="cpu"),
             cu_cpu,
             to_device(cu_cpu, device),
-            row_gather,
-            arena_gather,
+            own_gather,
+            cache_gather,
         )
 
 
-class ArenaSlice:
-    """Boundary state of ancestors in other rows, in one layer, as a row sees it.
+class CacheSlice:
+    """Prefix cache of ancestors in other microbatches, in one layer, as a microbatch sees it.
 
-    k [A, K, D] and v [A, K, E] in the dtype of the row's own; constants here, never differentiated.
-    grad_k and grad_v, both or neither, float32 (float64 for float64) of the same shapes: the
-    backward adds the gradients of k and v into them, in place.
+    k [A, K, D] and v [A, K, E] in the dtype of the microbatch's own; constants here, never
+    differentiated. grad_k and grad_v, both or neither, float32 (float64 for float64) of the same
+    shapes: the backward adds the gradients of k and v into them, in place.
 
-    Usually slices of larger buffers, whose other slices are written between a row's forward and
-    backward. What is kept are aliases that look like tensors of their own (see `_alone`); they are
-    to be made outside of compiled code, which breaks its graph there or, in one graph, refuses.
+    Usually slices of larger buffers, whose other slices are written between a microbatch's forward
+    and backward. What is kept are aliases that look like tensors of their own (see `_alone`); they
+    are to be made outside of compiled code, which breaks its graph there or, in one graph, refuses.
     Raises AssertionError for a k or v that requires gradients.
     """
 
@@ -152,7 +154,7 @@ class ArenaSlice:
         self, k: Tensor, v: Tensor, grad_k: Tensor | None = None, grad_v: Tensor | None = None
     ) -> None:
         assert not (k.requires_grad or v.requires_grad), (
-            "an arena is constant: detach it, and let its gradients go to grad_k and grad_v"
+            "an cache is constant: detach it, and let its gradients go to grad_k and grad_v"
         )
         self.k: Tensor = _alone(k)
         self.v: Tensor = _alone(v)
@@ -173,8 +175,8 @@ def _alone(x: Tensor) -> Tensor:
 def read_launches(launches: Tensor, cu_cpu: Tensor, cu_device: Tensor) -> list[Launch]:
     """The launches of a table, with views of its cumulative lengths; no copy and no sync."""
     found = []
-    for row in launches.tolist():
-        source, causal, q_begin, q_end, k_begin, k_end, max_q, max_k, q_at, k_at, count = row
+    for microbatch in launches.tolist():
+        source, causal, q_begin, q_end, k_begin, k_end, max_q, max_k, q_at, k_at, count = microbatch
         q_cut, k_cut = slice(q_at, q_at + count + 1), slice(k_at, k_at + count + 1)
         found.append(
             Launch(
@@ -219,8 +221,8 @@ def _check(launches: np.ndarray, cu: np.ndarray, key_index: np.ndarray | None) -
             f"the launch reads {launches[0, 4]}:{launches[0, 5]} of {len(key_index)} gathered keys"
         )
     assert launches[0, 2] == 0, "the first launch covers every query, so it begins at 0"
-    for row in launches.tolist():
-        launch = dict(zip(LAUNCH_COLUMNS, row, strict=True))
+    for microbatch in launches.tolist():
+        launch = dict(zip(LAUNCH_COLUMNS, microbatch, strict=True))
         assert launch["source"] in (FROM_ROW, FROM_ARENA, FROM_GATHER), launch
         lengths = {}
         for side in "qk":

@@ -1,4 +1,4 @@
-"""The gated delta rule over packed rows of segments: one operation over several kernels."""
+"""The gated delta rule over packed microbatches of segments: one operation over several kernels."""
 
 from forkpoint.ops.delta_rule.kernel import DeltaKernel
 from forkpoint.ops.delta_rule.operator import gated_delta_rule

@@ -1,13 +1,15 @@
-"""All levels of a row by flash-linear-attention's kernels: what needs no state runs once a row.
+"""All levels of a microbatch by flash-linear-attention's kernels: what needs no state runs once a
+microbatch.
 
 Most of what a chunked gated delta rule does is within chunks, and the same whatever state its
 sequence starts from (arXiv 2412.06464, section 3.3): norms, sums of decays, the triangular systems,
 and, once the states before all chunks are known, the outputs. Only the pass of states from chunk to
 chunk waits for the sequences above. So of nine kernels forward and a dozen backward one each is
-launched level by level, and a row that is a tree costs hardly more launches than one that is not.
+launched level by level, and a microbatch that is a tree costs hardly more launches than one that is
+not.
 
-This calls functions within flash-linear-attention 0.6.0; other versions, and rows of one level, are
-served through its public function.
+This calls functions within flash-linear-attention 0.6.0; other versions, and microbatches of one
+level, are served through its public function.
 """
 
 from functools import cache
@@ -77,8 +79,8 @@ class _Chunks:
         self.offsets: Tensor = put(offsets)
 
 
-class _Row:
-    """A row's chunks, all together in the order of its levels, and of each level."""
+class _MicrobatchChunks:
+    """A microbatch's chunks, all together in the order of its levels, and of each level."""
 
     def __init__(self, table: StateTable, device: torch.device) -> None:
         lengths = [level.sequences.lengths for level in table.levels]
@@ -90,24 +92,30 @@ class _Row:
         return x_1T.split([level.tokens for level in self.levels], 1)
 
 
-_rows: WeakKeyDictionary[StateTable, _Row] = WeakKeyDictionary()
+_microbatches: WeakKeyDictionary[StateTable, _MicrobatchChunks] = WeakKeyDictionary()
 
 
 def scan_levels(inputs: tuple[Tensor, ...], table: StateTable, initial_SGDE: Tensor | None) -> Any:
     """As `over_levels` of the kernel's scan: outputs, and the states that are kept or None."""
-    if table not in _rows:
-        _rows[table] = _Row(table, inputs[0].device)
-    return _Levels.apply(*inputs, initial_SGDE, table, _rows[table])
+    if table not in _microbatches:
+        _microbatches[table] = _MicrobatchChunks(table, inputs[0].device)
+    return _Levels.apply(*inputs, initial_SGDE, table, _microbatches[table])
 
 
 def _states(
-    table: StateTable, row: _Row, k: Tensor, w: Tensor, u: Tensor, g: Tensor, initial: Tensor | None
+    table: StateTable,
+    microbatch: _MicrobatchChunks,
+    k: Tensor,
+    w: Tensor,
+    u: Tensor,
+    g: Tensor,
+    initial: Tensor | None,
 ) -> tuple[Tensor, Tensor, list[Tensor | None], list[Tensor | None]]:
     """States before all chunks, values as written, and by level what it starts from and ends in."""
     before, written, starts, ends = [], [], [], []
     state = initial
-    given = zip(*(row.parts(x) for x in (k, w, u, g)), strict=True)
-    for level, chunks, (k_, w_, u_, g_) in zip(table.levels, row.levels, given, strict=True):
+    given = zip(*(microbatch.parts(x) for x in (k, w, u, g)), strict=True)
+    for level, chunks, (k_, w_, u_, g_) in zip(table.levels, microbatch.levels, given, strict=True):
         if level.parents is not None:
             assert state is not None
             state = state.index_select(0, level.parents)
@@ -141,9 +149,9 @@ class _Levels(torch.autograd.Function):
         beta: Tensor,
         initial: Tensor | None,
         table: StateTable,
-        row: _Row,
+        microbatch: _MicrobatchChunks,
     ) -> tuple[Tensor, Tensor | None]:
-        run, cut = _kernels(), row.all.cut
+        run, cut = _kernels(), microbatch.all.cut
         ctx.dtypes = [x.dtype for x in (q, k, v, g, beta)]
         ctx.scale = q.shape[-1] ** -0.5
         q, k, v, g, beta = (table.ordered(x).contiguous()[None] for x in (q, k, v, g, beta))
@@ -151,7 +159,7 @@ class _Levels(torch.autograd.Function):
         k, k_length = run.norm(k)
         g = run.cumsum(g, scale=run.log2_e, **cut)
         w, u, solved = run.within(k=k, v=v, g=g, beta=beta, **cut)
-        before, written, _, ends = _states(table, row, k, w, u, g, initial)
+        before, written, _, ends = _states(table, microbatch, k, w, u, g, initial)
         o = run.outputs(q=q, k=k, v=written, h=before, g=g, scale=ctx.scale, **cut)
         kept = [
             state.index_select(0, level.kept)
@@ -159,9 +167,9 @@ class _Levels(torch.autograd.Function):
             if level.kept is not None and state is not None
         ]
         ctx.save_for_backward(q, q_length, k, k_length, v, g, beta, solved, initial)
-        ctx.table, ctx.row = table, row
+        ctx.table, ctx.microbatch = table, microbatch
         ctx.set_materialize_grads(False)
-        return table.as_in_row(o[0].to(v.dtype)), torch.cat(kept) if kept else None
+        return table.as_within(o[0].to(v.dtype)), torch.cat(kept) if kept else None
 
     @staticmethod
     @once_differentiable
@@ -169,18 +177,18 @@ class _Levels(torch.autograd.Function):
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         q, q_length, k, k_length, v, g, beta, solved, initial = ctx.saved_tensors
-        table, row, scale = ctx.table, ctx.row, ctx.scale
-        run, cut = _kernels(), row.all.cut
+        table, microbatch, scale = ctx.table, ctx.microbatch, ctx.scale
+        run, cut = _kernels(), microbatch.all.cut
         grad_o, grad_kept = gradients
         # Backward may be called under autocast; the forward ran outside it.
         with torch.autocast(v.device.type, enabled=False):
             do = torch.zeros_like(v) if grad_o is None else table.ordered(grad_o).contiguous()[None]
             plain = {name: x for name, x in cut.items() if name != "chunk_size"}
             w, u = run.within_again(k=k, v=v, beta=beta, A=solved, g=g, **plain)
-            before, written, starts, ends = _states(table, row, k, w, u, g, initial)
+            before, written, starts, ends = _states(table, microbatch, k, w, u, g, initial)
             dv = run.values_backward(q=q, k=k, g=g, do=do, scale=scale, **cut)
             dh, dv, d_initial = _states_backward(
-                table, row, (q, k, w, g, do, dv), starts, ends, grad_kept, scale
+                table, microbatch, (q, k, w, g, do, dv), starts, ends, grad_kept, scale
             )
             dq, dk, dw, dg = run.rest_backward(
                 q=q, k=k, v=written, w=w, g=g, h=before, dv=dv, do=do, dh=dh, scale=scale, **cut
@@ -192,12 +200,12 @@ class _Levels(torch.autograd.Function):
             dq = run.norm_backward(q, q_length, dq)
             dk = run.norm_backward(k, k_length, dk + dk_within)
         found = zip((dq, dk, dv, dg, dbeta), ctx.dtypes, strict=True)
-        return (*(table.as_in_row(x[0]).to(dtype) for x, dtype in found), d_initial, None, None)
+        return (*(table.as_within(x[0]).to(dtype) for x, dtype in found), d_initial, None, None)
 
 
 def _states_backward(
     table: StateTable,
-    row: _Row,
+    microbatch: _MicrobatchChunks,
     inputs: tuple[Tensor, ...],
     starts: list[Tensor | None],
     ends: list[Tensor | None],
@@ -218,9 +226,9 @@ def _states_backward(
     dv: list[Tensor] = []
     below: Tensor | None = None
     parents: Tensor | None = None
-    given = list(zip(*(row.parts(x) for x in inputs), strict=True))
+    given = list(zip(*(microbatch.parts(x) for x in inputs), strict=True))
     for i in reversed(range(len(table.levels))):
-        level, chunks, end = table.levels[i], row.levels[i], ends[i]
+        level, chunks, end = table.levels[i], microbatch.levels[i], ends[i]
         d_end = None
         if end is not None:
             d_end = torch.zeros_like(end)

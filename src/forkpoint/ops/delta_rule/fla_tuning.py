@@ -1,10 +1,11 @@
-"""One choice of flash-linear-attention's tuned kernels for rows of all lengths, and calls by it.
+"""One choice of flash-linear-attention's tuned kernels for microbatches of all lengths, and calls
+by it.
 
 Triton's autotuner chooses anew for each value of a kernel's keys and for each list of dtypes of the
-tensors it is given. Rows of a tree differ in both without a reason to choose anew: `NB` of the
-norms is a count of tokens, of which the kernel makes no use, and whether there are states to start
-from, or states wanted, changes the list. Each such choice compiles and times up to 30 variants,
-several seconds of a step. Here a choice serves whatever differs from it in these alone.
+tensors it is given. Microbatches of a tree differ in both without a reason to choose anew: `NB` of
+the norms is a count of tokens, of which the kernel makes no use, and whether there are states to
+start from, or states wanted, changes the list. Each such choice compiles and times up to 30
+variants, several seconds of a step. Here a choice serves whatever differs from it in these alone.
 
 A tree of short segments waits for the host, which calls some 17 kernels for each layer and level
 forward and backward. So a kernel whose choice is known is called at once, past two tuners that

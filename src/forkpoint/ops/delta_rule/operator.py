@@ -1,4 +1,5 @@
-"""The gated delta rule of a row: segments level by level, each level by the kernel that serves."""
+"""The gated delta rule of a microbatch: segments level by level, each level by the kernel that
+serves."""
 
 from contextlib import nullcontext
 
@@ -21,21 +22,21 @@ def gated_delta_rule(
     initial_SGDE: Tensor | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs of every token of a row, and the states that other rows start from.
+    """Outputs of every token of a microbatch, and the states that other microbatches start from.
 
     Args:
         q_THD, k_THD: [T, H, D]; they are divided by their length here, and q by the root of D.
         v_TGE: [T, G, E] in the same dtype; G is a multiple of H.
         g_TG: [T, G] log of the decay, at most 0, float32 (float64 for float64).
         beta_TG: [T, G] how much of a value is written, from 0 to 1.
-        table: the row's segments.
+        table: the microbatch's segments.
         initial_SGDE: [S, G, D, E] float32 (float64), what the S segments of the first level start
             from; None for zeros.
         kernel: one of DELTA_KERNELS by name, or "auto".
 
     Returns:
         [T, G, E] in v's dtype, and [K, G, D, E] float32 (float64) in the order of
-        `table.kept_slots`, or None if no other row starts from any.
+        `table.kept_index`, or None if no other microbatch starts from any.
 
     Raises UnsupportedError where no kernel, or not the one named, can serve.
     """

@@ -1,10 +1,11 @@
-"""The short causal convolution before a recurrence, over a row of segments.
+"""The short causal convolution before a recurrence, over a microbatch of segments.
 
-It is the plain convolution of the whole row, in which the first tokens of every segment come out
-wrong, for they see the end of whatever lies before them in the row. Those are computed again, from
-windows gathered along their paths: their own segment, ancestors in the row, and the last inputs of
-ancestors in other rows. So any convolution serves, whatever the lengths, and only a few tokens a
-segment are copied.
+It is the plain convolution of the whole microbatch, in which the first tokens of every segment come
+out wrong, for they see the end of whatever lies before them in the microbatch. Those are computed
+again, from
+windows gathered along their paths: their own segment, ancestors in the microbatch, and the last
+    inputs of ancestors in other microbatches. So any convolution serves, whatever the lengths, and
+    only a few tokens a segment are copied.
 """
 
 import numpy as np
@@ -39,28 +40,29 @@ class _Source:
 
 
 class GatherTable:
-    """Where each entry of a gathered tensor comes from: the row, the arena, or nowhere (zero)."""
+    """Where each entry of a gathered tensor comes from: the microbatch, the cache, or nowhere
+    (zero)."""
 
     def __init__(self, flat: np.ndarray, device: torch.device | str) -> None:
         self.entries: int = len(flat)
-        (row,), (arena,) = np.nonzero(flat >= 0), np.nonzero(flat < NOTHING)
+        (row,), (cache,) = np.nonzero(flat >= 0), np.nonzero(flat < NOTHING)
         self.row: _Source = _Source(row, flat[row], device)
-        self.arena: _Source | None = (
-            _Source(arena, -2 - flat[arena], device) if len(arena) else None
+        self.cache: _Source | None = (
+            _Source(cache, -2 - flat[cache], device) if len(cache) else None
         )
 
 
 class ConvolutionTable:
-    """A row's windows and tails for convolutions of one width; built once a row."""
+    """A microbatch's windows and tails for convolutions of one width; built once a microbatch."""
 
     def __init__(self, layout: ConvolutionLayout, *, device: torch.device | str = "cpu") -> None:
         self.width: int = layout.window.shape[1]
-        self.firsts: int = len(layout.slots)
-        """Slots whose inputs do not all lie in their own segment."""
-        self.slots: Tensor = to_device(torch.from_numpy(layout.slots), device)
+        self.firsts: int = len(layout.places)
+        """Places whose inputs do not all lie in their own segment."""
+        self.places: Tensor = to_device(torch.from_numpy(layout.places), device)
         """[F] those."""
         self.tails: int = len(layout.tail)
-        """Segments that other rows start from."""
+        """Segments that other microbatches start from."""
         both = np.concatenate([layout.window.ravel(), layout.tail.ravel()])
         self.inputs: GatherTable = GatherTable(both, device)
         """Where the windows' inputs come from, and after them the tails'."""
@@ -69,23 +71,23 @@ class ConvolutionTable:
 def gathered_inputs(
     x_TC: Tensor,
     table: ConvolutionTable,
-    arena_AC: Tensor | None = None,
-    arena_grad_AC: Tensor | None = None,
+    cache_AC: Tensor | None = None,
+    cache_grad_AC: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a convolution needs beyond the row, and what other rows need of it.
+    """What a convolution needs beyond the microbatch, and what other microbatches need of it.
 
     Args:
-        x_TC: [T, C] inputs of the row's tokens.
-        table: the row's windows.
-        arena_AC: [A, C] inputs of other rows, W - 1 for each state slot; constants here.
-        arena_grad_AC: the same in float32 (float64): the backward adds their gradients to it.
+        x_TC: [T, C] inputs of the microbatch's tokens.
+        table: the microbatch's windows.
+        cache_AC: [A, C] inputs of other microbatches, W - 1 for each state slot; constants here.
+        cache_grad_AC: the same in float32 (float64): the backward adds their gradients to it.
 
     Returns:
         the inputs, to be used in their place (so that their gradient is made in one piece); [F, W,
-        C] the windows of `table.slots`, oldest first; and [K, W - 1, C] the last inputs of the
-        segments that other rows start from, None if there are none.
+        C] the windows of `table.places`, oldest first; and [K, W - 1, C] the last inputs of the
+        segments that other microbatches start from, None if there are none.
     """
-    x_TC, found = _Gather.apply(x_TC, table.inputs, arena_AC, arena_grad_AC)
+    x_TC, found = _Gather.apply(x_TC, table.inputs, cache_AC, cache_grad_AC)
     windows, tails = found.split([table.firsts * table.width, table.tails * (table.width - 1)])
     windows_FWC = windows.unflatten(0, (table.firsts, table.width))
     if not table.tails:
@@ -94,7 +96,7 @@ def gathered_inputs(
 
 
 def short_convolution(
-    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, windows_FWC: Tensor, slots_F: Tensor
+    x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, windows_FWC: Tensor, index_F: Tensor
 ) -> Tensor:
     """A depthwise causal convolution along every path.
 
@@ -103,11 +105,11 @@ def short_convolution(
     channels first. Products are summed in float32 (float64) and rounded once.
 
     Args:
-        x_TC: [T, C] inputs of the row's tokens.
+        x_TC: [T, C] inputs of the microbatch's tokens.
         weight_CW: [C, W], oldest input first.
         bias_C: [C] or None.
-        windows_FWC: [F, W, C] the inputs that count for `slots_F`, from `gathered_inputs`.
-        slots_F: [F] slots whose inputs do not all lie in their own segment.
+        windows_FWC: [F, W, C] the inputs that count for `index_F`, from `gathered_inputs`.
+        index_F: [F] slots whose inputs do not all lie in their own segment.
 
     Returns:
         [T, C] before any activation.
@@ -124,7 +126,7 @@ def short_convolution(
     again_FC = (windows_FWC.to(wide) * weight_CW.T.to(wide)).sum(1)
     if bias_C is not None:
         again_FC = again_FC + bias_C.to(wide)
-    return plain_TC.index_copy(0, slots_F, again_FC.to(dtype))
+    return plain_TC.index_copy(0, index_F, again_FC.to(dtype))
 
 
 def _operand_dtype(x_TC: Tensor, weight_CW: Tensor) -> torch.dtype:
@@ -170,27 +172,28 @@ class _ShiftedSum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The identity of a tensor, and rows of it and of the arena by index.
+    """The identity of a tensor, and rows of it and of the cache by index.
 
-    What is read of a row often adds up in float32, and joins the row's other gradient there.
+    What is read of a microbatch often adds up in float32, and joins the microbatch's other gradient
+    there.
     """
 
     @staticmethod
-    def forward(ctx, x_TC, table, arena_AC, arena_grad_AC):  # type: ignore[override]
-        # Not save_for_backward: the arena is written on purpose until this backward adds to it.
-        ctx.table, ctx.arena_grad = table, arena_grad_AC
+    def forward(ctx, x_TC, table, cache_AC, cache_grad_AC):  # type: ignore[override]
+        # Not save_for_backward: the cache is written on purpose until this backward adds to it.
+        ctx.table, ctx.cache_grad = table, cache_grad_AC
         out = x_TC.new_zeros(table.entries, *x_TC.shape[1:])
         out.index_copy_(0, table.row.to, x_TC.index_select(0, table.row.from_))
-        if table.arena is not None:
-            out.index_copy_(0, table.arena.to, arena_AC.index_select(0, table.arena.from_))
+        if table.cache is not None:
+            out.index_copy_(0, table.cache.to, cache_AC.index_select(0, table.cache.from_))
         return x_TC.view_as(x_TC), out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TC, grad):  # type: ignore[override]
-        row, arena = ctx.table.row, ctx.table.arena
+        row, cache = ctx.table.row, ctx.table.cache
         dtype = accumulate_dtype(grad.dtype)
-        if arena is not None and ctx.arena_grad is not None:
-            ctx.arena_grad.index_add_(0, arena.rows, arena.sums(grad, dtype))
+        if cache is not None and ctx.cache_grad is not None:
+            ctx.cache_grad.index_add_(0, cache.rows, cache.sums(grad, dtype))
         sums = row.sums(grad, dtype) + grad_TC.index_select(0, row.rows)
         return grad_TC.index_copy(0, row.rows, sums.to(grad_TC.dtype)), None, None, None

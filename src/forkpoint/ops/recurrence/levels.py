@@ -1,4 +1,4 @@
-"""Segments of one row that start where others of it end: level by level, parents first."""
+"""Segments of one microbatch that start where others of it end: level by level, parents first."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +18,7 @@ class LevelTable:
     """One level as tensors. A plain object: see `ops.attention.table`."""
 
     def __init__(self, level: Level, first: bool, device: torch.device | str) -> None:
-        self.slots: np.ndarray = np.concatenate(
+        self.run_tokens: np.ndarray = np.concatenate(
             [np.arange(b, b + n) for b, n in zip(level.begin, level.length, strict=True)]
         )
         self.sequences: Sequences = Sequences(level.length, device)
@@ -32,7 +32,8 @@ class LevelTable:
 
 
 class StateTable:
-    """A row's levels, what its first level starts from, and what it keeps; built once a row."""
+    """A microbatch's levels, what its first level starts from, and what it keeps; built once a
+    microbatch."""
 
     def __init__(self, layout: StateLayout, *, device: torch.device | str = "cpu") -> None:
         self.levels: list[LevelTable] = [
@@ -45,13 +46,13 @@ class StateTable:
         self.reading: Tensor | None = (
             to_device(torch.from_numpy(reading), device) if len(reading) else None
         )
-        """Those that start from a state of another row; None if none does."""
-        self.read_slots: Tensor = to_device(torch.from_numpy(first[reading]), device)
-        """The arena slots they start from."""
-        self.kept_slots: Tensor = to_device(torch.from_numpy(layout.kept_slots), device)
-        """[K] where the arena keeps the states that other rows start from."""
-        order = np.concatenate([level.slots for level in self.levels])
-        self._tokens: list[int] = [len(level.slots) for level in self.levels]
+        """Those that start from a state of another microbatch; None if none does."""
+        self.read_index: Tensor = to_device(torch.from_numpy(first[reading]), device)
+        """The cache places they start from."""
+        self.kept_index: Tensor = to_device(torch.from_numpy(layout.kept_index), device)
+        """[K] where the cache keeps the states that other microbatches start from."""
+        order = np.concatenate([level.run_tokens for level in self.levels])
+        self._tokens: list[int] = [len(level.run_tokens) for level in self.levels]
         self._order: Tensor | None = None
         self._inverse: Tensor | None = None
         if not (order == np.arange(len(order))).all():
@@ -60,10 +61,10 @@ class StateTable:
             self._inverse = to_device(torch.from_numpy(inverse), device)
 
     def ordered(self, x_T: Tensor) -> Tensor:
-        """The row's tokens in the order of its levels."""
+        """The microbatch's tokens in the order of its levels."""
         return x_T if self._order is None else x_T.index_select(0, self._order)
 
-    def as_in_row(self, x_T: Tensor) -> Tensor:
+    def as_within(self, x_T: Tensor) -> Tensor:
         """The inverse of `ordered`."""
         return x_T if self._inverse is None else x_T.index_select(0, self._inverse)
 
@@ -72,25 +73,25 @@ class StateTable:
         return (x_T,) if len(self.levels) == 1 else self.ordered(x_T).split(self._tokens)
 
     def join(self, outputs: list[Tensor]) -> Tensor:
-        """Outputs of the levels, in the order of the row's slots."""
-        return outputs[0] if len(outputs) == 1 else self.as_in_row(torch.cat(outputs))
+        """Outputs of the levels, in the order of the microbatch's places."""
+        return outputs[0] if len(outputs) == 1 else self.as_within(torch.cat(outputs))
 
 
 def over_levels(
     scan: Scan, inputs: tuple[Tensor, ...], table: StateTable, initial_S: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a scan over all segments of a row, each from the state at the end of its parent.
+    """Run a scan over all segments of a microbatch, each from the state at the end of its parent.
 
     Args:
         scan: a recurrence over sequences that lie back to back.
-        inputs: each [T, ...], the row's tokens.
-        table: the row's levels.
+        inputs: each [T, ...], the microbatch's tokens.
+        table: the microbatch's levels.
         initial_S: states that the first level starts from; None for zeros.
 
     Returns:
-        What the scan gives for every token [T, ...], and the final states [K, ...] that other rows
-        start from, in the order of `table.kept_slots`; None if there are none. Gradients of
-        children add up in the dtype of the states.
+        What the scan gives for every token [T, ...], and the final states [K, ...] that other
+        microbatches start from, in the order of `table.kept_index`; None if there are none.
+        Gradients of children add up in the dtype of the states.
     """
     outputs, kept = [], []
     state = initial_S

@@ -1,4 +1,4 @@
-"""The recurrence of Mamba-2 over packed rows of segments."""
+"""The recurrence of Mamba-2 over packed microbatches of segments."""
 
 from forkpoint.ops.selective_scan.operator import SCAN_KERNELS, selective_scan
 

@@ -1,4 +1,4 @@
-"""The selective scan of a row: segments level by level, by the kernel that is named."""
+"""The selective scan of a microbatch: segments level by level, by the kernel that is named."""
 
 from contextlib import nullcontext
 
@@ -24,20 +24,20 @@ def selective_scan(
     initial_SGED: Tensor | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs of every token of a row, and the states that other rows start from.
+    """Outputs of every token of a microbatch, and the states that other microbatches start from.
 
     Args:
         x_TGE: [T, G, E] values, multiplied by their time steps.
         a_TG: [T, G] log of the decay, at most 0.
         b_THD, c_THD: [T, H, D] what values are written and read with; G is a multiple of H.
-        table: the row's segments.
+        table: the microbatch's segments.
         initial_SGED: [S, G, E, D] float32 (float64), what the S segments of the first level start
             from; None for zeros.
         kernel: one of SCAN_KERNELS by name, or "auto".
 
     Returns:
         [T, G, E] and [K, G, E, D], both float32 (float64); the latter in the order of
-        `table.kept_slots`, or None if no other row starts from any.
+        `table.kept_index`, or None if no other microbatch starts from any.
 
     Raises UnsupportedError for a kernel that is none.
     """

@@ -1,6 +1,7 @@
-"""Wherever a row's activations are between its forward and its backward, the step is the same.
+"""Wherever a microbatch's activations are between its forward and its backward, the step is the
+same.
 
-In float64, for every way of sharing that has rows with children: loss, log-probs and every
+In float64, for every way of sharing that has microbatches with children: loss, log-probs and every
 parameter's gradient within 1e-10 of ordinary training; and what is moved is what may be moved.
 """
 
@@ -20,10 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from yardstick import Variant, label, step_faults, truth
 
 from forkpoint import Config, losses, wrap
-from forkpoint.engine import residency as residency_module
+from forkpoint.engine import activations as activations_module
+from forkpoint.engine.activations import Activations, is_copy_of_leaf
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.guard import Step
-from forkpoint.engine.residency import Residency, is_copy_of_leaf
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.errors import UnsupportedError
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
@@ -33,11 +34,11 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "witho
 RESIDENCIES = ("keep", "offload", "recompute")
 POLICIES = ("none", "selective", "full")
 NESTED: tuple[Config, ...] = (
-    Config(sharing="group", boundary="across_rows"),
-    Config(sharing="none", boundary="across_rows", max_row_tokens=CHAIN),
-    Config(sharing="tree", boundary="across_rows", max_row_tokens=CHAIN),
-    Config(sharing="tree", boundary="mixed", max_row_tokens=TIGHT),
-    Config(sharing="group", boundary="across_rows", waves="padded", max_row_tokens=CHAIN),
+    Config(sharing="group", boundary="across"),
+    Config(sharing="none", boundary="across", max_microbatch_tokens=CHAIN),
+    Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN),
+    Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT),
+    Config(sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=CHAIN),
 )
 VARIANTS = [
     Variant("llama"),
@@ -53,25 +54,29 @@ def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
     policies = POLICIES[:1] if variant.checkpointed else POLICIES
     faults, moved = [], set()
     with lifted_upcasts(model):
-        for config, residency, checkpointing in product(NESTED, RESIDENCIES, policies):
-            changed = replace(config, residency=residency, checkpointing=checkpointing)
+        for config, activations, checkpointing in product(NESTED, RESIDENCIES, policies):
+            changed = replace(config, activations=activations, checkpointing=checkpointing)
             model.zero_grad()
             stats = wrap(model, changed).forward_backward(expected.batch, LOSSES[loss])
-            name = f"{label(changed, stats.plan)}, {residency}, {checkpointing}"
+            name = f"{label(changed, stats.plan)}, {activations}, {checkpointing}"
             faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
             step = stats.plan.events()
             assert stats.events[-len(step) :] == step, name
-            assert ("R" in " ".join(step)) == (residency == "recompute"), name
-            moved |= {row.residency for row in stats.plan.rows if row.children}
-            assert (stats.offload is not None) == (residency == "offload"), name
+            assert ("R" in " ".join(step)) == (activations == "recompute"), name
+            moved |= {
+                microbatch.activations
+                for microbatch in stats.plan.microbatches
+                if microbatch.children
+            }
+            assert (stats.offload is not None) == (activations == "offload"), name
             assert not stats.offload or stats.offload.back_bytes > 0, name
     assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
     assert moved == set(RESIDENCIES)
 
 
-@pytest.mark.parametrize("residency", RESIDENCIES[1:])
-def test_experts(residency: str) -> None:
-    config = replace(ACROSS, residency=residency)
+@pytest.mark.parametrize("activations", RESIDENCIES[1:])
+def test_experts(activations: str) -> None:
+    config = replace(ACROSS, activations=activations)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     model = tiny_model("qwen3_moe", **experts)
     if hasattr(model, "set_experts_implementation"):
@@ -82,33 +87,33 @@ def test_experts(residency: str) -> None:
         assert step_error(model, forked_batch(), losses.GRPO(), changed) < 1e-10
 
 
-@pytest.mark.parametrize("residency", RESIDENCIES[1:])
+@pytest.mark.parametrize("activations", RESIDENCIES[1:])
 @pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid"])
-def test_layers_that_carry_a_state(family: str, residency: str) -> None:
-    """Their states are boundary state as well: captured once, and not moved with activations."""
+def test_layers_that_carry_a_state(family: str, activations: str) -> None:
+    """Their states are prefix cache as well: captured once, and not moved with activations."""
     model = tiny_hybrid(family)
     for checkpointing in POLICIES:
-        config = replace(ACROSS, residency=residency, checkpointing=checkpointing)
+        config = replace(ACROSS, activations=activations, checkpointing=checkpointing)
         assert step_error(model, forked_batch(), losses.GRPO(), config) < 1e-10
 
 
-@pytest.mark.parametrize("residency", RESIDENCIES[1:])
-def test_frozen_lower_layers(residency: str) -> None:
+@pytest.mark.parametrize("activations", RESIDENCIES[1:])
+def test_frozen_lower_layers(activations: str) -> None:
     model = tiny_model("qwen3")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.2" in name or "lm_head" in name)
-    config = replace(ACROSS, residency=residency)
+    config = replace(ACROSS, activations=activations)
     assert step_error(model, forked_batch(), losses.GRPO(), config) < 1e-10
 
 
-@pytest.mark.parametrize("residency", RESIDENCIES[1:])
-def test_under_autocast(residency: str) -> None:
-    """The same step as with rows kept: the second forward runs under autocast, too."""
+@pytest.mark.parametrize("activations", RESIDENCIES[1:])
+def test_under_autocast(activations: str) -> None:
+    """The same step as with microbatches kept: the second forward runs under autocast, too."""
     model, found = tiny_model("qwen3", dtype=torch.float32), []
-    for each in ("keep", residency):
+    for each in ("keep", activations):
         clear_gradients(model)
         with torch.autocast("cpu", torch.bfloat16):
-            policy = wrap(model, replace(ACROSS, residency=each))
+            policy = wrap(model, replace(ACROSS, activations=each))
             policy.forward_backward(forked_batch(), losses.GRPO())
         found.append(gradients_of(model))
     assert relative_distance(found[1], found[0]) < 1e-6
@@ -126,10 +131,10 @@ def test_a_weight_s_copy_is_told_from_activations() -> None:
 def test_autocast_s_copies_of_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast keeps them on the device: moving them would free nothing."""
     model, moved = tiny_model("qwen3", dtype=torch.float32), []
-    policy = wrap(model, replace(ACROSS, residency="offload"))
+    policy = wrap(model, replace(ACROSS, activations="offload"))
     for told in (True, False):
         if not told:
-            monkeypatch.setattr(residency_module, "is_copy_of_leaf", lambda _: False)
+            monkeypatch.setattr(activations_module, "is_copy_of_leaf", lambda _: False)
         with torch.autocast("cpu", torch.bfloat16):
             stats = policy.forward_backward(forked_batch(), losses.GRPO())
         assert stats.offload is not None
@@ -140,13 +145,13 @@ def test_autocast_s_copies_of_weights_stay(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 def test_compiled_blocks() -> None:
-    """Compiled for autograd once: no policy of residency compiles anything besides."""
+    """Compiled for autograd once: no policy of activations compiles anything besides."""
     model = tiny_model("qwen3", dtype=torch.float32, num_hidden_layers=2)
     batch, loss = forked_batch(), losses.GRPO()
     expected = dense_run(model, batch, loss).gradients
     graphs, found = [], []
-    for residency in RESIDENCIES:
-        config = replace(ACROSS, residency=residency, compile_blocks=True)
+    for activations in RESIDENCIES:
+        config = replace(ACROSS, activations=activations, compile_blocks=True)
         for seed in (0, 1):
             clear_gradients(model)
             other = forked_batch(seed=seed, stretch=seed + 1)
@@ -186,7 +191,7 @@ def watched_step(transfers: Watched, limit: int | None = None):
     """A step that offloads, in float64, and what its staging was."""
     staging = Staging(transfers)
     model = tiny_model("llama").train()
-    policy = wrap(model, replace(ACROSS, residency="offload", host_memory_bytes=limit))
+    policy = wrap(model, replace(ACROSS, activations="offload", host_memory=limit))
     policy._kept.staging = staging
     with lifted_upcasts(model):
         stats = policy.forward_backward(forked_batch(), losses.GRPO())
@@ -200,16 +205,16 @@ def watched_step(transfers: Watched, limit: int | None = None):
 def test_what_is_offloaded_leaves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     transfers = Watched()
     alive: list[float] = []
-    forward = Residency.before_backward
+    forward = Activations.before_backward
 
-    def before(self: Residency, row: int, missing_bytes: Callable[[], int]) -> None:
+    def before(self: Activations, microbatch: int, missing_bytes: Callable[[], int]) -> None:
         # The parents' own storages, as long as only children have run backwards.
         if not alive:
             dead = sum(ref.expired() for ref in transfers.sources)
             alive.append(1 - dead / len(transfers.sources))
-        return forward(self, row, missing_bytes)
+        return forward(self, microbatch, missing_bytes)
 
-    monkeypatch.setattr(Residency, "before_backward", before)
+    monkeypatch.setattr(Activations, "before_backward", before)
     model, stats, _ = watched_step(transfers)
     # What else holds a few: tensors that roots are, and the keys and values of what is running.
     assert alive[0] < 0.1
@@ -224,7 +229,7 @@ def test_what_is_offloaded_leaves_the_device(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_all_layers_save_does_not_end_the_fetching_ahead() -> None:
     """Rotary tables are saved first by the first layer, and asked for first by the last."""
     model, batch = tiny_model("llama", dtype=torch.float64, num_hidden_layers=12), forked_batch()
-    policy = wrap(model, replace(ACROSS, residency="offload"))
+    policy = wrap(model, replace(ACROSS, activations="offload"))
     stats = policy.forward_backward(batch, losses.GRPO())
     assert stats.offload is not None and stats.offload.prefetched > 0
     assert stats.offload.on_demand < 0.1 * stats.offload.prefetched
@@ -248,7 +253,7 @@ def test_beyond_the_host_s_limit_activations_stay() -> None:
 
 def test_host_memory_is_kept_from_step_to_step() -> None:
     model = tiny_model("llama", dtype=torch.float32)
-    policy = wrap(model, replace(ACROSS, residency="offload"))
+    policy = wrap(model, replace(ACROSS, activations="offload"))
     held = []
     for _ in range(3):
         policy.forward_backward(forked_batch(), losses.GRPO())
@@ -258,7 +263,8 @@ def test_host_memory_is_kept_from_step_to_step() -> None:
 
 
 def test_scores_keep_nothing() -> None:
-    """Forward only: no row has a graph, is offloaded or runs twice, whatever the plan says."""
+    """Forward only: no microbatch has a graph, is offloaded or runs twice, whatever the plan
+    says."""
     model, batch = tiny_model("llama", dtype=torch.float32), forked_batch()
     saved: list[torch.Tensor] = []
 
@@ -266,8 +272,8 @@ def test_scores_keep_nothing() -> None:
         saved.append(x)
         return x
 
-    for residency in RESIDENCIES:
-        policy = wrap(model, replace(ACROSS, residency=residency))
+    for activations in RESIDENCIES:
+        policy = wrap(model, replace(ACROSS, activations=activations))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             scores = policy.score(batch)
         assert scores.events == scores.plan.events(backward=False)
@@ -291,15 +297,15 @@ class Broken(Exception):
 
 
 @pytest.mark.parametrize("event", ["F B0", "F D0", "B D0", "R B0", "B B0", "B A0"])
-@pytest.mark.parametrize("residency", RESIDENCIES[1:])
+@pytest.mark.parametrize("activations", RESIDENCIES[1:])
 def test_a_failed_step_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, residency: str, event: str
+    monkeypatch: pytest.MonkeyPatch, activations: str, event: str
 ) -> None:
     model, batch, loss = tiny_model("llama"), forked_batch(), losses.GRPO()
-    policy = wrap(model, replace(ACROSS, residency=residency))
+    policy = wrap(model, replace(ACROSS, activations=activations))
     events = policy.plan(batch).events()
     if event not in events:
-        assert event.startswith("R") and residency == "offload"
+        assert event.startswith("R") and activations == "offload"
         return
     at = events.index(event)
     seen = 0
@@ -344,7 +350,7 @@ def test_a_failed_step_leaves_nothing(
 
 def test_no_memory_on_the_host() -> None:
     model, batch = tiny_model("llama"), forked_batch()
-    policy = wrap(model, replace(ACROSS, residency="offload"))
+    policy = wrap(model, replace(ACROSS, activations="offload"))
 
     class Full(PlainTransfers):
         def host_buffer(self, nbytes: int) -> torch.Tensor:
@@ -361,7 +367,7 @@ def test_no_memory_on_the_host() -> None:
 def test_an_engine_without_staging_asserts() -> None:
     """Broken invariants are assertions: only a policy knows where host memory is kept."""
     model, batch = tiny_model("llama"), forked_batch()
-    policy = wrap(model, replace(ACROSS, residency="offload"))
+    policy = wrap(model, replace(ACROSS, activations="offload"))
     engine, step = Engine(policy.host, policy.config), Step(policy.host.device)
     from forkpoint.engine.views import batch_denominators
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from forkpoint.bench.clock import Clock
 from forkpoint.config import Config
-from forkpoint.engine.boundary import Arena
+from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.given_back import storage_id
-from forkpoint.engine.rows import RowContext, RowInputs, prepare_rows
+from forkpoint.engine.microbatches import MicrobatchContext, MicrobatchInputs, prepare_microbatches
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.plan import make_plan
 from forkpoint.rollouts import Rollout, RolloutBatch
@@ -79,24 +79,24 @@ class Rows:
 
     def _row(
         self, host: TransformersHost, tokens: int, *, labelled: int, checkpointing: str = "none"
-    ) -> tuple[RowInputs, Callable[[RowInputs], Tensor]]:
+    ) -> tuple[MicrobatchInputs, Callable[[MicrobatchInputs], Tensor]]:
         ids = np.random.default_rng(0).integers(0, self.vocab, tokens + 1)
         mask = np.arange(tokens + 1) > tokens - labelled
         batch = RolloutBatch([Rollout(ids, mask, 1.0)])
         config = Config(
             sharing="none",
-            boundary="in_row",
-            max_row_tokens=tokens,
+            boundary="within",
+            max_microbatch_tokens=tokens,
             checkpointing=checkpointing,  # type: ignore[arg-type]
         )
         plan = make_plan(batch, host.shape, config)
-        (inputs,) = prepare_rows(plan, batch, host.device)
+        (inputs,) = prepare_microbatches(plan, batch, host.device)
 
-        def run(inputs: RowInputs) -> Tensor:
-            context = RowContext(
+        def run(inputs: MicrobatchInputs) -> Tensor:
+            context = MicrobatchContext(
                 plan,
                 inputs,
-                Arena(0, gradients=True),
+                PrefixCache(0, gradients=True),
                 kernel=self.kernel,
                 head_chunk_tokens=1024,
                 entropy=False,

@@ -1,0 +1,46 @@
+"""Amounts of memory as people write them. Imports no torch."""
+
+import re
+
+from forkpoint.errors import ConfigError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MOST = 2**63 - 1
+"""Of a number of bytes, which numpy counts in int64."""
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+
+MemorySize = int | str
+"""A number of bytes, or text such as "8GB" or "512 MiB"."""
+
+
+def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int | None:
+    """The bytes that a number or a text such as "8GB", "8 GiB" or "8000000000" stands for.
+
+    Raises ConfigError, naming the option `name`, for anything else and for less than 1 byte.
+    """
+    if given is None:
+        return None
+    size = 0
+    if isinstance(given, int) and not isinstance(given, bool):
+        size = int(given)
+    elif isinstance(given, str) and len(given) < 40 and (found := _SIZE.fullmatch(given.strip())):
+        unit = (found[2] or "").lower()
+        size = int(float(found[1]) * {**_UNITS, **_BINARY}[unit])
+    if size < 1:
+        raise ConfigError(
+            f"{name} is {given!r:.80}; it takes a number of bytes of at least 1, or text such as "
+            "'8GB', '512MiB'. Leave it out for the default."
+        )
+    if size > MOST:
+        raise ConfigError(f"{name} is above {MOST} bytes, the most that it takes.")
+    return size
+
+
+def shown(count: float) -> str:
+    """A number of bytes as messages show it: 1.5 GiB."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return f"{int(count)} bytes"

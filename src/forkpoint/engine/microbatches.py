@@ -1,0 +1,247 @@
+"""A plan's microbatches as tensors: tokens, positions, attention tables, and what the head
+computes."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forkpoint.engine.boundary import Capture, PrefixCache
+from forkpoint.engine.device import on_device
+from forkpoint.engine.states import MicrobatchStates
+from forkpoint.forest import IntArray
+from forkpoint.ops.attention import AttentionTable, CacheSlice
+from forkpoint.ops.recurrence import ConvolutionTable, StateTable
+from forkpoint.plan.layout import Microbatch, full_table, token_steps, windowed_table
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.recurrence import convolution_layout, state_layout
+from forkpoint.rollouts import RolloutBatch
+
+
+@dataclass(frozen=True, eq=False)
+class MicrobatchInputs:
+    """What one microbatch gives the model."""
+
+    microbatch: Microbatch
+    input_ids: Tensor
+    """int64 [1, T], or [B, L] for a padded microbatch."""
+    position_ids: Tensor
+    """The same shape: positions along each token's path."""
+    head_index: Tensor
+    """int64 [n]: places whose next token some rollout trains on."""
+    head_labels: Tensor
+    """int64 [n]"""
+    head_temperatures: Tensor | None
+    """[n], or None where all are 1."""
+    trained_tokens: IntArray
+    """Positions in the batch's flat tokens of what is trained in this microbatch, ascending."""
+    trained_entry: IntArray
+    """For each of them, its entry among the n; rollouts that share a trained token share it."""
+
+
+class MicrobatchContext:
+    """What travels with a microbatch's forward through the model's call arguments.
+
+    A plain object: FSDP copies dataclasses it meets there, and what is captured would land in the
+    copy.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: MicrobatchInputs,
+        cache: PrefixCache,
+        *,
+        kernel: str,
+        recurrence_kernel: str = "auto",
+        head_chunk_tokens: int,
+        entropy: bool,
+        phase: str = "F",
+        boundary_only: bool = False,
+    ) -> None:
+        """`phase` "R" is a second forward, which captures nothing anew; with `boundary_only` no
+        more is wanted of this forward than its prefix cache."""
+        self.inputs = inputs
+        self.boundary_only = boundary_only
+        self.kernel: str = kernel
+        self.recurrence_kernel: str = recurrence_kernel
+        self.head_chunk_tokens = head_chunk_tokens
+        self.entropy = entropy
+        self.last_layer: int | None = None
+        """The index of the block whose prefix cache is the last thing needed of this microbatch;
+        set by the host."""
+        self.ends_in: frozenset[Hashable] = frozenset()
+        """The modules of that block."""
+        microbatch = inputs.microbatch
+        self.cache = cache
+        self.capture: Capture | None = None
+        if microbatch.keeps_boundary:
+            self.capture = Capture(cache, _capture_runs(plan, microbatch))
+        if phase == "R":
+            self.end_forward()
+        self._plan = plan
+        self._tables: dict[int, AttentionTable] = {}
+        self._states: dict[int, MicrobatchStates] = {}
+        inside = set(microbatch.segments)
+        self._reads_cache = any(
+            parent >= 0 and parent not in inside
+            for parent in (int(plan.forest.parent[s]) for s in microbatch.segments)
+        )
+
+    def table(self, window: int, device: torch.device) -> AttentionTable:
+        """The launches of layers with this window (0 sees all), built once and kept."""
+        if window not in self._tables:
+            forest, cache_of = self._plan.forest, self._plan.cache_of
+            microbatch = self.inputs.microbatch
+            table = (
+                windowed_table(forest, microbatch, cache_of, window)
+                if window
+                else full_table(forest, microbatch, cache_of)
+            )
+            self._tables[window] = AttentionTable.from_numpy(
+                table.launches, table.cu, table.key_index, device=device
+            )
+        return self._tables[window]
+
+    def ancestors(self, module: Hashable) -> CacheSlice | None:
+        """K and V of the microbatches around this one in an attention module; None where it reads
+        none."""
+        if not self._reads_cache:
+            return None
+        k, grad_k = self.cache.read((module, "k"))
+        v, grad_v = self.cache.read((module, "v"))
+        return CacheSlice(k, v, grad_k, grad_v)
+
+    def states(self, width: int, device: torch.device) -> MicrobatchStates:
+        """What layers that carry a state need, with a convolution of `width`; built once a
+        microbatch."""
+        if width not in self._states:
+            forest, microbatch, state_of = (
+                self._plan.forest,
+                self.inputs.microbatch,
+                self._plan.state_of,
+            )
+            self._states[width] = MicrobatchStates(
+                self.cache,
+                self.capture,
+                StateTable(state_layout(forest, microbatch, state_of), device=device),
+                ConvolutionTable(
+                    convolution_layout(forest, microbatch, state_of, width), device=device
+                ),
+            )
+        return self._states[width]
+
+    def end_forward(self) -> None:
+        """From now on a forward of this microbatch is a recomputation."""
+        if self.capture is not None:
+            self.capture.open = False
+
+
+def _capture_runs(plan: Plan, microbatch: Microbatch) -> list[tuple[int, int, int]]:
+    runs: list[tuple[int, int, int]] = []
+    for segment, place, at in zip(
+        microbatch.segments, microbatch.segment_begin, microbatch.cache_begin, strict=True
+    ):
+        if at < 0:
+            continue
+        end = place + int(plan.forest.length[segment])
+        if runs and runs[-1][1] == place and runs[-1][2] + place - runs[-1][0] == at:
+            runs[-1] = (runs[-1][0], end, runs[-1][2])
+        else:
+            runs.append((place, end, at))
+    return runs
+
+
+def prepare_microbatches(
+    plan: Plan, batch: RolloutBatch, device: torch.device
+) -> list[MicrobatchInputs]:
+    """Turn every microbatch of a plan into tensors; the host waits for no copy of them."""
+    forest = plan.forest
+    first_token = forest.segment_tokens(batch.offsets)
+    edge_offsets = forest.edge_offsets
+    token_edge = forest.token_edges(batch.offsets)
+
+    trained = np.flatnonzero(batch.loss_mask)
+    labelled = np.zeros(forest.edges, bool)
+    labelled[token_edge[trained]] = True
+    temperature = np.ones(forest.edges)
+    rollout_of = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))
+    temperature[token_edge[trained]] = batch.temperatures[rollout_of[trained]]
+    microbatch_of_edge = np.zeros(forest.edges, np.int64)
+    entry_of_edge = np.full(forest.edges, -1, np.int64)
+    pending = []
+    for microbatch in plan.microbatches:
+        ids, positions, edges = _places(plan, batch, microbatch, first_token, edge_offsets)
+        microbatch_of_edge[edges[edges >= 0]] = microbatch.index
+        places = np.flatnonzero(np.where(edges >= 0, labelled[edges], False))
+        entry_of_edge[edges[places]] = np.arange(len(places))
+        pending.append((microbatch, ids, positions, places, edges[places]))
+
+    label_of_edge = np.zeros(forest.edges, np.int64)
+    label_of_edge[token_edge[trained]] = batch.token_ids[trained]
+    microbatch_of_token = microbatch_of_edge[token_edge[trained]]
+    by_microbatch = np.argsort(microbatch_of_token, kind="stable")
+    bounds = np.searchsorted(
+        microbatch_of_token[by_microbatch], np.arange(len(plan.microbatches) + 1)
+    )
+    warm = bool((batch.temperatures != 1.0).any())
+
+    prepared = []
+    for microbatch, ids, positions, places, edges in pending:
+        tokens = trained[by_microbatch[bounds[microbatch.index] : bounds[microbatch.index + 1]]]
+        shape = (
+            (len(microbatch.segments), microbatch.width)
+            if microbatch.width
+            else (1, microbatch.run_tokens)
+        )
+        prepared.append(
+            MicrobatchInputs(
+                microbatch=microbatch,
+                input_ids=on_device(ids.reshape(shape), device),
+                position_ids=on_device(positions.reshape(shape), device),
+                head_index=on_device(places, device),
+                head_labels=on_device(label_of_edge[edges], device),
+                head_temperatures=on_device(temperature[edges], device) if warm else None,
+                trained_tokens=tokens,
+                trained_entry=entry_of_edge[token_edge[tokens]],
+            )
+        )
+    return prepared
+
+
+def microbatch_tokens(
+    plan: Plan, batch: RolloutBatch, microbatch: Microbatch
+) -> tuple[IntArray, NDArray[np.bool_]]:
+    """For each of a microbatch's places a token of the batch that it runs, and whether it is no
+    padding.
+
+    Returns int64 [T] positions in the batch's flat tokens, of one of the rollouts that share the
+    token, and bool [T]. Padding repeats its segment's last token.
+    """
+    first_token = plan.forest.segment_tokens(batch.offsets)
+    segment, step = token_steps(plan.forest, microbatch)
+    length = plan.forest.length[segment]
+    return first_token[segment] + np.minimum(step, length - 1), step < length
+
+
+def _places(
+    plan: Plan,
+    batch: RolloutBatch,
+    microbatch: Microbatch,
+    first_token: IntArray,
+    edge_offsets: IntArray,
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Token, position and edge of every place of a microbatch.
+
+    Padding repeats the segment's last token at the positions that follow, and has edge -1: causal
+    attention hides it from every real token, and nothing reads it.
+    """
+    forest = plan.forest
+    segment, step = token_steps(forest, microbatch)
+    real = step < forest.length[segment]
+    token = first_token[segment] + np.minimum(step, forest.length[segment] - 1)
+    edges = np.where(real, edge_offsets[segment] + step, -1)
+    return batch.token_ids[token], forest.start[segment] + step, edges
