@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.config import Config
+from forkpoint.differentiable import Differentiable, Pending, Weights
 from forkpoint.engine.device import device_name
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.guard import Step
@@ -211,6 +213,72 @@ class Policy:
             offload=result.offload,
         )
 
+    @overload
+    def logprobs(
+        self, batch: RolloutBatch, *, entropy: Literal[False] = False, plan: Plan | None = None
+    ) -> Tensor: ...
+
+    @overload
+    def logprobs(
+        self, batch: RolloutBatch, *, entropy: Literal[True], plan: Plan | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def logprobs(
+        self, batch: RolloutBatch, *, entropy: bool = False, plan: Plan | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Log-probs of every trained token, which any loss can be computed from.
+
+        `loss.backward()` then adds exactly what dense training would to `.grad` of all trainable
+        parameters. It may come at any later time, before the weights change. Until then only the
+        log-probs are held. It runs the plan's forwards again: `forward_backward`, which takes the
+        losses of `forkpoint.losses` and functions that are declared token-additive, does not.
+
+        Args:
+            batch: the rollouts.
+            entropy: whether to give entropies (nats) as well.
+            plan: one that `plan` made for this batch; by default it is made here.
+
+        Returns:
+            float32 (float64 for a float64 model) [T] on the model's device, entry i for token i of
+            the batch, as in `score`; with `entropy` two of them; of a critic its values. Entries
+            outside the loss mask are 0, and gradients that arrive there are ignored.
+
+        Raises as `forward_backward`. The backward raises UnsupportedError where it is asked for
+        gradients of some tensors alone (torch.autograd.grad) or of gradients (create_graph), where
+        it runs a second time, and where weights have changed since.
+        """
+        step = Step(self.host.device)
+        training = torch.is_grad_enabled()
+        scored = step.run(lambda: self._score(step, batch, entropy, plan, training=training))
+        names = (self.host.head, "entropies") if entropy else (self.host.head,)
+        values = tuple(scored.per_token[name] for name in names)
+        if training:
+            parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
+
+            def run(weights: Weights) -> None:
+                self._backward(batch, scored.plan, weights)
+
+            pending = Pending(names, parameters, run)
+            values = Differentiable.apply(pending, len(values), *values, *parameters)
+        return (values[0], values[1]) if entropy else values[0]
+
+    def _backward(self, batch: RolloutBatch, plan: Plan, weights: Weights) -> None:
+        """The second half of `logprobs`."""
+        step = Step(self.host.device)
+
+        def work() -> None:
+            list_once(step.changes)
+            self.host.check(batch, training=True)
+            step.notes = True
+            self.last_step = step.outcome
+            engine = Engine(self.host, self.config, self._staging_of(plan))
+            engine.observer = self.observer
+            engine.backward(step, plan, batch, weights)
+            if self.host.device.type == "cuda":
+                torch.cuda.synchronize(self.host.device)  # what the device fails at is raised here
+
+        step.run(work)
+
     def score(
         self, batch: RolloutBatch, *, entropy: bool = False, plan: Plan | None = None
     ) -> Scores:
@@ -220,9 +288,18 @@ class Policy:
         and UnsupportedError where a critic is asked for entropies.
         """
         step = Step(self.host.device)
-        return step.run(lambda: self._score(step, batch, entropy, plan))
+        return step.run(lambda: self._score(step, batch, entropy, plan, training=False))
 
-    def _score(self, step: Step, batch: RolloutBatch, entropy: bool, plan: Plan | None) -> Scores:
+    def _score(
+        self,
+        step: Step,
+        batch: RolloutBatch,
+        entropy: bool,
+        plan: Plan | None,
+        *,
+        training: bool,
+    ) -> Scores:
+        """The work of `score`, for `step.run`; with `training` what a step refuses is refused."""
         list_once(step.changes)
         _check_batch(batch)
         check_range(batch, self.host.loss_dtype)
@@ -231,9 +308,9 @@ class Policy:
                 "entropies were asked for, but the model is a critic, which gives values; ask the "
                 "policy for them, or leave entropy=True out."
             )
-        fingerprint = self.host.check(batch, training=False)
+        fingerprint = self.host.check(batch, training=training)
         plan = self._plan_for(batch, plan, None)
-        self._check_sample(step, batch, fingerprint, training=False)
+        self._check_sample(step, batch, fingerprint, training=training)
         result = Engine(self.host, self.config).score(step, plan, batch, entropy=entropy)
         return Scores(result.per_token, plan, result.events)
 

@@ -11,7 +11,7 @@ Between a microbatch's forward and backward its activations are where the plan s
 say.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -104,18 +104,10 @@ class Engine:
         the loss's gradient by them, then the plan with these as weights.
         """
         views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
-        parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
-        guard = step.guard = GradientGuard(
-            parameters,
-            restore=self.config.restore_grads,
-            float32_sums=self.config.grad_accumulation_dtype == "float32",
-        )
         prepared = self._prepare(plan, batch)
         coupling = loss.coupling(batch)
         mark = step.changes.mark
-        if guard.sums is not None:
-            guard.sums.collect(step.changes)
-        self.host.enter(step.changes)
+        guard = self._begin(step)
         constant = None
         if loss.decomposition == "token" or not splits(plan, batch, coupling):
             if loss.decomposition == "token":
@@ -138,6 +130,38 @@ class Engine:
         if constant is None:
             return result
         return replace(result, loss=result.loss + constant)
+
+    def backward(
+        self, step: Step, plan: Plan, batch: RolloutBatch, weights: Mapping[str, Tensor | None]
+    ) -> StepResult:
+        """Add the gradients of sum(weight * value) over the batch's trained tokens to `.grad`.
+
+        weights: [T] for each name that the head gives, None for those without a gradient. Entries
+            of tokens that are not trained are not read.
+
+        This is the second half of a loss that is computed from the values of `score`: with the
+        loss's gradients by these values as weights the sum has the loss's gradient (chain rule).
+        """
+        prepared = self._prepare(plan, batch)
+        mark = step.changes.mark
+        guard = self._begin(step)
+        result = self._weighted(step, plan, batch, prepared, weights)
+        step.changes.undo(mark)
+        guard.add_sums()
+        return result
+
+    def _begin(self, step: Step) -> GradientGuard:
+        """Prepare gradients and model for backwards, until the changes are undone."""
+        parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
+        guard = step.guard = GradientGuard(
+            parameters,
+            restore=self.config.restore_grads,
+            float32_sums=self.config.grad_accumulation_dtype == "float32",
+        )
+        if guard.sums is not None:
+            guard.sums.collect(step.changes)
+        self.host.enter(step.changes)
+        return guard
 
     def _prepare(self, plan: Plan, batch: RolloutBatch) -> list[MicrobatchInputs]:
         return prepare_microbatches(plan, batch, self.host.device)
@@ -209,28 +233,8 @@ class Engine:
         with torch.enable_grad():
             value = self._call(loss, LossOutputs(**leaves), view)
             weights = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-
-        def microbatch_loss(inputs: MicrobatchInputs, outputs: HeadOutputs) -> Tensor | None:
-            if not len(inputs.trained_tokens):
-                return None
-            entries = self._entries(inputs.trained_entry)
-            tokens = self._entries(inputs.trained_tokens)
-            here = outputs_of(outputs.per_token, entries)
-            total = torch.zeros((), dtype=value.dtype, device=value.device)
-            for name, weight in zip(leaves, weights, strict=True):
-                if weight is not None:
-                    total = total + (weight[tokens] * here.per_token[name]).sum()
-            return total
-
-        result = self._pass(
-            step,
-            plan,
-            batch,
-            prepared,
-            entropy=loss.needs_entropy,
-            microbatch_loss=microbatch_loss,
-            scale=scale,
-        )
+        by_name = dict(zip(leaves, weights, strict=True))
+        result = self._weighted(step, plan, batch, prepared, by_name, scale)
         held = result.event_memory_bytes
         if held is not None:
             held = (*(scored.event_memory_bytes or ()), *held)
@@ -241,6 +245,40 @@ class Engine:
             phase_ms={k: scored.phase_ms[k] + ms for k, ms in result.phase_ms.items()},
             event_ms=(*scored.event_ms, *result.event_ms),
             event_memory_bytes=held,
+        )
+
+    def _weighted(
+        self,
+        step: Step,
+        plan: Plan,
+        batch: RolloutBatch,
+        prepared: list[MicrobatchInputs],
+        weights: Mapping[str, Tensor | None],
+        scale: float = 1.0,
+    ) -> StepResult:
+        """Run forwards and backwards of sum(weight * value) over trained tokens."""
+        dtype, device = self.host.loss_dtype, self.host.device
+
+        def microbatch_loss(inputs: MicrobatchInputs, outputs: HeadOutputs) -> Tensor | None:
+            if not len(inputs.trained_tokens):
+                return None
+            entries = self._entries(inputs.trained_entry)
+            tokens = self._entries(inputs.trained_tokens)
+            here = outputs_of(outputs.per_token, entries)
+            total = torch.zeros((), dtype=dtype, device=device)
+            for name, weight in weights.items():
+                if weight is not None:
+                    total = total + (weight[tokens] * here.per_token[name]).sum()
+            return total
+
+        return self._pass(
+            step,
+            plan,
+            batch,
+            prepared,
+            entropy="entropies" in weights,
+            microbatch_loss=microbatch_loss,
+            scale=scale,
         )
 
     def _call(self, loss: Loss, outputs: LossOutputs, view: LossBatch) -> Tensor:

@@ -43,6 +43,8 @@ def _summary(plan: Plan) -> Table:
         dense, shared = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
         add("dense step, TFLOP", f"{dense / 1e12:,.3f}")
         add("this step, TFLOP", f"{shared / 1e12:,.3f}")
+        again = shared + plan.shared.forward_flops(plan.shape)
+        add("the same by policy.logprobs, TFLOP", f"{again / 1e12:,.3f}")
     if plan.predicted_peak_bytes is not None:
         add("activations and boundary at the peak, GiB", f"{plan.predicted_peak_bytes / 2**30:.2f}")
     if plan.predicted_ms is not None:
