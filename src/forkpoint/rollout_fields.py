@@ -1,13 +1,15 @@
 """Fields of a rollout as users give them: converted to numpy arrays, checked, refused by name.
 
 Lists, numpy arrays and torch tensors of any device are read. Imports no torch: a tensor can only be
-given by code that has imported it. Every function takes `who`, the rollout as error messages name
-it, and `field`, the name of what is read.
+given by code that has imported it. The `read_` functions take one rollout's field: `who` is the
+rollout as error messages name it, and `field` the name of what is read. The `check_` functions take
+the flat entries of any number of rollouts, and `locate`, which gives the place of an entry.
 """
 
 import reprlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +24,32 @@ LARGEST_LOGPROB = 0.125
 each may have been rounded to 16 bits: bfloat16 numbers from 16 to 32, the size of large logits,
 are 1/8 apart. Values from 0 to this bound are kept, as trainers keep them in their ratios."""
 
+NESTED = "one part of a nested one"
+FINITE = "Its number must be finite; look for a division by 0 where the numbers are made."
+FINITE_LOGPROB = (
+    "The log-prob of a token that was sampled is finite; compute it again, as policy.score(batch) "
+    "does, or set loss_mask to 0 at that token."
+)
+
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+
+
+class Place(NamedTuple):
+    """The place of one entry of a field, as error messages name it.
+
+    who: the rollout.
+    index: the entry's index with its brackets, such as "[2]", or "[5, 2]" of a padded tensor.
+    token: the token's number in its rollout.
+    """
+
+    who: str
+    index: str
+    token: int
+
+
+Locate = Callable[[int], Place]
+"""The place of entry i of flat entries."""
 
 
 def short(value: object) -> str:
@@ -40,11 +66,19 @@ def named(rollout_id: str) -> str:
     return f"Rollout {short(rollout_id)}"
 
 
-def host_values(who: str, field: str, value: Any) -> Any:
+def within(who: str) -> Locate:
+    """The places in the fields of one rollout."""
+    return lambda position: Place(who, f"[{position}]", position)
+
+
+def host_values(
+    who: str, field: str, value: Any, *, of: str = "of this rollout alone", nested: str = NESTED
+) -> Any:
     """A torch tensor as a numpy array; anything else as it is.
 
     A tensor may have any real dtype that torch converts (bfloat16 and float8 become float64), lie
-    on any device, require gradients and have any strides.
+    on any device, require gradients and have any strides. It is copied to the host at once. `of`
+    and `nested` say in the message which tensor to give.
 
     Raises RolloutError for tensors whose numbers cannot be read here (sparse, nested, quantized,
     distributed, without storage), and for numpy arrays with masked entries.
@@ -72,9 +106,9 @@ def host_values(who: str, field: str, value: Any) -> Any:
     except (RuntimeError, TypeError):
         kind = f"{type(value).__name__} of {value.dtype}, {value.layout}, on {value.device}"
         raise RolloutError(
-            f"{who}: {field} is a {kind}, whose numbers cannot be read. Give an ordinary tensor of "
-            "this rollout alone: .to_dense() of a sparse one, .dequantize() of a quantized one, "
-            ".full_tensor() of a distributed one, one part of a nested one."
+            f"{who}: {field} is a {kind}, whose numbers cannot be read. Give an ordinary tensor "
+            f"{of}: .to_dense() of a sparse one, .dequantize() of a quantized one, "
+            f".full_tensor() of a distributed one, {nested}."
         ) from None
 
 
@@ -89,11 +123,17 @@ def read_token_ids(who: str, values: Any) -> NDArray[np.int64]:
         raise RolloutError(
             f"{who}: token_ids is empty; a rollout has at least one token. Leave this rollout out."
         )
-    refused = (array < 0) | (array > MAX_TOKEN_ID)
-    if refused.any():
-        position = int(refused.argmax())
-        raise RolloutError(f"{who}: token_ids[{position}] is {array[position]}; {takes}")
+    check_token_ids("token_ids", array, within(who), takes)
     return array.astype(np.int64)
+
+
+def check_token_ids(field: str, ids: np.ndarray, locate: Locate, takes: str) -> None:
+    """Raises RolloutError unless all of `ids`, integers [T], are from 0 to MAX_TOKEN_ID."""
+    if ids.min() >= 0 and ids.max() <= MAX_TOKEN_ID:
+        return
+    position = int(((ids < 0) | (ids > MAX_TOKEN_ID)).argmax())
+    place = locate(position)
+    raise RolloutError(f"{place.who}: {field}{place.index} is {ids[position]}; {takes}")
 
 
 def read_loss_mask(who: str, values: Any, length: int) -> NDArray[np.bool_]:
@@ -104,16 +144,33 @@ def read_loss_mask(who: str, values: Any, length: int) -> NDArray[np.bool_]:
     )
     array = _vector(who, "loss_mask", values, "biuf", takes)
     _check_length(who, "loss_mask", array, length)
-    refused = (array != 0) & (array != 1)
-    if refused.any():
-        position = int(refused.argmax())
-        raise RolloutError(f"{who}: loss_mask[{position}] is {array[position]}; {takes}")
-    if array[0]:
+    mask = check_mask("loss_mask", array, within(who), takes)
+    check_first_tokens("loss_mask", mask, np.zeros(1, np.int64), within(who))
+    return mask
+
+
+def check_mask(field: str, values: np.ndarray, locate: Locate, takes: str) -> NDArray[np.bool_]:
+    """The entries of a mask as booleans. Raises RolloutError where one is neither 0 nor 1."""
+    mask = values.astype(np.bool_)
+    same = values == mask
+    if not same.all():
+        position = int(same.argmin())
+        place = locate(position)
+        raise RolloutError(f"{place.who}: {field}{place.index} is {values[position]}; {takes}")
+    return mask
+
+
+def check_first_tokens(
+    field: str, mask: NDArray[np.bool_], firsts: NDArray[np.int64], locate: Locate
+) -> None:
+    """Raises RolloutError where the loss mask has a first token; `firsts` are their positions."""
+    trained = mask[firsts]
+    if trained.any():
+        place = locate(int(firsts[trained.argmax()]))
         raise RolloutError(
-            f"{who}: loss_mask[0] is 1, but no earlier token predicts token 0. Set it to 0, or put "
-            "the prompt (at least a start token) before the trained tokens."
+            f"{place.who}: {field}{place.index} is 1, but no earlier token predicts token 0. Set "
+            "it to 0, or put the prompt (at least a start token) before the trained tokens."
         )
-    return array.astype(np.bool_)
 
 
 def read_floats(who: str, field: str, values: Any, mask: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -121,13 +178,7 @@ def read_floats(who: str, field: str, values: Any, mask: NDArray[np.bool_]) -> N
 
     Entries of other tokens are not read: those that are not finite are stored as 0.
     """
-    return _finite_where_trained(
-        who,
-        field,
-        values,
-        mask,
-        "Its number must be finite; look for a division by 0 where the numbers are made.",
-    )
+    return _finite_where_trained(who, field, values, mask, FINITE)
 
 
 def read_number_or_floats(
@@ -152,24 +203,27 @@ def read_logprobs(
 
     Entries of other tokens are not read, as in `read_floats`; entry 0 is stored as 0.
     """
-    array = _finite_where_trained(
-        who,
-        field,
-        values,
-        mask,
-        "The log-prob of a token that was sampled is finite; compute it again, as "
-        "policy.score(batch) does, or set loss_mask to 0 at that token.",
-    )
+    array = _finite_where_trained(who, field, values, mask, FINITE_LOGPROB)
     array[0] = 0.0
-    refused = mask & (array > LARGEST_LOGPROB)
+    check_logprobs(field, array, mask, within(who))
+    return array
+
+
+def check_logprobs(
+    field: str, logprobs: NDArray[np.float64], mask: NDArray[np.bool_], locate: Locate
+) -> None:
+    """Raises RolloutError where the log-prob of a trained token is above LARGEST_LOGPROB."""
+    if logprobs.max() <= LARGEST_LOGPROB:
+        return
+    refused = mask & (logprobs > LARGEST_LOGPROB)
     if refused.any():
         position = int(refused.argmax())
+        place = locate(position)
         raise RolloutError(
-            f"{who}: {field}[{position}] is {array[position]}; the logarithm of a probability is "
-            f"at most 0, and rounding to 16 bits adds at most {LARGEST_LOGPROB}. Give log-probs "
-            "rather than probabilities or their negatives."
+            f"{place.who}: {field}{place.index} is {logprobs[position]}; the logarithm of a "
+            f"probability is at most 0, and rounding to 16 bits adds at most {LARGEST_LOGPROB}. "
+            "Give log-probs rather than probabilities or their negatives."
         )
-    return array
 
 
 def read_temperature(who: str, value: Any) -> float:
@@ -209,19 +263,36 @@ def _finite_where_trained(
     )
     array = _vector(who, field, values, "iuf", takes, missing=True).astype(np.float64)
     _check_length(who, field, array, len(mask))
-    finite = np.isfinite(array)
+    given = values if isinstance(values, (list, tuple)) else array
+    clear_untrained(field, array, mask, within(who), advice, lambda position: given[position])
+    return array
+
+
+def clear_untrained(
+    field: str,
+    numbers: NDArray[np.float64],
+    mask: NDArray[np.bool_],
+    locate: Locate,
+    advice: str,
+    given: Callable[[int], Any],
+) -> None:
+    """Set entries of untrained tokens that are not finite to 0, in place.
+
+    Raises RolloutError, ending with `advice`, where the entry of a trained token is not finite; it
+    is shown as `given` has it.
+    """
+    finite = np.isfinite(numbers)
     if finite.all():
-        return array
+        return
     refused = mask & ~finite
     if refused.any():
         position = int(refused.argmax())
-        shown = values[position] if isinstance(values, (list, tuple)) else array[position]
+        place = locate(position)
         raise RolloutError(
-            f"{who}: {field}[{position}] is {short(shown)}, and token {position} is trained. "
-            f"{advice}"
+            f"{place.who}: {field}{place.index} is {short(given(position))}, and token "
+            f"{place.token} is trained. {advice}"
         )
-    array[~finite] = 0.0
-    return array
+    numbers[~finite] = 0.0
 
 
 def _vector(
