@@ -9,7 +9,8 @@ the flat entries of any number of rollouts, and `locate`, which gives the place 
 import reprlib
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,14 @@ LARGEST_LOGPROB = 0.125
 each may have been rounded to 16 bits: bfloat16 numbers from 16 to 32, the size of large logits,
 are 1/8 apart. Values from 0 to this bound are kept, as trainers keep them in their ratios."""
 
-NESTED = "one part of a nested one"
+GIVE_ONE = (
+    "Give an ordinary tensor of this rollout alone: .to_dense() of a sparse one, .dequantize() of "
+    "a quantized one, .full_tensor() of a distributed one, one part of a nested one."
+)
+NUMBER_OR_FLOATS = (
+    "it takes one finite number, or one per token. Look for a division by 0, or for text where a "
+    "number belongs, where it is made."
+)
 FINITE = "Its number must be finite; look for a division by 0 where the numbers are made."
 FINITE_LOGPROB = (
     "The log-prob of a token that was sampled is finite; compute it again, as policy.score(batch) "
@@ -35,7 +43,8 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Place:
     """The place of one entry of a field, as error messages name it.
 
     who: the rollout.
@@ -71,20 +80,20 @@ def within(who: str) -> Locate:
     return lambda position: Place(who, f"[{position}]", position)
 
 
-def host_values(
-    who: str, field: str, value: Any, *, of: str = "of this rollout alone", nested: str = NESTED
-) -> Any:
+def host_values(who: str, field: str, value: Any, *, give: str = GIVE_ONE) -> Any:
     """A torch tensor as a numpy array; anything else as it is.
 
     A tensor may have any real dtype that torch converts (bfloat16 and float8 become float64), lie
-    on any device, require gradients and have any strides. It is copied to the host at once. `of`
-    and `nested` say in the message which tensor to give.
+    on any device, require gradients and have any strides. It is copied to the host at once. `give`
+    ends the message where it cannot be read.
 
     Raises RolloutError for tensors whose numbers cannot be read here (sparse, nested, quantized,
     distributed, without storage), and for numpy arrays with masked entries.
     """
     if isinstance(value, np.ndarray):
-        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        # The type first: numpy.ma is imported when it is first looked at.
+        is_plain = type(value) is np.ndarray
+        if not is_plain and isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
             raise RolloutError(
                 f"{who}: {field} is a numpy array with masked entries, which have no value. Fill "
                 "them with .filled(0)."
@@ -106,9 +115,7 @@ def host_values(
     except (RuntimeError, TypeError):
         kind = f"{type(value).__name__} of {value.dtype}, {value.layout}, on {value.device}"
         raise RolloutError(
-            f"{who}: {field} is a {kind}, whose numbers cannot be read. Give an ordinary tensor "
-            f"{of}: .to_dense() of a sparse one, .dequantize() of a quantized one, "
-            f".full_tensor() of a distributed one, {nested}."
+            f"{who}: {field} is a {kind}, whose numbers cannot be read. {give}"
         ) from None
 
 
@@ -118,7 +125,7 @@ def read_token_ids(who: str, values: Any) -> NDArray[np.int64]:
         "token_ids takes a one-dimensional list or array of whole numbers from 0 to "
         f"{MAX_TOKEN_ID}. Give the ids that the model read, without padding."
     )
-    array = _vector(who, "token_ids", values, "iu", takes)
+    array = read_vector(who, "token_ids", values, "iu", takes)
     if not array.size:
         raise RolloutError(
             f"{who}: token_ids is empty; a rollout has at least one token. Leave this rollout out."
@@ -142,7 +149,7 @@ def read_loss_mask(who: str, values: Any, length: int) -> NDArray[np.bool_]:
         "loss_mask takes a one-dimensional list or array of 0 and 1, or of booleans: 1 where the "
         "token is trained."
     )
-    array = _vector(who, "loss_mask", values, "biuf", takes)
+    array = read_vector(who, "loss_mask", values, "biuf", takes)
     _check_length(who, "loss_mask", array, length)
     mask = check_mask("loss_mask", array, within(who), takes)
     check_first_tokens("loss_mask", mask, np.zeros(1, np.int64), within(who))
@@ -188,11 +195,8 @@ def read_number_or_floats(
     value = host_values(who, field, value)
     if isinstance(value, (list, tuple)) or np.ndim(value):
         return read_floats(who, field, value, mask)
-    if not _is_number(value) or not (np.isfinite(value) or not mask.any()):
-        raise RolloutError(
-            f"{who}: {field} is {short(value)}; it takes one finite number, or one per token. Look "
-            "for a division by 0, or for text where a number belongs, where it is made."
-        )
+    if not is_number(value) or not (np.isfinite(value) or not mask.any()):
+        raise RolloutError(f"{who}: {field} is {short(value)}; {NUMBER_OR_FLOATS}")
     return float(value) if np.isfinite(value) else 0.0
 
 
@@ -229,7 +233,7 @@ def check_logprobs(
 def read_temperature(who: str, value: Any) -> float:
     """A finite number above 0."""
     value = host_values(who, "temperature", value)
-    if isinstance(value, (list, tuple)) or not _is_number(value) or not 0 < value < np.inf:
+    if isinstance(value, (list, tuple)) or not is_number(value) or not 0 < value < np.inf:
         raise RolloutError(
             f"{who}: temperature is {short(value)}; it takes one finite number above 0. Give the "
             "temperature of the sampling; for greedy decoding give 1."
@@ -261,7 +265,7 @@ def _finite_where_trained(
         f"{field} takes a one-dimensional list or array of numbers, one per token. Put 0 where a "
         "token has no value."
     )
-    array = _vector(who, field, values, "iuf", takes, missing=True).astype(np.float64)
+    array = read_vector(who, field, values, "iuf", takes, missing=True).astype(np.float64)
     _check_length(who, field, array, len(mask))
     given = values if isinstance(values, (list, tuple)) else array
     clear_untrained(field, array, mask, within(who), advice, lambda position: given[position])
@@ -295,7 +299,7 @@ def clear_untrained(
     numbers[~finite] = 0.0
 
 
-def _vector(
+def read_vector(
     who: str, field: str, values: Any, kinds: str, takes: str, *, missing: bool = False
 ) -> np.ndarray:
     """`values` as a one-dimensional array of one of numpy's `kinds`.
@@ -355,7 +359,8 @@ def _kind(value_type: type) -> str:
     return np.dtype(value_type).kind if issubclass(value_type, np.generic) else "O"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether `value` is one integer or float; a boolean is none."""
     array = np.asarray(value)
     return array.ndim == 0 and array.dtype.kind in "iuf"
 

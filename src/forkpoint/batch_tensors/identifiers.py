@@ -1,0 +1,116 @@
+"""Ids of the rollouts of a batch, and the groups that they form."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.batch_tensors.rows import WHO, on_host, shape_text
+from forkpoint.errors import RolloutError
+from forkpoint.rollout_fields import read_identifier, short
+
+
+def read_each(
+    field: str, values: Any, count: int, read: Callable[[str, Any], Any], takes: str
+) -> list[Any]:
+    """One value per rollout, each as `read` returns it of (its name, the value as given).
+
+    `values` is a list, a tuple, an array or a tensor [N]; None stands for N times None.
+
+    Raises RolloutError for anything else and for another number of values than `count`.
+    """
+    if values is None:
+        return [None] * count
+    values = on_host(field, values)
+    if isinstance(values, np.ndarray):
+        if values.ndim != 1:
+            shape = shape_text(values.shape)
+            raise RolloutError(f"{WHO}: {field} has the shape {shape}; it takes {takes}")
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        raise RolloutError(
+            f"{WHO}: {field} is {short(values)} of type {type(values).__name__}; it takes {takes}"
+        )
+    if len(values) != count:
+        raise RolloutError(
+            f"{WHO}: {field} has {len(values)} entries, but there are {count} rollouts; it "
+            f"takes {takes}"
+        )
+    return [read(f"{field}[{n}]", value) for n, value in enumerate(values)]
+
+
+def read_ids(field: str, values: Any, count: int) -> list[str | None]:
+    """Ids [N] as text, or None where there is none; whole numbers become text."""
+    return read_each(
+        field,
+        values,
+        count,
+        lambda name, value: read_identifier(WHO, name, value),
+        "one text, whole number or None per rollout, in a list, an array or a tensor [N].",
+    )
+
+
+def read_extras(values: Any, count: int) -> list[dict[str, Any] | None]:
+    """Extras [N]: a dict or None per rollout."""
+
+    def read(name: str, value: Any) -> dict[str, Any] | None:
+        if value is not None and not isinstance(value, dict):
+            raise RolloutError(
+                f"{WHO}: {name} is {short(value)}; it takes a dict or None. Put the value into "
+                "a dict under a key of its own."
+            )
+        return value
+
+    return read_each("extras", values, count, read, "a list of one dict or None per rollout.")
+
+
+def check_unique(rollout_ids: Sequence[str | None], what: str) -> None:
+    """Raises RolloutError where a rollout_id is there twice in `what`, such as "a batch"."""
+    seen: dict[str, int] = {}
+    for position, name in enumerate(rollout_ids):
+        if name is not None and seen.setdefault(name, position) != position:
+            raise RolloutError(
+                f"rollout_id {short(name)} is given twice, at positions {seen[name]} and "
+                f"{position}; each rollout of {what} needs its own. Rename one, or leave "
+                "rollout_id out."
+            )
+
+
+def fill_ids(rollout_ids: Sequence[str | None]) -> tuple[str, ...]:
+    """The ids, with the position as text, and underscores where it is taken, for those missing."""
+    taken = set(rollout_ids)
+    filled: list[str] = []
+    for position, name in enumerate(rollout_ids):
+        if name is None:
+            name = str(position)
+            while name in taken:
+                name += "_"
+            taken.add(name)
+        filled.append(name)
+    return tuple(filled)
+
+
+def group_index(
+    group_ids: Sequence[str | None],
+    token_ids: NDArray[np.int64],
+    loss_mask: NDArray[np.bool_],
+    offsets: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """The group of each rollout, int64 [N], numbered in order of first appearance.
+
+    Rollouts without a group_id form one group where their prompts are equal: the tokens before the
+    first trained one, or all tokens if none is trained.
+    """
+    numbers: dict[str | bytes, int] = {}
+    index = np.empty(len(group_ids), np.int64)
+    bounds = offsets.tolist()
+    for n, group_id in enumerate(group_ids):
+        key: str | bytes | None = group_id
+        if key is None:  # bytes, so that no group_id can be equal to it
+            begin, end = bounds[n], bounds[n + 1]
+            mask = loss_mask[begin:end]
+            first = int(mask.argmax())
+            key = token_ids[begin : begin + first if mask[first] else end].tobytes()
+        index[n] = numbers.setdefault(key, len(numbers))
+    return index
