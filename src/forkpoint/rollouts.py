@@ -4,6 +4,7 @@ Every per-token array has the length of `token_ids` and entry i belongs to token
 are stored are read-only copies, so that what was validated here stays true later.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -289,7 +290,7 @@ class RolloutBatch(FromTensors):
         Raises IndexError for an index outside the batch, and RolloutError where there are no
         indices or one is there twice.
         """
-        chosen = [int(index) for index in indices]
+        chosen = [operator.index(index) for index in indices]
         batch = RolloutBatch([self.rollouts[index] for index in chosen])
         object.__setattr__(batch, "has_advantages", self.has_advantages)
         object.__setattr__(batch, "layout", self.layout.select(chosen))

@@ -31,6 +31,7 @@ class Cells:
     columns, lengths, leading: int64 [N].
     width: the columns W of fields [N, W]; None of jagged fields, whose rows have `lengths` entries.
     like: the field whose shape the others must have.
+    advice: what to do with fields of another shape.
     """
 
     names: tuple[str, ...]
@@ -39,6 +40,7 @@ class Cells:
     leading: NDArray[np.int64]
     width: int | None
     like: str
+    advice: str
 
     @property
     def offsets(self) -> NDArray[np.int64]:
@@ -52,6 +54,13 @@ class Cells:
             return f"[{len(self.names)}, {self.width}] as {self.like}, one row per rollout"
         return f"a nested tensor, a list of rows, or flat values, each as long as {self.like}"
 
+    @property
+    def _rule(self) -> str:
+        return (
+            "Every per-token field has one entry per token of these, and it belongs to that "
+            f"token. {self.advice}"
+        )
+
     def rows(self, field: str, values: Any, kinds: str, takes: str, *, missing: bool) -> Rows:
         """The rows of a per-token field, from what `on_host` returned.
 
@@ -62,8 +71,7 @@ class Cells:
             if matrix.shape != (len(self.names), self.width):
                 raise RolloutError(
                     f"{WHO}: {field} has the shape {shape_text(matrix.shape)}, but {self.like} has "
-                    f"{len(self.names)} x {self.width}. Every per-token field has one entry per "
-                    f"entry of {self.like}, and it belongs to the same token."
+                    f"{len(self.names)} x {self.width}. {self._rule}"
                 )
             return matrix
         if dimensions(values) == 1:
@@ -71,9 +79,8 @@ class Cells:
             total = int(self.lengths.sum())
             if len(flat) != total:
                 raise RolloutError(
-                    f"{WHO}: {field} has {len(flat)} entries, but {self.like} has {total}. Every "
-                    f"per-token field has one entry per entry of {self.like}, and it belongs to "
-                    "the same token."
+                    f"{WHO}: {field} has {len(flat)} entries, but {self.like} has {total}. "
+                    f"{self._rule}"
                 )
             return split_rows(flat, np.concatenate([[0], np.cumsum(self.lengths)]))
         rows = read_rows(field, values, kinds, takes, missing=missing)
@@ -85,8 +92,7 @@ class Cells:
             if len(row) != length:
                 raise RolloutError(
                     f"{named(name)}: {field} has {len(row)} entries, but {self.like} has {length}. "
-                    f"Every per-token field has one entry per entry of {self.like}, and it belongs "
-                    "to the same token."
+                    f"{self._rule}"
                 )
         return rows
 

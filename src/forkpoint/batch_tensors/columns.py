@@ -131,7 +131,9 @@ class _FloatReader:
         """One number per token: float64 [T], or None."""
         if values is None:
             return None
-        return self._floats(field, on_host(field, values), advice, f"it takes {self.cells.takes}.")
+        return self._floats(
+            field, on_host(field, values), advice, f"it takes numbers, {self.cells.takes}."
+        )
 
     def logprobs(self, field: str, values: Any) -> NDArray[np.float64] | None:
         """Log-probs, float64 [T], 0 at first tokens; or None."""
@@ -156,9 +158,12 @@ class _FloatReader:
             if not is_number(values):
                 raise RolloutError(f"{WHO}: {field} is {short(values)}; {takes}")
             return self._per_rollout(field, np.full(count, values, np.float64), "")
-        if isinstance(values, np.ndarray) and values.shape == (count, 1) and cells.width != 1:
-            values, depth = values[:, 0], 1
-        if depth == 1 and (cells.width is not None or len(values) == count):
+        column = isinstance(values, np.ndarray) and values.shape == (count, 1)
+        if column:
+            values = values[:, 0]
+        elif depth == 1:
+            self._refuse_ambiguous(field, len(values))
+        if column or (depth == 1 and (cells.width is not None or len(values) == count)):
             vector = read_vector(WHO, field, values, "iuf", takes)
             if len(vector) != count:
                 raise RolloutError(
@@ -166,6 +171,17 @@ class _FloatReader:
                 )
             return self._per_rollout(field, vector.astype(np.float64), "[{}]")
         return self._floats(field, values, FINITE, takes)
+
+    def _refuse_ambiguous(self, field: str, entries: int) -> None:
+        """Refuses flat entries that could be one per rollout or one per token of a response."""
+        cells = self.cells
+        as_many = entries == len(cells.names) == cells.lengths.sum()
+        if cells.width is None and as_many and (cells.lengths != 1).any():
+            raise RolloutError(
+                f"{WHO}: {field} has {entries} entries, and there are as many rollouts as tokens "
+                "of responses, so that they could belong to either. Give one number per rollout "
+                "as an array [N, 1], or one per token as a list of rows."
+            )
 
     def _per_rollout(
         self, field: str, numbers: NDArray[np.float64], index: str

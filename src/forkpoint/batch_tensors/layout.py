@@ -145,5 +145,5 @@ def _check_fill(fill: Any, dtype: Any, integers: Any, *, boolean: bool) -> None:
         if not boolean and not integers:
             return
     raise ConfigError(
-        f"fill is {short(fill)}; it takes a number that the values, of {dtype}, can be."
+        f"fill is {short(fill)}; it takes a number that {dtype}, the dtype of the values, can hold."
     )

@@ -23,6 +23,7 @@ from forkpoint.batch_tensors.rows import (
 from forkpoint.errors import RolloutError
 from forkpoint.rollout_fields import (
     MAX_TOKEN_ID,
+    Locate,
     Place,
     check_first_tokens,
     check_mask,
@@ -51,9 +52,9 @@ def read_padded(input_ids: Any, attention_mask: Any, loss_mask: Any, given: Fiel
         leading=np.zeros_like(lengths),
         width=ids.shape[1],
         like="input_ids",
+        advice="Give fields over completions alone to RolloutBatch.from_completions.",
     )
-    token_ids = cells.gather(ids, np.int64)
-    check_token_ids("input_ids", token_ids, cells.locate, f"it takes {IDS}.")
+    token_ids = _checked_ids("input_ids", cells.gather(ids), cells.locate)
     mask = _loss_mask(cells, "loss_mask", loss_mask)
     layout = PaddedLayout(ids.shape[1], columns[:, None], lengths[:, None])
     return make_columns(cells, token_ids, mask, given, layout, None)
@@ -73,8 +74,9 @@ def read_completions(
     completions = _ids_matrix("completion_ids", completion_ids)
     if len(prompts) != len(completions):
         raise RolloutError(
-            f"{WHO}: prompt_ids has {len(prompts)} rows, but completion_ids has "
-            f"{len(completions)}. Repeat a prompt for each of its completions."
+            f"{WHO}: prompt_ids has the shape {shape_text(prompts.shape)}, but completion_ids has "
+            f"{shape_text(completions.shape)}. Both have one row per rollout: repeat a prompt for "
+            "each of its completions."
         )
     names = _names(given, len(prompts))
     of_prompts = _runs("prompt_mask", prompt_mask, "prompt_ids", prompts, names)
@@ -89,8 +91,9 @@ def read_completions(
         leading=lengths[:, 0],
         width=completions.shape[1],
         like="completion_ids",
+        advice="Give fields over prompts and completions to RolloutBatch.from_padded.",
     )
-    token_ids = _interleaved((prompts, completions), columns, lengths)
+    flat_ids = _interleaved((prompts, completions), columns, lengths)
 
     def locate(position: int) -> Place:
         n, column, token = cells.entry(position)
@@ -98,7 +101,7 @@ def read_completions(
             return Place(named(names[n]), f"prompt_ids[{n}, {columns[n, 0] + token}]", token)
         return Place(named(names[n]), f"completion_ids[{n}, {column}]", token)
 
-    check_token_ids("", token_ids, locate, f"it takes {IDS}.")
+    token_ids = _checked_ids("", flat_ids, locate)
     if loss_mask is not None and tool_mask is not None:
         raise RolloutError(
             f"{WHO}: both loss_mask and tool_mask are given. Give loss_mask alone, or TRL's "
@@ -133,9 +136,9 @@ def read_jagged(
         leading=np.zeros_like(lengths),
         width=None,
         like="input_ids",
+        advice="Where fields are over responses alone, give response_lengths.",
     )
-    token_ids = whole.gather(rows, np.int64)
-    check_token_ids("input_ids", token_ids, whole.locate, f"it takes {IDS}.")
+    token_ids = _checked_ids("input_ids", whole.gather(rows, _whole_dtype(rows)), whole.locate)
     layout = PaddedLayout.of_lengths(lengths)
     if response_lengths is None:
         mask = _loss_mask(whole, "loss_mask", loss_mask)
@@ -146,6 +149,7 @@ def read_jagged(
         lengths=of_responses,
         leading=lengths - of_responses,
         like="response_lengths",
+        advice="Without response_lengths, fields are over prompts and responses.",
     )
     mask = _loss_mask(cells, "loss_mask", loss_mask)
     responses = _without_prompts(int(of_responses.max()), cells)
@@ -167,6 +171,8 @@ def _jagged_ids(values: Any, offsets: Any) -> Rows:
         "offsets [N + 1]."
     )
     values = on_host("input_ids", values)
+    if isinstance(values, (list, tuple)) and not values:
+        raise RolloutError(NO_ROLLOUTS)
     flat = dimensions(values) == 1
     if offsets is None:
         if flat:
@@ -185,6 +191,17 @@ def _jagged_ids(values: Any, offsets: Any) -> Rows:
             f"input_ids and its length, ascending from 0 to {len(ids)}."
         )
     return split_rows(ids, bounds)
+
+
+def _whole_dtype(rows: Rows) -> np.dtype:
+    """A dtype for the integers of all rows; those beyond int64 may wrap, and are refused."""
+    dtype = np.result_type(*{row.dtype for row in rows})
+    return dtype if dtype.kind in "iu" else np.dtype(np.int64)
+
+
+def _checked_ids(field: str, ids: np.ndarray, locate: Locate) -> NDArray[np.int64]:
+    check_token_ids(field, ids, locate, f"it takes {IDS}.")
+    return ids.astype(np.int64, copy=False)
 
 
 def _response_lengths(
@@ -289,14 +306,14 @@ def _refuse_trained_padding(cells: Cells, field: str, rows: np.ndarray, inside: 
 
 def _interleaved(
     parts: tuple[np.ndarray, np.ndarray], columns: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Of each row the run of the first part, then that of the second, back to back."""
+) -> np.ndarray:
+    """Of each row the run of the first part, then that of the second, back to back: [T]."""
     ends = (columns + lengths).tolist()
     pieces = []
     for n, begins in enumerate(columns.tolist()):
         for part, begin, end in zip(parts, begins, ends[n], strict=True):
             pieces.append(part[n, begin:end])
-    return np.concatenate(pieces, dtype=np.int64, casting="same_kind")
+    return np.concatenate(pieces, dtype=_whole_dtype(parts), casting="same_kind")
 
 
 def _without_prompts(width: int, cells: Cells) -> PaddedLayout:

@@ -63,17 +63,14 @@ def read_rows(field: str, values: Any, kinds: str, takes: str, *, missing: bool 
             read_vector(WHO, f"{field}[{n}]", row, kinds, takes, missing=missing)
             for n, row in enumerate(values)
         ]
-    if not isinstance(values, np.ndarray):
-        raise RolloutError(
-            f"{WHO}: {field} is {short(values)} of type {type(values).__name__}; {takes}"
-        )
-    if values.ndim != 2:
-        raise RolloutError(f"{WHO}: {field} has the shape {shape_text(values.shape)}; {takes}")
-    if values.dtype.kind not in kinds and values.size:
-        raise RolloutError(
-            f"{WHO}: {field}[0, 0] is {short(values[0, 0])} ({values.dtype}); {takes}"
-        )
-    return values
+    array = np.asarray(values)
+    if array.ndim == 0:
+        raise RolloutError(f"{WHO}: {field} is {short(values)}; {takes}")
+    if array.ndim != 2:
+        raise RolloutError(f"{WHO}: {field} has the shape {shape_text(array.shape)}; {takes}")
+    if array.dtype.kind not in kinds and array.size:
+        raise RolloutError(f"{WHO}: {field}[0, 0] is {short(array[0, 0])} ({array.dtype}); {takes}")
+    return array
 
 
 def read_matrix(
