@@ -1,9 +1,9 @@
 """Time making batches from tensors: `python benchmarks/batches.py`.
 
-512 rollouts of 8,192 tokens in 64 groups, with log-probs and advantages per token, as torch tensors on
-the CPU: int64 ids, bool masks, float32 numbers. Bar: a batch takes under 0.2 s on two cores. The first
-call of a process is measured in processes of its own: its memory is new, and has to be found and
-cleared by the operating system; later calls get back what earlier batches have freed.
+512 rollouts of 8,192 tokens in 64 groups, with log-probs and advantages per token, as torch tensors
+on the CPU: int64 ids, bool masks, float32 numbers. Bar: a batch takes under 0.2 s on two cores. The
+first call of a process is measured in processes of its own: its memory is new, and the operating
+system has to find and clear it; later calls get back what earlier batches have freed.
 Prints a table and appends a JSON row per figure to benchmarks/results/batches.jsonl.
 """
 
@@ -57,6 +57,8 @@ def cases(lengths: str) -> dict[str, Case]:
         "old_logprobs": -torch.rand(shape, generator=generator),
         "advantages": torch.randn(shape, generator=generator),
     }
+    wide_masks = attention.long(), mask.long()
+    narrow = {name: values.bfloat16() for name, values in fields.items()}
     responses = {name: values[:, PROMPT:].contiguous() for name, values in fields.items()}
     split = [x[:, :PROMPT].contiguous() for x in (ids, attention)]
     split += [x[:, PROMPT:].contiguous() for x in (ids, attention)]
@@ -80,6 +82,10 @@ def cases(lengths: str) -> dict[str, Case]:
 
     return {
         "from_padded": (lambda: RolloutBatch.from_padded(ids, attention, mask, **fields), True),
+        "from_padded, int64 masks, bfloat16": (
+            lambda: RolloutBatch.from_padded(ids, *wide_masks, **narrow),
+            True,
+        ),
         "from_completions": (lambda: RolloutBatch.from_completions(*split, **responses), True),
         "from_jagged": (lambda: RolloutBatch.from_jagged(**nested), True),
         "to_padded": (lambda: batch.to_padded(values), True),
