@@ -17,6 +17,7 @@ TESTS=(
   tests/integration/test_hosts_adapters.py
   tests/integration/test_hosts_leave_no_trace.py
   tests/integration/test_refusals.py
+  tests/integration/test_silent_models.py
   tests/integration/test_acceptance.py
   tests/integration/test_verify.py
   tests/integration/test_verify_experts.py

@@ -32,3 +32,29 @@ def shared_data() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture
+def without_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a model is refused by name."""
+    monkeypatch.setattr(
+        "forkpoint.hosts.transformers.TransformersHost._check_model", lambda self: None
+    )
+    for name in ("check_random", "check_causal", "check_parameter_hooks", "check_checkpointing"):
+        monkeypatch.setattr(f"forkpoint.hosts.refusals.{name}", lambda *_: None)
+
+
+@pytest.fixture
+def without_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sample runs before a step, for tests that count what runs."""
+    monkeypatch.setattr("forkpoint.policy.self_check", lambda *_, **__: None)
+
+
+@pytest.fixture(autouse=True)
+def no_list_is_left() -> Iterator[None]:
+    """No step leaves its lists of modules in force."""
+    yield
+    import sys
+
+    modules = sys.modules.get("forkpoint.hosts.modules")
+    assert modules is None or modules._walks.get() is None, "a step has left its lists in force"

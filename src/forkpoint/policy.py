@@ -174,7 +174,7 @@ class Policy:
         loss.check_head(self.host.head)
         loss.check(batch)
         check_range(batch, self.host.loss_dtype)
-        self.host.check(batch, training=True)
+        fingerprint = self.host.check(batch, training=True)
         if denominators is not None and not isinstance(denominators, Denominators):
             raise ConfigError(
                 f"denominators is {short(denominators)} of type {type(denominators).__name__}; it "
@@ -182,8 +182,8 @@ class Policy:
                 "None for the batch's own counts."
             )
         factor = _finite(scale)
-        self._check_sample(step, batch, training=True)
         plan = self._plan_for(batch, plan, loss)
+        self._check_sample(step, batch, fingerprint, training=True)
         if announced:
             step.notes = True
             self.last_step = step.outcome
@@ -229,9 +229,9 @@ class Policy:
                 "entropies were asked for, but the model is a critic, which gives values; ask the "
                 "policy for them, or leave entropy=True out."
             )
-        self.host.check(batch, training=False)
-        self._check_sample(step, batch, training=False)
+        fingerprint = self.host.check(batch, training=False)
         plan = self._plan_for(batch, plan, None)
+        self._check_sample(step, batch, fingerprint, training=False)
         result = Engine(self.host, self.config).score(step, plan, batch, entropy=entropy)
         return Scores(result.per_token, plan, result.events)
 
@@ -266,7 +266,9 @@ class Policy:
         policy._kept = self._kept
         return policy
 
-    def _check_sample(self, step: Step, batch: RolloutBatch, *, training: bool) -> None:
+    def _check_sample(
+        self, step: Step, batch: RolloutBatch, fingerprint: int, *, training: bool
+    ) -> None:
         """Before the first step, the second, and the first after the model has changed.
 
         At the second step weights have moved: what a hook derives from them is then renewed.
@@ -275,7 +277,7 @@ class Policy:
             return
         kind = self.host.device.type
         state = (
-            self.host.fingerprint(),
+            fingerprint,
             training,
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
             self.config.attention_kernel,

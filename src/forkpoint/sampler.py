@@ -20,7 +20,7 @@ from forkpoint.engine.rows import row_tokens
 from forkpoint.errors import ForkpointError, UnsupportedError
 from forkpoint.forest import IntArray
 from forkpoint.hosts.arguments import CONTEXT_ARGUMENT
-from forkpoint.hosts.modules import add_hook
+from forkpoint.hosts.modules import ATTENTION_NAME, add_hook, configurations
 from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers
 from forkpoint.hosts.routes import row_tokens as routed_tokens
 from forkpoint.plan import Plan, make_plan
@@ -35,6 +35,8 @@ CEILING_ROUNDINGS = 1e4
 """Roundings that are never allowed: what moves values by more is no rounding."""
 ELSEWHERE = 0.02
 """The part of a mixture's choices of experts that may differ in any case."""
+ELSEWHERE_FACTOR = 3.0
+"""And so many times the part that differs by one rounding of the embeddings."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,9 @@ class Sampler:
         most = max(4, ids.shape[1] // 2)
         forced = Config(sharing="tree", boundary="across_rows", max_row_tokens=most)
         self.plan: Plan = make_plan(sample, host.shape, forced)
+        for settings in configurations(host.model):
+            if settings._attn_implementation == ATTENTION_NAME:  # which runs in steps alone
+                self.changes.set(vars(settings), "_attn_implementation_internal", "eager")
         self.routers: tuple[Router, ...] = ()
         # Where routes cannot be held, the two may part where scores tie, for no other reason.
         with suppress(UnsupportedError):
@@ -110,7 +115,13 @@ class Sampler:
             engine.observer = lambda event: run.at(tokens[event.partition(" ")[2]])
         try:
             result = engine.score(
-                self.step, self.plan, self.sample, entropy=False, graph=self.training
+                self.step,
+                self.plan,
+                self.sample,
+                entropy=False,
+                graph=self.training,
+                # Routers that are held would be compiled anew, layer by layer, for the sample.
+                compiled=run is None,
             )
         except (ForkpointError, torch.OutOfMemoryError):
             raise
@@ -178,7 +189,7 @@ class Sampler:
             repeated=_rms((together - stock)[there]),
             allowed=min(allowed, CEILING_ROUNDINGS * size),
             elsewhere=elsewhere[0],
-            allowed_elsewhere=max(NOISE_FACTOR * elsewhere[1], ELSEWHERE),
+            allowed_elsewhere=ELSEWHERE + ELSEWHERE_FACTOR * elsewhere[1],
             dtype=str(self.dtype).removeprefix("torch."),
             tokens=int(there.sum()),
             where=f"token {token} of a sequence ({float(shared[sequence, token]):.6g} here, "
@@ -279,11 +290,12 @@ def watch_blocks(
 
 def round_embeddings(model: nn.Module, eps: float, changes: Changes) -> None:
     """Let the embeddings be off by up to `eps` of their size, at random."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def off(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        noise = torch.rand(output.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        return (output.double() * (1 + eps * noise.to(output.device))).to(output.dtype)
+        noise = torch.rand(output.shape, generator=generator, dtype=torch.float64, device="cpu")
+        factor = 1 + eps * (2 * noise.to(output.device) - 1)
+        return (output.double() * factor).to(output.dtype)
 
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
     add_hook(changes, embeddings._forward_hooks, off)

@@ -37,8 +37,8 @@ def self_check(
     Raises UnsupportedError where the two part, or where the stock model does not agree with itself.
     The message names the largest difference and the layer. Random generators are left as they were.
     """
-    sampler = Sampler(step, host, config, sample_of(batch), training)
     mark = step.changes.mark
+    sampler = Sampler(step, host, config, sample_of(batch), training)
     keep_random_state(host.device, step.changes)
     # Microbatches come first: a stock forward may renew what a hook derives from parameters,
     # such as the weight of a head under weight normalisation, and so hide that these do not.

@@ -223,6 +223,7 @@ def _shared(
 ) -> tuple[Gradients, "StepStats"]:
     # It compares more than a sample does.
     unchecked = policy.with_config(self_check=False)
+    unchecked.observer = policy.observer
     if run is not None:
         assert plan is not None
         follow(run, unchecked, plan, batch, changes)

@@ -91,6 +91,7 @@ BUGS = [("across_rows", bug) for bug in (*ACROSS_ROWS, one_owner_counts)]
 BUGS += [("in_row", bug) for bug in IN_ROW]
 
 
+@pytest.mark.usefixtures("without_sample")
 @pytest.mark.parametrize(("boundary", "bug"), BUGS, ids=lambda x: getattr(x, "__name__", x))
 def test_bugs_are_found(boundary: str, bug: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = telling_seeds(boundary, 8)

@@ -8,6 +8,7 @@ import gc
 import inspect
 import random
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from forkpoint.engine.engine import Engine
 from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.thread_state import ThreadState
+from forkpoint.hosts import modules
 
 pytestmark = [
     # What arrives in a destructor or a callback of a weak reference is ignored, with a warning.
@@ -150,10 +152,13 @@ BUGS: dict[str, tuple[Any, str, Callable, str, Callable, int]] = {
 def test_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, replaced, bug, case, function, stride = BUGS[name]
     code, tally = inspect.unwrap(function).__code__, Tally()
-    interrupter = Interrupter(case, tally)
+    interrupter, before = Interrupter(case, tally), ThreadState(torch.device("cpu"))
+    restore = ThreadState.restore
+    monkeypatch.setattr(modules, "_walks", ContextVar("walks of a bug", default=None))
     monkeypatch.setattr(owner, replaced, bug)
     with contextlib.suppress(Exception):  # of steps that follow, once something is left behind
         for _ in interrupter.everywhere(lambda wanted: wanted is code, stride=stride):
             if tally.failures:
                 break
+    restore(before)
     assert tally.failures

@@ -22,7 +22,7 @@ from forkpoint.plan.layout import Row
 from forkpoint.plan.predict import splits
 from forkpoint.testing import Watching, lifted_upcasts
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")
 
 SHARINGS: tuple[Sharing, ...] = ("none", "group", "tree")
 BOUNDARIES: tuple[Boundary, ...] = ("in_row", "across_rows", "mixed")

@@ -8,20 +8,21 @@ import pytest
 import torch
 from commands import Shell, changed, made_up_rollouts, write_rollouts
 
-from forkpoint import Policy, RolloutBatch, losses
+from forkpoint import RolloutBatch, losses
 from forkpoint.cli.losses import CLASSES, LossOptions, coupling
 from forkpoint.cli.verify import groups_with_gradient
+from forkpoint.engine.engine import Engine
 
 
 @pytest.fixture
 def wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every shared step's gradients are one part in a thousand too large."""
-    right = Policy.forward_backward
+    right = Engine.forward_backward
 
-    def wrong(self: Policy, *args: Any, **kwargs: Any) -> Any:
-        return right(self, *args, **{**kwargs, "scale": 1.001})
+    def wrong(self: Engine, *args: Any) -> Any:
+        return right(self, *args[:-1], 1.001 * args[-1])
 
-    monkeypatch.setattr(Policy, "forward_backward", wrong)
+    monkeypatch.setattr(Engine, "forward_backward", wrong)
 
 
 # verify -------------------------------------------------------------------------------------------

@@ -264,6 +264,7 @@ def test_sabotage_is_caught(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch)
     assert not report.passed and report.shared_error > 1e-3, report.table()
 
 
+@pytest.mark.usefixtures("without_sample")
 def test_a_row_that_trains_nothing_ends_before_the_last_block_s_mlp() -> None:
     model, calls = critic(), []
     model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(

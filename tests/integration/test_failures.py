@@ -35,6 +35,8 @@ from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.losses.base import LossBatch, LossOutputs
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 
+pytestmark = pytest.mark.usefixtures("without_sample", "without_lists")
+
 BATCH = forked_batch()
 RESTORING = replace(ACROSS, restore_grads=True)
 SUMMING = replace(ACROSS, grad_accumulation_dtype="float32")

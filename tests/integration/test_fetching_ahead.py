@@ -25,7 +25,7 @@ from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.plan.plan import Plan
 from forkpoint.testing import tiny_model
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
 LAYERS = 12
 GROUP = Config(sharing="group", boundary="across_rows", max_row_tokens=24)

@@ -131,6 +131,7 @@ def test_the_model_may_change_between_steps() -> None:
     assert step_error(model, BATCH, LOSS, policy=policy) < 1e-10
 
 
+@pytest.mark.usefixtures("without_sample")
 def test_hooks_of_the_user_run_as_in_any_forward() -> None:
     model = tiny_model("llama")
     calls = {name: count_calls(model.get_submodule(name)) for name in ("model", "model.layers.0")}

@@ -197,6 +197,7 @@ def test_autocast_casts_queries_keys_and_values_as_torchs_attention_does(
 # Checkpointing -----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("without_sample")
 @pytest.mark.parametrize("adapted", [False, True])
 @families
 def test_checkpointing_really_recomputes(family: str, adapted: bool) -> None:
@@ -227,6 +228,7 @@ def test_checkpointing_really_recomputes(family: str, adapted: bool) -> None:
     assert step_error(policed, BATCH, LOSS, ACROSS) < 1e-10
 
 
+@pytest.mark.usefixtures("without_sample")
 def test_scores_are_not_recomputed() -> None:
     model = tiny_model("llama")
     checkpointing(model, use_reentrant=False)

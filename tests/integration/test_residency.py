@@ -28,7 +28,7 @@ from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.errors import UnsupportedError
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
 RESIDENCIES = ("keep", "offload", "recompute")
 POLICIES = ("none", "selective", "full")

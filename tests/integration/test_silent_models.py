@@ -219,7 +219,8 @@ def test_rounding_alone_is_never_refused(family: str, dtype: torch.dtype) -> Non
     """The largest ratio of a difference to what is allowed, over weights and tokens."""
     most = 0.0
     for seed in range(6):
-        model = tiny_model(family, seed=seed, dtype=dtype).eval()
+        model: Any = tiny_model(family, seed=seed, dtype=dtype).eval()
+        model.set_attn_implementation("eager")  # sdpa of older transformers knows no softcap
         policy = wrap(model, ACROSS)
         batch = forked_batch(seed=seed, stretch=6)
         found = checked(policy, batch, training=False)
@@ -258,3 +259,10 @@ def test_a_critic_is_compared_by_its_values() -> None:
     critic.score.register_forward_hook(Watching(lambda *args: seen.append(args[2])))
     policy.score(BATCH)
     assert seen
+
+
+def test_a_softcap_that_sdpa_leaves_out() -> None:
+    model: Any = tiny_model("gemma2", dtype=torch.float32)
+    model.config._attn_implementation_internal = "sdpa"
+    with pytest.raises(UnsupportedError, match="attn_logit_softcapping=50.0, which sdpa leaves"):
+        wrap(model)

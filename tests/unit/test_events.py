@@ -18,6 +18,8 @@ from forkpoint import Config, Rollout, RolloutBatch, wrap
 from forkpoint.losses import LogLikelihood, LossBatch, LossOutputs
 from forkpoint.testing import Watching, tiny_model
 
+pytestmark = pytest.mark.usefixtures("without_sample")
+
 FLAT = (("abcdefxyz", "abcdefuvw", "abcdefqrs"),)
 PAIRS = (("abcdxy", "abcduv"), ("lmnopq", "lmnors"))
 TREE = (("abcdefghx", "abcdefghy", "abcdefiz", "abcdj", "ak"),)

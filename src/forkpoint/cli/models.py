@@ -89,8 +89,14 @@ def _run_once(model: PreTrainedModel) -> None:
 
 
 def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    # Code of the folder is not run, and pickled weights (pytorch_model.bin) are not read.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, dtype=dtype, output_loading_info=True
+        folder,
+        local_files_only=True,
+        dtype=dtype,
+        output_loading_info=True,
+        trust_remote_code=False,
+        use_safetensors=True,
     )
     model, report = loaded
     missing = sorted(report["missing_keys"])

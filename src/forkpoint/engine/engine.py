@@ -66,14 +66,22 @@ class Engine:
         """Called with each event before it runs: for measurements of what lies between."""
 
     def score(
-        self, step: Step, plan: Plan, batch: RolloutBatch, *, entropy: bool, graph: bool = False
+        self,
+        step: Step,
+        plan: Plan,
+        batch: RolloutBatch,
+        *,
+        entropy: bool,
+        graph: bool = False,
+        compiled: bool = True,
     ) -> StepResult:
         """What the head gives of every trained token (and entropies).
 
         `step` is the one whose `run` calls this, here and in `forward_backward`. With `graph`
         forwards record one, as those of a step with backwards do; it is dropped.
+        Without `compiled` blocks run eagerly.
         """
-        self.host.enter(step.changes)
+        self.host.enter(step.changes, compiled=compiled)
         with torch.set_grad_enabled(graph):
             prepared = self._prepare(plan, batch)
             return self._pass(step, plan, batch, prepared, entropy=entropy, graph=graph)

@@ -66,12 +66,18 @@ class Host(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
-    def check(self, batch: RolloutBatch, *, training: bool) -> None:
-        """Refuse what has not been shown exact, in the model's present state and for this batch."""
+    def check(self, batch: RolloutBatch, *, training: bool) -> int:
+        """Refuse what has not been shown exact, in the model's present state and for this batch.
+
+        Returns the model's fingerprint.
+        """
         ...
 
-    def enter(self, changes: Changes) -> None:
-        """Make the changes to the model without which `forward` does not work."""
+    def enter(self, changes: Changes, *, compiled: bool = True) -> None:
+        """Make the changes to the model without which `forward` does not work.
+
+        Without `compiled` nothing of it runs compiled.
+        """
         ...
 
     def forward(self, context: RowContext) -> HeadOutputs: ...

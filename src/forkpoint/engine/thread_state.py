@@ -29,6 +29,7 @@ class ThreadState:
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", device.type}
+            if torch.amp.is_autocast_available(kind)
         ]
         self._cache = torch.is_autocast_cache_enabled()
         self._nesting = _autocast_nesting()

@@ -10,6 +10,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.hosts.modules import every_module
+from forkpoint.hosts.origins import is_of_compiler
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -57,7 +58,8 @@ class Fingerprint:
         for base in sorted(bases, key=id):
             add(self._of(vars(base)))
         for name in sorted({kind.__module__ for kind in kinds}):
-            add(self._of(vars(sys.modules[name])))
+            named = vars(sys.modules[name])
+            add(self._of({key: named[key] for key in named if not is_of_compiler(key)}))
         add(self._of(vars(F)))
         for name in GLOBAL_HOOKS:
             add(self._of(vars(torch_module)[name]))

@@ -6,9 +6,12 @@ from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig
 
 from forkpoint.engine.changes import Changes
 
+ATTENTION_NAME = "forkpoint"
+"""The attention implementation that runs in steps, as transformers knows it."""
 # A step looks at every module a dozen times before its first row, and to find them takes longer
 # than to look.
 _walks: ContextVar[dict[tuple[str, nn.Module], list[tuple[str, Any]]] | None] = ContextVar(
@@ -34,6 +37,12 @@ def every_module(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def every_parameter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Its parameters by name."""
     return _listed("parameters", model)
+
+
+def configurations(model: nn.Module) -> list[PreTrainedConfig]:
+    """The configurations of its modules, each once."""
+    found = [getattr(module, "config", None) for _, module in every_module(model)]
+    return list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
 
 
 def _listed(kind: str, model: nn.Module) -> list[tuple[str, Any]]:

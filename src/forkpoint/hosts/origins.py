@@ -142,3 +142,12 @@ def defined_functions(module: str) -> frozenset[str]:
     return frozenset(
         node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
+
+
+def is_of_compiler(name: str) -> bool:
+    """Whether a global of this name may be one that torch.compile has put into a module.
+
+    It keeps what it has compiled of a module's functions there, under names with two leading
+    underscores. No code of a class can name such a global, because Python mangles the name.
+    """
+    return name.startswith("__")

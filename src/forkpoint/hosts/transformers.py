@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.boundary import boundary
@@ -32,13 +32,16 @@ from forkpoint.hosts.linear_attention import (
     recurrent_modules,
     run_recurrences,
 )
-from forkpoint.hosts.modules import every_module, every_parameter, list_once
+from forkpoint.hosts.modules import (
+    ATTENTION_NAME,
+    configurations,
+    every_parameter,
+    list_once,
+)
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.cost import ModelShape
 from forkpoint.rollouts import RolloutBatch, short
-
-ATTENTION_NAME = "forkpoint"
 
 
 def forkpoint_attention(
@@ -192,7 +195,7 @@ class TransformersHost:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(every_parameter(self.model))
 
-    def check(self, batch: RolloutBatch, *, training: bool) -> None:
+    def check(self, batch: RolloutBatch, *, training: bool) -> int:
         self._check_idle()
         # Since it was wrapped the model may have been compiled, moved, given adapters, or put into
         # another mode. What the fingerprint covers is looked at again where that has changed.
@@ -214,6 +217,7 @@ class TransformersHost:
         known = self._embedding.shape[0]
         # A critic predicts no tokens.
         batch.check_vocabulary(min(known, self._head.width()) if self.head == "logprobs" else known)
+        return found[0]
 
     def fingerprint(self) -> int:
         """A number that stays the same while nothing but the model's weights changes."""
@@ -247,7 +251,7 @@ class TransformersHost:
                 "are computed before it, by policy.score."
             )
 
-    def enter(self, changes: Changes) -> None:
+    def enter(self, changes: Changes, *, compiled: bool = True) -> None:
         self._check_idle()
         self._recomputes = refusals.checkpointed(self.causal)
         if self.device.type == "cuda":
@@ -256,12 +260,11 @@ class TransformersHost:
             current.prev_idx = torch.cuda.current_device()
             changes.later(current.__exit__, None, None, None)
             current.__enter__()
-        found = [getattr(module, "config", None) for _, module in every_module(self.causal)]
-        for config in {id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values():
+        for config in configurations(self.causal):
             changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
         changes.set(vars(self.causal), "forward", self._causal_forward)
         run_recurrences(self.causal, changes)
-        if self._compiles:
+        if self._compiles and compiled:
             self._blocks.enter(changes)
         changes.set(vars(self), "_changes", changes)
 

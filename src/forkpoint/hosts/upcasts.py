@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._subclasses.functional_tensor import FunctionalTensor
-from transformers import PreTrainedConfig
 
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.linear_attention import recurrent_modules
+from forkpoint.hosts.modules import configurations
 
 
 class _WithoutUpcasts(ModuleType):
@@ -70,8 +70,7 @@ def lifted_upcasts(model: nn.Module) -> Iterator[None]:
 
 def run_plain_experts(model: nn.Module, changes: Changes) -> None:
     """Let a mixture's experts run one by one: grouped matrix products take few dtypes."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    for config in {id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values():
+    for config in configurations(model):
         # Not its property, which also sets it in configurations of other models within.
         changes.set(vars(config), "_experts_implementation_internal", "eager")
 

@@ -70,7 +70,8 @@ class Recorder:
             raise TraceError(f"{path} is a file; a trace is a folder. Give another path.")
         path.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(path)
-        self._adding = threading.Lock()
+        # Reentrant: an interrupt between the block and its end leaves it with this thread.
+        self._adding = threading.RLock()
         holder = self._lock.take()
         if holder is not None:
             raise TraceError(

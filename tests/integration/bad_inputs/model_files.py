@@ -228,7 +228,7 @@ MODEL_FILES = (
         name="A folder without weights",
         error=ConfigError,
         message="transformers cannot make and run a model of model (OSError: Error no file named "
-        "model.safetensors, or pytorch_model.bin, found in directory model). Correct "
+        "model.safetensors found in directory model). Correct "
         f"config.json, or give a model that this transformers ({__version__}) knows.",
         means="A folder stands for its weights; random ones are not taken instead.",
         remedy="Give model/config.json for random weights.",

@@ -97,7 +97,7 @@ PICKLES = (
     file_kind(
         "A pickle that holds more than it has bytes for",
         LAUGHS,
-        message="bad.pkl: it holds more than 536872208 bytes, with what it repeats. Raise the "
+        message="bad.pkl: it holds more than 671088316 bytes, with what it repeats. Raise the "
         "limit (memory_limit=, --memory-limit), or write several files.",
         means="The file names the same lists again and again, and rollouts are copies.",
         remedy="Write every sample once.",

@@ -15,7 +15,7 @@ from forkpoint import Policy, losses, wrap
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.transformers import ATTENTION_NAME
 from forkpoint.losses import LossBatch, LossOutputs
-from forkpoint.testing import tiny_model
+from forkpoint.testing import Watching, tiny_model
 
 BATCH = forked_batch()
 LONGROPE = {
@@ -117,7 +117,7 @@ def unknown_rope(model: Any) -> None:
 
 def optimizer_in_backward(model: nn.Module) -> None:
     weight: Any = model.get_submodule("model.norm").weight
-    weight.register_post_accumulate_grad_hook(lambda _: None)
+    weight.register_post_accumulate_grad_hook(print)
 
 
 def router_losses(model: Any) -> None:
@@ -130,9 +130,8 @@ def router_noise(model: nn.Module) -> None:
 
 def argument_of_attention(name: str, value: Any) -> Callable[[nn.Module], None]:
     def change(model: nn.Module) -> None:
-        def add(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            return args, {**kwargs, name: value}
-
+        # A hook that observes may write to what it is given all the same.
+        add = Watching(lambda module, args, kwargs: kwargs.update({name: value}))
         attention = model.get_submodule("model.layers.1.self_attn")
         attention.register_forward_pre_hook(add, with_kwargs=True)
 
@@ -309,7 +308,7 @@ STATES: tuple[Kind, ...] = (
         "An optimizer that steps in the backward",
         optimizer_in_backward,
         message="parameter model.norm.weight has a hook that runs whenever a gradient has been "
-        "added (register_post_accumulate_grad_hook); a step has several backwards, so it "
+        "added (register_post_accumulate_grad_hook: print); a step has several backwards, so it "
         "would see parts of the gradient. Remove it, and do its work after the step.",
         means="A step of forkpoint has several backwards, and parameters would change between "
         "them.",

@@ -13,7 +13,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_module
-from forkpoint.hosts.origins import defined_functions, foreign_code, is_defined_as, place_of
+from forkpoint.hosts.origins import (
+    defined_functions,
+    foreign_code,
+    is_defined_as,
+    is_of_compiler,
+    place_of,
+)
 
 # Where the code of modules may come from besides the family's own, each computing token by token.
 TOKENWISE_CODE = (
@@ -170,7 +176,7 @@ def check_functions(model: nn.Module) -> None:
     for module in sorted(m for m in modules if m.startswith("transformers.models.")):
         defined = defined_functions(module)
         for name, value in vars(sys.modules[module]).items():
-            if not callable(value) or isinstance(value, type):
+            if not callable(value) or isinstance(value, type) or is_of_compiler(name):
                 continue
             found = foreign_code(value)
             if found is None and name in defined and hasattr(value, "__code__"):
@@ -190,6 +196,14 @@ def check_attention_function(model: nn.Module) -> None:
         name = getattr(config, "_attn_implementation", None)
         if not isinstance(name, str):
             continue
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        if name == "sdpa" and softcap is not None:
+            raise UnsupportedError(
+                "the configuration has attn_implementation='sdpa' and "
+                f"attn_logit_softcapping={softcap}, which sdpa leaves out: the model by itself "
+                "computes no softcap, and forkpoint does. Use 'eager': "
+                "model.set_attn_implementation('eager')."
+            )
         for kind, functions in (
             ("attention function", ALL_ATTENTION_FUNCTIONS),
             ("mask function", ALL_MASK_ATTENTION_FUNCTIONS),
