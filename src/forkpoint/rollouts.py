@@ -13,8 +13,16 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from forkpoint.batch_tensors import Columns, FromTensors, check_unique, fill_ids, group_index
+from forkpoint.batch_tensors import (
+    Columns,
+    FromTensors,
+    check_unique,
+    fill_ids,
+    group_index,
+    prompt_lengths,
+)
 from forkpoint.batch_tensors import PaddedLayout as PaddedLayout
+from forkpoint.batch_tensors import group_of as group_of
 from forkpoint.errors import RolloutError
 from forkpoint.rollout_fields import MAX_TOKEN_ID as MAX_TOKEN_ID
 from forkpoint.rollout_fields import (
@@ -217,7 +225,9 @@ class RolloutBatch(FromTensors):
             "returns": _column(named, "returns"),
             "old_values": _column(named, "old_values"),
             "temperatures": np.array([rollout.temperature for rollout in named]),
-            "group_index": group_index(group_ids, token_ids, loss_mask, offsets),
+            "group_index": group_index(
+                group_ids, token_ids, offsets, prompt_lengths(loss_mask, offsets)
+            ),
             "group_ids": group_ids,
             "rollout_ids": rollout_ids,
             "extras": tuple(rollout.extras for rollout in named),

@@ -21,10 +21,17 @@ from forkpoint import Rollout, RolloutBatch, load_rollouts, losses, record, save
 from forkpoint.errors import RolloutError
 from forkpoint.plan import make_plan
 from forkpoint.traces import open_trace
+from forkpoint.traces.record import group_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 EITHER = {"advantages": "advantage", "weights": "weights", "returns": "returns"}
 EACH = {name: name for name in ("old_logprobs", "reference_logprobs", "old_values")}
+OTHERS = {
+    "temperatures": "temperature",
+    "group_ids": "group_id",
+    "rollout_ids": "rollout_id",
+    "extras": "extras",
+}
 ATTRIBUTES = [f.name for f in dataclasses.fields(RolloutBatch) if not f.name.startswith("_")]
 JUNK_IDS = (-100, 0, 3, 2**40)
 
@@ -69,7 +76,24 @@ class Drawn:
         return [len(p) + len(c) for p, c in zip(self.prompts, self.completions, strict=True)]
 
     def batch(self, over_completions: bool) -> RolloutBatch:
-        """The batch of rollouts made one by one; prompts' numbers are 0 where not given."""
+        """The batch of rollouts made one by one.
+
+        over_completions: fields have no entries for prompts, which are then 0, and prompts are
+            known. Where groups by prompts are others than those of the rollouts, rollouts have ids.
+        """
+        made = RolloutBatch(self.rollouts(over_completions))
+        ids = self.others["group_ids"] or [None] * len(made)
+        keys = [tuple(p) if g is None else str(g) for p, g in zip(self.prompts, ids, strict=True)]
+        groups = [list(dict.fromkeys(keys)).index(key) for key in keys]
+        if not over_completions or made.group_index.tolist() == groups:
+            return made
+        of_prompts = [group_of(np.array(prompt)) for prompt in self.prompts]
+        self.others["group_ids"] = [g or p for g, p in zip(ids, of_prompts, strict=True)]
+        made = RolloutBatch(self.rollouts(over_completions))
+        assert made.group_index.tolist() == groups
+        return made
+
+    def rollouts(self, over_completions: bool) -> list[Rollout]:
         rollouts = []
         for n, (prompt, completion) in enumerate(zip(self.prompts, self.completions, strict=True)):
             fields: dict[str, Any] = {}
@@ -77,23 +101,15 @@ class Drawn:
                 if name in self.numbers:
                     fields[own] = self.numbers[name][n]
                 if name in self.each:
-                    lead = (
-                        [0.0] * len(prompt)
-                        if over_completions
-                        else self.each[name][n][: len(prompt)]
-                    )
-                    fields[own] = lead + self.each[name][n][len(prompt) :]
-            for name, own in (
-                ("temperatures", "temperature"),
-                ("group_ids", "group_id"),
-                ("rollout_ids", "rollout_id"),
-                ("extras", "extras"),
-            ):
+                    values = self.each[name][n]
+                    lead = [0.0] * len(prompt) if over_completions else values[: len(prompt)]
+                    fields[own] = lead + values[len(prompt) :]
+            for name, own in OTHERS.items():
                 if self.others[name] is not None:
                     fields[own] = self.others[name][n]
             mask = [0] * len(prompt) + self.masks[n]
             rollouts.append(Rollout(prompt + completion, mask, **({"advantage": 0} | fields)))
-        return RolloutBatch(rollouts)
+        return rollouts
 
 
 def draw(seed: int) -> Drawn:
@@ -402,6 +418,37 @@ def test_truncated_completions_of_trl_are_not_trained() -> None:
     assert batch[1].advantage == 0.0
     assert batch.to_completions([1, 2, 3, 4, 5]).tolist() == [[2, 3], [0, 0]]
     assert batch.to_padded([1, 2, 3, 4, 5], fill=-1).tolist() == [[-1, 1, 2, 3], [4, 5, -1, -1]]
+
+
+def test_groups_are_those_of_given_prompts(tmp_path: Path) -> None:
+    """Completions that begin with a tool's tokens, one prompt, two others that are prefixes."""
+    prompts = {
+        "prompt_ids": [[5, 6], [5, 6], [0, 5], [5, 6]],
+        "prompt_mask": [[1, 1], [1, 1], [0, 1], [1, 1]],
+    }
+    completions = {
+        "completion_ids": [[1, 2], [1, 3], [6, 1], [4, 5]],
+        "completion_mask": [[1, 1]] * 4,
+        "loss_mask": [[0, 1], [1, 1], [0, 1], [0, 0]],
+        "advantages": 1.0,
+    }
+    batch = RolloutBatch.from_completions(**prompts, **completions)
+    assert batch.group_index.tolist() == [0, 0, 1, 0]
+    assert batch.group_ids[0] == batch.group_ids[1] == batch.group_ids[3] != batch.group_ids[2]
+    jagged = RolloutBatch.from_jagged(
+        [r.token_ids for r in batch],
+        completions["loss_mask"],
+        response_lengths=[2] * 4,
+        advantages=1.0,
+    )
+    assert jagged.group_index.tolist() == [0, 0, 1, 0]
+    save_rollouts(tmp_path / "one.jsonl", batch)
+    for again in (list(batch), load_rollouts(tmp_path / "one.jsonl"), batch.select([2, 1, 0])):
+        assert len(RolloutBatch(again).groups()) == 2
+    named = RolloutBatch.from_completions(**prompts, **completions, group_ids=[1, 1, None, None])
+    assert named.group_index.tolist() == [0, 0, 1, 2] and named.group_ids[:2] == ("1", "1")
+    usual = completions | {"loss_mask": [[1, 1], [1, 1], [1, 1], [1, 0]]}
+    assert RolloutBatch.from_completions(**prompts, **usual).group_ids == (None,) * 4
 
 
 def test_columns_of_verl() -> None:

@@ -7,7 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.batch_tensors.cells import Cells, shown
-from forkpoint.batch_tensors.identifiers import group_index, read_extras, read_ids
+from forkpoint.batch_tensors.identifiers import (
+    group_index,
+    groups_of_given_prompts,
+    prompt_lengths,
+    read_extras,
+    read_ids,
+)
 from forkpoint.batch_tensors.layout import PaddedLayout
 from forkpoint.batch_tensors.rows import WHO, dimensions, on_host, shape_text
 from forkpoint.errors import RolloutError
@@ -90,7 +96,7 @@ def make_columns(
     count, offsets = len(cells.names), cells.offsets
     reader = _FloatReader(cells, loss_mask, offsets)
     advantages = reader.number_or_floats("advantages", given.advantages)
-    group_ids = tuple(read_ids("group_ids", given.group_ids, count))
+    group_ids, groups = _groups(cells, token_ids, loss_mask, given.group_ids, completion_layout)
     return Columns(
         token_ids=token_ids,
         offsets=offsets,
@@ -102,7 +108,7 @@ def make_columns(
         returns=reader.number_or_floats("returns", given.returns),
         old_values=reader.floats("old_values", given.old_values),
         temperatures=_temperatures(cells, given.temperatures),
-        group_index=group_index(group_ids, token_ids, loss_mask, offsets),
+        group_index=groups,
         group_ids=group_ids,
         rollout_ids=cells.names,
         extras=tuple(read_extras(given.extras, count)),
@@ -211,6 +217,23 @@ class _FloatReader:
 
         clear_untrained(field, floats, self.loss_mask, cells.locate, advice, given)
         return floats
+
+
+def _groups(
+    cells: Cells,
+    token_ids: NDArray[np.int64],
+    loss_mask: NDArray[np.bool_],
+    given: Any,
+    completion_layout: PaddedLayout | None,
+) -> tuple[tuple[str | None, ...], NDArray[np.int64]]:
+    """The group_ids and the group index; prompts are known where completions are given apart."""
+    group_ids = read_ids("group_ids", given, len(cells.names))
+    offsets = cells.offsets
+    if completion_layout is not None:
+        prompts = cells.leading
+        return groups_of_given_prompts(group_ids, token_ids, loss_mask, offsets, prompts)
+    prompts = prompt_lengths(loss_mask, offsets)
+    return tuple(group_ids), group_index(group_ids, token_ids, offsets, prompts)
 
 
 def _temperatures(cells: Cells, values: Any) -> NDArray[np.float64]:

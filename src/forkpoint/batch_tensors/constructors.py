@@ -118,6 +118,8 @@ class FromTensors:
         loss_mask: [N, C]; 1 for trained tokens. Without it all tokens of completions are trained.
         tool_mask: [N, C], in place of loss_mask; 0 for tokens of tools. It is not read at padding,
             where TRL has 1.
+        group_ids: [N], or None: then equal prompts form a group, whatever is trained. Where loss
+            masks that begin late would hide that, rollouts get group_ids that stand for prompts.
 
         Raises RolloutError as `from_padded` does, and where loss_mask and tool_mask are both given.
         """
@@ -165,7 +167,8 @@ class FromTensors:
         offsets: [N + 1], where input_ids are flat: the starts of the rollouts, and T.
         response_lengths: [N], tokens of the responses, where loss_mask and the other per-token
             fields are over these alone, as verl's `response_mask` is; responses come last. For
-            verl's nested responses it is `responses.offsets().diff()`.
+            verl's nested responses it is `responses.offsets().diff()`. Groups are then formed by
+            prompts as in `from_completions`.
 
         Raises RolloutError as `from_padded` does, and where lengths do not fit.
         """

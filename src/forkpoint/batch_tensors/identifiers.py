@@ -1,6 +1,7 @@
 """Ids of the rollouts of a batch, and the groups that they form."""
 
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -91,26 +92,67 @@ def fill_ids(rollout_ids: Sequence[str | None]) -> tuple[str, ...]:
     return tuple(filled)
 
 
+def prompt_lengths(loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tokens of each rollout before its first trained one, or all if none is: int64 [N]."""
+    lengths = np.diff(offsets)
+    for n, (begin, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=False)):
+        first = int(loss_mask[begin : begin + length].argmax())
+        if loss_mask[begin + first]:
+            lengths[n] = first
+    return lengths
+
+
 def group_index(
+    group_ids: Sequence[str | None],
+    token_ids: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    prompts: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """The group of each rollout, int64 [N], numbered in order of first appearance.
+
+    Rollouts without a group_id form one group where their prompts are equal; `prompts` are the
+    lengths of these, [N].
+    """
+    numbers: dict[str | bytes, int] = {}
+    index = np.empty(len(group_ids), np.int64)
+    begins, lengths = offsets.tolist(), prompts.tolist()
+    for n, group_id in enumerate(group_ids):
+        key: str | bytes | None = group_id
+        if key is None:  # bytes, so that no group_id can be equal to it
+            key = token_ids[begins[n] : begins[n] + lengths[n]].tobytes()
+        index[n] = numbers.setdefault(key, len(numbers))
+    return index
+
+
+def group_of(prompt: NDArray[np.int64] | str) -> str:
+    """A group_id that is equal for equal prompts."""
+    if isinstance(prompt, str):  # which may hold half a surrogate pair, as JSON may
+        content = prompt.encode("utf-8", "surrogatepass")
+    else:
+        content = prompt.astype("<i8").tobytes()
+    return f"prompt-{blake2b(content, digest_size=8).hexdigest()}"
+
+
+def groups_of_given_prompts(
     group_ids: Sequence[str | None],
     token_ids: NDArray[np.int64],
     loss_mask: NDArray[np.bool_],
     offsets: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """The group of each rollout, int64 [N], numbered in order of first appearance.
+    prompts: NDArray[np.int64],
+) -> tuple[tuple[str | None, ...], NDArray[np.int64]]:
+    """The group_ids and the group index of rollouts whose prompts are known: their lengths, [N].
 
-    Rollouts without a group_id form one group where their prompts are equal: the tokens before the
-    first trained one, or all tokens if none is trained.
+    Where a loss mask begins later than a completion, the rollouts alone would be grouped by more
+    than their prompts. If that makes other groups, those without a group_id get one that stands for
+    the prompt, so that whatever is made of the rollouts keeps the groups.
     """
-    numbers: dict[str | bytes, int] = {}
-    index = np.empty(len(group_ids), np.int64)
-    bounds = offsets.tolist()
-    for n, group_id in enumerate(group_ids):
-        key: str | bytes | None = group_id
-        if key is None:  # bytes, so that no group_id can be equal to it
-            begin, end = bounds[n], bounds[n + 1]
-            mask = loss_mask[begin:end]
-            first = int(mask.argmax())
-            key = token_ids[begin : begin + first if mask[first] else end].tobytes()
-        index[n] = numbers.setdefault(key, len(numbers))
-    return index
+    index = group_index(group_ids, token_ids, offsets, prompts)
+    alone = group_index(group_ids, token_ids, offsets, prompt_lengths(loss_mask, offsets))
+    if np.array_equal(index, alone):
+        return tuple(group_ids), index
+    begins, ends = offsets.tolist(), (offsets[:-1] + prompts).tolist()
+    filled = [
+        group_of(token_ids[begins[n] : ends[n]]) if group_id is None else group_id
+        for n, group_id in enumerate(group_ids)
+    ]
+    return tuple(filled), index
