@@ -1,12 +1,15 @@
 """Fields of a rollout as users give them: converted to numpy arrays, checked, refused by name.
 
 Lists, numpy arrays and torch tensors of any device are read. Imports no torch: a tensor can only be
-given by code that has imported it. Every function takes `who`, the rollout as error messages name
-it, and `field`, the name of what is read.
+given by code that has imported it. The `read_` functions take one rollout's field: `who` is the
+rollout as error messages name it, and `field` the name of what is read. The `check_` functions take
+the flat entries of any number of rollouts, and `locate`, which gives the place of an entry.
 """
 
 import reprlib
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,8 +25,40 @@ LARGEST_LOGPROB = 0.125
 each may have been rounded to 16 bits: bfloat16 numbers from 16 to 32, the size of large logits,
 are 1/8 apart. Values from 0 to this bound are kept, as trainers keep them in their ratios."""
 
+GIVE_ONE = (
+    "Give an ordinary tensor of this rollout alone: .to_dense() of a sparse one, .dequantize() of "
+    "a quantized one, .full_tensor() of a distributed one, one part of a nested one."
+)
+NUMBER_OR_FLOATS = (
+    "it takes one finite number, or one per token. Look for a division by 0, or for text where a "
+    "number belongs, where it is made."
+)
+FINITE = "Its number must be finite; look for a division by 0 where the numbers are made."
+FINITE_LOGPROB = (
+    "The log-prob of a token that was sampled is finite; compute it again, as policy.score(batch) "
+    "does, or set loss_mask to 0 at that token."
+)
+
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of one entry of a field, as error messages name it.
+
+    who: the rollout.
+    index: the entry's index with its brackets, such as "[2]", or "[5, 2]" of a padded tensor.
+    token: the token's number in its rollout.
+    """
+
+    who: str
+    index: str
+    token: int
+
+
+Locate = Callable[[int], Place]
+"""The place of entry i of flat entries."""
 
 
 def short(value: object) -> str:
@@ -40,17 +75,25 @@ def named(rollout_id: str) -> str:
     return f"Rollout {short(rollout_id)}"
 
 
-def host_values(who: str, field: str, value: Any) -> Any:
+def within(who: str) -> Locate:
+    """The places in the fields of one rollout."""
+    return lambda position: Place(who, f"[{position}]", position)
+
+
+def host_values(who: str, field: str, value: Any, *, give: str = GIVE_ONE) -> Any:
     """A torch tensor as a numpy array; anything else as it is.
 
     A tensor may have any real dtype that torch converts (bfloat16 and float8 become float64), lie
-    on any device, require gradients and have any strides.
+    on any device, require gradients and have any strides. It is copied to the host at once. `give`
+    ends the message where it cannot be read.
 
     Raises RolloutError for tensors whose numbers cannot be read here (sparse, nested, quantized,
     distributed, without storage), and for numpy arrays with masked entries.
     """
     if isinstance(value, np.ndarray):
-        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        # The type first: numpy.ma is imported when it is first looked at.
+        is_plain = type(value) is np.ndarray
+        if not is_plain and isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
             raise RolloutError(
                 f"{who}: {field} is a numpy array with masked entries, which have no value. Fill "
                 "them with .filled(0)."
@@ -72,9 +115,7 @@ def host_values(who: str, field: str, value: Any) -> Any:
     except (RuntimeError, TypeError):
         kind = f"{type(value).__name__} of {value.dtype}, {value.layout}, on {value.device}"
         raise RolloutError(
-            f"{who}: {field} is a {kind}, whose numbers cannot be read. Give an ordinary tensor of "
-            "this rollout alone: .to_dense() of a sparse one, .dequantize() of a quantized one, "
-            ".full_tensor() of a distributed one, one part of a nested one."
+            f"{who}: {field} is a {kind}, whose numbers cannot be read. {give}"
         ) from None
 
 
@@ -84,16 +125,22 @@ def read_token_ids(who: str, values: Any) -> NDArray[np.int64]:
         "token_ids takes a one-dimensional list or array of whole numbers from 0 to "
         f"{MAX_TOKEN_ID}. Give the ids that the model read, without padding."
     )
-    array = _vector(who, "token_ids", values, "iu", takes)
+    array = read_vector(who, "token_ids", values, "iu", takes)
     if not array.size:
         raise RolloutError(
             f"{who}: token_ids is empty; a rollout has at least one token. Leave this rollout out."
         )
-    refused = (array < 0) | (array > MAX_TOKEN_ID)
-    if refused.any():
-        position = int(refused.argmax())
-        raise RolloutError(f"{who}: token_ids[{position}] is {array[position]}; {takes}")
+    check_token_ids("token_ids", array, within(who), takes)
     return array.astype(np.int64)
+
+
+def check_token_ids(field: str, ids: np.ndarray, locate: Locate, takes: str) -> None:
+    """Raises RolloutError unless all of `ids`, integers [T], are from 0 to MAX_TOKEN_ID."""
+    if ids.min() >= 0 and ids.max() <= MAX_TOKEN_ID:
+        return
+    position = int(((ids < 0) | (ids > MAX_TOKEN_ID)).argmax())
+    place = locate(position)
+    raise RolloutError(f"{place.who}: {field}{place.index} is {ids[position]}; {takes}")
 
 
 def read_loss_mask(who: str, values: Any, length: int) -> NDArray[np.bool_]:
@@ -102,18 +149,35 @@ def read_loss_mask(who: str, values: Any, length: int) -> NDArray[np.bool_]:
         "loss_mask takes a one-dimensional list or array of 0 and 1, or of booleans: 1 where the "
         "token is trained."
     )
-    array = _vector(who, "loss_mask", values, "biuf", takes)
+    array = read_vector(who, "loss_mask", values, "biuf", takes)
     _check_length(who, "loss_mask", array, length)
-    refused = (array != 0) & (array != 1)
-    if refused.any():
-        position = int(refused.argmax())
-        raise RolloutError(f"{who}: loss_mask[{position}] is {array[position]}; {takes}")
-    if array[0]:
+    mask = check_mask("loss_mask", array, within(who), takes)
+    check_first_tokens("loss_mask", mask, np.zeros(1, np.int64), within(who))
+    return mask
+
+
+def check_mask(field: str, values: np.ndarray, locate: Locate, takes: str) -> NDArray[np.bool_]:
+    """The entries of a mask as booleans. Raises RolloutError where one is neither 0 nor 1."""
+    mask = values.astype(np.bool_)
+    same = values == mask
+    if not same.all():
+        position = int(same.argmin())
+        place = locate(position)
+        raise RolloutError(f"{place.who}: {field}{place.index} is {values[position]}; {takes}")
+    return mask
+
+
+def check_first_tokens(
+    field: str, mask: NDArray[np.bool_], firsts: NDArray[np.int64], locate: Locate
+) -> None:
+    """Raises RolloutError where the loss mask has a first token; `firsts` are their positions."""
+    trained = mask[firsts]
+    if trained.any():
+        place = locate(int(firsts[trained.argmax()]))
         raise RolloutError(
-            f"{who}: loss_mask[0] is 1, but no earlier token predicts token 0. Set it to 0, or put "
-            "the prompt (at least a start token) before the trained tokens."
+            f"{place.who}: {field}{place.index} is 1, but no earlier token predicts token 0. Set "
+            "it to 0, or put the prompt (at least a start token) before the trained tokens."
         )
-    return array.astype(np.bool_)
 
 
 def read_floats(who: str, field: str, values: Any, mask: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -121,13 +185,7 @@ def read_floats(who: str, field: str, values: Any, mask: NDArray[np.bool_]) -> N
 
     Entries of other tokens are not read: those that are not finite are stored as 0.
     """
-    return _finite_where_trained(
-        who,
-        field,
-        values,
-        mask,
-        "Its number must be finite; look for a division by 0 where the numbers are made.",
-    )
+    return _finite_where_trained(who, field, values, mask, FINITE)
 
 
 def read_number_or_floats(
@@ -137,11 +195,8 @@ def read_number_or_floats(
     value = host_values(who, field, value)
     if isinstance(value, (list, tuple)) or np.ndim(value):
         return read_floats(who, field, value, mask)
-    if not _is_number(value) or not (np.isfinite(value) or not mask.any()):
-        raise RolloutError(
-            f"{who}: {field} is {short(value)}; it takes one finite number, or one per token. Look "
-            "for a division by 0, or for text where a number belongs, where it is made."
-        )
+    if not is_number(value) or not (np.isfinite(value) or not mask.any()):
+        raise RolloutError(f"{who}: {field} is {short(value)}; {NUMBER_OR_FLOATS}")
     return float(value) if np.isfinite(value) else 0.0
 
 
@@ -152,30 +207,33 @@ def read_logprobs(
 
     Entries of other tokens are not read, as in `read_floats`; entry 0 is stored as 0.
     """
-    array = _finite_where_trained(
-        who,
-        field,
-        values,
-        mask,
-        "The log-prob of a token that was sampled is finite; compute it again, as "
-        "policy.score(batch) does, or set loss_mask to 0 at that token.",
-    )
+    array = _finite_where_trained(who, field, values, mask, FINITE_LOGPROB)
     array[0] = 0.0
-    refused = mask & (array > LARGEST_LOGPROB)
+    check_logprobs(field, array, mask, within(who))
+    return array
+
+
+def check_logprobs(
+    field: str, logprobs: NDArray[np.float64], mask: NDArray[np.bool_], locate: Locate
+) -> None:
+    """Raises RolloutError where the log-prob of a trained token is above LARGEST_LOGPROB."""
+    if logprobs.max() <= LARGEST_LOGPROB:
+        return
+    refused = mask & (logprobs > LARGEST_LOGPROB)
     if refused.any():
         position = int(refused.argmax())
+        place = locate(position)
         raise RolloutError(
-            f"{who}: {field}[{position}] is {array[position]}; the logarithm of a probability is "
-            f"at most 0, and rounding to 16 bits adds at most {LARGEST_LOGPROB}. Give log-probs "
-            "rather than probabilities or their negatives."
+            f"{place.who}: {field}{place.index} is {logprobs[position]}; the logarithm of a "
+            f"probability is at most 0, and rounding to 16 bits adds at most {LARGEST_LOGPROB}. "
+            "Give log-probs rather than probabilities or their negatives."
         )
-    return array
 
 
 def read_temperature(who: str, value: Any) -> float:
     """A finite number above 0."""
     value = host_values(who, "temperature", value)
-    if isinstance(value, (list, tuple)) or not _is_number(value) or not 0 < value < np.inf:
+    if isinstance(value, (list, tuple)) or not is_number(value) or not 0 < value < np.inf:
         raise RolloutError(
             f"{who}: temperature is {short(value)}; it takes one finite number above 0. Give the "
             "temperature of the sampling; for greedy decoding give 1."
@@ -207,24 +265,41 @@ def _finite_where_trained(
         f"{field} takes a one-dimensional list or array of numbers, one per token. Put 0 where a "
         "token has no value."
     )
-    array = _vector(who, field, values, "iuf", takes, missing=True).astype(np.float64)
+    array = read_vector(who, field, values, "iuf", takes, missing=True).astype(np.float64)
     _check_length(who, field, array, len(mask))
-    finite = np.isfinite(array)
-    if finite.all():
-        return array
-    refused = mask & ~finite
-    if refused.any():
-        position = int(refused.argmax())
-        shown = values[position] if isinstance(values, (list, tuple)) else array[position]
-        raise RolloutError(
-            f"{who}: {field}[{position}] is {short(shown)}, and token {position} is trained. "
-            f"{advice}"
-        )
-    array[~finite] = 0.0
+    given = values if isinstance(values, (list, tuple)) else array
+    clear_untrained(field, array, mask, within(who), advice, lambda position: given[position])
     return array
 
 
-def _vector(
+def clear_untrained(
+    field: str,
+    numbers: NDArray[np.float64],
+    mask: NDArray[np.bool_],
+    locate: Locate,
+    advice: str,
+    given: Callable[[int], Any],
+) -> None:
+    """Set entries of untrained tokens that are not finite to 0, in place.
+
+    Raises RolloutError, ending with `advice`, where the entry of a trained token is not finite; it
+    is shown as `given` has it.
+    """
+    finite = np.isfinite(numbers)
+    if finite.all():
+        return
+    refused = mask & ~finite
+    if refused.any():
+        position = int(refused.argmax())
+        place = locate(position)
+        raise RolloutError(
+            f"{place.who}: {field}{place.index} is {short(given(position))}, and token "
+            f"{place.token} is trained. {advice}"
+        )
+    numbers[~finite] = 0.0
+
+
+def read_vector(
     who: str, field: str, values: Any, kinds: str, takes: str, *, missing: bool = False
 ) -> np.ndarray:
     """`values` as a one-dimensional array of one of numpy's `kinds`.
@@ -284,7 +359,8 @@ def _kind(value_type: type) -> str:
     return np.dtype(value_type).kind if issubclass(value_type, np.generic) else "O"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether `value` is one integer or float; a boolean is none."""
     array = np.asarray(value)
     return array.ndim == 0 and array.dtype.kind in "iuf"
 

@@ -4,13 +4,25 @@ Every per-token array has the length of `token_ids` and entry i belongs to token
 are stored are read-only copies, so that what was validated here stays true later.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from forkpoint.batch_tensors import (
+    Columns,
+    FromTensors,
+    check_unique,
+    fill_ids,
+    group_index,
+    prompt_lengths,
+)
+from forkpoint.batch_tensors import PaddedLayout as PaddedLayout
+from forkpoint.batch_tensors import group_of as group_of
 from forkpoint.errors import RolloutError
 from forkpoint.rollout_fields import MAX_TOKEN_ID as MAX_TOKEN_ID
 from forkpoint.rollout_fields import (
@@ -137,13 +149,12 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, init=False, eq=False, repr=False)
-class RolloutBatch:
+class RolloutBatch(FromTensors):
     """Rollouts as ragged flat arrays: the tokens of rollout n are `offsets[n] : offsets[n + 1]`.
 
     N is the number of rollouts, T that of all their tokens, G that of groups. All arrays are
     read-only.
 
-    rollouts: N `Rollout`s, each with a rollout_id: one that has none gets its position as text.
     token_ids: int64 [T].
     offsets: int64 [N + 1], the starts of the rollouts and T.
     loss_mask: bool [T].
@@ -157,13 +168,20 @@ class RolloutBatch:
     group_ids: N times the group_id as given, or None.
     rollout_ids: N texts, all different.
     extras: N dicts or None.
+    has_advantages: False where the batch was made from tensors without advantages, which are then
+        0; losses that use advantages refuse it.
+    layout: the cells of the tensors [N, W] that the batch was made from, which `to_padded` fills.
+        Of a batch made from rollouts, or from jagged tensors, it is padded on the right.
+    completion_layout: the cells of the completions' tensors [N, C], which `to_completions` fills,
+        or None where completions were not given apart.
+
+    `from_padded`, `from_completions` and `from_jagged` make a batch from tensors.
 
     Raises RolloutError for an empty batch, for things that are not rollouts, for a rollout_id that
     is there twice, and where only some of the rollouts have old_logprobs, reference_logprobs,
     weights, returns or old_values.
     """
 
-    rollouts: tuple[Rollout, ...]
     token_ids: NDArray[np.int64]
     offsets: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
@@ -178,19 +196,28 @@ class RolloutBatch:
     group_ids: tuple[str | None, ...]
     rollout_ids: tuple[str, ...]
     extras: tuple[dict[str, Any] | None, ...]
+    has_advantages: bool
+    layout: PaddedLayout
+    completion_layout: PaddedLayout | None
+    _rollouts: tuple[Rollout, ...] | None
+    _numbers: dict[str, list[float]]
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
         given = check_rollouts(rollouts, "a batch")
-        rollout_ids = _fill_ids([rollout.rollout_id for rollout in given])
+        rollout_ids = fill_ids([rollout.rollout_id for rollout in given])
         named = tuple(
             rollout if rollout.rollout_id is not None else replace(rollout, rollout_id=name)
             for rollout, name in zip(given, rollout_ids, strict=True)
         )
+        token_ids = np.concatenate([rollout.token_ids for rollout in named])
+        loss_mask = np.concatenate([rollout.loss_mask for rollout in named])
+        lengths = np.array([len(rollout) for rollout in named], np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        group_ids = tuple(rollout.group_id for rollout in named)
         values = {
-            "rollouts": named,
-            "token_ids": np.concatenate([rollout.token_ids for rollout in named]),
-            "offsets": np.cumsum([0, *map(len, named)], dtype=np.int64),
-            "loss_mask": np.concatenate([rollout.loss_mask for rollout in named]),
+            "token_ids": token_ids,
+            "offsets": offsets,
+            "loss_mask": loss_mask,
             "advantages": _column(named, "advantage"),
             "old_logprobs": _column(named, "old_logprobs"),
             "reference_logprobs": _column(named, "reference_logprobs"),
@@ -198,10 +225,17 @@ class RolloutBatch:
             "returns": _column(named, "returns"),
             "old_values": _column(named, "old_values"),
             "temperatures": np.array([rollout.temperature for rollout in named]),
-            "group_index": _group_index(named),
-            "group_ids": tuple(rollout.group_id for rollout in named),
+            "group_index": group_index(
+                group_ids, token_ids, offsets, prompt_lengths(loss_mask, offsets)
+            ),
+            "group_ids": group_ids,
             "rollout_ids": rollout_ids,
             "extras": tuple(rollout.extras for rollout in named),
+            "has_advantages": True,
+            "layout": PaddedLayout.of_lengths(lengths),
+            "completion_layout": None,
+            "_rollouts": named,
+            "_numbers": {},
         }
         for name, value in values.items():
             if isinstance(value, np.ndarray):
@@ -209,7 +243,7 @@ class RolloutBatch:
             object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
-        return len(self.rollouts)
+        return len(self.rollout_ids)
 
     def __iter__(self) -> Iterator[Rollout]:
         return iter(self.rollouts)
@@ -223,6 +257,27 @@ class RolloutBatch:
             f"RolloutBatch({len(self)} rollouts, {self.group_index.max() + 1} groups, "
             f"{self.logical_tokens} tokens, {self.trained_tokens} trained)"
         )
+
+    @classmethod
+    def _of_columns(cls, columns: Columns) -> Self:
+        """The batch of these validated arrays; its rollouts are views of them."""
+        batch = object.__new__(cls)
+        for field in fields(columns):
+            name = "_numbers" if field.name == "numbers" else field.name
+            object.__setattr__(batch, name, getattr(columns, field.name))
+        object.__setattr__(batch, "_rollouts", None)
+        return batch
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """N `Rollout`s, each with a rollout_id: one that has none gets its position as text.
+
+        Those of a batch made from tensors are views of its arrays, made when first asked for.
+        """
+        if self._rollouts is None:
+            object.__setattr__(self, "_rollouts", self._views())
+        assert self._rollouts is not None
+        return self._rollouts
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -240,12 +295,18 @@ class RolloutBatch:
         return int(np.count_nonzero(self.loss_mask))
 
     def select(self, indices: Iterable[int]) -> "RolloutBatch":
-        """A batch of the rollouts at `indices`, in that order; they keep their rollout_ids.
+        """A batch of the rollouts at `indices`, in that order; they keep ids and layout.
 
         Raises IndexError for an index outside the batch, and RolloutError where there are no
         indices or one is there twice.
         """
-        return RolloutBatch(self.rollouts[index] for index in indices)
+        chosen = [operator.index(index) for index in indices]
+        batch = RolloutBatch([self.rollouts[index] for index in chosen])
+        object.__setattr__(batch, "has_advantages", self.has_advantages)
+        object.__setattr__(batch, "layout", self.layout.select(chosen))
+        if self.completion_layout is not None:
+            object.__setattr__(batch, "completion_layout", self.completion_layout.select(chosen))
+        return batch
 
     def groups(self) -> list[NDArray[np.int64]]:
         """For each group, in order of first appearance, its rollouts' indices: int64, ascending."""
@@ -264,6 +325,39 @@ class RolloutBatch:
                 f"go from 0 to {vocab_size - 1}. Use the model whose tokenizer made these rollouts."
             )
 
+    def _views(self) -> tuple[Rollout, ...]:
+        """The rollouts, without copies and without validating them again."""
+        bounds = self.offsets.tolist()
+
+        def split(values: NDArray[Any]) -> list[Any]:
+            return [values[begin:end] for begin, end in pairwise(bounds)]
+
+        def floats(name: str) -> Sequence[Any]:
+            values = getattr(self, name)
+            if values is None:
+                return [None] * len(self)
+            return self._numbers[name] if name in self._numbers else split(values)
+
+        values: dict[str, Sequence[Any]] = {
+            "token_ids": split(self.token_ids),
+            "loss_mask": split(self.loss_mask),
+            "advantage": floats("advantages"),
+            "old_logprobs": floats("old_logprobs"),
+            "reference_logprobs": floats("reference_logprobs"),
+            "weights": floats("weights"),
+            "returns": floats("returns"),
+            "old_values": floats("old_values"),
+            "temperature": self.temperatures.tolist(),
+            "group_id": self.group_ids,
+            "rollout_id": self.rollout_ids,
+            "extras": self.extras,
+        }
+        made = tuple(object.__new__(Rollout) for _ in range(len(self)))
+        for name, of_rollouts in values.items():
+            for rollout, value in zip(made, of_rollouts, strict=True):
+                object.__setattr__(rollout, name, value)
+        return made
+
 
 def check_rollouts(given: Iterable[Rollout], what: str) -> list[Rollout]:
     """The rollouts; refuses, for `what` (such as "a batch"), none, other things, and equal ids.
@@ -278,21 +372,13 @@ def check_rollouts(given: Iterable[Rollout], what: str) -> list[Rollout]:
     rollouts = list(given)
     if not rollouts:
         raise RolloutError(f"There are no rollouts; {what} takes at least one.")
-    seen: dict[str, int] = {}
     for position, rollout in enumerate(rollouts):
         if not isinstance(rollout, Rollout):
             raise RolloutError(
                 f"Item {position} is {short(rollout)} of type {type(rollout).__name__}; {what} "
                 "takes Rollout objects. Make them with Rollout(...) or load_rollouts(path)."
             )
-        if rollout.rollout_id is not None:
-            first = seen.setdefault(rollout.rollout_id, position)
-            if first != position:
-                raise RolloutError(
-                    f"rollout_id {short(rollout.rollout_id)} is given twice, at positions {first} "
-                    f"and {position}; each rollout of {what} needs its own. Rename one, or leave "
-                    "rollout_id out."
-                )
+    check_unique([rollout.rollout_id for rollout in rollouts], what)
     return rollouts
 
 
@@ -300,19 +386,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return type(one) is type(other) and np.array_equal(one, other)
     return one == other
-
-
-def _fill_ids(rollout_ids: Sequence[str | None]) -> tuple[str, ...]:
-    taken = set(rollout_ids)
-    filled: list[str] = []
-    for position, name in enumerate(rollout_ids):
-        if name is None:
-            name = str(position)
-            while name in taken:
-                name += "_"
-            taken.add(name)
-        filled.append(name)
-    return tuple(filled)
 
 
 def _column(rollouts: Sequence[Rollout], field: str) -> NDArray[np.float64] | None:
@@ -333,15 +406,3 @@ def _column(rollouts: Sequence[Rollout], field: str) -> NDArray[np.float64] | No
             for value, rollout in zip(values, rollouts, strict=True)
         ]
     )
-
-
-def _group_index(rollouts: Sequence[Rollout]) -> NDArray[np.int64]:
-    numbers: dict[str | bytes, int] = {}
-    index = np.empty(len(rollouts), np.int64)
-    for n, rollout in enumerate(rollouts):
-        key: str | bytes | None = rollout.group_id
-        if key is None:  # bytes, so that no group_id can be equal to it
-            mask = rollout.loss_mask
-            key = rollout.token_ids[: mask.argmax() if mask.any() else len(mask)].tobytes()
-        index[n] = numbers.setdefault(key, len(numbers))
-    return index

@@ -139,6 +139,7 @@ class Loss:
     needs_entropy: whether `outputs.entropies` is wanted, with gradients.
     needs: fields of the RolloutBatch without which the loss cannot be computed.
     takes_weights: False where the loss has no use for per-token weights; they are then refused.
+    uses_advantages: whether the loss reads advantages; a batch without any is then refused.
 
     A call must not read values back to the host (`.item()`, `if tensor:`): what depends on values
     is checked in `check`, on numpy arrays, before anything runs.
@@ -149,6 +150,7 @@ class Loss:
     needs_entropy: bool = False
     needs: tuple[str, ...] = ()
     takes_weights: bool = True
+    uses_advantages: bool = False
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
         """The view's part of the loss, a scalar with a graph to `outputs`."""
@@ -162,6 +164,11 @@ class Loss:
                     f"{self!r} needs {name}, but the rollouts have none. Give every Rollout its "
                     f"{name}; {SOURCES[name]}."
                 )
+        if self.uses_advantages and not batch.has_advantages:
+            raise RolloutError(
+                f"{self!r} needs advantages, but the batch was made without any. Give them where "
+                "the batch is made: one number per rollout, or one per token."
+            )
         if batch.weights is not None and not self.takes_weights:
             raise RolloutError(
                 f"The rollouts have weights, for which {type(self).__name__} has no use. Leave "

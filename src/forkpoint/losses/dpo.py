@@ -31,6 +31,7 @@ class PairLoss(Loss):
 
     decomposition: ClassVar[Decomposition] = "joint"
     takes_weights = False
+    uses_advantages = True
 
     def check(self, batch: RolloutBatch) -> None:
         """Raises RolloutError, naming the first group that is no pair with a preference."""

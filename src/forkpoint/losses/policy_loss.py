@@ -52,6 +52,7 @@ class PolicyLoss(Loss):
     """
 
     decomposition: ClassVar[Decomposition] = "token"
+    uses_advantages = True
 
     kl: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

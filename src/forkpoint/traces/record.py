@@ -5,7 +5,6 @@ Imports no torch.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import islice
 from reprlib import Repr
 from typing import Any
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts import Rollout, short
+from forkpoint.rollouts import group_of as group_of
 
 Array = NDArray[Any]
 _MOST_SHOWN = 80
@@ -327,15 +327,6 @@ def spread(values: Array | None, begin: int, length: int) -> Array | None:
     out = np.zeros(length, values.dtype)
     out[begin : begin + len(values)] = values
     return out
-
-
-def group_of(prompt: Array | str) -> str:
-    """A group_id that is equal for equal prompts."""
-    if isinstance(prompt, str):  # which may hold half a surrogate pair, as JSON may
-        content = prompt.encode("utf-8", "surrogatepass")
-    else:
-        content = prompt.astype("<i8").tobytes()
-    return f"prompt-{blake2b(content, digest_size=8).hexdigest()}"
 
 
 def make(record: Record, names: Mapping[str, str], **values: Any) -> Rollout:

@@ -17,6 +17,7 @@ from bad_inputs.plans import KERNELS, PLANS
 from bad_inputs.recorders import RECORDERS
 from bad_inputs.rollouts import ROLLOUTS
 from bad_inputs.states import STATES
+from bad_inputs.tensors import TENSORS
 from bad_inputs.traces import TRACES
 
 TOPICS: dict[str, tuple[Kind, ...]] = {
@@ -24,6 +25,7 @@ TOPICS: dict[str, tuple[Kind, ...]] = {
     "Pickles and torch files": PICKLES,
     "Memory for files": LIMITS,
     "Rollouts and batches": ROLLOUTS,
+    "Batches from tensors": TENSORS,
     "Options": OPTIONS,
     "Arguments of the command line": ARGUMENTS,
     "Models on the command line": MODEL_FILES,
