@@ -2,8 +2,8 @@
 
 Quality: slots over the microbatches of the rank that has most, the mean over random sets of shapes.
 Shapes are those of tests/random_forests.py: alike ones, wild ones of 32 microbatches, and planned
-ones. Time: 64 wild programs of 32 microbatches on one core, by kind; cold, with nothing remembered,
-and warm. Prints tables, appends a JSON row per figure to benchmarks/results/align.jsonl, and ends
+ones. Time: 64 wild programs of 32 microbatches, by kind, in milliseconds of one core (CPU time, so
+that others on the machine do not count); cold, with nothing remembered, and warm. Prints tables, appends a JSON row per figure to benchmarks/results/align.jsonl, and ends
 with 1 if alike shapes or times miss their bars.
 """
 
@@ -101,9 +101,9 @@ def times_ms(shapes: list[Shape], costs: Costs | None) -> dict[str, list[float]]
     for _ in range(REPEATS):
         align._common.cache_clear()
         for times in found.values():
-            began = time.perf_counter()
+            began = time.process_time()
             align.align_shapes(shapes, costs)
-            times.append(1e3 * (time.perf_counter() - began))
+            times.append(1e3 * (time.process_time() - began))
     return found
 
 
@@ -154,7 +154,7 @@ def main() -> int:
     Console(width=120).print(quality)
 
     speed = Table(
-        title=f"ms for {PROGRAMS} programs of {MICROBATCHES}; bars {COLD_MS:.0f}, {WARM_MS:.0f}"
+        title=f"ms of CPU for {PROGRAMS} programs of {MICROBATCHES}; bars {COLD_MS:.0f}, {WARM_MS:.0f}"
     )
     for name in ("shapes", "costs", "slots", "cold", "p20 to p80", "warm"):
         speed.add_column(name, justify="left" if name == "shapes" else "right")
@@ -168,7 +168,7 @@ def main() -> int:
                 p20, p50, p80 = (round(float(np.quantile(times, q)), 2) for q in (0.2, 0.5, 0.8))
                 quantiles[name] = p20, p50, p80
                 case = f"wild {kind}, {PROGRAMS} programs{', costs' if given else ''}"
-                figure = {"unit": "ms", "value": p50, "p20": p20, "p50": p50, "p80": p80}
+                figure = {"unit": "ms of CPU", "value": p50, "p20": p20, "p50": p50, "p80": p80}
                 rows.append({"case": case, "metric": name, **figure})
             (low, cold, high), (_, warm, _) = quantiles["cold"], quantiles["warm"]
             missed |= given is None and (cold > COLD_MS or warm > WARM_MS)
