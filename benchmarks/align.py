@@ -3,8 +3,10 @@
 Quality: slots over the microbatches of the rank that has most, the mean over random sets of shapes.
 Shapes are those of tests/random_forests.py: alike ones, wild ones of 32 microbatches, and planned
 ones. Time: 64 wild programs of 32 microbatches, by kind, in milliseconds of one core (CPU time, so
-that others on the machine do not count); cold, with nothing remembered, and warm. Prints tables, appends a JSON row per figure to benchmarks/results/align.jsonl, and ends
-with 1 if alike shapes or times miss their bars.
+that others on the machine do not count); cold, with nothing remembered, and warm.
+
+Prints tables, appends a JSON row per figure to benchmarks/results/align.jsonl, and ends with 1 if
+alike shapes or times without costs miss their bars.
 """
 
 import argparse
@@ -153,9 +155,8 @@ def main() -> int:
         quality.add_row(family, kind, *cells, listed if bars else "")
     Console(width=120).print(quality)
 
-    speed = Table(
-        title=f"ms of CPU for {PROGRAMS} programs of {MICROBATCHES}; bars {COLD_MS:.0f}, {WARM_MS:.0f}"
-    )
+    bars = f"bars {COLD_MS:.0f}, {WARM_MS:.0f}"
+    speed = Table(title=f"ms of CPU for {PROGRAMS} programs of {MICROBATCHES}; {bars}")
     for name in ("shapes", "costs", "slots", "cold", "p20 to p80", "warm"):
         speed.add_column(name, justify="left" if name == "shapes" else "right")
     for kind, wild in WILD.items():
