@@ -62,7 +62,7 @@ def rollouts(columns: dict[str, Any]) -> list[Rollout]:
     return made
 
 
-@pytest.mark.parametrize("config", [Config(), Config(sharing="tree", boundary="across_rows")])
+@pytest.mark.parametrize("config", [Config(), Config(sharing="tree", boundary="across")])
 @pytest.mark.parametrize("loss", [losses.GRPO(kl=0.1, entropy=0.01), losses.GSPO()])
 def test_steps_are_those_of_the_rollouts(loss: losses.Loss, config: Config) -> None:
     columns = tensors()
