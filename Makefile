@@ -7,8 +7,15 @@ bin := $(venv)/bin
 ready := $(venv)/.installed
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 
+# Planning, rollouts, losses and whole steps of small models: under 90 seconds on two cores.
+QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py tests/unit/test_events.py \
+  tests/unit/test_forest.py tests/unit/test_rollouts.py tests/unit/test_rollout_fields.py \
+  tests/unit/test_boundary.py tests/unit/test_house.py tests/unit/test_config.py \
+  tests/unit/test_changes.py tests/integration/test_logprobs.py
+FUZZ_SECONDS ?= 600
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format errors-page test-gpu test-wheel test-versions bench-forest clean
+.PHONY: help demo test test-quick fuzz check format errors-page test-gpu test-wheel test-versions bench-forest clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +25,12 @@ demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; plot
 
 test: $(ready)  ## all tests that need no GPU
 	@$(pytest) -m "not gpu and not multi_gpu" -n $(WORKERS) --dist worksteal
+
+test-quick: $(ready)  ## the fast tests alone, for every save
+	@$(pytest) -q -m "not gpu and not multi_gpu and not slow" -n $(WORKERS) --dist worksteal $(QUICK)
+
+fuzz: $(ready)  ## random models, batches and plans from fresh seeds, for FUZZ_SECONDS
+	@$(bin)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --seed $$(date +%s)
 
 check: $(ready)  ## lint, formatting, types, and every example of the documentation
 	@$(bin)/ruff check .

@@ -32,7 +32,8 @@ def test_a_choice_outside_its_list_is_refused(name: str, value: object, allowed:
     assert str(refused.value) == f"{name} is {value!r}; allowed are {allowed}."
 
 
-SIZES = ("max_microbatch_tokens", "memory_budget", "head_chunk_tokens")
+SIZES = ("max_microbatch_tokens", "max_leaf_tokens", "head_chunk_tokens")
+MEMORY = ("memory_budget", "host_memory")
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -44,7 +45,25 @@ def test_sizes_are_whole_and_at_least_one(name: str, value: object) -> None:
     assert str(refused.value) == message
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "0", "-1GB", "70 gigs", "", float("nan")])
+def test_memory_is_bytes_or_text(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Config(**{name: value})  # pyright: ignore[reportArgumentType]
+    assert str(refused.value).startswith(f"{name} is {value!r}; it takes a number of bytes of at")
+
+
+@pytest.mark.parametrize(
+    ("value", "size_bytes"),
+    [(1, 1), ("1", 1), ("70GiB", 70 << 30), ("80 GB", 80 * 10**9), ("1.5mib", 3 << 19)],
+)
+def test_memory_in_bytes(value: int | str, size_bytes: int) -> None:
+    config = Config(memory_budget=value, host_memory=value)
+    assert config.memory_budget_bytes == config.host_memory_bytes == size_bytes
+    assert Config().memory_budget_bytes is None
+
+
+@pytest.mark.parametrize("name", (*SIZES, *MEMORY))
 def test_the_smallest_size_is_allowed(name: str) -> None:
     config = Config(**{name: 1})  # pyright: ignore[reportArgumentType]
     assert getattr(config, name) == 1

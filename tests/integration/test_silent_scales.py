@@ -1,0 +1,89 @@
+"""Scales that differ from the configuration: what a module's attribute says is what it computes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from steps import ACROSS, forked_batch
+from torch import Tensor
+from torch.nn import functional as F
+
+from forkpoint import RolloutBatch, wrap
+from forkpoint.testing import tiny_model
+
+BATCH = forked_batch(stretch=3)
+BAR = 1e-4
+pytestmark = pytest.mark.filterwarnings("ignore:.*eos_token_id.*")
+
+
+def attribute(path: str, value: Any) -> Callable[[Any], None]:
+    """Set an attribute of the model, of one of its modules, or of its configuration."""
+    owner, _, name = path.rpartition(".")
+
+    def change(model: Any) -> None:
+        found = model
+        for part in owner.split(".") if owner else ():
+            found = getattr(found, part)
+        setattr(found, name, value)
+
+    return change
+
+
+def frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(2)
+
+
+CASES: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "attention's scaling": ("llama", attribute("model.layers.1.self_attn.scaling", 0.9)),
+    "logits_scaling": ("granite", attribute("config.logits_scaling", 3.0)),
+    "residual_multiplier": ("granite", attribute("model.layers.0.residual_multiplier", 0.3)),
+    "embedding_multiplier": ("granite", attribute("model.embedding_multiplier", 3.0)),
+    "logit_scale of the model": ("cohere", attribute("logit_scale", 0.5)),
+    "logit_scale of the configuration": ("cohere", attribute("config.logit_scale", 0.5)),
+    "final softcap": ("gemma2", attribute("config.final_logit_softcapping", 2.0)),
+    "softcap of the configuration": ("gemma2", attribute("config.attn_logit_softcapping", 2.0)),
+    "softcap of a layer": (
+        "gemma2",
+        attribute("model.layers.0.self_attn.attn_logit_softcapping", 1.0),
+    ),
+    "epsilon of a norm": ("llama", attribute("model.layers.0.input_layernorm.variance_epsilon", 0.5)),
+    "rotary frequencies": ("llama", frequencies),
+    "rotary scaling": ("llama", attribute("model.rotary_emb.attention_scaling", 1.5)),
+    "window": ("mistral", attribute("config.sliding_window", 3)),
+    "experts of a token": ("gpt_oss", attribute("model.layers.0.mlp.router.top_k", 1)),
+}  # fmt: skip
+
+READ_WHEN_MADE = {"logit_scale of the configuration", "softcap of the configuration"}
+"""What the model's modules read of the configuration when they are made: a change has no effect."""
+
+
+def stock_logprobs(model: Any, batch: RolloutBatch) -> Tensor:
+    found = []
+    for rollout in batch:
+        ids = torch.tensor(rollout.token_ids)
+        logps = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        picked = logps.gather(-1, ids[1:, None])[:, 0]
+        mask = torch.tensor(rollout.loss_mask[1:])
+        found.append(F.pad(torch.where(mask, picked, 0), (1, 0)))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("when", ["before it is wrapped", "after a score"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_changed_scale_is_exact(name: str, when: str) -> None:
+    family, change = CASES[name]
+    model: Any = tiny_model(family, dtype=torch.float32)
+    model.set_attn_implementation("eager")  # sdpa of some versions knows no softcap
+    if when == "before it is wrapped":
+        change(model)
+    policy = wrap(model, ACROSS)
+    before = policy.score(BATCH).logprobs
+    if when == "after a score":
+        change(model)
+    found = policy.score(BATCH).logprobs
+    with torch.no_grad():
+        expected = stock_logprobs(model, BATCH)
+    torch.testing.assert_close(found, expected, rtol=0, atol=BAR)
+    if when == "after a score" and name not in READ_WHEN_MADE:
+        assert float((found - before).abs().max()) > 10 * BAR, "the change has no effect"
