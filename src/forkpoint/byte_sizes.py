@@ -29,8 +29,11 @@ def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int |
         unit = (found[2] or "").lower()
         size = int(float(found[1]) * {**_UNITS, **_BINARY}[unit])
     if size < 1:
+        # The command line gives numbers as text.
+        bare = isinstance(given, str) and given.lstrip("-").isdigit()
         raise ConfigError(
-            f"{name} is {given!r:.80}; it takes a number of bytes of at least 1, or text such as "
+            f"{name} is {given if bare else repr(given)[:80]}; it takes a number of bytes of "
+            f"at least 1, or text such as "
             "'8GB', '512MiB'. Leave it out for the default."
         )
     if size > MOST:

@@ -149,18 +149,18 @@ class Sampler:
             logits = self.host.model(input_ids=ids_NW, use_cache=False, return_dict=True).logits
         if self.host.head == "values":
             return nn.functional.pad(logits[:, :-1, 0].to(dtype), (1, 0))
-        microbatches = zip(logits[:, :-1], ids_NW[:, 1:], strict=True)
+        sequences = zip(logits[:, :-1], ids_NW[:, 1:], strict=True)
         logprobs = [
-            microbatch.to(dtype).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-            for microbatch, labels in microbatches
+            logits_WV.to(dtype).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+            for logits_WV, labels in sequences
         ]
         return nn.functional.pad(torch.stack(logprobs), (1, 0))
 
     def alone(self) -> Tensor:
         """Values by the model's own forward, one sequence at a time."""
         width = self.ids_NW.shape[1]
-        microbatches = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
-        return torch.cat(microbatches)
+        values = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
+        return torch.cat(values)
 
     def compared(self, shared: Tensor) -> Agreement:
         """Differences between `shared`, the stock model, and runs of the stock model."""

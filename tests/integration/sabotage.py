@@ -12,7 +12,7 @@ from forkpoint.engine import boundary, engine, microbatches, views
 from forkpoint.losses import LossOutputs
 from forkpoint.ops.attention import operator, source
 from forkpoint.ops.attention.merge import Part
-from forkpoint.ops.attention.table import FROM_ARENA, Launch
+from forkpoint.ops.attention.table import FROM_CACHE, Launch
 from forkpoint.plan.layout import COLUMNS, Table
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
@@ -41,7 +41,7 @@ def one_child_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     add_grad = source.Source.add_grad
 
     def overwriting(self: Any, launch: Launch, part: Tensor, *rest: Any) -> None:
-        if launch.source == FROM_ARENA and self._cache_grad is not None:
+        if launch.source == FROM_CACHE and self._cache_grad is not None:
             self._cache_grad[launch.k_begin : launch.k_end] = part
         else:
             add_grad(self, launch, part, *rest)

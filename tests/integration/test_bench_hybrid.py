@@ -1,5 +1,4 @@
-"""`forkpoint bench hybrid`: it runs on tiny shapes, its microbatches are whole, and what fails is
-named."""
+"""`forkpoint bench hybrid`: it runs on tiny shapes, its rows are whole, and what fails is named."""
 
 import json
 from pathlib import Path
@@ -24,45 +23,28 @@ METRICS = {
 
 
 def test_tiny_shapes_on_any_device(shell: Shell, tmp_path: Path) -> None:
-    output = tmp_path / "microbatches.jsonl"
+    output = tmp_path / "rows.jsonl"
     done = shell(
         "bench", "hybrid", "--suite", "smoke", "--only", "R24", "--repeats", "1", "--output", output
     )
     assert done.code == 0, done.err
-    microbatches = {
-        microbatch["metric"]: microbatch
-        for microbatch in map(json.loads, output.read_text().splitlines())
-    }
-    assert set(microbatches) == METRICS
-    assert {microbatch["case"] for microbatch in microbatches.values()} == {"P70-R24-G3"}
+    rows = {row["metric"]: row for row in map(json.loads, output.read_text().splitlines())}
+    assert set(rows) == METRICS
+    assert {row["case"] for row in rows.values()} == {"P70-R24-G3"}
     for side in ("dense", "shared"):
-        assert (
-            microbatches[f"{side} nonfinite"]["value"] == 0
-            and microbatches[f"{side} step"]["value"] > 0
-        )
-    assert "3 rollouts, scaled by 1;" in microbatches["dense step"]["note"]
-    assert (
-        microbatches["speed-up"]["baseline"] == "dense" and microbatches["speed-up"]["bound"] > 1.5
-    )
-    ratio = microbatches["dense step"]["value"] / microbatches["shared step"]["value"]
-    assert microbatches["speed-up"]["value"] == pytest.approx(ratio)
-    share = microbatches["speed-up"]["value"] / microbatches["speed-up"]["bound"]
-    assert microbatches["share of bound"]["value"] == pytest.approx(share)
+        assert rows[f"{side} nonfinite"]["value"] == 0 and rows[f"{side} step"]["value"] > 0
+    assert "3 rollouts, scaled by 1;" in rows["dense step"]["note"]
+    assert rows["speed-up"]["baseline"] == "dense" and rows["speed-up"]["bound"] > 1.5
+    ratio = rows["dense step"]["value"] / rows["shared step"]["value"]
+    assert rows["speed-up"]["value"] == pytest.approx(ratio)
+    share = rows["speed-up"]["value"] / rows["speed-up"]["bound"]
+    assert rows["share of bound"]["value"] == pytest.approx(share)
     for side in ("", "dense again: "):
-        assert microbatches[f"{side}gradient difference"]["value"] < 1e-4
-        assert microbatches[f"{side}log-prob difference"]["value"] < 1e-5
-    assert (
-        microbatches["gradient difference"]["value"]
-        > 0
-        < microbatches["log-prob difference"]["value"]
-    )
+        assert rows[f"{side}gradient difference"]["value"] < 1e-4
+        assert rows[f"{side}log-prob difference"]["value"] < 1e-5
+    assert rows["gradient difference"]["value"] > 0 < rows["log-prob difference"]["value"]
     last = json.loads(done.out.splitlines()[-1])
-    assert (last["what"], last["cases"], last["microbatches"], last["failed"]) == (
-        "hybrid",
-        1,
-        18,
-        [],
-    )
+    assert (last["what"], last["cases"], last["rows"], last["failed"]) == ("hybrid", 1, 18, [])
 
 
 def test_a_control_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,11 +57,9 @@ def test_a_control_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch
         return logprobs(*given)
 
     monkeypatch.setattr(hybrid, "_logprobs", full)
-    microbatches = {
-        r.metric: r for r in hybrid.run_case(hybrid.SUITES["smoke"][0], stepper, repeats=1)
-    }
-    assert microbatches["dense again: fits"].value == 0 and "gradient difference" in microbatches
-    assert "dense again: gradient difference" not in microbatches
+    rows = {r.metric: r for r in hybrid.run_case(hybrid.SUITES["smoke"][0], stepper, repeats=1)}
+    assert rows["dense again: fits"].value == 0 and "gradient difference" in rows
+    assert "dense again: gradient difference" not in rows
 
 
 def test_gradients_that_are_not_finite_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,15 +73,11 @@ def test_gradients_that_are_not_finite_are_named(monkeypatch: pytest.MonkeyPatch
         return timed
 
     monkeypatch.setattr(Stepper, "repeat", spoiled)
-    microbatches = {
-        r.metric: r for r in hybrid.run_case(hybrid.SUITES["smoke"][0], stepper, repeats=1)
-    }
-    assert (
-        microbatches["dense nonfinite"].value == 0 and microbatches["dense nonfinite"].note is None
-    )
-    assert microbatches["shared nonfinite"].value == 1
-    assert "FAILED" in (microbatches["shared nonfinite"].note or "")
-    assert "model.layers.0.linear_attn.dt_bias" in (microbatches["shared nonfinite"].note or "")
+    rows = {r.metric: r for r in hybrid.run_case(hybrid.SUITES["smoke"][0], stepper, repeats=1)}
+    assert rows["dense nonfinite"].value == 0 and rows["dense nonfinite"].note is None
+    assert rows["shared nonfinite"].value == 1
+    assert "FAILED" in (rows["shared nonfinite"].note or "")
+    assert "model.layers.0.linear_attn.dt_bias" in (rows["shared nonfinite"].note or "")
 
 
 @pytest.mark.parametrize(

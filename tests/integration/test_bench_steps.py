@@ -1,5 +1,4 @@
-"""The benches of whole steps on a CPU, with a tiny model: they run, and microbatches say what they
-are."""
+"""The benches of whole steps on a CPU, with a tiny model: they run, and rows say what they are."""
 
 import json
 import runpy
@@ -11,7 +10,7 @@ import pytest
 
 from forkpoint import save_rollouts
 from forkpoint.bench.capacity import largest
-from forkpoint.bench.plots import draw_all, latest, read_microbatches
+from forkpoint.bench.plots import draw_all, latest, read_rows
 from forkpoint.bench.steps import Stepper
 from forkpoint.bench.tree import REPEATS
 from forkpoint.cli import main
@@ -24,146 +23,118 @@ TINY = ("--tiny", "--blocks", "eager", "--layers", "1", "--json")
 def bench(
     what: str, folder: Path, capsys: pytest.CaptureFixture[str], *options: str
 ) -> tuple[list[dict], dict]:
-    """Microbatches of a bench and its JSON line."""
-    output = folder / "microbatches.jsonl"
+    """Rows of a bench and its JSON line."""
+    output = folder / "rows.jsonl"
     assert main(["bench", what, *options, *TINY, "--output", str(output)]) == 0
     result = json.loads(capsys.readouterr().out)
-    microbatches = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert result["microbatches"] == len(microbatches)
-    for microbatch in microbatches:
-        assert microbatch["value"] == microbatch["value"] and microbatch["bench"] == what
-        assert microbatch["commit"] and microbatch["command"] and microbatch["versions"]["torch"]
-    return microbatches, result
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert result["rows"] == len(rows)
+    for row in rows:
+        assert row["value"] == row["value"] and row["bench"] == what
+        assert row["commit"] and row["command"] and row["versions"]["torch"]
+    return rows, result
 
 
-def values(microbatches: list[dict], metric: str) -> dict[str, float]:
-    return {
-        microbatch["case"]: microbatch["value"]
-        for microbatch in microbatches
-        if microbatch["metric"] == metric
-    }
+def values(rows: list[dict], metric: str) -> dict[str, float]:
+    return {row["case"]: row["value"] for row in rows if row["metric"] == metric}
 
 
 def test_step_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    microbatches, result = bench("step-grid", tmp_path, capsys, "--counts", "4")
+    rows, result = bench("step-grid", tmp_path, capsys, "--counts", "4")
     assert not result["left_out"]
-    speed_ups = [microbatch for microbatch in microbatches if microbatch["metric"] == "speed-up"]
+    speed_ups = [row for row in rows if row["metric"] == "speed-up"]
     # Four splits by one count, and the four cells where sharing gains least.
-    assert len(speed_ups) == 8 and all(microbatch["bound"] >= 1 for microbatch in speed_ups)
-    shared, dense = values(microbatches, "shared step"), values(microbatches, "dense step")
-    for microbatch in speed_ups:
-        assert microbatch["value"] == pytest.approx(
-            dense[microbatch["case"]] / shared[microbatch["case"]]
-        )
-        share = values(microbatches, "share of bound")[microbatch["case"]]
-        assert share == pytest.approx(microbatch["value"] / microbatch["bound"])
-    phases = [values(microbatches, f"shared phase {phase}") for phase in "ABC"]
+    assert len(speed_ups) == 8 and all(row["bound"] >= 1 for row in speed_ups)
+    shared, dense = values(rows, "shared step"), values(rows, "dense step")
+    for row in speed_ups:
+        assert row["value"] == pytest.approx(dense[row["case"]] / shared[row["case"]])
+        share = values(rows, "share of bound")[row["case"]]
+        assert share == pytest.approx(row["value"] / row["bound"])
+    phases = [values(rows, f"shared phase {phase}") for phase in "ABC"]
     for case, ms in shared.items():
         assert 0 < sum(each[case] for each in phases) <= ms * 1.5
-    assert any(
-        "4 rollouts, scaled by 1;" in (microbatch["note"] or "") for microbatch in microbatches
-    )
-    assert set(values(microbatches, "shared planning")) == set(shared)
+    assert any("4 rollouts, scaled by 1;" in (row["note"] or "") for row in rows)
+    assert set(values(rows, "shared planning")) == set(shared)
 
 
 def test_dense_says_what_it_was_scaled_by(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--counts", "4", "8", "--splits", "6144/6144")
-    microbatches, _ = bench("step-grid", tmp_path, capsys, *options)
-    notes = {
-        microbatch["case"]: microbatch["note"]
-        for microbatch in microbatches
-        if microbatch["metric"] == "dense step"
-    }
+    rows, _ = bench("step-grid", tmp_path, capsys, *options)
+    notes = {row["case"]: row["note"] for row in rows if row["metric"] == "dense step"}
     assert "4 rollouts, scaled by 1;" in notes["eager 6144/6144 N=4"]
     assert "4 rollouts, scaled by 2;" in notes["eager 6144/6144 N=8"]
-    for microbatch in microbatches:
-        if microbatch["p20"] is not None:
-            assert microbatch["p20"] <= microbatch["value"] <= microbatch["p80"]
+    for row in rows:
+        if row["p20"] is not None:
+            assert row["p20"] <= row["value"] <= row["p80"]
 
 
 @pytest.mark.parametrize("what", ["step-grid", "memory"])
 def test_splits_by_name(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     count = {"step-grid": "--counts", "memory": "--count"}[what]
     options = ("--splits", "10240/2048", "6144/6144", count, "4")
-    microbatches, _ = bench(what, tmp_path, capsys, *options)
-    assert {microbatch["case"].split(" ")[1] for microbatch in microbatches} == {
-        "10240/2048",
-        "6144/6144",
-    }
+    rows, _ = bench(what, tmp_path, capsys, *options)
+    assert {row["case"].split(" ")[1] for row in rows} == {"10240/2048", "6144/6144"}
 
 
 def test_predictions_stand_beside_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    microbatches, _ = bench("step-grid", tmp_path, capsys, "--counts", "4", "--calibrate")
-    assert (tmp_path / "microbatches.calibration.json").is_file()
-    shared, predicted = values(microbatches, "shared step"), values(microbatches, "predicted step")
-    ratios = [
-        microbatch
-        for microbatch in microbatches
-        if microbatch["metric"] == "predicted / measured time"
-    ]
+    rows, _ = bench("step-grid", tmp_path, capsys, "--counts", "4", "--calibrate")
+    assert (tmp_path / "rows.calibration.json").is_file()
+    shared, predicted = values(rows, "shared step"), values(rows, "predicted step")
+    ratios = [row for row in rows if row["metric"] == "predicted / measured time"]
     assert len(ratios) == len(shared) == len(predicted) == 8
-    for microbatch in ratios:
-        assert microbatch["value"] == pytest.approx(
-            predicted[microbatch["case"]] / shared[microbatch["case"]]
-        )
-        assert "measured on" in microbatch["note"]
+    for row in ratios:
+        assert row["value"] == pytest.approx(predicted[row["case"]] / shared[row["case"]])
+        assert "measured on" in row["note"]
 
 
 def test_time_that_is_up_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "microbatches.jsonl"
+    output = tmp_path / "rows.jsonl"
     command = ["bench", "step-grid", *TINY, "--output", str(output), "--max-seconds", "0"]
     assert main(command) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["microbatches"] == 0 and len(result["left_out"]) == 20
+    assert result["rows"] == 0 and len(result["left_out"]) == 20
 
 
 @pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-4b"])
 def test_policy_update(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    microbatches, _ = bench("policy-update", tmp_path, capsys, "--shape", shape)
-    assert len(values(microbatches, "speed-up")) == 2
-    plain, shared = (
-        values(microbatches, "dense log-probs"),
-        values(microbatches, "shared log-probs"),
-    )
-    for microbatch in (
-        microbatch for microbatch in microbatches if microbatch["metric"] == "log-probs speed-up"
-    ):
-        assert microbatch["value"] == pytest.approx(
-            plain[microbatch["case"]] / shared[microbatch["case"]]
-        )
-        assert microbatch["bound"] > 1 and microbatch["baseline"] == "dense"
+    rows, _ = bench("policy-update", tmp_path, capsys, "--shape", shape)
+    assert len(values(rows, "speed-up")) == 2
+    plain, shared = values(rows, "dense log-probs"), values(rows, "shared log-probs")
+    for row in (row for row in rows if row["metric"] == "log-probs speed-up"):
+        assert row["value"] == pytest.approx(plain[row["case"]] / shared[row["case"]])
+        assert row["bound"] > 1 and row["baseline"] == "dense"
 
 
 def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    microbatches, _ = bench("memory", tmp_path, capsys, "--count", "3")
-    over = values(microbatches, "time over keep")
+    rows, _ = bench("memory", tmp_path, capsys, "--count", "3")
+    over = values(rows, "time over keep")
     assert len(over) == 12 and {case.split(" ")[-1] for case in over} == {
         *("keep", "offload", "recompute")
     }
     assert all(value == 1 for case, value in over.items() if case.endswith("keep"))
     # Longer prompts leave more to offload.
-    out = list(values(microbatches, "offload out_bytes").values())
+    out = list(values(rows, "offload out_bytes").values())
     assert len(out) == 4 and out == sorted(out) and out[0] > 0
-    assert set(values(microbatches, "offload left_bytes").values()) == {0}
+    assert set(values(rows, "offload left_bytes").values()) == {0}
 
 
 def test_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--most-tokens", "4096", "--long-prompt", "16384")
-    microbatches, _ = bench("capacity", tmp_path, capsys, *options)
+    rows, _ = bench("capacity", tmp_path, capsys, *options)
     # There is no cap on a CPU: everything trains up to where it is told to stop.
-    assert set(values(microbatches, "largest total").values()) == {4096 // 64}
-    errors = values(microbatches, "gradient over dense")
+    assert set(values(rows, "largest total").values()) == {4096 // 64}
+    errors = values(rows, "gradient over dense")
     assert len(errors) == 6 and max(errors.values()) < 1e-4
     assert max(errors.values()) > 0, "gradients were compared with themselves"
-    assert list(values(microbatches, "prompt that trained").values()) == [256]
+    assert list(values(rows, "prompt that trained").values()) == [256]
     alone, _ = bench(
         "capacity", tmp_path / "alone", capsys, *options, "--only", "longest", "for like"
     )
-    cases = {microbatch["case"].partition(" ")[2].partition(":")[0] for microbatch in alone}
+    cases = {row["case"].partition(" ")[2].partition(":")[0] for row in alone}
     assert cases == {"longest prompt", "like for like"}
     assert main(["bench", "capacity", *TINY, "--only", "shortest"]) == 2
     assert "no case has shortest in its name; there are: " in capsys.readouterr().err
@@ -174,18 +145,12 @@ def test_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         groups=2, rollouts_per_group=4, prompt_tokens=64, response_tokens=16
     )
     save_rollouts(tmp_path / "rollouts.jsonl", rollouts)
-    microbatches, _ = bench("tree", tmp_path, capsys, str(tmp_path / "rollouts.jsonl"))
-    (ratio,) = (microbatch for microbatch in microbatches if microbatch["metric"] == "speed-up")
+    rows, _ = bench("tree", tmp_path, capsys, str(tmp_path / "rollouts.jsonl"))
+    (ratio,) = (row for row in rows if row["metric"] == "speed-up")
     assert ratio["bound"] > 1.5 and "2 of 2 groups" in ratio["note"]
-    each = [
-        microbatch["value"] for microbatch in microbatches if microbatch["metric"] == "dense step"
-    ]
+    each = [row["value"] for row in rows if row["metric"] == "dense step"]
     assert len(each) == 2
-    (whole,) = (
-        microbatch["value"]
-        for microbatch in microbatches
-        if microbatch["metric"] == "dense step, sum"
-    )
+    (whole,) = (row["value"] for row in rows if row["metric"] == "dense step, sum")
     assert sum(each) == pytest.approx(whole)
     assert "at random" not in ratio["note"]
 
@@ -208,9 +173,9 @@ def test_no_group_of_a_tree_bench_has_gradients_of_nothing_but_zeros(
         return timed
 
     monkeypatch.setattr(Stepper, "repeat", watched)
-    microbatches, _ = bench("tree", tmp_path, capsys, str(tmp_path / "rollouts.jsonl"))
+    rows, _ = bench("tree", tmp_path, capsys, str(tmp_path / "rollouts.jsonl"))
     assert len(norms) == 2 * 2 * (1 + REPEATS) and min(norms) > 0
-    (ratio,) = (microbatch for microbatch in microbatches if microbatch["metric"] == "speed-up")
+    (ratio,) = (row for row in rows if row["metric"] == "speed-up")
     assert "advantages of 1 groups were all 0, and drawn at random" in ratio["note"]
 
 
@@ -223,26 +188,17 @@ def test_without_a_gpu_only_the_tiny_shapes_run(capsys: pytest.CaptureFixture[st
     assert "--tiny" in capsys.readouterr().err
 
 
-def test_figures_are_drawn_from_microbatches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_are_drawn_from_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench("step-grid", tmp_path, capsys, "--counts", "4")
     cells = [
         {"bench": "memory", "case": "a", "metric": "peak of phase B drained over dense"},
         {"bench": "capacity", "case": "b", "metric": "largest total"},
         {"bench": "step-grid", "case": "c", "metric": "predicted / measured time"},
     ]
-    with (tmp_path / "microbatches.jsonl").open("a", encoding="utf-8") as file:
+    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({**c, "value": 0.5, "bound": 0.4}) + "\n" for c in cells)
     folder = tmp_path / "figures"
-    command = [
-        "bench",
-        "plot",
-        str(tmp_path / "microbatches.jsonl"),
-        "--output",
-        str(folder),
-        "--json",
-    ]
+    command = ["bench", "plot", str(tmp_path / "rows.jsonl"), "--output", str(folder), "--json"]
     assert main(command) == 0
     drawn = json.loads(capsys.readouterr().out)["figures"]
     names = ["step-grid", "memory", "capacity", "predicted"]
@@ -250,21 +206,21 @@ def test_figures_are_drawn_from_microbatches(
     assert all("<svg" in Path(path).read_text(encoding="utf-8")[:500] for path in drawn)
 
 
-def test_the_last_microbatch_of_a_figure_counts_unless_it_is_void() -> None:
-    microbatch = {"bench": "memory", "case": "a", "metric": "m"}
-    microbatches = [
-        {**microbatch, "value": 1.0},
-        {**microbatch, "case": "b", "value": 2.0, "note": None},
-        {**microbatch, "value": 3.0, "note": "microbatches of 64 tokens"},
-        {**microbatch, "case": "b", "value": 4.0, "note": "void: something else ran"},
+def test_the_last_row_of_a_figure_counts_unless_it_is_void() -> None:
+    row = {"bench": "memory", "case": "a", "metric": "m"}
+    rows = [
+        {**row, "value": 1.0},
+        {**row, "case": "b", "value": 2.0, "note": None},
+        {**row, "value": 3.0, "note": "rows of 64 tokens"},
+        {**row, "case": "b", "value": 4.0, "note": "void: something else ran"},
     ]
-    assert [found["value"] for found in latest(microbatches)] == [3.0, 2.0]
+    assert [found["value"] for found in latest(rows)] == [3.0, 2.0]
 
 
 def test_what_ran_out_of_memory_has_no_earlier_figures() -> None:
-    microbatch = {"bench": "step-grid", "case": "compiled 2048/10240 N=16", "bound": 2.0}
-    speed = {**microbatch, "metric": "speed-up", "value": 1.5}
-    failed = {**microbatch, "metric": "out of memory", "value": 1.0}
+    row = {"bench": "step-grid", "case": "compiled 2048/10240 N=16", "bound": 2.0}
+    speed = {**row, "metric": "speed-up", "value": 1.5}
+    failed = {**row, "metric": "out of memory", "value": 1.0}
     other = {**speed, "case": "compiled 2048/10240 N=8"}
     assert latest([speed, other, failed]) == [other, failed]
     assert latest([failed, speed]) == [speed]
@@ -274,7 +230,7 @@ def test_what_ran_out_of_memory_has_no_earlier_figures() -> None:
 def test_a_failure_is_drawn_and_ways_that_do_not_compare_stand_apart(tmp_path: Path) -> None:
     grid = {"bench": "step-grid", "bound": 2.0}
     found = {"bench": "capacity", "metric": "largest total", "value": 1.0}
-    microbatches = [
+    rows = [
         {**grid, "case": "compiled 2048/10240 N=8", "metric": "speed-up", "value": 1.5},
         {**grid, "case": "compiled 2048/10240 N=16", "metric": "out of memory", "value": 1.0},
         {**found, "case": "compiled like for like: dense"},
@@ -282,7 +238,7 @@ def test_a_failure_is_drawn_and_ways_that_do_not_compare_stand_apart(tmp_path: P
         {**found, "case": "compiled at their best: shared, chains"},
     ]
     texts = []
-    for path in draw_all(microbatches, tmp_path):
+    for path in draw_all(rows, tmp_path):
         lines = path.read_text(encoding="utf-8").splitlines()
         texts.append({line.strip() for line in lines if line.strip().startswith("<!--")})
     assert "<!-- 2048/10240: out of memory -->" in texts[0] and "<!-- 16 -->" in texts[0]
@@ -311,34 +267,34 @@ ROW = {"bench": "step-grid", "case": "eager 2/8 N=4", "metric": "speed-up", "val
         ),
     ],
 )
-def test_what_is_no_microbatch_is_refused(changes: dict, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "microbatches.jsonl"
+def test_what_is_no_row_is_refused(changes: dict, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(ROW)}\n{json.dumps({**ROW, **changes})}\n")
-    with pytest.raises(ConfigError, match=f"line 2 is not a microbatch of a bench: {said}"):
-        read_microbatches([path])
+    with pytest.raises(ConfigError, match=f"line 2 is not a row of a bench: {said}"):
+        read_rows([path])
 
 
-def test_files_without_microbatches_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "microbatches.jsonl"
+def test_files_without_rows_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
     for content in (b'{"bench": "memory"}', b"[" * 9_999, b"\xff", b"NaN", b"[]"):
         path.write_bytes(content + b"\n")
-        with pytest.raises(ConfigError, match="line 1 is not a microbatch"):
-            read_microbatches([path])
+        with pytest.raises(ConfigError, match="line 1 is not a row"):
+            read_rows([path])
     with pytest.raises(ConfigError, match="nothing to draw"):
         draw_all([], tmp_path)
 
 
 def test_names_of_cases_are_drawn_as_text(tmp_path: Path) -> None:
     """Formulas, markup, characters that no font has, and those that XML has not."""
-    path = tmp_path / "microbatches.jsonl"
+    path = tmp_path / "rows.jsonl"
     hostile = r"$\frac{$ <b>&amp;]]> \u7d44" + "\x00\x1b\ud800\u202e" + "x" * 500
-    microbatches = [
+    rows = [
         {"bench": "capacity", "case": f"{hostile}: dense", "metric": "largest total", "value": 5},
         {**ROW, "case": "<b> $x^$ N=4"},
         {**ROW, "metric": "predicted / measured time", "bench": hostile},
     ]
-    path.write_text("".join(f"{json.dumps(microbatch)}\n" for microbatch in microbatches))
-    drawn = draw_all(read_microbatches([path]), tmp_path)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    drawn = draw_all(read_rows([path]), tmp_path)
     assert len(drawn) == 3
     for figure in drawn:
         ElementTree.parse(figure)
@@ -366,6 +322,6 @@ def test_profiles_run_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     options = ["--shape", "tiny", "--layers", "1", "--cells", "96/32/4", "--longest", "0"]
     monkeypatch.setattr("sys.argv", [str(script), *options, "--output", str(output)])
     runpy.run_path(str(script), run_name="__main__")
-    microbatches = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    steps = [microbatch for microbatch in microbatches if microbatch["metric"] == "step"]
-    assert len(steps) == 3 and all(microbatch["value"] > 0 for microbatch in steps)
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if row["metric"] == "step"]
+    assert len(steps) == 3 and all(row["value"] > 0 for row in steps)

@@ -111,8 +111,8 @@ def test_plan_reads_the_shape_that_the_model_has(family: str, tmp_path: Path) ->
 def test_plan_is_the_one_that_runs(loss: Any, shell: Shell, tmp_path: Path, config: Path) -> None:
     """Candidates and costs are those of `policy.plan`, for losses that couple tokens as well.
 
-    Rollouts are trained from their system tokens on, so that in short microbatches every one of
-    them has trained tokens in several microbatches.
+    Rollouts are trained from their system tokens on, so that in short rows every one of them has
+    trained tokens in several rows.
     """
     everything = [
         changed(r, loss_mask=np.arange(len(r)) > 0, reference_logprobs=-np.ones(len(r)))
@@ -155,7 +155,7 @@ def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> Non
     done = shell("plan", file, "--model", config, "--batch-rollouts", 6)
     result = done.result
     assert result["batches"] == 3 and "3 batches, each with a plan of its own" in done.out
-    assert "microbatches in visiting order" not in done.out
+    assert "rows in visiting order" not in done.out
     parts = [
         shell(
             "plan",
@@ -193,9 +193,7 @@ def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> Non
 def test_plan_says_what_a_split_loses(shell: Shell, rollouts: Path) -> None:
     done = shell("plan", rollouts)
     result = done.result
-    found = {
-        (microbatch["kind"], microbatch["count"]): microbatch for microbatch in result["splits"]
-    }
+    found = {(row["kind"], row["count"]): row for row in result["splits"]}
     assert set(found) == {
         *(("microbatch", n) for n in (1, 2, 4, 8)),
         *((kind, n) for kind in ("ranks", "ranks, dealt in turn") for n in (2, 4, 8)),

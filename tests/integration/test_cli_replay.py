@@ -141,7 +141,7 @@ def test_events_have_their_times() -> None:
     report = replay(
         tiny_model("qwen3"),
         RolloutBatch(made_up_rollouts()),
-        # A joint loss over several microbatches: log-probs first, and these events count as well.
+        # A joint loss over several rows: log-probs first, and these events count as well.
         lambda outputs, batch: -((outputs.logprobs * batch.advantages).sum() ** 2),
         optimizer=sgd,
         steps=1,

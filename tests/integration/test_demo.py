@@ -160,9 +160,7 @@ def test_the_shared_gradient_is_the_one_applied(
     assert step.gradient_difference == pytest.approx(0.5)
 
 
-def test_dense_takes_the_microbatch_length_that_was_fastest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dense_takes_the_row_length_that_was_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = sgd_loop(tiny_model("qwen3", dtype=torch.float32, **WORDS))
     batch = loop.rollouts().batch
     ms = {27: 3.0, 4 * 27: 1.0, None: 2.0}
@@ -199,17 +197,14 @@ def test_what_it_writes_and_says(run: Callable[..., Any], tmp_path: Path) -> Non
     assert result["reward_rose"] is None and "too few to tell" in done.out
     folder = tmp_path / "made" / "here"
     assert result["plot"] == str(folder / "demo.png")
-    assert result["microbatches_file"] == str(folder / "demo.jsonl")
-    microbatches = [json.loads(line) for line in (folder / "demo.jsonl").read_text().splitlines()]
-    assert [microbatch["step"] for microbatch in microbatches] == [1, 2, 3]
-    assert [microbatch["shared_first"] for microbatch in microbatches] == [False, True, False]
+    assert result["rows_file"] == str(folder / "demo.jsonl")
+    rows = [json.loads(line) for line in (folder / "demo.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["shared_first"] for row in rows] == [False, True, False]
     for name in ("reward", "sampling_ms", "shared_ms", "dense_ms"):
         listed = "rewards" if name == "reward" else f"{name.removesuffix('_ms')}_step_ms"
-        assert [microbatch[name] for microbatch in microbatches] == result[listed]
-    assert (
-        max(microbatch["gradient_difference"] for microbatch in microbatches)
-        == result["max_gradient_difference"]
-    )
+        assert [row[name] for row in rows] == result[listed]
+    assert max(row["gradient_difference"] for row in rows) == result["max_gradient_difference"]
     image = (folder / "demo.png").read_bytes()
     assert image[:8] == b"\x89PNG\r\n\x1a\n" and len(image) > 20_000
     assert struct.unpack(">II", image[16:24]) == (1200, 990)

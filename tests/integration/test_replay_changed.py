@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from replays import copy_of, microbatches, run
+from replays import copy_of, rows, run
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -50,8 +50,8 @@ def flip(path: Path, at: int) -> None:
         (".lock", lambda path: link(path), "is a link or no regular file"),
     ],
     ids=[
-        *("bit", "cut", "foreign", "microbatch", "no-microbatches", "manifest", "version"),
-        *("microbatches-link", "checkpoint-link", "folder", "lock-link"),
+        *("bit", "cut", "foreign", "row", "no-rows", "manifest", "version"),
+        *("rows-link", "checkpoint-link", "folder", "lock-link"),
     ],
 )
 def test_damage_is_refused(
@@ -116,13 +116,10 @@ STEP = "shared/optimizer/0/step"
 RESEALED: dict[str, tuple[Change, str]] = {
     "nothing": (lambda t, f: f.update(more=1), "its metadata: more is no field of this schema"),
     "a missing fact": (lambda t, f: f.pop("plain"), "its metadata: plain is missing"),
-    "a step that is not there": (
-        lambda t, f: f.update(step=9),
-        "is of step 9, and microbatches.jsonl has",
-    ),
+    "a step that is not there": (lambda t, f: f.update(step=9), "is of step 9, and rows.jsonl has"),
     "bytes within a line": (
         lambda t, f: (f["bytes"].update({ROWS: 1}), f["crc"].update({ROWS: zlib.crc32(b"{")})),
-        "microbatches.jsonl, line 1 goes beyond byte 1",
+        "rows.jsonl, line 1 goes beyond byte 1",
     ),
     "more bytes than there are": (
         lambda t, f: f["bytes"].update({ROWS: 2**31}),
@@ -206,7 +203,7 @@ def test_resealing_itself_is_not_refused(begun: Path, tmp_path: Path) -> None:
     folder = copy_of(begun, tmp_path / "resealed")
     resealed(folder, lambda tensors, facts: None)
     run(folder, steps=2)
-    assert microbatches(folder) == microbatches(begun)
+    assert rows(folder) == rows(begun)
 
 
 def lines_changed(path: Path, change: Callable[[list[Any]], object]) -> None:
@@ -218,56 +215,24 @@ def lines_changed(path: Path, change: Callable[[list[Any]], object]) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
+        (ROWS, lambda rows: rows.reverse(), "line 1: step is 2; here belongs step 1"),
+        (ROWS, lambda rows: rows[1].update(step=7), "line 2: step is 7; here belongs step 2"),
+        (ROWS, lambda rows: rows[0]["shared"].update(ms=-1), "line 1: shared.ms is -1; it takes"),
+        (ROWS, lambda rows: rows[0]["shared"].update(ms=0), "line 1: shared.ms is 0; it takes"),
+        (ROWS, lambda rows: rows[0].update(dense=None), "line 1: dense is missing; .* baseline is"),
+        (ROWS, lambda rows: rows[0]["dense"].pop("loss"), "line 1: dense.loss is missing"),
+        (ROWS, lambda rows: rows[0].update(fingerprint="0" * 16), "has no plan of the batch 0{16}"),
         (
             ROWS,
-            lambda microbatches: microbatches.reverse(),
-            "line 1: step is 2; here belongs step 1",
-        ),
-        (
-            ROWS,
-            lambda microbatches: microbatches[1].update(step=7),
-            "line 2: step is 7; here belongs step 2",
-        ),
-        (
-            ROWS,
-            lambda microbatches: microbatches[0]["shared"].update(ms=-1),
-            "line 1: shared.ms is -1; it takes",
-        ),
-        (
-            ROWS,
-            lambda microbatches: microbatches[0]["shared"].update(ms=0),
-            "line 1: shared.ms is 0; it takes",
-        ),
-        (
-            ROWS,
-            lambda microbatches: microbatches[0].update(dense=None),
-            "line 1: dense is missing; .* baseline is",
-        ),
-        (
-            ROWS,
-            lambda microbatches: microbatches[0]["dense"].pop("loss"),
-            "line 1: dense.loss is missing",
-        ),
-        (
-            ROWS,
-            lambda microbatches: microbatches[0].update(fingerprint="0" * 16),
-            "has no plan of the batch 0{16}",
-        ),
-        (
-            ROWS,
-            lambda microbatches: microbatches[1]["shared"].update(microbatches=9),
+            lambda rows: rows[1]["shared"].update(microbatches=9),
             "shared.microbatches of step 2 is 9, and",
         ),
         (
             ROWS,
-            lambda microbatches: microbatches[0]["shared"]["events"].reverse(),
+            lambda rows: rows[0]["shared"]["events"].reverse(),
             "shared.events of step 1 are not those of plans.shared",
         ),
-        (
-            ROWS,
-            lambda microbatches: microbatches[0]["shared"]["event_ms"].pop(),
-            "shared.event_ms has .* entries",
-        ),
+        (ROWS, lambda rows: rows[0]["shared"]["event_ms"].pop(), "shared.event_ms has .* entries"),
         (PLANS, lambda plans: plans.append(plans[0]), "has been in a line before"),
         (PLANS, lambda plans: plans[0]["rollout_ids"].pop(), "line 1: rollout_ids has 5 entries"),
         (PLANS, lambda plans: plans[0]["plans"].pop("dense"), "are not there both"),
@@ -283,7 +248,7 @@ def lines_changed(path: Path, change: Callable[[list[Any]], object]) -> None:
         ),
     ],
 )
-def test_resealed_microbatches_and_plans_are_refused(
+def test_resealed_rows_and_plans_are_refused(
     begun: Path, tmp_path: Path, name: str, change: Callable[[list[Any]], object], said: str
 ) -> None:
     folder = copy_of(begun, tmp_path / "resealed")

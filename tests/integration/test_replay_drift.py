@@ -34,8 +34,7 @@ MODEL = {
     "max_position_embeddings": 16384,
     "tie_word_embeddings": True,
 }
-# Reduced by what precedes the first trained token and what comes late; across microbatches in one
-# of them.
+# Reduced by what precedes the first trained token and what comes late; across rows in one of them.
 FILES: dict[str, tuple[object, ...]] = {
     "rag.jsonl": ("--max-prompt-tokens", 80, "--max-response-tokens", 32),
     "airline.jsonl": (

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from commands import Shell, changed, made_up_rollouts, write_config, write_rollouts
-from replays import STEPS, assert_same_end, copy_of, microbatches, run
+from replays import STEPS, assert_same_end, copy_of, rows, run
 from safetensors.torch import load_file
 
 from forkpoint import ConfigError, RolloutBatch
@@ -58,7 +58,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, processes: Any) -> t
     assert finish(processes.Process(target=time.sleep, args=(0,))) == 0
     begin = time.perf_counter()
     assert finish(processes.Process(target=run, args=(folder,))) == 0
-    assert len(microbatches(folder)) == STEPS
+    assert len(rows(folder)) == STEPS
     return folder, time.perf_counter() - begin
 
 
@@ -201,11 +201,11 @@ def test_a_folder_that_is_being_written_is_refused(processes: Any, tmp_path: Pat
         with pytest.raises(ConfigError, match=f"is being written by .* {process.pid} on"):
             run(folder, steps=3, checkpoint_every=1, resume=resume)
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
-    assert len(microbatches(folder)) == 1, "microbatches can be read meanwhile"
+    assert len(rows(folder)) == 1, "rows can be read meanwhile"
     process.kill()
     process.join()
     run(folder, steps=3, checkpoint_every=1)
-    assert len(microbatches(folder)) == 3
+    assert len(rows(folder)) == 3
     assert not list(folder.glob(".*"))
 
 
@@ -256,8 +256,8 @@ def stopped_and_resumed(dtype: torch.dtype, optimizer: Any, tmp_path: Path) -> N
     class Stop(Exception):
         pass
 
-    def stop(microbatch: Any) -> None:
-        if microbatch.step == 2:
+    def stop(row: Any) -> None:
+        if row.step == 2:
             raise Stop
 
     options = {"steps": 4, "optimizer": optimizer, "loss": GRPO(), "checkpoint_every": 1}
@@ -267,7 +267,7 @@ def stopped_and_resumed(dtype: torch.dtype, optimizer: Any, tmp_path: Path) -> N
         run(tmp_path / "twice", model=model, on_step=stop, **options)
     run(tmp_path / "twice", model=tiny_model("qwen3", dtype=dtype), **options)
     assert_same_end(tmp_path / "twice", tmp_path / "once")
-    assert len(microbatches(tmp_path / "twice")) == 4
+    assert len(rows(tmp_path / "twice")) == 4
 
 
 def test_plain_state_that_json_lacks(tmp_path: Path) -> None:
@@ -327,16 +327,12 @@ def test_lines_and_files_of_any_length_are_not_read_whole(
     run(tmp_path / "run", steps=2)
     manifest = read_manifest(tmp_path / "run")
     monkeypatch.setattr("forkpoint.replay.reading.MOST_LINE_BYTES", 1_000)
-    with pytest.raises(
-        ConfigError, match=r"microbatches.jsonl, line 1 is too long: a line has at most"
-    ):
+    with pytest.raises(ConfigError, match=r"rows.jsonl, line 1 is too long: a line has at most"):
         read_steps(tmp_path / "run", manifest)
     monkeypatch.undo()
     most = (tmp_path / "run" / ROWS).stat().st_size - 1
     monkeypatch.setattr("forkpoint.replay.reading.MOST_ROWS_BYTES", most)
-    with pytest.raises(
-        ConfigError, match=f"microbatches.jsonl, line 2 is too long: .* the file {most}"
-    ):
+    with pytest.raises(ConfigError, match=f"rows.jsonl, line 2 is too long: .* the file {most}"):
         read_steps(tmp_path / "run", manifest)
     monkeypatch.setattr("forkpoint.replay.reading.MOST_MANIFEST_BYTES", 1_000)
     with pytest.raises(ConfigError, match=r"manifest.json has \d+ bytes; at most 1000"):
@@ -359,7 +355,7 @@ def test_a_disk_without_room(processes: Any, tmp_path: Path) -> None:
     assert finish(processes.Process(target=run_without_room, args=(folder,))) == 3
     assert sorted(path.name for path in folder.rglob("*")) == [MANIFEST, PLANS, ROWS]
     run(folder, steps=2, checkpoint_every=1)
-    assert len(microbatches(folder)) == 2
+    assert len(rows(folder)) == 2
 
 
 def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
@@ -419,8 +415,8 @@ def test_numbers_that_json_lacks(tmp_path: Path) -> None:
 
     run(tmp_path / "nan", steps=2, loss=nan, max_grad_norm=None)
     for line in (tmp_path / "nan" / ROWS).read_text().splitlines():
-        microbatch = json.loads(line, parse_constant=pytest.fail)
-        assert microbatch["shared"]["loss"] is None and microbatch["difference"]["max"] is None
+        row = json.loads(line, parse_constant=pytest.fail)
+        assert row["shared"]["loss"] is None and row["difference"]["max"] is None
     run(tmp_path / "nan", steps=2, loss=nan, max_grad_norm=None)
 
 
@@ -440,7 +436,7 @@ def test_the_command(shell: Shell, tmp_path: Path) -> None:
     again = shell(*arguments, "--resume")
     assert again.code == 0 and again.result["resumed_at"] == 4
     assert again.result["shared_losses"] == first.result["shared_losses"]
-    assert [microbatch["lr"] for microbatch in microbatches(folder)] == [0.125, 0.25, 0.25, 0.125]
+    assert [row["lr"] for row in rows(folder)] == [0.125, 0.25, 0.25, 0.125]
     manifest = read_manifest(folder)
     assert manifest["about"]["file"] == "a.jsonl"
     assert manifest["about"]["options"]["max_grad_norm"] == 0.1

@@ -1,5 +1,4 @@
-"""The report opened in a browser: it works, asks for nothing, and shows what the microbatches
-say."""
+"""The report opened in a browser: it works, asks for nothing, and shows what the rows say."""
 
 import contextlib
 import json
@@ -33,7 +32,7 @@ def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A replay of two batches across microbatches, and a file of rollouts, in one page."""
+    """A replay of two batches across rows, and a file of rollouts, in one page."""
     find_browser()
     folder = tmp_path_factory.mktemp("report")
     made = made_up_rollouts(groups=2)

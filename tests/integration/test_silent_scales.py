@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, Callable[[Any], None]]] = {
         "gemma2",
         attribute("model.layers.0.self_attn.attn_logit_softcapping", 1.0),
     ),
-    "epsilon of a norm": ("llama", attribute("model.layers.0.input_layernorm.variance_epsilon", 0.5)),
+    "epsilon of a norm": ("llama", attribute("model.layers.0.input_layernorm.variance_epsilon", 9)),
     "rotary frequencies": ("llama", frequencies),
     "rotary scaling": ("llama", attribute("model.rotary_emb.attention_scaling", 1.5)),
     "window": ("mistral", attribute("config.sliding_window", 3)),

@@ -360,8 +360,8 @@ def _power_of_2(n: int) -> int:
 
 
 def _microbatch_places(forest: Forest) -> list[np.ndarray]:
-    return [forest.run_tokens[s] for s in forest.inside]
+    return [forest.places[s] for s in forest.inside]
 
 
 def _arena_places(forest: Forest) -> list[np.ndarray]:
-    return [forest.run_tokens[s] for s, external in enumerate(forest.external) if external]
+    return [forest.places[s] for s, external in enumerate(forest.external) if external]

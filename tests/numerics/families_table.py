@@ -12,9 +12,9 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from forkpoint.bench.microbatches import ResultRow, environment
 from torch import nn
 
+from forkpoint.bench.rows import ResultRow, environment
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.hosts.linear_attention import recurrent_modules
 

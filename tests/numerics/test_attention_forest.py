@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forkpoint.ops.attention import FROM_ARENA, FROM_GATHER, FROM_ROW, AttentionTable
+from forkpoint.ops.attention import FROM_CACHE, FROM_GATHER, FROM_OWN, AttentionTable
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Forest:
         """The tokens of the segment's path as indices into [microbatch, cache]."""
         return np.concatenate(
             [
-                self.run_tokens[s] + (self.microbatch_tokens if self.external[s] else 0)
+                self.places[s] + (self.microbatch_tokens if self.external[s] else 0)
                 for s in [*self.ancestors(segment), segment]
             ]
         )
@@ -55,7 +55,7 @@ class Forest:
 
     def arrays(self, window: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Launches, cumulative lengths and, for a window, the key index."""
-        order = sorted(self.inside, key=lambda s: self.run_tokens[s][0])
+        order = sorted(self.inside, key=lambda s: self.places[s][0])
         if window:
             index, calls = [], []
             for s in order:
@@ -67,12 +67,12 @@ class Forest:
             launches, cu = _write([(FROM_GATHER, 1, 0, 0, calls)])
             return launches, cu, np.concatenate(index)
         own = [(self.lengths[s], self.lengths[s]) for s in order]
-        launches = [(FROM_ROW, 1, 0, 0, own)]
+        launches = [(FROM_OWN, 1, 0, 0, own)]
         for x in range(len(self.parents)):
             below = [s for s in order if x in self.ancestors(s)]
-            source = FROM_ARENA if self.external[x] else FROM_ROW
-            for q_begin, queries in _ranges([self.run_tokens[s] for s in below]):
-                k_begin = int(self.run_tokens[x][0])
+            source = FROM_CACHE if self.external[x] else FROM_OWN
+            for q_begin, queries in _ranges([self.places[s] for s in below]):
+                k_begin = int(self.places[x][0])
                 last = launches[-1]
                 follows = (
                     last[:2] == (source, 0)
@@ -227,7 +227,7 @@ def path_attention(
     o = torch.zeros_like(x.do)
     lse = torch.full((x.q.shape[1], len(x.q)), torch.nan, dtype=x.q.dtype)
     for s in forest.inside:
-        own, path = torch.from_numpy(forest.run_tokens[s]), torch.from_numpy(forest.path(s))
+        own, path = torch.from_numpy(forest.places[s]), torch.from_numpy(forest.path(s))
         i = torch.arange(len(path) - len(own), len(path))[:, None]
         j = torch.arange(len(path))[None]
         seen = (j <= i) & (j > i - window) if window else j <= i
@@ -287,7 +287,7 @@ def test_each_query_meets_each_token_of_its_path_once(seed: int) -> None:
         (forest.microbatch_tokens, forest.microbatch_tokens + forest.cache_tokens_), dtype=int
     )
     for source, causal, q_begin, _, k_begin, _, _, _, q_at, k_at, count in launches.tolist():
-        k_begin += forest.microbatch_tokens if source == FROM_ARENA else 0
+        k_begin += forest.microbatch_tokens if source == FROM_CACHE else 0
         q, k = cu[q_at : q_at + count + 1] + q_begin, cu[k_at : k_at + count + 1] + k_begin
         for i in range(count):
             block = np.ones((q[i + 1] - q[i], k[i + 1] - k[i]), dtype=int)
@@ -295,6 +295,6 @@ def test_each_query_meets_each_token_of_its_path_once(seed: int) -> None:
     expected = np.zeros_like(met)
     for s in forest.inside:
         path = forest.path(s)
-        for at, place in enumerate(forest.run_tokens[s]):
+        for at, place in enumerate(forest.places[s]):
             expected[place, path[: len(path) - forest.lengths[s] + at + 1]] = 1
     assert (met == expected).all()

@@ -178,7 +178,7 @@ def test_a_microbatch_of_segments_is_its_paths(batch: RolloutBatch, kernel: str)
             if paths is None:
                 flat, starts, tails = gathered_inputs(flat, windows)
                 assert tails is None
-                mixed = short_convolution(flat, weight, bias, starts, windows.run_tokens)
+                mixed = short_convolution(flat, weight, bias, starts, windows.places)
                 mixed = mixed.unflatten(1, v.shape[1:])
                 o, kept = gated_delta_rule(q, k, mixed, g, beta, table=table, kernel=kernel)
                 assert kept is None
@@ -232,7 +232,7 @@ def test_autocast_casts_the_convolution_as_any(dtype: torch.dtype, expected: tor
     weight_CW, bias_C = torch.randn(4, 2, dtype=dtype), torch.randn(4, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
         x_TC, windows_FWC, _ = gathered_inputs(x_TC, table)
-        found = short_convolution(x_TC, weight_CW, bias_C, windows_FWC, table.run_tokens)
+        found = short_convolution(x_TC, weight_CW, bias_C, windows_FWC, table.places)
     assert found.dtype == expected
 
 
@@ -245,7 +245,7 @@ def test_first_tokens_of_a_segment_are_rounded_once() -> None:
     x_TC = torch.randn(tokens, 32, generator=random).bfloat16()
     weight_CW = torch.randn(32, width, generator=random).bfloat16()
     _, windows_FWC, _ = gathered_inputs(x_TC, table)
-    found = short_convolution(x_TC, weight_CW, None, windows_FWC, table.run_tokens).double()
+    found = short_convolution(x_TC, weight_CW, None, windows_FWC, table.places).double()
     expected = (x_TC.double()[torch.from_numpy(window)] * weight_CW.T.double()).sum(1)
     rounding = torch.finfo(torch.bfloat16).eps / 2 * expected.abs() + 1e-5
     assert ((found - expected).abs() <= rounding).all()

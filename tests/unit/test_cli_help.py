@@ -109,8 +109,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["replay", "x.jsonl"], ("--model", "required")),
         (["plan", "x.jsonl", "--sharing", "all"], ("all", "--sharing", "none", "group", "tree")),
         (
-            ["plan", "x.jsonl", "--max-row-token", "5"],
-            ("--max-row-token", "--max-microbatch-tokens"),
+            ["plan", "x.jsonl", "--max-microbatch-token", "5"],
+            ("--max-microbatch-token", "--max-microbatch-tokens"),
         ),
         (["plan", "x.jsonl", "--limit", "many"], ("many", "--limit")),
         (["doctor", "x.jsonl"], ("x.jsonl",)),

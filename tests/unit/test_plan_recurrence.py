@@ -135,8 +135,8 @@ def test_every_token_sees_the_inputs_of_its_path(
                 return content.get(entry, -1)
             if entry == NOTHING:
                 return NOTHING
-            place, place = divmod(-2 - entry, width - 1)
-            return cache[place][place]
+            state, place = divmod(-2 - entry, width - 1)
+            return cache[state][place]
 
         again = dict(zip(windows.places.tolist(), windows.window.tolist(), strict=True))
         for place, path in expected.items():

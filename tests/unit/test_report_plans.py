@@ -55,7 +55,9 @@ def test_cuts_that_only_fit_rows_are_not_drawn() -> None:
     order = sort_rollouts(batch.token_ids, batch.offsets, np.zeros(len(batch), np.int64))
     drawn = picture(plan, batch)
     assert drawn["segments"] == len(build_forest(order, len(batch))) < len(plan.forest)
-    assert any("," in node["rows"] for node in drawn["nodes"]), "a segment cut into several rows"
+    assert any("," in node["microbatches"] for node in drawn["nodes"]), (
+        "a segment cut into several rows"
+    )
 
 
 @pytest.mark.parametrize("most", [1, 5, 9])

@@ -1,7 +1,7 @@
 """Real optimizer steps over frozen batches: shared and, from the same state, dense beside it.
 
-The dense side is a policy too, with sharing none: rollouts packed into rows, the same head, kernels
-and loss. What differs is only that tokens are computed once.
+The dense side is a policy too, with sharing none: rollouts packed into microbatches, the same head,
+    kernels and loss. What differs is only that tokens are computed once.
 """
 
 import copy
@@ -196,7 +196,7 @@ class _Side:
             event_memory_bytes=None if memory is None else tuple(n - held for n in memory),
             sharing=plan.sharing,
             boundary=plan.boundary,
-            rows=len(plan.microbatches),
+            microbatches=len(plan.microbatches),
             computed_tokens=plan.computed_tokens,
             flops=plan.shared.step_flops(plan.shape),
             peak_memory_bytes=torch.cuda.max_memory_allocated(device) - held if cuda else None,

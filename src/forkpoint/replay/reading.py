@@ -182,7 +182,7 @@ def _check_step(
         for name, found, wanted in (
             (f"{way}.sharing", ran.sharing, plan.sharing),
             (f"{way}.boundary", ran.boundary, plan.boundary),
-            (f"{way}.rows", ran.rows, len(plan.microbatches)),
+            (f"{way}.microbatches", ran.microbatches, len(plan.microbatches)),
             (f"{way}.computed_tokens", ran.computed_tokens, plan.computed_tokens),
             (f"{way}.predicted_peak_bytes", ran.predicted_peak_bytes, plan.predicted_peak_bytes),
             (f"{way}.flops", ran.flops, plan.shared.step_flops(shape)),

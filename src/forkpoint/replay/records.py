@@ -33,7 +33,7 @@ class StepRecord:
     step began; None on the CPU."""
     sharing: str
     boundary: str
-    rows: int
+    microbatches: int
     computed_tokens: int
     flops: float
     """Counted as for the bound: nothing of ours is useful work."""
@@ -143,7 +143,7 @@ class ReplayReport:
             "logical_tokens": sum(step.logical_tokens for step in self.steps),
             "unique_tokens": sum(step.unique_tokens for step in self.steps),
             "computed_tokens": sum(record.computed_tokens for record in shared),
-            "rows": sum(record.rows for record in shared),
+            "microbatches": sum(record.microbatches for record in shared),
             "plans": sorted({f"{record.sharing} + {record.boundary}" for record in shared}),
             "bound": self.bound,
             "speedup": None,

@@ -121,7 +121,7 @@ _RECORD = record(
         "event_memory_bytes": or_null(array(whole(-(2**62), 2**62))),
         "sharing": one_of(*get_args(Sharing)),
         "boundary": one_of(*get_args(Boundary)),
-        "rows": TOKENS,
+        "microbatches": TOKENS,
         "computed_tokens": TOKENS,
         "flops": FLOPS,
         "peak_memory_bytes": BYTES,

@@ -58,7 +58,7 @@ def speed_figure(steps: Sequence[ReplayStep]) -> Figure:
     if known:
         caption = (
             f"Median speed-up of a step {statistics.median(known):.2f}x. {caption} Dense is packed "
-            "rows with the same head, kernels and loss. The first step includes warm-up."
+            "microbatches with the same head, kernels and loss. The first step includes warm-up."
         )
     unusual = sum(a != b for v in (shared, dense) for a, b in zip(v, usual(v), strict=True))
     notes = ()

@@ -82,7 +82,7 @@ def draw_forest(plan: Plan, rollout_ids: Sequence[str]) -> dict[str, Any]:
                 "length": merged.length[node],
                 "begin": int(merged.begin[node]),
                 "end": int(merged.end[node]),
-                "rows": ", ".join(names[row] for row in merged.rows[node][:4])
+                "microbatches": ", ".join(names[row] for row in merged.rows[node][:4])
                 + (f" and {len(merged.rows[node]) - 4} more" if len(merged.rows[node]) > 4 else ""),
             }
         )
@@ -141,7 +141,7 @@ def forest_figure(forests: Sequence[tuple[str, dict[str, Any]]], left_out: int) 
             rows.append(
                 (
                     *(label, node["start"], node["length"], node["end"] - node["begin"]),
-                    node["rows"],
+                    node["microbatches"],
                 )
             )
     notes = []
@@ -161,7 +161,8 @@ def forest_figure(forests: Sequence[tuple[str, dict[str, Any]]], left_out: int) 
         "dense training would compute. Where a band divides, rollouts part.",
         kind="forest",
         table=Table(
-            columns=("batch", "first position (tokens)", "tokens", "rollouts", "rows"), rows=rows
+            columns=("batch", "first position (tokens)", "tokens", "rollouts", "microbatches"),
+            rows=rows,
         ),
         choices=tuple(Choice(label=label, data=forest) for label, forest in forests),
         notes=tuple(notes),

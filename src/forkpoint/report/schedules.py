@@ -101,7 +101,7 @@ def timeline_figure(timelines: Sequence[tuple[str, list[Lane]]], left_out: int) 
         what = "activations, prefix cache and its gradients" if memory["unit"] == "bytes" else ""
         notes.append(
             "Memory was not measured: what is shown is counted from the plan "
-            + (f"({what}; not weights)." if what else "(tokens of the rows that are open).")
+            + (f"({what}; not weights)." if what else "(tokens of the microbatches that are open).")
         )
     cut = sum(lane["events_left_out"] for lane in lanes)
     if cut:
@@ -186,8 +186,8 @@ def _held(plan: Plan, events: list[dict[str, Any]]) -> list[int]:
     """What is held during each event, as counted: bytes, or tokens without a model shape.
 
     The cache lasts the whole step. Activations are held from a row's forward to its backward, but
-    for rows that are offloaded or computed again: of those, while they run themselves. A pass for
-    log-probs alone holds no activations.
+    for microbatches that are offloaded or computed again: of those, while they run themselves. A
+        pass for log-probs alone holds no activations.
     """
     shape = plan.shape
     always = 0 if shape is None else cache_bytes(plan, shape)

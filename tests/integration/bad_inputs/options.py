@@ -124,7 +124,8 @@ OPTIONS = (
         "memory_budget below 1",
         lambda: Config(memory_budget=-1),
         ("plan", "ok.jsonl", "--memory-budget", "-1"),
-        message="memory_budget is -1; it takes a whole number of at least 1.",
+        message="memory_budget is -1; it takes a number of bytes of at least 1, or text such as "
+        "'8GB', '512MiB'. Leave it out for the default.",
         means="A budget is a number of bytes.",
         remedy="Leave it out for no limit.",
     ),

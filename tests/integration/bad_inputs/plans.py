@@ -82,10 +82,10 @@ PLANS = (
             *("--max-microbatch-tokens", "8"),
         ),
         message="no plan fits this batch:\n"
-        "  group + within: rollout 4 has 41 tokens to run and a row holds at most 8: a "
-        "rollout within one row cannot be cut. Raise max_microbatch_tokens to 41, or use "
-        "boundary='across', which cuts it into a chain of rows.",
-        means="A rollout that lies in one row needs a row as long as itself.",
+        "  group + within: rollout 4 has 41 tokens to run and a microbatch holds at most 8: a "
+        "rollout within one microbatch cannot be cut. Raise max_microbatch_tokens to 41, or use "
+        "boundary='across', which cuts it into a chain of microbatches.",
+        means="A rollout that lies in one microbatch needs one as long as itself.",
         remedy="Raise max_microbatch_tokens, or leave the boundary to the planner.",
     ),
     plan_kind(
@@ -96,7 +96,7 @@ PLANS = (
             Config(sharing="tree", boundary="mixed", memory_budget=100),
         ),
         message="no plan fits this batch:\n"
-        "  tree + mixed: rows of 64 tokens are predicted to need 668160 bytes and "
+        "  tree + mixed: microbatches of 64 tokens are predicted to need 668160 bytes and "
         "memory_budget is 100; raise the budget, or checkpoint activations.",
         means="Rows were shortened to the shortest that the planner takes, and are still "
         "predicted to need more.",
@@ -180,9 +180,9 @@ PLANS = (
     ),
     plan_kind(
         "A plan that leaves segments out",
-        lambda: Plan.from_json(written(rows=[])),
-        message="this plan is damaged: its rows hold 0 segments and its forest has 12, each of "
-        "which lies in one row. Make the plan again.",
+        lambda: Plan.from_json(written(microbatches=[])),
+        message="this plan is damaged: its microbatches hold 0 segments and its forest has 12, each of "
+        "which lies in one microbatch. Make the plan again.",
         means="Tokens would not be trained, silently.",
         remedy="Make the plan again; it takes little time.",
     ),

@@ -364,7 +364,7 @@ STATES: tuple[Kind, ...] = (
         "forkpoint's attention outside of forkpoint",
         outside,
         message="LlamaAttention had its attention function called outside of forkpoint, which "
-        "needs to know what a row reads. Use policy.forward_backward or policy.score, and "
+        "needs to know what a microbatch reads. Use policy.forward_backward or policy.score, and "
         "leave the model's attn_implementation as it was.",
         means="That attention function runs rows, and ordinary calls have none.",
         remedy='model.set_attn_implementation("sdpa"), say.',

@@ -4,9 +4,9 @@ from forkpoint.ops.attention.kernel import Kernel, accumulate_dtype
 from forkpoint.ops.attention.operator import shared_attention
 from forkpoint.ops.attention.registry import KERNELS, select_kernel
 from forkpoint.ops.attention.table import (
-    FROM_ARENA,
+    FROM_CACHE,
     FROM_GATHER,
-    FROM_ROW,
+    FROM_OWN,
     LAUNCH_COLUMNS,
     AttentionTable,
     CacheSlice,
@@ -14,9 +14,9 @@ from forkpoint.ops.attention.table import (
 )
 
 __all__ = [
-    "FROM_ARENA",
+    "FROM_CACHE",
     "FROM_GATHER",
-    "FROM_ROW",
+    "FROM_OWN",
     "KERNELS",
     "LAUNCH_COLUMNS",
     "AttentionTable",

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from forkpoint.ops.attention.kernel import accumulate_dtype
-from forkpoint.ops.attention.table import FROM_ARENA, FROM_GATHER, FROM_ROW, Launch
+from forkpoint.ops.attention.table import FROM_CACHE, FROM_GATHER, FROM_OWN, Launch
 
 
 def check_tensors(
@@ -53,7 +53,7 @@ def check_launches(
     assert launches[0].q_end == microbatch_tokens, (
         f"the first launch covers {launches[0].q_end} queries of {microbatch_tokens}"
     )
-    keys = {FROM_ROW: microbatch_tokens, FROM_ARENA: cache_tokens_}
+    keys = {FROM_OWN: microbatch_tokens, FROM_CACHE: cache_tokens_}
     for launch in launches:
         assert launch.q_end <= microbatch_tokens, launch
         assert launch.source == FROM_GATHER or launch.k_end <= keys[launch.source], launch

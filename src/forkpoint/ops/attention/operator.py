@@ -23,8 +23,8 @@ from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.source import RowSum, Source
 from forkpoint.ops.attention.table import (
-    FROM_ARENA,
-    FROM_ROW,
+    FROM_CACHE,
+    FROM_OWN,
     AttentionTable,
     CacheSlice,
     Launch,
@@ -183,8 +183,8 @@ def attend_backward(
         for chosen, launch in zip(kernels, calls, strict=True):
             if not (
                 wants_q
-                or (launch.source != FROM_ARENA and (wants_k or wants_v))
-                or (launch.source != FROM_ROW and cache_grad_k is not None)
+                or (launch.source != FROM_CACHE and (wants_k or wants_v))
+                or (launch.source != FROM_OWN and cache_grad_k is not None)
             ):
                 continue
             queries = slice(launch.q_begin, launch.q_end)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.attention.kernel import accumulate_dtype
-from forkpoint.ops.attention.table import FROM_ARENA, FROM_ROW, Launch
+from forkpoint.ops.attention.table import FROM_CACHE, FROM_OWN, Launch
 
 
 class RowSum:
@@ -76,9 +76,9 @@ class Source:
 
     def read(self, launch: Launch) -> Tensor:
         """What the launch reads: a view, or, if it gathers, a copy."""
-        if launch.source == FROM_ROW:
+        if launch.source == FROM_OWN:
             return self._microbatch[launch.k_begin : launch.k_end]
-        if launch.source == FROM_ARENA:
+        if launch.source == FROM_CACHE:
             assert self._cache is not None, "a launch reads the cache, but none was given"
             return self._cache[launch.k_begin : launch.k_end]
         assert self._own_gather is not None, "a launch gathers its keys, but nothing says which"
@@ -94,10 +94,10 @@ class Source:
     def add_grad(self, launch: Launch, part_TKD: Tensor, wanted: bool, deterministic: bool) -> None:
         """Add the gradient of what the launch read: the microbatch's if wanted, the cache's if it
         has somewhere to go."""
-        if launch.source == FROM_ROW:
+        if launch.source == FROM_OWN:
             if wanted:
                 self.grad.add(part_TKD, launch.k_begin)
-        elif launch.source == FROM_ARENA:
+        elif launch.source == FROM_CACHE:
             if self._cache_grad is not None:
                 self._cache_grad[launch.k_begin : launch.k_end] += part_TKD
         else:
@@ -110,7 +110,7 @@ class Source:
 
 
 def _add_at(total_TKD: Tensor, places: Tensor, part_TKD: Tensor, deterministic: bool) -> None:
-    """Add microbatches at places that may repeat, in place."""
+    """Add entries of a tensor at places that may repeat, in place."""
     part_TKD = part_TKD.to(total_TKD.dtype)
     if deterministic and total_TKD.is_cuda:
         # There index_add_ is atomic and in any order, while index_put_ sorts.

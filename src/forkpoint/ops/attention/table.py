@@ -28,7 +28,7 @@ LAUNCH_COLUMNS: tuple[str, ...] = (
 )
 """Columns of the launch table, in order; `AttentionTable.from_numpy` says what they mean."""
 
-FROM_ROW, FROM_ARENA, FROM_GATHER = 0, 1, 2
+FROM_OWN, FROM_CACHE, FROM_GATHER = 0, 1, 2
 """Where the keys of a launch come from: the values of its column `source`."""
 
 
@@ -120,10 +120,8 @@ class AttentionTable:
         own_gather = cache_gather = None
         if key_index is not None:
             # Split here, on the host, so that no layer needs masks, clamps or a sync for it.
-            (microbatch,), (other,) = np.nonzero(key_index >= 0), np.nonzero(key_index < 0)
-            own_gather = to_device(
-                torch.from_numpy(np.stack([microbatch, key_index[microbatch]])), device
-            )
+            (own,), (other,) = np.nonzero(key_index >= 0), np.nonzero(key_index < 0)
+            own_gather = to_device(torch.from_numpy(np.stack([own, key_index[own]])), device)
             if other.size:
                 cache_gather = to_device(
                     torch.from_numpy(np.stack([other, -1 - key_index[other]])), device
@@ -175,8 +173,8 @@ def _alone(x: Tensor) -> Tensor:
 def read_launches(launches: Tensor, cu_cpu: Tensor, cu_device: Tensor) -> list[Launch]:
     """The launches of a table, with views of its cumulative lengths; no copy and no sync."""
     found = []
-    for microbatch in launches.tolist():
-        source, causal, q_begin, q_end, k_begin, k_end, max_q, max_k, q_at, k_at, count = microbatch
+    for launch in launches.tolist():
+        source, causal, q_begin, q_end, k_begin, k_end, max_q, max_k, q_at, k_at, count = launch
         q_cut, k_cut = slice(q_at, q_at + count + 1), slice(k_at, k_at + count + 1)
         found.append(
             Launch(
@@ -221,9 +219,9 @@ def _check(launches: np.ndarray, cu: np.ndarray, key_index: np.ndarray | None) -
             f"the launch reads {launches[0, 4]}:{launches[0, 5]} of {len(key_index)} gathered keys"
         )
     assert launches[0, 2] == 0, "the first launch covers every query, so it begins at 0"
-    for microbatch in launches.tolist():
-        launch = dict(zip(LAUNCH_COLUMNS, microbatch, strict=True))
-        assert launch["source"] in (FROM_ROW, FROM_ARENA, FROM_GATHER), launch
+    for columns in launches.tolist():
+        launch = dict(zip(LAUNCH_COLUMNS, columns, strict=True))
+        assert launch["source"] in (FROM_OWN, FROM_CACHE, FROM_GATHER), launch
         lengths = {}
         for side in "qk":
             at = launch[f"cu_{side}_at"]
@@ -235,5 +233,5 @@ def _check(launches: np.ndarray, cu: np.ndarray, key_index: np.ndarray | None) -
             assert launch[f"{side}_begin"] >= 0 and lengths[side].min() > 0, launch
             assert launch[f"max_{side}"] == lengths[side].max(), launch
         assert not launch["causal"] or (lengths["q"] <= lengths["k"]).all(), launch
-        if launch["causal"] and launch["source"] == FROM_ROW:
+        if launch["causal"] and launch["source"] == FROM_OWN:
             assert (lengths["q"] == lengths["k"]).all(), launch

@@ -94,7 +94,7 @@ function nodeText(forest, node) {
   }
   const lines = [
     `${whole(node.length)} tokens × ${whole(node.many)} rollout${node.many > 1 ? "s" : ""}`,
-    `positions ${whole(node.start)} to ${whole(node.start + node.length - 1)}, row ${node.rows}`,
+    `positions ${whole(node.start)} to ${whole(node.start + node.length - 1)}, microbatch ${node.microbatches}`,
   ];
   if (forest.names) {
     const shown = forest.names.slice(node.begin, Math.min(node.end, node.begin + 4));
