@@ -42,8 +42,8 @@ class Budget:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.left_bytes = limit_bytes
+        self.limit_bytes: int = limit_bytes
+        self.left_bytes: int = limit_bytes
 
     def take(self, size_bytes: int) -> None:
         """Raises TooLarge where fewer bytes are left."""

@@ -102,7 +102,7 @@ class Lines:
 
     def __init__(self, path: Path, memory: MemoryLimit) -> None:
         self.path = path
-        self.end = 0
+        self.end: int = 0
         self.broken: Broken | None = None
         self._memory = memory
 

@@ -53,10 +53,10 @@ class Dtype(Node):
         elif code == _OBJECTS:
             self.size_bytes = 8
         elif text and int(text[2]) <= MOST_TEXT:
-            self.size_bytes = int(text[2]) * (4 if text[1] == "U" else 1)
+            self.size_bytes: int = int(text[2]) * (4 if text[1] == "U" else 1)
         else:
             raise Unsafe(f"it has a dtype {short(code)}; arrays of {_ALLOWED} are read")
-        self.code = code
+        self.code: str = code
         self.order: str | None = None
 
     def build(self, state: Any) -> None:
@@ -116,7 +116,7 @@ class Array(Node):
         if type(fortran) is not bool:
             raise Malformed(f"an array has the order {short(fortran)}")
         self.fill(dtype, shape, data)
-        self.fortran = fortran
+        self.fortran: bool = fortran
 
     def fill(self, dtype: Any, shape: Any, data: Any) -> None:
         """Sets what it holds. Raises Refused where the shape is not that of as many bytes."""

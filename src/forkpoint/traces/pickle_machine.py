@@ -144,7 +144,7 @@ class Machine:
                     at += 1
                     taken += SLOT_BYTES
                 elif code == 0x2E:  # STOP
-                    self.at = at + 1
+                    self.at: int = at + 1
                     self._budget.take(taken)
                     return self._result()
                 else:

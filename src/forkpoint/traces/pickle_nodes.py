@@ -39,7 +39,7 @@ class Name:
     __slots__ = ("full",)
 
     def __init__(self, full: str) -> None:
-        self.full = full
+        self.full: str = full
 
     def __repr__(self) -> str:
         return self.full

@@ -87,7 +87,8 @@ class Consolidated(Node):
     __slots__ = ("metadata", "storage")
 
     def __init__(self, metadata: Any, storage: Any) -> None:
-        self.metadata, self.storage = metadata, storage
+        self.metadata: Any = metadata
+        self.storage: Any = storage
 
 
 def refusal(error: Refused, where: str) -> RolloutError:

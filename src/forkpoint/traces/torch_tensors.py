@@ -71,10 +71,10 @@ class Storage(Node):
             raise Undescribed(f"a tensor is of {short(kind)}; read are {', '.join(_STORAGES)}")
         if type(entries) is not int or not 0 <= entries < 1 << 48:
             raise Malformed(f"a storage declares {short(entries)} entries")
-        self.dtype = _STORAGES[kind.full]
-        self.size_bytes = entries * entry_bytes(self.dtype)
+        self.dtype: str = _STORAGES[kind.full]
+        self.size_bytes: int = entries * entry_bytes(self.dtype)
         self.data: memoryview | None = None
-        self.big = big
+        self.big: bool = big
         self._arrays: dict[str, NDArray[Any]] = {}
 
     def fill(self, data: memoryview) -> None:
@@ -104,8 +104,12 @@ class Tensor(Node):
     __slots__ = ("dtype", "offset", "size", "storage", "stride")
 
     def __init__(self, storage: Storage, offset: Any, size: Any, stride: Any, dtype: str) -> None:
-        self.storage, self.dtype = storage, dtype
-        self.offset, self.size, self.stride = _layout(offset, size, stride)
+        self.storage: Storage = storage
+        self.dtype: str = dtype
+        found = _layout(offset, size, stride)
+        self.offset: int = found[0]
+        self.size: tuple[int, ...] = found[1]
+        self.stride: tuple[int, ...] = found[2]
 
     def made(self, budget: Budget) -> NDArray[Any]:
         """The view. Raises Refused where the storage has not all of its entries."""
@@ -129,7 +133,10 @@ class Jagged(Node):
             or not 1 <= axis <= len(values.size)
         ):
             raise Malformed("a nested tensor has no values, or no offsets")
-        self.values, self.offsets, self.lengths, self.axis = values, offsets, lengths, axis
+        self.values: Tensor = values
+        self.offsets: Tensor = offsets
+        self.lengths: Tensor | None = lengths
+        self.axis: int = axis
 
     def made(self, budget: Budget) -> list[NDArray[Any]]:
         """Its rows."""
@@ -147,7 +154,7 @@ class Nested(Node):
     def __init__(self, args: tuple[Any, ...]) -> None:
         if len(args) != 4 or not all(type(arg) is Tensor for arg in args):
             raise Malformed(f"a nested tensor of {len(args)} arguments")
-        self.parts = args
+        self.parts: tuple[Any, Any, Any, Any] = args
 
     def made(self, budget: Budget) -> list[NDArray[Any]]:
         """Its rows."""
@@ -175,7 +182,7 @@ class Other(Node):
     __slots__ = ("layout",)
 
     def __init__(self, layout: str) -> None:
-        self.layout = layout
+        self.layout: str = layout
 
     def made(self, _: Budget) -> Any:
         """Raises Undescribed."""

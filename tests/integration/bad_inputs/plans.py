@@ -181,8 +181,8 @@ PLANS = (
     plan_kind(
         "A plan that leaves segments out",
         lambda: Plan.from_json(written(microbatches=[])),
-        message="this plan is damaged: its microbatches hold 0 segments and its forest has 12, each of "
-        "which lies in one microbatch. Make the plan again.",
+        message="this plan is damaged: its microbatches hold 0 segments and its forest has 12, "
+        "each of which lies in one microbatch. Make the plan again.",
         means="Tokens would not be trained, silently.",
         remedy="Make the plan again; it takes little time.",
     ),
