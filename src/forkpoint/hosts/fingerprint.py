@@ -1,15 +1,19 @@
 """A fingerprint of everything about a model, besides weights, that decides what it computes."""
 
 import sys
+from collections.abc import Mapping
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
+from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from forkpoint.hosts.modules import every_module
+from forkpoint.hosts.modules import configurations, every_module
 from forkpoint.hosts.origins import is_of_compiler
 
 HOOKS = (
@@ -19,58 +23,104 @@ HOOKS = (
     "_backward_hooks",
 )
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+MOST_STATES = 64
+"""States of a model that are remembered, such as training and evaluation."""
+
+
+class _Globals:
+    """The values of a source file's globals, but for those that torch.compile puts there."""
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self._named = named
+        self._length = -1
+        self._keys: list[str] = []
+
+    def values(self) -> tuple[Any, ...]:
+        if len(self._named) == self._length:
+            try:
+                return itemgetter(*self._keys)(self._named)
+            except KeyError:
+                pass
+        self._length = len(self._named)
+        self._keys = [key for key in self._named if not is_of_compiler(key)]
+        return itemgetter(*self._keys)(self._named)
 
 
 class Fingerprint:
-    """Tells whether a model is the one that was looked at before, in about a millisecond.
+    """Tells whether a model is the one that was looked at before, in under a millisecond.
 
     It covers modules and their attributes, hooks, the functions of their classes and source files,
-    torch.nn.functional, the attention functions that transformers knows, and configurations. It
-    compares objects by identity and keeps those functions alive that it has seen, so that a new one
-    cannot have the identity of an old one. Not covered are weights, and what functions call in
-    other files.
+    torch.nn.functional, the attention functions that transformers knows, and configurations. Not
+    covered are weights, and what functions call in other files.
+
+    All values are compared at once, as two tuples: Python compares their entries by identity
+    first, and an entry that is another object is a change unless it is equal, as numbers are.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model: nn.Module = model
-        self._kept: dict[int, Any] = {}
+        self._modules: tuple[nn.Module, ...] = ()
+        self._dicts: list[dict[Any, Any]] = []
+        self._lengths: tuple[int, ...] = ()
+        self._filled: list[dict[Any, Any]] = []
+        """Of `_dicts` those that hold something: most hold no hooks."""
+        self._configs: list[PreTrainedConfig] = []
+        self._globals: list[_Globals] = []
+        self._bases: list[type] = []
+        self._states: list[tuple[int, tuple[Any, ...]]] = []
+        """Numbers of states and their values, the last one first. They keep objects alive, so that
+        a new one cannot be taken for an old one."""
+        self._count = 0
 
     def now(self) -> int:
-        """The fingerprint of the model as it is."""
-        parts: list[int] = []
-        kinds: set[type] = set()
-        configs: dict[int, Any] = {}
-        add = parts.append
-        for _, module in every_module(self.model):
-            attributes = module.__dict__
-            kinds.add(type(module))
-            add(hash((type(module), *map(id, attributes.values()))))
-            add(hash((*map(id, attributes["_parameters"].values()),)))
-            add(hash((*map(id, attributes["_modules"].values()),)))
-            for name in HOOKS:
-                if attributes[name]:
-                    add(self._of(attributes[name]))
-            if "config" in attributes:
-                configs[id(attributes["config"])] = attributes["config"]
-        for config in configs.values():
-            add(hash(repr(vars(config))))
-        bases = {base for kind in kinds for base in kind.__mro__}
-        for base in sorted(bases, key=id):
-            add(self._of(vars(base)))
-        for name in sorted({kind.__module__ for kind in kinds}):
-            named = vars(sys.modules[name])
-            add(self._of({key: named[key] for key in named if not is_of_compiler(key)}))
-        add(self._of(vars(F)))
-        for name in GLOBAL_HOOKS:
-            add(self._of(vars(torch_module)[name]))
-        for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            add(self._of({name: functions[name] for name in functions}))
-        return hash(tuple(parts))
+        """The number of the model's present state."""
+        modules = tuple(module for _, module in every_module(self.model))
+        if modules != self._modules or tuple(map(len, self._dicts)) != self._lengths:
+            self._look_at(modules)
+        values = (*modules, *chain.from_iterable(map(dict.values, self._filled)), *self._others())
+        for place, (number, before) in enumerate(self._states):
+            if _same(before, values):
+                if place:
+                    self._states.insert(0, self._states.pop(place))
+                return number
+        self._count += 1
+        # Dictionaries of a module may have been replaced.
+        self._look_at(modules)
+        self._states = [(self._count, values), *self._states[: MOST_STATES - 1]]
+        return self._count
 
-    def _of(self, named: Any) -> int:
-        values = tuple(named.values())
-        identities = tuple(map(id, values))
-        found = hash(identities)
-        if found not in self._kept:
-            self._kept[found] = values
-        return found
+    def _look_at(self, modules: tuple[nn.Module, ...]) -> None:
+        """List the dictionaries of the modules, whose values are compared."""
+        names = ("_parameters", "_modules", *HOOKS)
+        own = [vars(module) for module in modules]
+        self._dicts = [*own, *(attributes[name] for attributes in own for name in names)]
+        self._lengths = tuple(map(len, self._dicts))
+        self._filled = [found for found in self._dicts if found]
+        self._configs = configurations(self.model)
+        kinds = {type(module) for module in modules}
+        self._bases = sorted({base for kind in kinds for base in kind.__mro__}, key=id)
+        files = sorted({kind.__module__ for kind in kinds})
+        self._globals = [_Globals(vars(sys.modules[name])) for name in files]
+        self._globals.append(_Globals(vars(F)))
+        self._modules = modules
+
+    def _others(self) -> tuple[Any, ...]:
+        """What is not a module's own."""
+        return (
+            *chain.from_iterable(vars(base).values() for base in self._bases),
+            *chain.from_iterable(named.values() for named in self._globals),
+            *chain.from_iterable(vars(torch_module)[name].values() for name in GLOBAL_HOOKS),
+            *(
+                functions[name]
+                for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+                for name in functions
+            ),
+            *(repr(vars(config)) for config in self._configs),
+        )
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    try:
+        return len(one) == len(other) and one == other
+    except Exception:  # of tensors and arrays, which are compared entry by entry
+        return False
