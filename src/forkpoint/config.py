@@ -70,7 +70,7 @@ class Config:
     then. A step that fails before that leaves gradients as they were, without a copy."""
     self_check: bool = True
     """Compare log-probs on a small sample with the stock model's, before the first step and again
-    when the model's code, hooks or configuration have changed; see docs/verify.md."""
+    when the model's code, hooks or configuration have changed; see docs/self-check.md."""
     restore_grads: bool = False
     """Copy existing gradients before each step, so that a failed step puts them back."""
 
