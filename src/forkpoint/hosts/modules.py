@@ -84,9 +84,7 @@ def add_hook(
     hooks[handle.id] = hook
 
 
-def _walk(
-    module: nn.Module, name: str, found: list[tuple[str, Any]], seen: set[nn.Module]
-) -> None:
+def _walk(module: nn.Module, name: str, found: list[tuple[str, Any]], seen: set[nn.Module]) -> None:
     """What `named_modules` gives, in half of its time."""
     seen.add(module)
     found.append((name, module))
