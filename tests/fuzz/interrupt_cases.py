@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from interrupt_ways import Attempt
+from interrupt_ways import Attempt, codes_of
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
@@ -192,7 +192,10 @@ class Case:
         left = attempt.leaving and attempt.codes[-1] in (FORWARD_BACKWARD, Step.run.__code__)
         if inside and not left and notes != expected.get(step.gradients):
             wrong.append(f"last_step says {step.gradients}, notes are {notes}")
-        if not inside and step.gradients != "added":
+        # An error of the step itself may have left the call right before the interrupt came.
+        context = None if attempt.error is None else attempt.error.__context__
+        failed = context is not None and FORWARD_BACKWARD in codes_of(context.__traceback__)
+        if not inside and not failed and step.gradients != "added":
             wrong.append("the call returned, but its gradients were not added")
         return wrong
 

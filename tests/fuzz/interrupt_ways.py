@@ -65,11 +65,12 @@ def attempt(
     except BaseException as caught:
         error = caught
         raised = end()
-    codes = () if error is None else tuple(_codes(error.__traceback__))
+    codes = () if error is None else tuple(codes_of(error.__traceback__))
     return Attempt(error, raised, codes)
 
 
-def _codes(traceback: TracebackType | None) -> Iterator[CodeType]:
+def codes_of(traceback: TracebackType | None) -> Iterator[CodeType]:
+    """The functions that an exception passed through, outermost first, but for this file's."""
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename != __file__:
             yield traceback.tb_frame.f_code
