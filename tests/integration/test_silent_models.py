@@ -1,6 +1,8 @@
 """What would be silently wrong is refused by name, and found by a sample without the lists."""
 
 import copy
+import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -266,3 +268,18 @@ def test_a_softcap_that_sdpa_leaves_out() -> None:
     model.config._attn_implementation_internal = "sdpa"
     with pytest.raises(UnsupportedError, match=r"attn_logit_softcapping=50\.0, which sdpa leaves"):
         wrap(model)
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_a_class_of_a_file_with_one_global(imported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by name, also where its file is not known."""
+    model: Any = tiny_model("llama", dtype=torch.float32)
+    policy = wrap(model, ACROSS)
+    policy.score(BATCH)
+    file = types.ModuleType("a_file_of_one_class")
+    file.Extra = type("Extra", (nn.Identity,), {"__module__": file.__name__})  # type: ignore[attr-defined]
+    if imported:
+        monkeypatch.setitem(sys.modules, file.__name__, file)
+    model.model.layers[0].mlp.extra = file.Extra()
+    with pytest.raises(UnsupportedError):
+        policy.score(BATCH)

@@ -2,8 +2,8 @@
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -37,13 +37,11 @@ class _Globals:
 
     def values(self) -> tuple[Any, ...]:
         if len(self._named) == self._length:
-            try:
-                return itemgetter(*self._keys)(self._named)
-            except KeyError:
-                pass
+            with suppress(KeyError):  # one name has taken the place of another
+                return tuple(map(self._named.__getitem__, self._keys))
         self._length = len(self._named)
         self._keys = [key for key in self._named if not is_of_compiler(key)]
-        return itemgetter(*self._keys)(self._named)
+        return tuple(map(self._named.__getitem__, self._keys))
 
 
 class Fingerprint:
@@ -99,7 +97,8 @@ class Fingerprint:
         self._configs = configurations(self.model)
         kinds = {type(module) for module in modules}
         self._bases = sorted({base for kind in kinds for base in kind.__mro__}, key=id)
-        files = sorted({kind.__module__ for kind in kinds})
+        # A class may name a file that was not imported; what checks classes refuses it.
+        files = sorted({kind.__module__ for kind in kinds} & sys.modules.keys())
         self._globals = [_Globals(vars(sys.modules[name])) for name in files]
         self._globals.append(_Globals(vars(F)))
         self._modules = modules
