@@ -1,4 +1,4 @@
-"""What `policy.verify` found, as an object, a table and JSON."""
+"""Findings of `policy.verify`, as an object, a table and JSON."""
 
 import io
 import math
@@ -81,7 +81,7 @@ class RouteReport:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found."""
+    """Findings of `verify`."""
 
     passed: bool
     dtype: str
@@ -100,7 +100,7 @@ class VerifyReport:
     """The largest difference of a log-prob from the reference's; of a critic, of a value."""
     dense_logprob_difference: float
     head: str
-    """What the model gives: "logprobs", or "values" of a critic."""
+    """The kind of the model's values: "logprobs", or "values" of a critic."""
     sharing: str
     boundary: str
     logical_tokens: int

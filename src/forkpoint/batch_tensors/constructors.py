@@ -16,7 +16,8 @@ Ids = ArrayLike | Sequence[str | int | None]
 
 
 class FromTensors:
-    """What RolloutBatch inherits: it is made from tensors, and values are padded as they were.
+    """Methods that RolloutBatch inherits: it is made from tensors, and values are padded as they
+    were.
 
     layout: the cells of the tensors [N, W] that the batch was made from.
     completion_layout: the cells of the completions' tensors [N, C], or None.

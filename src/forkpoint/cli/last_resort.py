@@ -123,7 +123,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _of_system(error: OSError) -> str:
-    """What the system refused, on which path."""
+    """The error of the system, with its path."""
     if error.strerror is None:
         return str(error)
     if error.filename is None:

@@ -33,7 +33,7 @@ COPIES = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 
 
 class Activations:
-    """What one pass with backwards does with the activations of its microbatches."""
+    """Places of the activations of a pass with backwards: kept, offloaded or dropped."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from forkpoint.rollouts import RolloutBatch
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchInputs:
-    """What one microbatch gives the model."""
+    """Inputs of the model for one microbatch."""
 
     microbatch: Microbatch
     input_ids: Tensor
@@ -43,7 +43,7 @@ class MicrobatchInputs:
 
 
 class MicrobatchContext:
-    """What travels with a microbatch's forward through the model's call arguments.
+    """Context of a microbatch's forward, passed through the model's call arguments.
 
     A plain object: FSDP copies dataclasses it meets there, and what is captured would land in the
     copy.

@@ -104,7 +104,7 @@ class Fingerprint:
         self._modules = modules
 
     def _others(self) -> tuple[Any, ...]:
-        """What is not a module's own."""
+        """Values of classes, files, global hooks and configurations."""
         return (
             *chain.from_iterable(vars(base).values() for base in self._bases),
             *chain.from_iterable(named.values() for named in self._globals),

@@ -108,7 +108,7 @@ class Alignment:
 
     @cached_property
     def operations(self) -> tuple[tuple[str, int], ...]:
-        """What every rank runs: (operation, slot) in order."""
+        """Operations of every rank: (operation, slot) in order."""
         found: list[tuple[str, int]] = []
         opened: list[int] = []
 

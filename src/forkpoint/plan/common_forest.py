@@ -92,7 +92,8 @@ class CommonForest:
         return self._slot[self._begin[member] : self._begin[member + 1]].tolist()
 
     def size(self) -> tuple[int, int]:
-        """What is to be small: slots; then the sum over slots of their costliest nodes' levels."""
+        """Objective, to be small: slots; then the sum over slots of their costliest nodes'
+        levels."""
         return len(self.shape), int(self._highest(self._level).sum())
 
     def refine(self) -> None:

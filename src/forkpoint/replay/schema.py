@@ -198,7 +198,7 @@ def plain_value(value: Any, field: str) -> Any:
 
 
 def _python_random(value: Any, field: str) -> tuple[int, tuple[int, ...], float | None]:
-    """What `random.setstate` takes."""
+    """The state that `random.setstate` takes."""
     if not isinstance(value, list) or len(value) != 3:
         raise refuse(field, value, "a list of three entries, as random.getstate gives it")
     version = one_of(3)(value[0], f"{field}[0]")
@@ -208,7 +208,7 @@ def _python_random(value: Any, field: str) -> tuple[int, tuple[int, ...], float 
 
 
 def _numpy_random(value: Any, field: str) -> tuple[str, tuple[int, ...], int, int, float]:
-    """What `numpy.random.set_state` takes."""
+    """The state that `numpy.random.set_state` takes."""
     if not isinstance(value, list) or len(value) != 5:
         raise refuse(field, value, "a list of five entries, as numpy.random.get_state gives it")
     return (

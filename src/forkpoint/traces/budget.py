@@ -5,7 +5,7 @@ _RAISE = "Raise the limit (memory_limit=, --memory-limit), or write several file
 
 
 class Refused(Exception):
-    """What is wrong with a file, as a clause without the file's name, and what to do about it."""
+    """The reason to refuse a file, as a clause without the file's name, and what to do about it."""
 
     def __init__(self, reason: str, advice: str = AGAIN) -> None:
         super().__init__(reason)
@@ -22,7 +22,7 @@ class Malformed(Refused):
 
 
 class TooLarge(Refused):
-    """What the file declares takes more memory than reading it may take."""
+    """The file declares more than reading it may take of memory."""
 
     def __init__(self, reason: str, advice: str = "") -> None:
         super().__init__(reason, advice or _RAISE)

@@ -16,12 +16,12 @@ _TOKEN_BYTES = 5
 
 
 class Problem(ValueError):
-    """What is wrong with the fields of something."""
+    """A field is missing or of another kind."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """What a field takes, in words, and the check of a value."""
+    """The values that a field takes, in words, and their check."""
 
     takes: str
     check: Callable[[Any], bool]

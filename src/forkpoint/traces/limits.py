@@ -53,7 +53,7 @@ def _allocated(found: os.stat_result) -> int:
 
 
 class MemoryLimit:
-    """What reading one file may hold in memory, and what it holds.
+    """The memory that reading one file may take, and an account of what it has taken.
 
     given: the limit in bytes that was asked for; None takes the default, which is LEAST_BYTES or
         TIMES_FILE times what the file takes on disk, whichever is larger.

@@ -77,7 +77,7 @@ def rows(path: Path, memory: MemoryLimit) -> Iterator[tuple[str, Mapping[str, An
 
 
 def _footer_bytes(content: memoryview) -> int:
-    """What the metadata takes when pyarrow has read it."""
+    """Bytes of the metadata once pyarrow has read it."""
     if len(content) < 2 * _TAIL_BYTES or content[-4:] != MAGIC:
         raise ValueError("it does not end as parquet does")
     length = int.from_bytes(content[-8:-4], "little")

@@ -1,4 +1,5 @@
-"""What the pages of a parquet file declare, read from their headers before any is decompressed.
+"""Sizes that the pages of a parquet file declare, read from their headers before any is
+decompressed.
 
 The metadata at the end of a file says how many values a column has and how many bytes they take,
 but a reader allocates by the headers of the pages, which may say something else. Headers are

@@ -1,4 +1,4 @@
-"""What a pickle describes, as dicts, lists and numpy arrays.
+"""Values that a pickle describes, as dicts, lists and numpy arrays.
 
 Descriptions of arrays and tensors become arrays, and shells of trainers' classes become dicts. A
 value that a pickle names several times stays one object. The bytes that it would take as several

@@ -21,7 +21,7 @@ _ORDERS = {b"little": False, b"big": True}
 
 
 def read_torch(content: bytes, where: str, names: Names, budget: Budget) -> tuple[Any, set[int]]:
-    """What a torch file holds, with nodes for tensors, and the ids of what may be shared in it.
+    """The value of a torch file, with nodes for tensors, and the ids of what may be shared in it.
 
     Args:
         content: the whole file.

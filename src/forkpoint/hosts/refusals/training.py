@@ -1,4 +1,4 @@
-"""What holds in training: no randomness, no router losses, gradients that arrive whole."""
+"""Conditions of training: no randomness, no router losses, gradients that arrive whole."""
 
 import functools
 from typing import Any
