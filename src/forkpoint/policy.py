@@ -56,8 +56,9 @@ class StepStats(PerToken):
     plan: Plan
     events: tuple[str, ...]
     phase_ms: dict[str, float]
-    """A: forwards of microbatches with children; B: microbatches without; C: backwards of
-    microbatches with children."""
+    """Milliseconds by phase. "prefix forward": forwards of microbatches that others read. "leaf":
+    microbatches that none reads. "prefix backward": recomputes and backwards of those that others
+    have read."""
     event_ms: tuple[float, ...]
     """Of each of `events`."""
     event_memory_bytes: tuple[int, ...] | None
@@ -105,8 +106,9 @@ class Policy:
 
         Args:
             batch: the rollouts.
-            loss: the loss it is for, if known: one that couples rollouts across microbatches costs
-                one more forward, which the choice then takes into account.
+            loss: the loss it is for. A plan for one that couples rollouts (GSPO, DPO) begins with
+                a pass of scores where these lie in several microbatches, and `forward_backward`
+                takes no other plan for it. None: a token-additive loss, scores, or log-probs.
 
         Raises:
             PlanError: nothing fits the limits of the configuration.
@@ -120,6 +122,7 @@ class Policy:
             self.config,
             coupling=coupling,
             calibration=self._calibration(),
+            capabilities=self.host.capabilities,
         )
 
     def forward_backward(
@@ -147,7 +150,8 @@ class Policy:
             ConfigError: the loss, the denominators or the scale is none, or the loss does not fit
                 the model: one of values for a language model, or the reverse.
             UnsupportedError: the model's present state has not been shown exact.
-            PlanError: no plan fits, or the plan given is another batch's.
+            PlanError: no plan fits, or the plan given is another batch's, or it lacks the pass of
+                scores that the loss needs.
 
         Nothing is half added, whatever exception ends the step, and whenever it arrives
         (KeyboardInterrupt, say): either `.grad` has the whole gradient, or what had been added is
@@ -403,6 +407,9 @@ class Policy:
                 "policy.plan(batch) made, or None."
             )
         plan.check_batch(batch)
+        plan.check_host(self.host.capabilities)
+        if loss is not None and loss.decomposition != "token":
+            plan.check_coupling(batch, loss.coupling(batch))
         return plan
 
 

@@ -216,6 +216,18 @@ def array(inner: Check, *, length: int | None = None) -> Check:
     return check
 
 
+def row_of(*inner: Check) -> Check:
+    """A list with one entry for each of these checks, as a tuple."""
+
+    def check(value: Any, field: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple) or len(value) != len(inner):
+            raise refuse(field, value, f"a list of {len(inner)} entries")
+        pairs = enumerate(zip(inner, value, strict=True))
+        return tuple(one(entry, f"{field}[{index}]") for index, (one, entry) in pairs)
+
+    return check
+
+
 def whole_numbers(least: int, most: int) -> Check:
     """A list of whole numbers within bounds, as int64 [N]."""
     single = whole(least, most)

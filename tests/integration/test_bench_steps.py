@@ -15,6 +15,7 @@ from forkpoint.bench.steps import Stepper
 from forkpoint.bench.tree import REPEATS
 from forkpoint.cli import main
 from forkpoint.errors import ConfigError
+from forkpoint.plan.program import PHASES
 from forkpoint.synthetic import synthetic_rollouts
 
 TINY = ("--tiny", "--blocks", "eager", "--layers", "1", "--json")
@@ -50,7 +51,7 @@ def test_step_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["value"] == pytest.approx(dense[row["case"]] / shared[row["case"]])
         share = values(rows, "share of bound")[row["case"]]
         assert share == pytest.approx(row["value"] / row["bound"])
-    phases = [values(rows, f"shared phase {phase}") for phase in "ABC"]
+    phases = [values(rows, f"shared phase {phase}") for phase in PHASES]
     for case, ms in shared.items():
         assert 0 < sum(each[case] for each in phases) <= ms * 1.5
     assert any("4 rollouts, scaled by 1;" in (row["note"] or "") for row in rows)
@@ -191,7 +192,7 @@ def test_without_a_gpu_only_the_tiny_shapes_run(capsys: pytest.CaptureFixture[st
 def test_figures_are_drawn_from_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench("step-grid", tmp_path, capsys, "--counts", "4")
     cells = [
-        {"bench": "memory", "case": "a", "metric": "peak of phase B drained over dense"},
+        {"bench": "memory", "case": "a", "metric": "peak of phase leaf drained over dense"},
         {"bench": "capacity", "case": "b", "metric": "largest total"},
         {"bench": "step-grid", "case": "c", "metric": "predicted / measured time"},
     ]
@@ -262,7 +263,7 @@ ROW = {"bench": "step-grid", "case": "eager 2/8 N=4", "metric": "speed-up", "val
         ({"case": 4}, "case is 4; it takes text"),
         ({"note": 1}, "note is 1; it takes text, or null"),
         (
-            {"bench": "memory", "metric": "peak of phase B drained over dense", "bound": None},
+            {"bench": "memory", "metric": "peak of phase leaf drained over dense", "bound": None},
             "bound",
         ),
     ],

@@ -152,7 +152,7 @@ def test_events_have_their_times() -> None:
         assert len(record.event_ms) == len(record.events) > 4
         assert sum(record.event_ms) == pytest.approx(sum(record.phase_ms.values()))
         assert record.event_memory_bytes is None
-    assert report.steps[0].shared.phase_ms["A"] > 0
+    assert report.steps[0].shared.phase_ms["prefix forward"] > 0
 
 
 @pytest.mark.gpu
@@ -291,7 +291,10 @@ def test_what_it_reports(shell: Shell, rollouts: Path, config: Path) -> None:
         assert result[f"{way}_ms"] == pytest.approx(sum(result[f"{way}_step_ms"]))
         assert result[f"{way}_median_ms"] == sorted(result[f"{way}_step_ms"])[1]
         phases = result["phase_ms"][way]
-        assert set(phases) == {"A", "B", "C"} and 0 < sum(phases.values()) < result[f"{way}_ms"]
+        assert (
+            set(phases) == {"prefix forward", "leaf", "prefix backward"}
+            and 0 < sum(phases.values()) < result[f"{way}_ms"]
+        )
         assert result[f"{way}_peak_memory_bytes"] is None
     assert result["speedup"] == pytest.approx(result["dense_ms"] / result["shared_ms"])
     assert 1 < result["bound"] < 3

@@ -50,8 +50,12 @@ class ModelError(Exception):
 ERRORS = [torch.OutOfMemoryError, ModelError, KeyboardInterrupt]
 
 # Events of the plan, in order; the first backward is B D0. A0 has no parent, B1 has four children.
-EVENTS = ("F A0", "F B0", "F C0", "F D0", "B D0", "B C0", "B B0", "F B1", "F C1", "F D1", "B D1")
-EVENTS = (*EVENTS, "B C1", "B B1", "B A0")
+EVENTS = (
+    *("forward prefix 0", "forward prefix 1", "forward prefix 2", "forward leaf 3"),
+    *("backward leaf 3", "backward prefix 2", "backward prefix 1"),
+    *("forward prefix 4", "forward prefix 5", "forward leaf 6"),
+    *("backward leaf 6", "backward prefix 5", "backward prefix 4", "backward prefix 0"),
+)
 
 
 class Injector:
@@ -218,7 +222,7 @@ def check_aftermath(
 
 def began_before(event: str) -> bool:
     """Whether some microbatch's backward began before, or with, an event."""
-    return EVENTS.index(event) >= EVENTS.index("B D0")
+    return EVENTS.index(event) >= EVENTS.index("backward leaf 3")
 
 
 GRADS = [
@@ -234,12 +238,22 @@ def test_the_events_are_these(model: nn.Module) -> None:
     clear_gradients(model)
     assert stats.events == EVENTS
     leaves = {microbatch.index for microbatch in stats.plan.microbatches if not microbatch.children}
-    assert {stats.plan.microbatch_names[i] for i in leaves} == {"D0", "D1"}
+    assert {stats.plan.microbatch_names[i] for i in leaves} == {"leaf 3", "leaf 6"}
 
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(("config", "accumulated"), GRADS)
-@pytest.mark.parametrize("event", ["F A0", "F D0", "F C1", "B D0", "B C0", "B A0"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        "forward prefix 0",
+        "forward leaf 3",
+        "forward prefix 5",
+        "backward leaf 3",
+        "backward prefix 2",
+        "backward prefix 0",
+    ],
+)
 def test_error_in_the_model(
     model: nn.Module,
     injector: Injector,
@@ -249,7 +263,7 @@ def test_error_in_the_model(
     accumulated: bool,
     error: Any,
 ) -> None:
-    place = "forward" if event[0] == "F" else "backward"
+    place = "forward" if event.startswith("forward") else "backward"
     injector.arm(place, EVENTS.index(event), error)
     began = began_before(event)
     check_aftermath(
@@ -264,7 +278,7 @@ def test_error_in_the_model(
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(("config", "accumulated"), GRADS)
-@pytest.mark.parametrize("event", ["F B0", "F D0", "F C1"])
+@pytest.mark.parametrize("event", ["forward prefix 1", "forward leaf 3", "forward prefix 5"])
 def test_error_in_the_loss(
     model: nn.Module,
     injector: Injector,
@@ -374,7 +388,7 @@ def test_error_while_activations_are_recomputed(
     injector = Injector(model, monkeypatch)
     with lifted_upcasts(model):
         dense = dense_run(model, BATCH, losses.GRPO(kl=0.1)).gradients
-    injector.arm("forward", EVENTS.index("B B0"), error)  # a forward within a backward
+    injector.arm("forward", EVENTS.index("backward prefix 1"), error)  # a forward within a backward
     check_aftermath(
         wrap(model, ACROSS),
         injector,
@@ -390,7 +404,7 @@ def test_a_smaller_step_can_follow_within_the_except_clause(
     model: nn.Module, injector: Injector
 ) -> None:
     policy = wrap(model, ACROSS)
-    injector.arm("backward", EVENTS.index("B C0"), torch.OutOfMemoryError)
+    injector.arm("backward", EVENTS.index("backward prefix 2"), torch.OutOfMemoryError)
     smaller = policy.with_config(max_microbatch_tokens=6)
     try:
         policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
@@ -406,7 +420,7 @@ def test_a_step_can_follow_while_an_error_under_checkpointing_is_handled(
     model = tiny_model("llama").train()
     policy = wrap(model, replace(ACROSS, checkpointing="full"))
     injector = Injector(model, monkeypatch)
-    injector.arm("forward", EVENTS.index("F C0"), ModelError)
+    injector.arm("forward", EVENTS.index("forward prefix 2"), ModelError)
     try:
         policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
     except ModelError:
@@ -430,11 +444,11 @@ def test_the_policy_says_what_became_of_its_last_step(model: nn.Module, injector
     policy.verify(BATCH, loss)
     assert policy.last_step is first
 
-    injector.arm("forward", EVENTS.index("F C0"), KeyboardInterrupt)
+    injector.arm("forward", EVENTS.index("forward prefix 2"), KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         policy.forward_backward(BATCH, loss)
     assert policy.last_step is not first and policy.last_step.gradients == "unchanged"
-    injector.arm("backward", EVENTS.index("B C0"), KeyboardInterrupt)
+    injector.arm("backward", EVENTS.index("backward prefix 2"), KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         policy.forward_backward(BATCH, loss)
     assert policy.last_step.gradients == "cleared" and first.gradients == "added"
@@ -460,7 +474,7 @@ def test_an_error_while_a_step_is_put_back_does_not_take_the_place_of_its_own(
         raise RuntimeError("the device has failed")
 
     monkeypatch.setattr(PlainTransfers, "drain", failing)
-    injector.arm("backward", EVENTS.index("B C0"), ModelError)
+    injector.arm("backward", EVENTS.index("backward prefix 2"), ModelError)
     with pytest.raises(ModelError, match="injected") as caught:
         policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
     assert calls and caught.value.__notes__ == [UNCHANGED]
@@ -487,7 +501,7 @@ def test_what_cannot_be_put_back_is_said(
         monkeypatch.setattr(CompiledBlocks, "enter", lambda *_: None)
         name = "restore" if owner is ThreadState else "take_back"
         monkeypatch.setattr(owner, name, failing)
-    injector.arm("backward", EVENTS.index("B C0"), ModelError)
+    injector.arm("backward", EVENTS.index("backward prefix 2"), ModelError)
     with pytest.raises(ModelError, match="injected") as caught:
         policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
     notes = ["forkpoint: the step could not be put back: RuntimeError('never')"]
@@ -522,7 +536,7 @@ def test_an_interrupt_while_a_step_is_put_back_is_raised_afterwards(
         restore(thread)
 
     monkeypatch.setattr(ThreadState, "restore", interrupted)
-    injector.arm("backward", EVENTS.index("B C0"), torch.OutOfMemoryError)
+    injector.arm("backward", EVENTS.index("backward prefix 2"), torch.OutOfMemoryError)
     expected = second if second is KeyboardInterrupt else torch.OutOfMemoryError
     with pytest.raises(expected) as caught:
         policy.forward_backward(BATCH, losses.GRPO(kl=0.1))

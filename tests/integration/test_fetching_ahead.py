@@ -24,6 +24,7 @@ from forkpoint.engine.given_back import LAYERS_ALIVE, GivenBack
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.program import OPERATIONS
 from forkpoint.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
@@ -44,6 +45,15 @@ def waves_batch(prompt: int = 24, response: int = 10) -> RolloutBatch:
     )
 
 
+def is_event(entry: str) -> bool:
+    """Whether an entry of the log is an event of the step, such as "forward leaf 1"."""
+    return entry.partition(" ")[0] in OPERATIONS
+
+
+def microbatch_of(event: str) -> str:
+    return event.partition(" ")[2]
+
+
 @dataclass
 class Log:
     """What a step did, in order: its events, and within them layers and fetches."""
@@ -56,18 +66,18 @@ class Log:
     microbatch that was free, and the bytes of all fetches up to this one."""
 
     def event(self) -> str:
-        return next(entry for entry in reversed(self.entries) if entry[:2] in ("F ", "R ", "B "))
+        return next(filter(is_event, reversed(self.entries)))
 
     def within(self, event: str) -> list[str]:
         begin = self.entries.index(event) + 1
-        steps = (i for i, e in enumerate(self.entries) if i >= begin and e[1] == " ")
+        steps = (i for i, e in enumerate(self.entries) if i >= begin and is_event(e))
         return self.entries[begin : next(steps, None)]
 
     def fetched_in(self, microbatch: str) -> list[str]:
         """The backwards in which storages of a microbatch were fetched."""
         events, found = "", []
         for entry in self.entries:
-            if entry[1] == " ":
+            if is_event(entry):
                 events = entry
             elif entry == f"fetch {microbatch}" and events not in found:
                 found.append(events)
@@ -81,13 +91,13 @@ class Logged(PlainTransfers):
         self.microbatch_at: dict[int, str] = {}
 
     def out(self, source: Tensor, host: Tensor) -> None:
-        self.microbatch_at[host.data_ptr()] = self.log.event()[2:]
+        self.microbatch_at[host.data_ptr()] = microbatch_of(self.log.event())
         return super().out(source, host)
 
     def back(self, host: Tensor, after: None) -> tuple[Tensor, None]:
         microbatch, running = self.microbatch_at[host.data_ptr()], self.log.event()
-        if running[2:] != microbatch:
-            inputs = self.log.inputs[f"F {running[2:]}"]
+        if microbatch_of(running) != microbatch:
+            inputs = self.log.inputs[f"forward {microbatch_of(running)}"]
             free = sum(ref.expired() for ref in inputs) / len(inputs)
             fetches = self.log.given_back.setdefault(microbatch, [])
             fetches.append((free, len(host) + (fetches[-1][1] if fetches else 0)))
@@ -146,12 +156,19 @@ def test_the_last_wave_fetches_into_what_it_gives_back(
     log, stats, found, plan = logged_step(
         monkeypatch, model, replace(config, activations="offload"), batch
     )
-    events = [entry for entry in log.entries if entry[1] == " "]
-    assert events == ["F A0", "F B0", "B B0", "F B1", "B B1", "B A0"]
-    assert log.fetched_in("A0") == ["B B1", "B A0"]
+    events = tuple(filter(is_event, log.entries))
+    assert (
+        events
+        == plan.events()
+        == (
+            *("forward prefix 0", "forward leaf 1", "backward leaf 1"),
+            *("forward leaf 2", "backward leaf 2", "backward prefix 0"),
+        )
+    )
+    assert log.fetched_in("prefix 0") == ["backward leaf 2", "backward prefix 0"]
     # What head and last norm save is asked for first; beside inputs of blocks alone that is much.
     least = 1 if checkpointing == "full" else LAYERS_ALIVE + 1
-    assert least <= layers_before_fetch(log, "B B1", "A0") <= LAYERS // 2 + 1
+    assert least <= layers_before_fetch(log, "backward leaf 2", "prefix 0") <= LAYERS // 2 + 1
     assert stats is not None and stats.on_demand == 0 and stats.prefetched > 0
     assert same_bits(found, kept)
     if checkpointing != "none":
@@ -186,18 +203,19 @@ def test_whatever_becomes_of_the_microbatch_before(
                 microbatches.append(
                     replace(microbatch, activations=way if microbatch.children else "keep")
                 )
-            return replace(plan, microbatches=tuple(microbatches))
+            return plan.with_microbatches(microbatches)
 
         offloading = replace(config, activations="offload")
         log, stats, found, plan = logged_step(monkeypatch, model, offloading, batch, chosen)
         assert same_bits(found, kept), ways
         assert stats is not None and stats.on_demand == 0, ways
-        for (phase, microbatch), (then, after) in pairwise(plan.schedule()):
-            if then != "B" or plan.microbatches[after].activations != "offload":
+        for one, then in pairwise(plan.program.instructions):
+            microbatch, after = one.microbatch, then.microbatch
+            if then.operation != "backward" or plan.microbatches[after].activations != "offload":
                 continue
-            assert phase == "B"
-            event, name = f"B {plan.microbatch_names[microbatch]}", plan.microbatch_names[after]
-            assert log.fetched_in(name) in ([event], [event, f"B {name}"]), ways
+            assert one.operation == "backward"
+            event, name = plan.event(one), plan.microbatch_names[after]
+            assert log.fetched_in(name) in ([event], [event, f"backward {name}"]), ways
             before = layers_before_fetch(log, event, name)
             # A microbatch that had more on its way than it saves itself gives back at its first
             # layer.
@@ -275,7 +293,7 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
     assert all(microbatch.activations == "offload" for microbatch in parents)
     assert len(parents) == (4 if prompt == 256 else 1)
     leaves = {
-        f"B {plan.microbatch_names[microbatch.index]}"
+        f"backward {plan.microbatch_names[microbatch.index]}"
         for microbatch in plan.microbatches
         if not microbatch.children
     }
@@ -291,7 +309,7 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
     ends = next(
         i
         for i, (what, *_) in enumerate(entries)
-        if what == f"B {plan.microbatch_names[parents[-1].index]}"
+        if what == f"backward {plan.microbatch_names[parents[-1].index]}"
     )
     if checkpointing == "none" and response > 8 and (exist or response == 32):
         assert entries[ends][2] > 0.7 * stats.offload.out_bytes / len(parents)
@@ -303,8 +321,8 @@ def test_where_nothing_is_given_back_the_microbatch_s_own_backward_begins_with_i
     model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch()
     monkeypatch.setattr(GivenBack, "_asked", lambda *_: None)
     log, stats, _, _ = logged_step(monkeypatch, model, replace(GROUP, activations="offload"), batch)
-    assert log.fetched_in("A0") == ["B A0"]
-    assert log.within("B A0")[0] == "fetch A0"
+    assert log.fetched_in("prefix 0") == ["backward prefix 0"]
+    assert log.within("backward prefix 0")[0] == "fetch prefix 0"
     assert stats is not None and stats.on_demand == 0 and stats.prefetched > 0
 
 

@@ -297,7 +297,7 @@ def test_a_failed_backward_leaves_gradients() -> None:
     loss = policy.logprobs(BATCH).sum()
 
     def fail(event: str) -> None:
-        if event.startswith("B "):
+        if event.startswith("backward "):
             raise ZeroDivisionError
 
     policy.observer = fail

@@ -81,7 +81,9 @@ def test_it_shows_everything_and_asks_for_nothing(driver: Any, page: Path) -> No
     phases = driver.execute_script(
         "return [...document.querySelectorAll('#schedule-0 rect.event')].map(r => r.dataset.phase)"
     )
-    assert {"A", "BF", "BB", "C", "R"} == set(phases)
+    assert {"prefix forward", "leaf forward", "leaf backward", "prefix backward", "rest"} == set(
+        phases
+    )
     assert count(driver, ".chart svg[role=img] path") > 6
     assert count(driver, ".chart circle") >= STEPS
     assert messages(driver) == []

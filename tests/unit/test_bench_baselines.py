@@ -15,7 +15,7 @@ from forkpoint.plan import make_plan
 
 def test_what_precedes_the_first_row_is_there_once_in_every_quantile() -> None:
     plan = make_plan(make_group(8, [4] * 2, vocab=64))
-    timed = Timed(plan, ms=[110.0, 120.0, 130.0], phase_ms={"B": [90.0, 100.0, 110.0]})
+    timed = Timed(plan, ms=[110.0, 120.0, 130.0], phase_ms={"leaf": [90.0, 100.0, 110.0]})
     dense = Dense(timed, rollouts=2, row_tokens=12, scale=8.0)
     assert dense.ms == 20 + 8 * 100
     assert dense.quantile(0.0) == 20 + 8 * 90 <= dense.ms <= dense.quantile(0.99) == 20 + 8 * 110

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, ModelShape, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import make_plan, meters, planner
-from forkpoint.plan.predict import plan_cost, splits
+from forkpoint.plan.predict import plan_cost
 from plan_shapes import SHAPE
 from strategies import batches
 
@@ -78,7 +78,12 @@ def test_auto_crosses_microbatches_where_a_tree_does_not_fit_one() -> None:
     plan = make_plan(batch_of(group()), config=Config(max_microbatch_tokens=1100))
     assert (plan.sharing, plan.boundary) == ("group", "mixed")
     assert plan.computed_tokens == 1399
-    assert plan.events() == ("F A0", "F B0", "B B0", "B A0")
+    assert plan.events() == (
+        "forward prefix 0",
+        "forward leaf 1",
+        "backward leaf 1",
+        "backward prefix 0",
+    )
 
 
 def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> None:
@@ -94,14 +99,14 @@ def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> No
     with mock.patch.object(meters, "EFFICIENT_TOKENS", 1):
         free = make_plan(batch, config=config)
         assert (free.boundary, plan_cost(free, batch)) == ("mixed", 500)
-        assert splits(free, batch, coupling)
-        assert plan_cost(free, batch, coupling) == 500 * 4 / 3
+        assert free.splits(batch, coupling)
+        assert plan_cost(free.with_program(scores=True), batch) == 500 * 4 / 3
         coupled = make_plan(batch, config=config, coupling=coupling)
-        assert (coupled.boundary, plan_cost(coupled, batch, coupling)) == ("within", 600)
+        assert (coupled.boundary, plan_cost(coupled, batch)) == ("within", 600)
         assert [microbatch.tokens for microbatch in coupled.microbatches] == [400, 200]
         # In pairs, the second pair lies in both microbatches.
         pairs = np.array([0, 0, 1, 1])
-        assert splits(coupled, batch, pairs)
+        assert coupled.splits(batch, pairs)
         assert make_plan(batch, config=config, coupling=pairs).boundary == "mixed"
 
 
@@ -129,7 +134,7 @@ def test_auto_never_costs_more_than_dense(
         dense = [c.cost for c in plan.candidates if c.sharing == "none" and c.cost is not None]
         assert len(plan.candidates) == 9
         assert dense
-        cost = plan_cost(plan, batch, coupling)
+        cost = plan_cost(plan, batch)
         assert cost in costs
         assert cost <= dense[0]
         assert cost <= min(costs) * (1 + planner.NOISE)
@@ -312,25 +317,29 @@ def test_the_events_of_three_levels() -> None:
         batch, config=Config(sharing="tree", boundary="across", max_microbatch_tokens=4)
     )
     assert plan.forest.length.tolist() == [4, 3, 2, 2, 3, 2, 2]
-    assert ", ".join(plan.events()) == "F A0, F B0, F C0, B C0, B B0, F B1, F C1, B C1, B B1, B A0"
-    assert plan.events(backward=False) == ("F A0", "F B0", "F C0", "F B1", "F C1")
+    assert ", ".join(plan.events()) == (
+        "forward prefix 0, forward prefix 1, forward leaf 2, backward leaf 2, backward prefix 1, "
+        "forward prefix 3, forward leaf 4, backward leaf 4, backward prefix 3, backward prefix 0"
+    )
+    assert ", ".join(plan.events(backward=False)) == (
+        "score prefix 0, score prefix 1, score leaf 2, score prefix 3, score leaf 4"
+    )
     # Both second prompts in one microbatch: their four responses are its two child microbatches.
     wider = make_plan(
         batch, config=Config(sharing="tree", boundary="across", max_microbatch_tokens=7)
     )
-    assert ", ".join(wider.events()) == "F A0, F B0, F C0, B C0, F C1, B C1, B B0, B A0"
+    assert ", ".join(wider.events()) == (
+        "forward prefix 0, forward prefix 1, forward leaf 2, backward leaf 2, forward leaf 3, "
+        "backward leaf 3, backward prefix 1, backward prefix 0"
+    )
     assert [microbatch.run_tokens for microbatch in wider.microbatches] == [4, 6, 6, 2]
     mixed = make_plan(
         batch, config=Config(sharing="tree", boundary="mixed", max_microbatch_tokens=7)
     )
-    assert ", ".join(mixed.events()) == "F A0, F B0, B B0, F B1, B B1, B A0"
-
-
-def test_microbatches_deeper_than_the_alphabet_have_names_of_their_own() -> None:
-    batch = batch_of([list(range(30))])
-    plan = make_plan(batch, config=Config(boundary="across", max_microbatch_tokens=1))
-    assert plan.microbatch_names[24:28] == ("Y0", "Z0", "R26.0", "R27.0")
-    assert plan.events()[-1] == "B A0"
+    assert ", ".join(mixed.events()) == (
+        "forward prefix 0, forward leaf 1, backward leaf 1, forward leaf 2, backward leaf 2, "
+        "backward prefix 0"
+    )
 
 
 def test_nothing_runs_for_rollouts_of_one_token() -> None:
@@ -350,11 +359,11 @@ def test_the_microbatch_that_holds_all_trained_tokens_of_a_rollout() -> None:
     plan = make_plan(batch, config=Config(sharing="group", boundary="across"))
     microbatches = plan.microbatch_of_rollouts(batch.loss_mask, batch.offsets)
     assert microbatches.tolist() == [1, -2, 0, -1]
-    assert splits(plan, batch, np.arange(4))
+    assert plan.splits(batch, np.arange(4))
     one = batch.select([0, 2, 3])
     plan = make_plan(one, config=Config(sharing="group", boundary="across"))
-    assert not splits(plan, one, np.arange(3))
-    assert splits(plan, one, np.zeros(3, np.int64))
+    assert not plan.splits(one, np.arange(3))
+    assert plan.splits(one, np.zeros(3, np.int64))
 
 
 def test_waves_may_be_shorter_than_other_microbatches() -> None:

@@ -26,7 +26,9 @@ def test_waiting_for_copies_by_hand() -> None:
     # Out from the first moment; back when all is out; a fourth of the backward after the last byte.
     assert play(plan, meter).cost == pytest.approx(2 * copies + backward / 4)
     phases = play(plan, meter).phases
-    assert phases["A"] == pytest.approx(forward) and phases["B"] == pytest.approx(wave)
+    assert phases["prefix forward"] == pytest.approx(forward) and phases["leaf"] == pytest.approx(
+        wave
+    )
 
 
 def played(plan: Plan, back_bytes_per_ms: float) -> tuple[float, list[tuple[float, float, int]]]:

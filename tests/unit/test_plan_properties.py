@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, Plan, PlanError, RolloutBatch
 from forkpoint.plan import make_plan
+from forkpoint.plan.program import check_order
+from forkpoint.plan.program_checks import check_program
 from strategies import COMBINATIONS, batches
 
 EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
@@ -48,7 +50,7 @@ def test_plans(
     check_arena(plan, batch)
     again = Plan.from_json(plan.to_json())
     assert again.to_json() == plan.to_json()
-    assert again.schedule() == plan.schedule()
+    assert again.program == plan.program
 
 
 def ids_of(batch: RolloutBatch, rollout: int) -> list[int]:
@@ -199,8 +201,9 @@ def check_schedule(plan: Plan) -> None:
     microbatch_of = microbatches_of_segments(plan)
     opened: list[int] = []
     forwards, closed = [], []
-    for phase, index in plan.schedule():
-        if phase == "B":
+    for _, operation, slot, index, *_ in plan.program.instructions:
+        assert slot == index
+        if operation == "backward":
             assert opened.pop() == index
             closed.append(index)
             continue
@@ -216,10 +219,11 @@ def check_schedule(plan: Plan) -> None:
     assert not opened
     assert forwards == list(range(len(plan.microbatches))), "microbatches lie in visiting order"
     assert sorted(closed) == forwards
-    assert plan.schedule(backward=False) == [("F", index) for index in forwards]
-    events = [f"{phase} {plan.microbatch_names[index]}" for phase, index in plan.schedule()]
-    assert plan.events() == tuple(events)
-    assert len(set(events)) == len(events)
+    scored = [(i.operation, i.microbatch) for i in plan.score_program.instructions]
+    assert scored == [("score", index) for index in forwards]
+    assert len(set(plan.events())) == len(plan.events()) == len(plan.program.instructions)
+    check_order(plan.waits_for(), range(len(plan.events())))
+    check_program(plan)
 
 
 def check_arena(plan: Plan, batch: RolloutBatch) -> None:
@@ -228,14 +232,15 @@ def check_arena(plan: Plan, batch: RolloutBatch) -> None:
     for backward in (True, False):
         live: dict[int, int] = {}
         content: dict[int, Prefix] = {}
-        for phase, index in plan.schedule(backward=backward):
+        program = plan.program if backward else plan.score_program
+        for _, operation, _, index, *_ in program.instructions:
             microbatch = plan.microbatches[index]
             slices = {
                 segment: range(begin, begin + int(plan.forest.length[segment]))
                 for segment, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True)
                 if begin >= 0
             }
-            if phase == "B":
+            if operation == "backward":
                 for places in slices.values():
                     for place in places:
                         assert live.pop(place) == index

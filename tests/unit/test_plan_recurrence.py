@@ -98,9 +98,9 @@ def test_every_token_sees_the_inputs_of_its_path(
     cache: dict[int, list[int]] = {}
     states: dict[int, list[int]] = {}
     live: dict[int, int] = {}
-    for phase, index in plan.schedule():
+    for _, operation, _, index, *_ in plan.program.instructions:
         microbatch = plan.microbatches[index]
-        if phase == "B":
+        if operation == "backward":
             for place in [s for s in microbatch.state_index if s >= 0]:
                 assert live.pop(place) == index
             continue

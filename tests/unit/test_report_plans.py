@@ -121,11 +121,13 @@ def test_what_is_computed_again_is_counted_again() -> None:
     plan = make_plan(batch, SHAPE, AWAY["recompute"])
     again = lane(plan, batch)
     assert [event["name"] for event in again["events"]] == list(plan.events())
-    second = [event for event in again["events"] if event["kind"] == "R"]
-    assert second and {event["phase"] for event in second} == {"C"}
+    second = [event for event in again["events"] if event["operation"] == "recompute"]
+    assert second and {event["phase"] for event in second} == {"prefix backward"}
     # The head is left to the second forward, so what is added is what the first ones cost.
-    names = {event["name"][2:] for event in second}
-    first = [e["size"] for e in again["events"] if e["kind"] == "F" and e["name"][2:] in names]
+    names = {event["index"] for event in second}
+    first = [
+        e["size"] for e in again["events"] if e["operation"] == "forward" and e["index"] in names
+    ]
     assert again["total"] == pytest.approx(kept["total"] + sum(first))
 
 
@@ -139,18 +141,18 @@ def test_what_is_held_reaches_the_predicted_peak(name: str) -> None:
 
 
 def test_phases_by_hand() -> None:
-    """One prompt of three responses, across rows: A, then B twice each, then C."""
+    """One prompt of three responses, across microbatches."""
     batch = made_up(groups=1, rollouts_per_group=3)
     plan = make_plan(
         batch, SHAPE, Config(sharing="group", boundary="across", max_microbatch_tokens=30)
     )
     events = lane(plan, batch)["events"]
-    assert [(e["name"], e["phase"]) for e in events if e["name"][2] == "A"] == [
-        ("F A0", "A"),
-        ("B A0", "C"),
+    assert [(e["name"], e["phase"]) for e in events if e["index"] == 0] == [
+        ("forward prefix 0", "prefix forward"),
+        ("backward prefix 0", "prefix backward"),
     ]
-    children = [e for e in events if e["name"][2] != "A"]
-    assert {e["phase"] for e in children} == {"B"} and len(children) >= 2
+    children = [e for e in events if e["index"] != 0]
+    assert {e["phase"] for e in children} == {"leaf"} and len(children) >= 2
     parent = events[0]["held"]
     assert all(e["held"] > parent for e in children) and events[-1]["held"] == parent
     away = make_plan(
@@ -161,7 +163,7 @@ def test_phases_by_hand() -> None:
         ),
     )
     again = lane(away, batch)["events"]
-    assert [e["name"] for e in again[-2:]] == ["R A0", "B A0"]
+    assert [e["name"] for e in again[-2:]] == ["recompute prefix 0", "backward prefix 0"]
     assert again[-1]["held"] == again[-2]["held"] == again[0]["held"] == parent
     assert all(e["held"] < k["held"] for e, k in zip(again[1:-2], events[1:-1], strict=True))
 

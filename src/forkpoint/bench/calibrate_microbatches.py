@@ -10,7 +10,12 @@ from forkpoint.bench.clock import Clock
 from forkpoint.config import Config
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.given_back import storage_id
-from forkpoint.engine.microbatches import MicrobatchContext, MicrobatchInputs, prepare_microbatches
+from forkpoint.engine.microbatches import (
+    KernelOptions,
+    MicrobatchInputs,
+    MicrobatchState,
+    prepare_microbatches,
+)
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.plan import make_plan
 from forkpoint.rollouts import Rollout, RolloutBatch
@@ -91,16 +96,11 @@ class Rows:
         )
         plan = make_plan(batch, host.shape, config)
         (inputs,) = prepare_microbatches(plan, batch, host.device)
+        forward = plan.program.instructions[0]
 
         def run(inputs: MicrobatchInputs) -> Tensor:
-            context = MicrobatchContext(
-                plan,
-                inputs,
-                PrefixCache(0, gradients=True),
-                kernel=self.kernel,
-                head_chunk_tokens=1024,
-                entropy=False,
-            )
-            return host.forward(context).per_token["logprobs"]
+            state = MicrobatchState(plan, inputs.microbatch, PrefixCache(0, gradients=True))
+            outputs = host.forward(forward, inputs, state, KernelOptions(self.kernel))
+            return outputs.per_token["logprobs"]
 
         return inputs, run

@@ -9,6 +9,7 @@ from forkpoint.bench.rows import ResultRow
 from forkpoint.bench.shapes import SCALE_TINY, make_group
 from forkpoint.bench.step_grid import chosen_splits
 from forkpoint.bench.steps import DENSE, GROUP, Deadline, Dense, Stepper, Timed, repeats_for
+from forkpoint.plan.program import LEAF, PHASES, PREFIX_FORWARD, phase_of
 from forkpoint.policy import Policy
 from forkpoint.rollouts import RolloutBatch
 
@@ -28,7 +29,7 @@ def memory(
 
     No checkpointing and no chains on either side. A row below the prompt holds as many responses as
     fit in `leaf_tokens`, and at least one, which is as published. On CUDA "B drained" is the second
-    half of phase B: by then the copies out are through.
+    half of phase leaf: by then the copies out are through.
     """
     scale = SCALE_TINY if tiny else 1
     for prompt, response in chosen_splits(splits):
@@ -115,25 +116,25 @@ def _memory_rows(
 def _peaks(
     stepper: Stepper, policy: Policy, batch: RolloutBatch, timed: Timed, *, repeats: int
 ) -> dict[str, int]:
-    """Time steps; the last one's peaks by phase, and of the second half of phase B as "B drained".
+    """Time steps; the last one's peaks by phase, and "leaf drained" of the second half of leaves.
 
     To look at the peaks costs a call to the allocator a row, and no wait for the device.
     """
     if not stepper.cuda:
         stepper.repeat(policy, batch, repeats=repeats, into=timed)
         return {}
-    parents = {
-        timed.plan.microbatch_names[row.index] for row in timed.plan.microbatches if row.children
+    phases = {
+        event: phase_of(i.operation, timed.plan.microbatches[i.microbatch])
+        for event, i in zip(timed.plan.events(), timed.plan.program.instructions, strict=True)
     }
     seen: list[tuple[str, int]] = []
-    phase = "A"
+    phase = PREFIX_FORWARD
 
     def observe(event: str) -> None:
         nonlocal phase
         seen.append((phase, torch.cuda.max_memory_allocated()))
         torch.cuda.reset_peak_memory_stats()
-        kind, row = event.split(" ")
-        phase = "B" if row not in parents else "A" if kind == "F" else "C"
+        phase = phases[event]
 
     stepper.repeat(policy, batch, repeats=repeats - 1, into=timed)
     policy.observer = observe
@@ -142,7 +143,7 @@ def _peaks(
     finally:
         policy.observer = None
     seen.append((phase, torch.cuda.max_memory_allocated()))
-    found = {p: max((b for q, b in seen[1:] if q == p), default=0) for p in "ABC"}
-    leaves = [b for q, b in seen[1:] if q == "B"]
-    found["B drained"] = max(leaves[len(leaves) // 2 :], default=0)
+    found = {p: max((b for q, b in seen[1:] if q == p), default=0) for p in PHASES}
+    leaves = [b for q, b in seen[1:] if q == LEAF]
+    found["leaf drained"] = max(leaves[len(leaves) // 2 :], default=0)
     return {p: peak for p, peak in found.items() if peak}

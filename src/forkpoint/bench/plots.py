@@ -25,7 +25,7 @@ from forkpoint.schema import (
 
 Row = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
-PEAK = "peak of phase B drained over dense"
+PEAK = "peak of phase leaf drained over dense"
 MOST_BYTES = 1 << 26
 MOST_CASE_CHARACTERS = 72
 COLOURS = (
@@ -179,7 +179,7 @@ def _step_grid(rows: list[Row]) -> Figure | None:
 
 
 def _memory(rows: list[Row]) -> Figure | None:
-    """Peaks of phase B above weights and gradients, over dense, with the bar of each split."""
+    """Peaks of phase leaf above weights and gradients, over dense, with the bar of each split."""
     found = [r for r in rows if r["bench"] == "memory" and r["metric"] == PEAK]
     if not found:
         return None
@@ -190,7 +190,7 @@ def _memory(rows: list[Row]) -> Figure | None:
     bounds = [row["bound"] for row in found]
     axes.plot(bounds, names, "k|", markersize=14, label="share of suffix and boundary")
     axes.invert_yaxis()
-    axes.set_xlabel("peak of phase B over dense, without weights")
+    axes.set_xlabel("peak of phase leaf over dense, without weights")
     axes.legend(fontsize=8)
     return figure
 

@@ -27,6 +27,7 @@ from forkpoint.engine.offload import OffloadedMicrobatch, OffloadStats
 from forkpoint.engine.staging import Staging
 from forkpoint.plan.layout import Microbatch
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, Instruction
 
 # What autograd calls the ways in which autocast's linear layers see a weight.
 COPIES = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
@@ -77,12 +78,16 @@ class Activations:
         self._staging.release((0, 0))
         self.stats.host_bytes = self._staging.held_bytes
 
-    def hooks(self, phase: str, microbatch: int) -> tuple[Pack, Unpack] | None:
-        """What saved tensors of a microbatch's forward pass through; phase "F" is its first, "R"
-        its second."""
-        activations = self.microbatches[microbatch].activations
-        if phase == "F" and activations == "recompute":
+    def hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
+        """What saved tensors of a forward or a recompute pass through."""
+        if not instruction.records:
             return _drop, _dropped
+        if instruction.idle:
+            return None
+        microbatch = instruction.microbatch
+        activations = self.microbatches[microbatch].activations
+        if instruction.operation == RECOMPUTE:
+            activations = "recompute"
         offloaded = None
         if activations == "offload":
             assert self._staging is not None and self.stats is not None
@@ -140,11 +145,24 @@ class Activations:
 
 
 def _followers(plan: Plan) -> dict[int, int]:
-    """By microbatch: the offloaded microbatch whose backward comes right after its own."""
+    """By microbatch: the offloaded microbatch whose backward comes right after its own, and that
+    was offloaded before its own activations were recorded."""
+    recorded: dict[int, int] = {}
+    offloaded: set[int] = set()
+    for at, instruction in enumerate(plan.program.training):
+        if instruction.idle or instruction.operation == BACKWARD or not instruction.records:
+            continue
+        recorded[instruction.microbatch] = at
+        kept = plan.microbatches[instruction.microbatch].activations
+        if kept == "offload" and instruction.operation == FORWARD:
+            offloaded.add(instruction.microbatch)
     return {
-        microbatch: after
-        for (phase, microbatch), (next_phase, after) in pairwise(plan.schedule())
-        if phase == next_phase == "B" and plan.microbatches[after].activations == "offload"
+        one.microbatch: after.microbatch
+        for one, after in pairwise(plan.program.training)
+        if one.operation == after.operation == BACKWARD
+        and not one.idle
+        and after.microbatch in offloaded
+        and recorded[after.microbatch] < recorded[one.microbatch]
     }
 
 

@@ -1,19 +1,15 @@
-"""The schedule: one recursion over microbatches for every method.
+"""The interpreter of a plan's program.
 
-    visit(microbatch):
-        forward(microbatch)                 reads ancestors' prefix cache, captures its own
-        for child in microbatch.children:   visit(child)
-        backward(microbatch)                roots its loss; its ancestors' boundary gradients
-        accumulate
-
-Between a microbatch's forward and backward its activations are where the plan says
-(engine/activations.py). Nothing here knows which published method it is running; the plan does not
-say.
+It runs one instruction after the other (plan/program.py). A forward reads the prefix cache of the
+microbatches above and captures its own. A backward is rooted in the microbatch's loss, and adds to
+the gradients of the prefix cache that its forward read. Between the two, activations are where the
+plan says (engine/activations.py). Nothing is decided here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -26,7 +22,12 @@ from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.device import on_device
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.host import HeadOutputs, Host
-from forkpoint.engine.microbatches import MicrobatchContext, MicrobatchInputs, prepare_microbatches
+from forkpoint.engine.microbatches import (
+    KernelOptions,
+    MicrobatchInputs,
+    MicrobatchState,
+    prepare_microbatches,
+)
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.timing import PhaseTimer
@@ -35,8 +36,9 @@ from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.predict import splits
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.plan.planner import make_plan
+from forkpoint.plan.program import BACKWARD, LEAF, RECOMPUTE, Instruction, phase_of
+from forkpoint.rollouts import Rollout, RolloutBatch
 
 MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], Tensor | None]
 
@@ -86,7 +88,8 @@ class Engine:
         self.host.enter(step.changes, compiled=compiled)
         with torch.set_grad_enabled(graph):
             prepared = self._prepare(plan, batch)
-            return self._pass(step, plan, batch, prepared, entropy=entropy, graph=graph)
+            program = plan.score_program.scores
+            return self._pass(step, plan, batch, prepared, program, entropy=entropy, graph=graph)
 
     def forward_backward(
         self,
@@ -99,32 +102,41 @@ class Engine:
     ) -> StepResult:
         """Add the gradients of the batch's loss, times `scale`, to `.grad`.
 
-        A loss whose coupled rollouts lie in one microbatch each is computed microbatch by
-        microbatch. Otherwise the log-probs (a critic's values) come first, without a graph, then
-        the loss's gradient by them, then the plan with these as weights.
+        Where the program has a pass of scores the log-probs (a critic's values) come first,
+        without a graph, then the loss's gradient by them, then the plan with these as weights.
+        Otherwise the loss is computed microbatch by microbatch, which `Plan.check_coupling` has
+        shown to be possible.
         """
         views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
         prepared = self._prepare(plan, batch)
-        coupling = loss.coupling(batch)
         mark = step.changes.mark
         guard = self._begin(step)
         constant = None
-        if loss.decomposition == "token" or not splits(plan, batch, coupling):
+        if plan.program.has_scores:
+            result = self._replay(step, plan, batch, loss, views, prepared, scale)
+        else:
+            before = None
+            if plan.program.scores:
+                with torch.no_grad():
+                    scores = plan.program.scores
+                    before = self._pass(step, plan, batch, prepared, scores, entropy=False)
             if loss.decomposition == "token":
                 microbatch_loss = self._token_loss(loss, views)
             else:
+                coupling = loss.coupling(batch)
                 microbatch_loss, constant = self._whole_loss(loss, views, coupling, prepared)
             result = self._pass(
                 step,
                 plan,
                 batch,
                 prepared,
+                plan.program.training,
                 entropy=loss.needs_entropy,
                 microbatch_loss=microbatch_loss,
                 scale=scale,
             )
-        else:
-            result = self._replay(step, plan, batch, loss, views, prepared, scale)
+            if before is not None:
+                result = _after(before, result)
         step.changes.undo(mark)
         guard.add_sums()
         if constant is None:
@@ -227,7 +239,8 @@ class Engine:
         scale: float,
     ) -> StepResult:
         with torch.no_grad():
-            scored = self._pass(step, plan, batch, prepared, entropy=loss.needs_entropy)
+            program = plan.program.scores
+            scored = self._pass(step, plan, batch, prepared, program, entropy=loss.needs_entropy)
         view, _ = views.of_rollouts(np.ones(len(batch), bool))
         leaves = {name: x_T.requires_grad_() for name, x_T in scored.per_token.items()}
         with torch.enable_grad():
@@ -235,17 +248,7 @@ class Engine:
             weights = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
         by_name = dict(zip(leaves, weights, strict=True))
         result = self._weighted(step, plan, batch, prepared, by_name, scale)
-        held = result.event_memory_bytes
-        if held is not None:
-            held = (*(scored.event_memory_bytes or ()), *held)
-        return replace(
-            result,
-            loss=value.detach(),
-            events=(*scored.events, *result.events),
-            phase_ms={k: scored.phase_ms[k] + ms for k, ms in result.phase_ms.items()},
-            event_ms=(*scored.event_ms, *result.event_ms),
-            event_memory_bytes=held,
-        )
+        return replace(_after(scored, result), loss=value.detach())
 
     def _weighted(
         self,
@@ -276,6 +279,7 @@ class Engine:
             plan,
             batch,
             prepared,
+            plan.program.training,
             entropy="entropies" in weights,
             microbatch_loss=microbatch_loss,
             scale=scale,
@@ -317,13 +321,14 @@ class Engine:
         plan: Plan,
         batch: RolloutBatch,
         prepared: list[MicrobatchInputs],
+        instructions: Sequence[Instruction],
         *,
         entropy: bool,
         microbatch_loss: MicrobatchLoss | None = None,
         scale: float = 1.0,
         graph: bool = False,
     ) -> StepResult:
-        """Run every microbatch's forward and, with a loss, its backward."""
+        """Run the instructions of one pass; those with backwards need a loss."""
         training = microbatch_loss is not None
         device, dtype = self.host.device, self.host.loss_dtype
         cache = PrefixCache(plan.cache_tokens, gradients=training, cache_states=plan.cache_states)
@@ -332,62 +337,68 @@ class Engine:
             for name in self._names(entropy)
         }
         total = torch.zeros((), dtype=dtype, device=device)
+        kernels = KernelOptions(
+            attention=self.config.attention_kernel,
+            recurrence=self.config.recurrence_kernel,
+            head_chunk_tokens=self.config.head_chunk_tokens,
+        )
         timer = PhaseTimer(device)
         events: list[str] = []
         roots: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        """By slot: what its backward starts from."""
         mark = step.changes.mark
         activations = None
         if training:
             activations = Activations(plan, prepared, self.host, cache, self.staging)
             step.changes.later(activations.close)
-        for phase, index in plan.schedule(backward=training):
-            inputs = prepared[index]
-            leaf = not inputs.microbatch.children
-            timer.mark("B" if leaf else "A" if phase == "F" else "C")
-            events.append(f"{phase} {plan.microbatch_names[index]}")
+        for instruction in instructions:
+            source, inputs = plan, None
+            if instruction.idle:
+                source, inputs = _idle(device)
+            else:
+                inputs = prepared[instruction.microbatch]
+            timer.mark(phase_of(instruction.operation, inputs.microbatch))
+            events.append(plan.event(instruction))
             if self.observer is not None:
                 self.observer(events[-1])
-            if phase == "B":
+            if instruction.operation == BACKWARD:
                 assert step.guard is not None and activations is not None
-                tensors, gradients = roots.pop(index)
-                activations.before_backward(index, step.guard.missing_bytes)
+                tensors, gradients = roots.pop(instruction.slot)
+                activations.before_backward(instruction.microbatch, step.guard.missing_bytes)
                 # Frozen layers under a microbatch without trained tokens leave it nothing to do.
                 if tensors:
                     step.guard.begin()
-                    torch.autograd.backward(tensors, gradients)
-                activations.after_backward(index)
+                self.host.backward(tensors, gradients, last=instruction.last_backward)
+                activations.after_backward(instruction.microbatch)
                 del tensors, gradients
                 continue
-            # What else there is to a microbatch that is recomputed comes with its second forward.
-            first = training and phase == "F" and inputs.microbatch.activations == "recompute"
-            context = MicrobatchContext(
-                plan,
-                inputs,
-                cache,
-                kernel=self.config.attention_kernel,
-                recurrence_kernel=self.config.recurrence_kernel,
-                head_chunk_tokens=self.config.head_chunk_tokens,
-                entropy=entropy,
-                phase=phase,
-                boundary_only=first,
-            )
-            hooks = activations.hooks(phase, index) if activations else None
+            captures = instruction.operation != RECOMPUTE
+            state = MicrobatchState(source, inputs.microbatch, cache, captures=captures)
+            hooks = activations.hooks(instruction) if activations else None
             with torch.set_grad_enabled(training or graph):
                 with saved_tensors_hooks(*hooks) if hooks else nullcontext():
-                    outputs = self.host.forward(context)
+                    outputs = self.host.forward(
+                        instruction, inputs, state, kernels, entropy=entropy
+                    )
                 if activations is not None:
-                    activations.end_forward(index)
-                context.end_forward()
-                value = microbatch_loss(inputs, outputs) if microbatch_loss and not first else None
-            if not first:
-                self._collect(inputs, outputs, per_token)
+                    activations.end_forward(instruction.microbatch)
+                state.end_forward()
+                # A forward that is repeated computes its loss then.
+                value = (
+                    microbatch_loss(inputs, outputs)
+                    if microbatch_loss and instruction.records and not instruction.idle
+                    else None
+                )
+            if instruction.records or not training:
+                if not instruction.idle:
+                    self._collect(inputs, outputs, per_token)
                 if value is not None:
                     total += value.detach()
                 if training:
-                    roots[index] = _roots(value, outputs.roots, scale)
-            del outputs, value, context
+                    roots[instruction.slot] = _roots(value, outputs.roots, scale)
+            del outputs, value, state
         step.changes.undo(mark)
-        timer.mark("B")
+        timer.mark(LEAF)
         return StepResult(
             loss=total,
             per_token=per_token,
@@ -407,6 +418,29 @@ class Engine:
         entries = self._entries(inputs.trained_entry)
         for name, values_T in per_token.items():
             values_T[tokens] = outputs.per_token[name].detach()[entries]
+
+
+def _after(scored: StepResult, result: StepResult) -> StepResult:
+    """The result of a pass, with what a pass of scores before it ran and took."""
+    held = result.event_memory_bytes
+    if held is not None:
+        held = (*(scored.event_memory_bytes or ()), *held)
+    return replace(
+        result,
+        events=(*scored.events, *result.events),
+        phase_ms={k: scored.phase_ms[k] + ms for k, ms in result.phase_ms.items()},
+        event_ms=(*scored.event_ms, *result.event_ms),
+        event_memory_bytes=held,
+    )
+
+
+@cache
+def _idle(device: torch.device) -> tuple[Plan, MicrobatchInputs]:
+    """A microbatch of one token that trains on nothing, for slots in which a rank has none."""
+    batch = RolloutBatch([Rollout([0, 0], [0, 0], 0.0)])
+    plan = make_plan(batch, config=Config(sharing="none", boundary="within"))
+    (inputs,) = prepare_microbatches(plan, batch, device)
+    return plan, inputs
 
 
 def _roots(

@@ -1,6 +1,6 @@
 """What the engine asks of a model, whatever library it comes from."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.microbatches import MicrobatchContext
+from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.losses.outputs import Head
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.cost import ModelShape
+from forkpoint.plan.program import Instruction
 from forkpoint.rollouts import RolloutBatch
 
 
@@ -19,15 +21,20 @@ class HeadOutputs:
     """What one microbatch's forward gives back."""
 
     per_token: Mapping[str, Tensor]
-    """float32 (float64 for a float64 model) [n], for the context's head places, by name: what the
-    host's `head` says, and "entropies" where they were asked for. Empty where there are no places
-    and the forward ended early."""
+    """float32 (float64 for a float64 model) [n], for the inputs' head places, by name: what the
+    host's `head` says, and "entropies" where they were asked for. Empty where the forward ended
+    before the head."""
     roots: tuple[Tensor, ...]
     """What a backward starts from, with zero gradients, where no token is trained."""
 
 
 class Host(Protocol):
-    """A model that the engine can run microbatches through."""
+    """A model that the engine can run microbatches through, forward and backward.
+
+    Three things travel to it for a microbatch. The instruction and the inputs are immutable, and
+    so are the options of kernels. The state alone changes: the host reads ancestors from it and
+    writes prefix cache to it.
+    """
 
     @property
     def model(self) -> nn.Module:
@@ -36,6 +43,11 @@ class Host(Protocol):
 
     @property
     def shape(self) -> ModelShape: ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the model can do in its present state. Plans ask for nothing else."""
+        ...
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -80,4 +92,35 @@ class Host(Protocol):
         """
         ...
 
-    def forward(self, context: MicrobatchContext) -> HeadOutputs: ...
+    def forward(
+        self,
+        instruction: Instruction,
+        inputs: MicrobatchInputs,
+        state: MicrobatchState,
+        kernels: KernelOptions,
+        *,
+        entropy: bool = False,
+    ) -> HeadOutputs:
+        """Run a microbatch as far as `instruction.ends_at` says.
+
+        Args:
+            instruction: what is run; a score, a forward or a recompute.
+            inputs: tokens, positions, and where the head is wanted.
+            state: the prefix cache to read and write.
+            kernels: which kernels run.
+            entropy: whether the head gives entropies as well.
+        """
+        ...
+
+    def backward(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool
+    ) -> None:
+        """Run the backward of a microbatch from the tensors that its forward gave.
+
+        Args:
+            tensors: its loss, or `HeadOutputs.roots`; none where nothing below is trained.
+            gradients: one for each of `tensors`.
+            last: whether it is the step's last backward. A host that reduces gradients over ranks
+                does so in this one alone.
+        """
+        ...

@@ -42,47 +42,38 @@ class MicrobatchInputs:
     """For each of them, its entry among the n; rollouts that share a trained token share it."""
 
 
-class MicrobatchContext:
-    """Context of a microbatch's forward, passed through the model's call arguments.
+@dataclass(frozen=True)
+class KernelOptions:
+    """Which kernels a forward runs, and how."""
 
-    A plain object: FSDP copies dataclasses it meets there, and what is captured would land in the
-    copy.
+    attention: str = "auto"
+    """`Config.attention_kernel`"""
+    recurrence: str = "auto"
+    """`Config.recurrence_kernel`"""
+    head_chunk_tokens: int = 1024
+    """Tokens whose logits exist at once."""
+
+
+class MicrobatchState:
+    """What changes while a microbatch runs: the prefix cache that it reads and writes, and its
+    tables, which are made when a layer first asks for them.
+
+    A plain object: FSDP copies dataclasses that it meets in call arguments, and what is captured
+    would land in the copy.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        inputs: MicrobatchInputs,
-        cache: PrefixCache,
-        *,
-        kernel: str,
-        recurrence_kernel: str = "auto",
-        head_chunk_tokens: int,
-        entropy: bool,
-        phase: str = "F",
-        boundary_only: bool = False,
+        self, plan: Plan, microbatch: Microbatch, cache: PrefixCache, *, captures: bool = True
     ) -> None:
-        """`phase` "R" is a second forward, which captures nothing anew; with `boundary_only` no
-        more is wanted of this forward than its prefix cache."""
-        self.inputs = inputs
-        self.boundary_only = boundary_only
-        self.kernel: str = kernel
-        self.recurrence_kernel: str = recurrence_kernel
-        self.head_chunk_tokens = head_chunk_tokens
-        self.entropy = entropy
-        self.last_layer: int | None = None
-        """The index of the block whose prefix cache is the last thing needed of this microbatch;
-        set by the host."""
-        self.ends_in: frozenset[Hashable] = frozenset()
-        """The modules of that block."""
-        microbatch = inputs.microbatch
+        """`captures` is False for a forward that is repeated: it must not write what other
+        microbatches have read."""
         self.cache = cache
         self.capture: Capture | None = None
         if microbatch.keeps_boundary:
             self.capture = Capture(cache, _capture_runs(plan, microbatch))
-        if phase == "R":
-            self.end_forward()
+            self.capture.open = captures
         self._plan = plan
+        self._microbatch = microbatch
         self._tables: dict[int, AttentionTable] = {}
         self._states: dict[int, MicrobatchStates] = {}
         inside = set(microbatch.segments)
@@ -95,7 +86,7 @@ class MicrobatchContext:
         """The launches of layers with this window (0 sees all), built once and kept."""
         if window not in self._tables:
             forest, cache_of = self._plan.forest, self._plan.cache_of
-            microbatch = self.inputs.microbatch
+            microbatch = self._microbatch
             table = (
                 windowed_table(forest, microbatch, cache_of, window)
                 if window
@@ -121,7 +112,7 @@ class MicrobatchContext:
         if width not in self._states:
             forest, microbatch, state_of = (
                 self._plan.forest,
-                self.inputs.microbatch,
+                self._microbatch,
                 self._plan.state_of,
             )
             self._states[width] = MicrobatchStates(

@@ -5,9 +5,7 @@ from itertools import pairwise
 
 import torch
 
-PHASES: tuple[str, ...] = ("A", "B", "C")
-"""A: forwards of microbatches with children. B: microbatches without. C: backwards of microbatches
-with children."""
+from forkpoint.plan.program import PHASES
 
 
 class PhaseTimer:

@@ -1,11 +1,13 @@
 """What travels in the call arguments of a model's layers, and what among it is refused."""
 
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
 
-from forkpoint.engine.microbatches import MicrobatchContext
+from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.errors import UnsupportedError
+from forkpoint.plan.program import Instruction
 
 CONTEXT_ARGUMENT = "forkpoint_context"
 
@@ -14,6 +16,31 @@ CONTEXT_ARGUMENT = "forkpoint_context"
 HARMLESS_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
 )
+
+
+class CallContext:
+    """What the layers of a model find in their call arguments while a microbatch runs.
+
+    A plain object: FSDP copies dataclasses that it meets in call arguments.
+    """
+
+    def __init__(
+        self,
+        instruction: Instruction,
+        inputs: MicrobatchInputs,
+        state: MicrobatchState,
+        kernels: KernelOptions,
+        *,
+        entropy: bool,
+        ends_in: frozenset[Hashable],
+    ) -> None:
+        """`ends_in`: the modules of the block in which the forward ends; none where it goes on."""
+        self.instruction: Instruction = instruction
+        self.inputs: MicrobatchInputs = inputs
+        self.state: MicrobatchState = state
+        self.kernels: KernelOptions = kernels
+        self.entropy: bool = entropy
+        self.ends_in: frozenset[Hashable] = ends_in
 
 
 class EarlyEnd(Exception):
@@ -28,7 +55,7 @@ class EarlyEnd(Exception):
         self.roots = roots
 
 
-def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> MicrobatchContext:
+def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> CallContext:
     """The microbatch that a layer is called for, out of its other call arguments.
 
     Raises UnsupportedError where there is none, and for arguments that are not known.

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forkpoint.engine.head import token_logprobs
-from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
+from forkpoint.hosts.arguments import CallContext
 from forkpoint.hosts.families import Family
 from forkpoint.losses.outputs import Head
 
@@ -27,7 +27,7 @@ class ModelHead(Protocol):
         """Outputs for one token."""
         ...
 
-    def forward(self, hidden_nC: Tensor, context: MicrobatchContext) -> dict[str, Tensor]:
+    def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         """What it gives for the context's head places, whose last hidden states these are: [n]."""
         ...
 
@@ -47,7 +47,7 @@ class LogprobHead:
     def width(self) -> int:
         return refusals.plain_head(self.causal).out_features
 
-    def forward(self, hidden_nC: Tensor, context: MicrobatchContext) -> dict[str, Tensor]:
+    def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         head, inputs = refusals.plain_head(self.causal), context.inputs
         logprobs, entropies = token_logprobs(
             hidden_nC,
@@ -56,7 +56,7 @@ class LogprobHead:
             bias_V=head.bias,
             temperature_T=inputs.head_temperatures,
             entropy=context.entropy,
-            chunk_tokens=context.head_chunk_tokens,
+            chunk_tokens=context.kernels.head_chunk_tokens,
             keep_logits=inputs.microbatch.keeps_logits,
             **self.family.head_options(self.causal),
         )
@@ -94,7 +94,7 @@ class ValueHead:
     def width(self) -> int:
         return 1
 
-    def forward(self, hidden_nC: Tensor, context: MicrobatchContext) -> dict[str, Tensor]:
+    def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         dropout = cast(nn.Module, self.critic.dropout)
         score = cast(nn.Module, self.critic.score)
         values_n = score(dropout(hidden_nC)).squeeze(-1)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.arguments import EarlyEnd, taken_context
+from forkpoint.hosts.arguments import CallContext, EarlyEnd, taken_context
 from forkpoint.hosts.modules import every_module
 from forkpoint.ops.attention import accumulate_dtype
 from forkpoint.ops.delta_rule import gated_delta_rule
@@ -121,16 +120,14 @@ def mamba2(
 
 
 @torch.compiler.disable()
-def _gathered(
-    module: Any, mixed_TC: Tensor, context: MicrobatchContext
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gathered(module: Any, mixed_TC: Tensor, context: CallContext) -> tuple[Tensor, Tensor, Tensor]:
     """The convolution's inputs, the windows of first tokens, and where these are.
 
     The last inputs that other microbatches start from are captured: no compiled code sees them, and
         whether a microbatch has any is nothing to compile for.
     """
     key = (module, "conv")
-    states = context.states(module.conv_kernel_size, mixed_TC.device)
+    states = context.state.states(module.conv_kernel_size, mixed_TC.device)
     mixed_TC, windows_FWC, tails = gathered_inputs(mixed_TC, states.windows, *states.inputs(key))
     return states.keep(mixed_TC, {key: tails}), windows_FWC, states.windows.places
 
@@ -138,14 +135,14 @@ def _gathered(
 @torch.compiler.disable()
 def _delta_rule(
     module: Any,
-    context: MicrobatchContext,
+    context: CallContext,
     q_THD: Tensor,
     k_THD: Tensor,
     v_TGE: Tensor,
     g_TG: Tensor,
     beta_TG: Tensor,
 ) -> Tensor:
-    states = context.states(module.conv_kernel_size, v_TGE.device)
+    states = context.state.states(module.conv_kernel_size, v_TGE.device)
     o_TGE, ends = gated_delta_rule(
         q_THD,
         k_THD,
@@ -154,7 +151,7 @@ def _delta_rule(
         beta_TG,
         table=states.table,
         initial_SGDE=states.initial((module, "state"), v_TGE, g_TG, beta_TG),
-        kernel=context.recurrence_kernel,
+        kernel=context.kernels.recurrence,
     )
     return _kept(module, context, o_TGE, ends)
 
@@ -162,13 +159,13 @@ def _delta_rule(
 @torch.compiler.disable()
 def _selective_scan(
     module: Any,
-    context: MicrobatchContext,
+    context: CallContext,
     x_TGE: Tensor,
     a_TG: Tensor,
     b_THD: Tensor,
     c_THD: Tensor,
 ) -> Tensor:
-    states = context.states(module.conv_kernel_size, x_TGE.device)
+    states = context.state.states(module.conv_kernel_size, x_TGE.device)
     o_TGE, ends = selective_scan(
         x_TGE,
         a_TG,
@@ -176,15 +173,15 @@ def _selective_scan(
         c_THD,
         table=states.table,
         initial_SGED=states.initial((module, "state"), x_TGE, a_TG),
-        kernel=context.recurrence_kernel,
+        kernel=context.kernels.recurrence,
     )
     return _kept(module, context, o_TGE, ends)
 
 
-def _kept(module: Any, context: MicrobatchContext, o_TGE: Tensor, ends: Tensor | None) -> Tensor:
+def _kept(module: Any, context: CallContext, o_TGE: Tensor, ends: Tensor | None) -> Tensor:
     """The recurrence's output, once the states that other microbatches start from have been
     captured."""
-    states = context.states(module.conv_kernel_size, o_TGE.device)
+    states = context.state.states(module.conv_kernel_size, o_TGE.device)
     o_TGE = states.keep(o_TGE, {(module, "state"): ends})
     if module in context.ends_in:
         raise EarlyEnd((o_TGE,))
@@ -226,7 +223,7 @@ def check_recurrent_modules(model: nn.Module) -> None:
 
 def _microbatch_of(
     module: nn.Module, cache: Any, mask: Tensor | None, kwargs: dict[str, Any]
-) -> MicrobatchContext:
+) -> CallContext:
     context = taken_context(module, "its recurrence", kwargs)
     if cache is not None or mask is not None:
         found = "a cache" if cache is not None else "an attention mask"

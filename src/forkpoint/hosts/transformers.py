@@ -6,7 +6,7 @@ Two things are changed while microbatches run, and put back after: the name of t
     model's own code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -19,10 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from forkpoint.engine.boundary import boundary
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import HeadOutputs
-from forkpoint.engine.microbatches import MicrobatchContext
+from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
-from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, EarlyEnd, taken_context
+from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, CallContext, EarlyEnd, taken_context
 from forkpoint.hosts.checkpointing import checkpoint_blocks
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.families import FAMILIES, Family
@@ -41,7 +41,9 @@ from forkpoint.hosts.modules import (
 )
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.cost import ModelShape
+from forkpoint.plan.program import BLOCKS, FORWARD, Instruction
 from forkpoint.rollouts import RolloutBatch, short
 
 
@@ -94,8 +96,8 @@ def _attend(
         )
     batch, length, _, dim = q_BLHD.shape
     q_THD, k_TKD, v_TKE = (x.flatten(0, 1) for x in _autocast(q_BLHD, k_BLKD, v_BLKE))
-    k_TKD = boundary(k_TKD, (module, "k"), context.capture)
-    v_TKE = boundary(v_TKE, (module, "v"), context.capture)
+    k_TKD = boundary(k_TKD, (module, "k"), context.state.capture)
+    v_TKE = boundary(v_TKE, (module, "v"), context.state.capture)
     if module in context.ends_in:
         raise EarlyEnd((k_TKD, v_TKE))
     window = sliding_window or 0
@@ -103,13 +105,13 @@ def _attend(
         q_THD,
         k_TKD,
         v_TKE,
-        table=context.table(window, q_BLHD.device),
-        cache=context.ancestors(module),
+        table=context.state.table(window, q_BLHD.device),
+        cache=context.state.ancestors(module),
         sinks=s_aux,
         scale=dim**-0.5 if scaling is None else scaling,
         softcap=softcap or 0.0,
         window=window,
-        kernel=context.kernel,
+        kernel=context.kernels.attention,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return o_THE.view(batch, length, *o_THE.shape[1:]), None
@@ -277,24 +279,43 @@ class TransformersHost:
             self.enter(changes)
             yield
 
-    def forward(self, context: MicrobatchContext) -> HeadOutputs:
-        inputs = context.inputs
-        # Recomputation would run into the end of the microbatch again, in the middle of a backward.
-        headless = context.boundary_only or not len(inputs.head_index)
-        if headless and not self._recomputes:
-            context.last_layer = self._shape.layers - 1
-            context.ends_in = frozenset(self._blocks.blocks[-1].modules())
+    @property
+    def capabilities(self) -> Capabilities:
+        """Without early ends where the model checkpoints itself: what is computed again would run
+        into the end again, in the middle of a backward."""
+        return Capabilities(leaves_early=not refusals.checkpointed(self.causal))
+
+    def forward(
+        self,
+        instruction: Instruction,
+        inputs: MicrobatchInputs,
+        state: MicrobatchState,
+        kernels: KernelOptions,
+        *,
+        entropy: bool = False,
+    ) -> HeadOutputs:
         policy = inputs.microbatch.checkpointing
         if policy != "none" and self._recomputes:
             raise UnsupportedError(
                 "the model checkpoints itself (gradient_checkpointing) and the plan does as well "
                 f"(checkpointing={policy!r}); disable one of them."
             )
-        if context.boundary_only:
+        # What a repeated forward saves is dropped; there is nothing to checkpoint.
+        if instruction.operation == FORWARD and not instruction.records:
             policy = "none"
+        early = instruction.ends_at_boundary
+        last = self._shape.layers - 1
+        context = CallContext(
+            instruction,
+            inputs,
+            state,
+            kernels,
+            entropy=entropy,
+            ends_in=frozenset(self._blocks.blocks[last].modules() if early else ()),
+        )
         assert self._changes is not None, "the model has not been entered"
         mark = self._changes.mark
-        checkpoint_blocks(self._blocks.blocks, policy, self._changes, but=context.last_layer)
+        checkpoint_blocks(self._blocks.blocks, policy, self._changes, but=last if early else None)
         try:
             # Through the outermost module: FSDP and peft work in its hooks and its forward.
             outputs = self.model(
@@ -307,11 +328,18 @@ class TransformersHost:
         self._changes.undo(mark)
         return outputs
 
+    def backward(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool
+    ) -> None:
+        # Nothing is reduced over ranks, so the last backward is as the others.
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+
     def _causal_forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        forkpoint_context: MicrobatchContext,
+        forkpoint_context: CallContext,
         **kwargs: Any,
     ) -> HeadOutputs:
         """Stands in for the causal model's forward: its decoder, then the head on chosen places."""
@@ -327,7 +355,7 @@ class TransformersHost:
             return_dict=True,
             **{CONTEXT_ARGUMENT: forkpoint_context},
         ).last_hidden_state
-        if forkpoint_context.boundary_only:
+        if forkpoint_context.instruction.ends_at == BLOCKS:
             return HeadOutputs({}, (top,))
         places = forkpoint_context.inputs.head_index
         hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, places)

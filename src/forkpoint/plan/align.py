@@ -27,10 +27,8 @@ from typing import NamedTuple
 
 from forkpoint.errors import PlanError
 from forkpoint.plan.common_forest import LEVELS, CommonForest, Member
+from forkpoint.plan.program import BACKWARD, FORWARD, IDLE, RECOMPUTE
 
-FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
-IDLE = -1
-"""In place of a microbatch: the rank has none in this slot."""
 NO_PARENT = -1
 CACHED_ALIGNMENTS = 64
 """How many sets of shapes are remembered, the last used."""

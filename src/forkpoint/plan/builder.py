@@ -10,6 +10,7 @@ from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
 from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.calibration import Calibration
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.cost import ModelShape, Work, dense_work, forest_work
 from forkpoint.plan.meters import EFFICIENT_TOKENS, Meter
 from forkpoint.plan.packing import (
@@ -20,6 +21,7 @@ from forkpoint.plan.packing import (
 from forkpoint.plan.plan import Plan, fingerprint
 from forkpoint.plan.predict import keep_logits, let_go, microbatches_let_go
 from forkpoint.plan.prices import Prices
+from forkpoint.plan.program import Program
 from forkpoint.rollouts import RolloutBatch
 
 DEFAULT_MICROBATCH_TOKENS = 16_384
@@ -53,8 +55,10 @@ class Builder:
         config: Config,
         coupling: IntArray | None,
         calibration: Calibration | None,
+        capabilities: Capabilities | None = None,
     ) -> None:
         self.batch: RolloutBatch = batch
+        self.capabilities: Capabilities = capabilities or Capabilities()
         self.shape: ModelShape | None = shape
         self.config: Config = config
         self.prices: Prices = Prices(batch, shape, coupling, calibration)
@@ -239,6 +243,7 @@ class Builder:
                     forest, tokens, padded=padded, max_leaf_tokens=self.config.max_leaf_tokens
                 )
         microbatches, cache_tokens, cache_states = place_boundaries(forest, microbatches)
+        labelled_S = self.prices.labelled(forest)
         microbatches = [
             replace(
                 microbatch,
@@ -249,17 +254,19 @@ class Builder:
                     if microbatch.children and self.config.activations != "auto"
                     else "keep"
                 ),
+                labelled=int(labelled_S[list(microbatch.segments)].sum()),
             )
             for microbatch in microbatches
         ]
-        labelled = int(self.prices.labelled(forest).sum())
-        return Plan(
+        labelled = int(labelled_S.sum())
+        plan = Plan(
             sharing=sharing,
             boundary=boundary,
             leaf_layout=self.config.leaf_layout,
             max_microbatch_tokens=tokens,
             forest=forest,
             microbatches=tuple(microbatches),
+            program=Program(),
             cache_tokens=cache_tokens,
             cache_states=cache_states,
             rollouts=len(self.batch),
@@ -269,8 +276,10 @@ class Builder:
             dense=self.dense_work,
             shared=forest_work(forest, labelled, self.windows),
             fingerprint=self.fingerprint,
+            capabilities=self.capabilities,
             shape=self.shape,
         )
+        return plan.with_program(scores=self.prices.splits(plan))
 
 
 def cost_with_preference(plan: Plan) -> float:

@@ -61,6 +61,8 @@ class Microbatch:
     """Which activations its own backward computes again: none, selective or full."""
     keeps_logits: bool = False
     """Whether its head keeps all logits for the backward instead of computing them again."""
+    labelled: int = 0
+    """Edges whose label some rollout trains on: entries that its head computes."""
 
     @property
     def keeps_boundary(self) -> bool:

@@ -3,7 +3,8 @@ backwards."""
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,13 +13,22 @@ import numpy as np
 
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.cost import ModelShape, Work
 from forkpoint.plan.layout import Microbatch
+from forkpoint.plan.program import (
+    BACKWARD,
+    Instruction,
+    Program,
+    check_order,
+    score_program,
+    step_program,
+    waits_for,
+)
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.schema import SchemaError, parse_json
 
-JSON_VERSION = 3
-DEPTH_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+JSON_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,9 @@ class Plan:
     forest: Forest
     microbatches: tuple[Microbatch, ...]
     """In visiting order."""
+    program: Program
+    """What `forward_backward` runs. Where a loss couples rollouts of several microbatches a pass of
+    scores comes first."""
     cache_tokens: int
     """The most tokens whose prefix cache exists at once."""
     cache_states: int
@@ -58,6 +71,8 @@ class Plan:
     dense: Work
     shared: Work
     fingerprint: str
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    """What the host can do that the plan was made for."""
     shape: ModelShape | None = None
     cost: float = 0.0
     """What the step is predicted to cost; plans are compared by it."""
@@ -113,51 +128,70 @@ class Plan:
 
     @cached_property
     def microbatch_names(self) -> tuple[str, ...]:
-        """A letter for the microbatch's depth and a number for its turn at that depth: A0, B0,
-        B1."""
-        depths: list[int] = []
-        turns: dict[int, int] = {}
-        names = []
-        for microbatch in self.microbatches:
-            depth = depths[microbatch.parent] + 1 if microbatch.parent >= 0 else 0
-            depths.append(depth)
-            letter = DEPTH_LETTERS[depth] if depth < len(DEPTH_LETTERS) else f"R{depth}."
-            names.append(f"{letter}{turns.get(depth, 0)}")
-            turns[depth] = turns.get(depth, 0) + 1
-        return tuple(names)
+        """By microbatch: "prefix" where others read its prefix cache, "leaf" where none does, and
+        its index."""
+        return tuple(
+            f"{'prefix' if microbatch.children else 'leaf'} {microbatch.index}"
+            for microbatch in self.microbatches
+        )
 
-    def schedule(self, *, backward: bool = True) -> list[tuple[str, int]]:
-        """("F", "R" or "B", microbatch) in the order of work: children run between a microbatch's F
-        and its B.
+    @cached_property
+    def score_program(self) -> Program:
+        """What `policy.score` runs: every microbatch's forward, without a graph."""
+        early = self.capabilities.leaves_early
+        return score_program(self.microbatches, leaves_early=early)
 
-        R is the second forward of a microbatch whose activations are not kept but computed again.
-        """
-        steps: list[tuple[str, int]] = []
-        todo = [
-            ("F", microbatch.index)
-            for microbatch in reversed(self.microbatches)
-            if microbatch.parent < 0
-        ]
-        while todo:
-            phase, microbatch = todo.pop()
-            steps.append((phase, microbatch))
-            if phase == "F":
-                if backward:
-                    todo.append(("B", microbatch))
-                    if self.microbatches[microbatch].activations == "recompute":
-                        todo.append(("R", microbatch))
-                todo.extend(
-                    ("F", child) for child in reversed(self.microbatches[microbatch].children)
-                )
-        return steps
+    def event(self, instruction: Instruction) -> str:
+        """An instruction in words, such as "forward prefix 0"."""
+        name = "idle" if instruction.idle else self.microbatch_names[instruction.microbatch]
+        return f"{instruction.operation} {name}"
 
     def events(self, *, backward: bool = True) -> tuple[str, ...]:
-        """The literal order of work: `F A0` is microbatch A0's forward, `B A0` its backward.
+        """What runs, in order and in words: "forward prefix 0", "forward leaf 1",
+        "backward leaf 1", "backward prefix 0".
 
-        `R A0` is the forward that computes A0's activations again, where the plan says so.
+        "recompute prefix 0" is the forward that computes activations again which were not kept.
+        "score leaf 1" is a forward without a graph. Without `backward`: the events of
+        `policy.score`.
         """
-        steps = self.schedule(backward=backward)
-        return tuple(f"{phase} {self.microbatch_names[microbatch]}" for phase, microbatch in steps)
+        program = self.program if backward else self.score_program
+        return tuple(self.event(instruction) for instruction in program.instructions)
+
+    def waits_for(self) -> tuple[tuple[int, ...], ...]:
+        """For each instruction of the program, the positions of those that it waits for.
+
+        An order that keeps to them computes the same: see `check_order`.
+        """
+        forest = self.forest
+        of = {segment: m.index for m in self.microbatches for segment in m.segments}
+        parents = [
+            frozenset(
+                of[int(forest.parent[segment])]
+                for segment in microbatch.segments
+                if forest.parent[segment] >= 0
+            )
+            - {microbatch.index}
+            for microbatch in self.microbatches
+        ]
+        return waits_for(
+            self.program, self.microbatches, parents, lambda segment: int(forest.length[segment])
+        )
+
+    def reordered(self, order: Sequence[int]) -> "Plan":
+        """The plan whose program runs its instructions in another order.
+
+        Args:
+            order: positions in the present program, in the order in which they are to run.
+
+        Raises:
+            PlanError: an instruction would run before one that it waits for.
+        """
+        check_order(self.waits_for(), order)
+        chosen = [self.program.instructions[at] for at in order]
+        backwards = [at for at, i in enumerate(chosen) if i.operation == BACKWARD]
+        for at in backwards:
+            chosen[at] = chosen[at]._replace(last_backward=at == backwards[-1])
+        return replace(self, program=Program(tuple(chosen)))
 
     def microbatch_of_rollouts(self, loss_mask: np.ndarray, offsets: IntArray) -> IntArray:
         """[N] the one microbatch that holds all trained tokens of each rollout.
@@ -191,6 +225,69 @@ class Plan:
                 "plan for this batch."
             )
 
+    def check_host(self, capabilities: Capabilities) -> None:
+        """Refuse a host that cannot do what this plan asks for.
+
+        Raises:
+            PlanError: the plan leaves the last block early and the host does not, or a
+                microbatch has a length that the host does not take.
+        """
+        if self.capabilities.leaves_early and not capabilities.leaves_early:
+            raise PlanError(
+                "this plan leaves the last block of the model early, and the model cannot be left "
+                "early now: it checkpoints itself (gradient_checkpointing). Make the plan again "
+                "with policy.plan, in the state in which the model is trained."
+            )
+        multiple = capabilities.length_multiple
+        for microbatch in self.microbatches:
+            if not microbatch.width and microbatch.run_tokens % multiple:
+                raise PlanError(
+                    f"{self.microbatch_names[microbatch.index]} of this plan has "
+                    f"{microbatch.run_tokens} tokens, and the model takes multiples of {multiple}. "
+                    "Make the plan again with policy.plan."
+                )
+
+    def check_coupling(self, batch: RolloutBatch, coupling: IntArray) -> None:
+        """Refuse a loss that needs a pass of scores, which this plan does not have.
+
+        Args:
+            batch: the rollouts.
+            coupling: int64 [N], which rollouts the loss couples (same entry).
+
+        Raises:
+            PlanError: rollouts that the loss couples have trained tokens in several microbatches,
+                and the program begins with no pass of scores.
+        """
+        if not self.program.has_scores and self.splits(batch, coupling):
+            raise PlanError(
+                "this plan has one pass, and the loss couples rollouts whose trained tokens lie in "
+                "several microbatches, so that it needs a pass of scores first. Make the plan "
+                "for this loss: policy.plan(batch, loss)."
+            )
+
+    def splits(self, batch: RolloutBatch, coupling: IntArray) -> bool:
+        """Whether trained tokens of rollouts that a loss couples lie in several microbatches.
+
+        coupling: int64 [N], which rollouts the loss couples (same entry).
+        """
+        microbatches = self.microbatch_of_rollouts(batch.loss_mask, batch.offsets)
+        if (microbatches == -2).any():
+            return True
+        trained = microbatches >= 0
+        pairs = np.unique(np.stack([coupling[trained], microbatches[trained]]), axis=1)
+        return len(np.unique(pairs[0])) < pairs.shape[1]
+
+    def with_microbatches(self, microbatches: Iterable[Microbatch]) -> "Plan":
+        """The plan with other microbatches, and the program of these."""
+        plan = replace(self, microbatches=tuple(microbatches))
+        return plan.with_program(scores=self.program.has_scores)
+
+    def with_program(self, *, scores: bool) -> "Plan":
+        """The plan with the program of its microbatches, which begins with scores or does not."""
+        early = self.capabilities.leaves_early
+        program = step_program(self.microbatches, scores=scores, leaves_early=early)
+        return replace(self, program=program)
+
     def explain(self, *, width: int = 100) -> str:
         """What runs, what is saved, why this was chosen and what was refused, as text."""
         from forkpoint.plan.explain import explain
@@ -206,7 +303,9 @@ class Plan:
                 value = {f.name: getattr(value, f.name).tolist() for f in fields(value)}
             elif item.name in ("microbatches", "candidates"):
                 value = [asdict(entry) for entry in value]
-            elif isinstance(value, Work | ModelShape):
+            elif item.name == "program":
+                value = [list(instruction) for instruction in value.instructions]
+            elif isinstance(value, Work | ModelShape | Capabilities):
                 value = asdict(value)
             values[item.name] = value
         return json.dumps(values)

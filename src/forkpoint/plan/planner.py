@@ -9,6 +9,7 @@ from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
 from forkpoint.plan.builder import Builder, cost_with_preference
 from forkpoint.plan.calibration import Calibration
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.cost import ModelShape
 from forkpoint.plan.plan import Candidate, Plan
 from forkpoint.rollouts import RolloutBatch
@@ -26,6 +27,7 @@ def make_plan(
     *,
     coupling: IntArray | None = None,
     calibration: Calibration | None = None,
+    capabilities: Capabilities | None = None,
 ) -> Plan:
     """Plan a batch.
 
@@ -34,10 +36,13 @@ def make_plan(
         shape: sizes of the model, for FLOPs and bytes; without it plans are priced in tokens.
         config: what may be chosen; `auto` looks at every combination, dense among them.
         coupling: int64 [N], which rollouts a loss couples (same entry): where their trained tokens
-            lie in several microbatches the loss costs one more forward. None couples nothing.
+            lie in several microbatches the program begins with a pass of scores. None couples
+            nothing.
         calibration: what was measured for this model on the device that it will run on; with it
             plans are priced in milliseconds instead of FLOPs. None reads the file that the
             configuration names, if it names one.
+        capabilities: what the host of the model can do (`Host.capabilities`). None: all, but that
+            a model whose shape says that it checkpoints itself is not left early.
 
     Raises:
         PlanError: no combination fits the limits; every reason is named. Or there is a budget in
@@ -47,7 +52,9 @@ def make_plan(
     config = config or Config()
     if calibration is None and config.calibration is not None:
         calibration = Calibration.load(Path(config.calibration))
-    builder = Builder(batch, shape, config, coupling, calibration)
+    if capabilities is None:
+        capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
+    builder = Builder(batch, shape, config, coupling, calibration, capabilities)
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
     plans: list[Plan] = []

@@ -8,12 +8,10 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-import numpy as np
-
-from forkpoint.forest import IntArray
 from forkpoint.plan.cost import ModelShape
 from forkpoint.plan.meters import CountedMeter, Meter, TokenMeter, labelled_of_microbatches
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.program import BACKWARD, FORWARD, HEAD, PHASES, phase_of
 from forkpoint.rollouts import RolloutBatch
 
 # Layers that a backward holds on to while it runs, and that are fetched ahead of it at least
@@ -27,7 +25,7 @@ class Played:
 
     cost: float
     phases: dict[str, float]
-    """As the engine reports its time: A, B, C."""
+    """By phase, as `StepStats.phase_ms`."""
 
 
 def play(plan: Plan, meter: Meter) -> Played:
@@ -43,10 +41,13 @@ def play(plan: Plan, meter: Meter) -> Played:
     now = out_free = in_free = 0.0
     before: _Backward | None = None
     sent: dict[int, float] = {}
-    phases = dict.fromkeys("ABC", 0.0)
-    for step, index in plan.schedule():
-        microbatch, begin = plan.microbatches[index], now
-        if step == "B":
+    phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    for instruction in plan.program.instructions:
+        if instruction.idle:
+            continue
+        microbatch, begin = plan.microbatches[instruction.microbatch], now
+        index = microbatch.index
+        if instruction.operation == BACKWARD:
             work = meter.backward(microbatch)
             nbytes = has = meter.kept_bytes(microbatch)
             alive = LAYERS_AT_WORK * nbytes // layers
@@ -60,13 +61,12 @@ def play(plan: Plan, meter: Meter) -> Played:
                 has, alive = max(before.has_bytes if before else 0, alive), 0
             before = _Backward(begin, work, nbytes, has, alive)
         else:
-            first = step == "F" and microbatch.activations == "recompute"
-            now += meter.forward(microbatch, boundary_only=first)
-            if microbatch.activations == "offload":
+            now += meter.forward(microbatch, boundary_only=instruction.ends_at != HEAD)
+            if instruction.operation == FORWARD and microbatch.activations == "offload":
                 out = meter.copy(meter.kept_bytes(microbatch), out=True) or 0.0
                 out_free = sent[index] = max(out_free, begin) + out
             before = None
-        phases["B" if not microbatch.children else "A" if step == "F" else "C"] += now - begin
+        phases[phase_of(instruction.operation, microbatch)] += now - begin
     return Played(now, phases)
 
 
@@ -93,24 +93,15 @@ def _copy_back(meter: Meter, nbytes: int) -> float:
     return meter.copy(nbytes, out=False) or 0.0
 
 
-def forward_cost(plan: Plan, meter: Meter) -> float:
-    """All forwards alone, as for scores."""
-    return sum(meter.forward(microbatch) for microbatch in plan.microbatches)
-
-
-def plan_cost(
-    plan: Plan, batch: RolloutBatch, coupling: IntArray | None = None, meter: Meter | None = None
-) -> float:
+def plan_cost(plan: Plan, batch: RolloutBatch, meter: Meter | None = None) -> float:
     """Predicted cost of a step: smaller is faster.
 
     Unlike the bound this counts what runs: padding, microbatches too small to keep the chip busy,
-        forwards that are repeated, and waiting for copies. By default in FLOPs, in tokens without a
-        shape.
+    forwards that are repeated, scores, and waiting for copies. By default in FLOPs, in tokens
+    without a shape.
     """
     meter = meter or _counted_meter(plan, batch)
     cost = play(plan, meter).cost
-    if coupling is not None and splits(plan, batch, coupling):
-        cost += forward_cost(plan, meter)
     return cost / 3 if isinstance(meter, TokenMeter) else cost
 
 
@@ -121,29 +112,24 @@ def _counted_meter(plan: Plan, batch: RolloutBatch) -> Meter:
     return CountedMeter(plan, labelled_of_microbatches(plan, token_edge, batch.loss_mask))
 
 
-def splits(plan: Plan, batch: RolloutBatch, coupling: IntArray) -> bool:
-    """Whether trained tokens of rollouts that a loss couples lie in more than one microbatch."""
-    microbatches = plan.microbatch_of_rollouts(batch.loss_mask, batch.offsets)
-    if (microbatches == -2).any():
-        return True
-    trained = microbatches >= 0
-    pairs = np.unique(np.stack([coupling[trained], microbatches[trained]]), axis=1)
-    return len(np.unique(pairs[0])) < pairs.shape[1]
-
-
 def peak_bytes(plan: Plan, meter: Meter, shape: ModelShape) -> int:
-    """Bytes of activations and prefix cache at the worst moment of the schedule.
+    """Bytes of activations and prefix cache at the worst moment of the program.
 
-    That is some microbatch's backward: its own activations, and those of the microbatches around it
-    that are kept.
+    That is some microbatch's backward: its own activations, and those of the microbatches that are
+    open then and keep theirs.
     """
-    open_bytes: list[int] = []
-    worst = 0
-    for microbatch in plan.microbatches:
-        above = open_bytes[microbatch.parent] if microbatch.parent >= 0 else 0
-        kept = meter.kept_bytes(microbatch)
-        open_bytes.append(above + (kept if microbatch.activations == "keep" else 0))
-        worst = max(worst, above + kept + meter.working_bytes(microbatch))
+    held = worst = 0
+    for instruction in plan.program.training:
+        if instruction.idle:
+            continue
+        microbatch = plan.microbatches[instruction.microbatch]
+        keeps = microbatch.activations == "keep"
+        if instruction.operation == FORWARD and keeps:
+            held += meter.kept_bytes(microbatch)
+        elif instruction.operation == BACKWARD:
+            kept = meter.kept_bytes(microbatch)
+            held -= kept if keeps else 0
+            worst = max(worst, held + kept + meter.working_bytes(microbatch))
     return worst + cache_bytes(plan, shape)
 
 
@@ -199,7 +185,7 @@ def let_go(plan: Plan, microbatches: frozenset[int], activations: str) -> Plan:
         replace(r, activations=activations) if r.index in microbatches else r
         for r in plan.microbatches
     )
-    return replace(plan, microbatches=tuple(changed))
+    return plan.with_microbatches(changed)
 
 
 def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Plan:

@@ -63,6 +63,10 @@ class Prices:
             )
         return self._meter_of[key]
 
+    def splits(self, plan: Plan) -> bool:
+        """Whether the loss couples rollouts across microbatches, so that scores come first."""
+        return self.coupling is not None and plan.splits(self.batch, self.coupling)
+
     def priced(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
         """The plan with its cost and its peak, by a meter of its microbatches.
 
@@ -78,7 +82,7 @@ class Prices:
         if key not in self._cost_of:
             peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
             fits = budget is None or peak is None or peak <= budget
-            cost = plan_cost(plan, self.batch, self.coupling, meter) if fits else math.inf
+            cost = plan_cost(plan, self.batch, meter) if fits else math.inf
             self._cost_of[key] = cost, peak
         cost, peak = self._cost_of[key]
         measured = isinstance(meter, MeasuredMeter)

@@ -15,9 +15,12 @@ from forkpoint.config import Activations, Boundary, Checkpointing, LeafLayout, S
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.plan.cache import place_boundaries
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.cost import ModelShape, Work
 from forkpoint.plan.layout import Microbatch, segment_widths
 from forkpoint.plan.plan import JSON_VERSION, Candidate, Plan
+from forkpoint.plan.program import ENDS, IDLE, OPERATIONS, Instruction, Program
+from forkpoint.plan.program_checks import REMEDY, check_program
 from forkpoint.plan.sizes import MOST_LAYERS
 from forkpoint.rollouts import short
 from forkpoint.schema import (
@@ -28,6 +31,7 @@ from forkpoint.schema import (
     one_of,
     or_null,
     record,
+    row_of,
     text,
     text_like,
     whole,
@@ -81,8 +85,13 @@ ROW = record(
         "activations": one_of(*get_args(Activations)),
         "checkpointing": one_of(*get_args(Checkpointing)),
         "keeps_logits": flag,
+        "labelled": TOKENS,
     }
 )
+INSTRUCTION = row_of(
+    whole(0, 1), one_of(*OPERATIONS), TOKENS, whole(IDLE, MOST_TOKENS), one_of(*ENDS), flag, flag
+)
+CAPABILITIES = record({"leaves_early": flag, "length_multiple": whole(1, MOST_TOKENS)})
 WORK = record({"tokens": TOKENS, "pairs": _pairs, "labelled": TOKENS})
 SIZE, NONE_OR_MORE = whole(1, MOST_SIZE), whole(0, 2**62)
 SHAPE = record(
@@ -113,6 +122,7 @@ PLAN = record(
         "max_microbatch_tokens": whole(1, MOST_TOKENS),
         "forest": FOREST,
         "microbatches": array(ROW),
+        "program": array(INSTRUCTION),
         "cache_tokens": TOKENS,
         "cache_states": TOKENS,
         "rollouts": whole(1, MOST_TOKENS),
@@ -122,6 +132,7 @@ PLAN = record(
         "dense": WORK,
         "shared": WORK,
         "fingerprint": FINGERPRINT,
+        "capabilities": CAPABILITIES,
         "shape": or_null(SHAPE),
         "cost": COST,
         "cost_unit": one_of("ms", "FLOPs", "tokens"),
@@ -161,8 +172,10 @@ def plan_of(given: Any, field: str) -> Plan:
         _check_microbatches(plan)
         _check_places(plan)
         _check_counts(plan)
-    except (SchemaError, ConfigError) as error:
-        said = str(error).rstrip(".")
+        check_program(plan)
+    except (SchemaError, ConfigError, PlanError) as error:
+        said = str(error).removeprefix("this plan is damaged: ").removesuffix(REMEDY)
+        said = said.rstrip(". ")
         raise SchemaError(f"{field}: {said}" if field else said) from None
     return plan
 
@@ -172,6 +185,9 @@ def _values(given: dict[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in given.items() if name != "version"}
     values["forest"] = Forest(**values["forest"])
     values["microbatches"] = tuple(_microbatch(microbatch) for microbatch in values["microbatches"])
+    instructions = (Instruction(*instruction) for instruction in values["program"])
+    values["program"] = Program(tuple(instructions))
+    values["capabilities"] = Capabilities(**values["capabilities"])
     values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
     for name in ("dense", "shared"):
         values[name] = Work(**values[name])
@@ -365,6 +381,11 @@ def _check_counts(plan: Plan) -> None:
     _require(
         plan.unique_tokens <= plan.logical_tokens,
         f"unique_tokens is {plan.unique_tokens}, and logical_tokens {plan.logical_tokens}",
+    )
+    labelled = sum(microbatch.labelled for microbatch in plan.microbatches)
+    _require(
+        labelled == plan.labelled and all(m.labelled <= m.tokens for m in plan.microbatches),
+        f"its microbatches have {labelled} labels, and it has {plan.labelled}",
     )
     windows = {0, *(plan.shape.windows if plan.shape else ())}
     for name in ("dense", "shared"):

@@ -113,7 +113,7 @@ def read_plans(
         if planned.fingerprint in seen:
             raise SchemaError(f"fingerprint {planned.fingerprint} has been in a line before")
         seen.add(planned.fingerprint)
-        events = {way: _events(plan) for way, plan in _ways(planned)}
+        events = {way: plan.events() for way, plan in _ways(planned)}
         for step in ran.get(planned.fingerprint, ()):
             _check_step(step, planned, events)
         return planned
@@ -161,14 +161,8 @@ def _ways(planned: PlannedBatch) -> Iterator[tuple[str, Plan]]:
         yield "dense", planned.dense
 
 
-def _events(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """The orders of work that a step may have: alone, or after a pass for log-probs."""
-    training = plan.events()
-    return training, (*plan.events(backward=False), *training)
-
-
 def _check_step(
-    step: ReplayStep, planned: PlannedBatch, events: dict[str, tuple[tuple[str, ...], ...]]
+    step: ReplayStep, planned: PlannedBatch, events: dict[str, tuple[str, ...]]
 ) -> None:
     """Raises SchemaError where a plan is not the one that a step ran."""
     if (step.dense is None) != (planned.dense is None):
@@ -177,7 +171,7 @@ def _check_step(
         ran: StepRecord = getattr(step, way)
         shape = plan.shape
         assert shape is not None
-        if ran.events not in events[way]:
+        if ran.events != events[way]:
             raise SchemaError(f"{way}.events of step {step.step} are not those of plans.{way}")
         for name, found, wanted in (
             (f"{way}.sharing", ran.sharing, plan.sharing),

@@ -7,6 +7,7 @@ import math
 from typing import Any, get_args
 
 from forkpoint.config import Boundary, Sharing
+from forkpoint.plan.program import PHASES
 from forkpoint.plan.written import BYTES, FINGERPRINT, MOST_TOKENS, plan_of
 from forkpoint.replay.rates import Schedule
 from forkpoint.schema import (
@@ -109,7 +110,6 @@ MANIFEST_FIELDS = record({"schema": one_of(SCHEMA), "fixed": FIXED, "about": ABO
 
 # Rows --------------------------------------------------------------------------------------------
 
-PHASES = ("A", "B", "C")
 _RECORD = record(
     {
         "loss": number_or_nan(),

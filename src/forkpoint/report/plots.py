@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 COLORS = {"shared": "#1f66c7", "dense": "#7d8794", "bound": "#b45f06", "accent": "#7a4fb5"}
 PHASES = {
-    "A": ("#0f8a7e", "A: forward, read by others"),
-    "BF": ("#86b3ea", "B: forward"),
-    "BB": ("#1f66c7", "B: backward"),
-    "CR": ("#bfa3e0", "C: forward again"),
-    "C": ("#7a4fb5", "C: backward, read by others"),
-    "S": ("#c9a227", "log-probs first"),
+    "score": ("#c9a227", "score"),
+    "prefix forward": ("#0f8a7e", "prefix: forward"),
+    "leaf forward": ("#86b3ea", "leaf: forward"),
+    "leaf backward": ("#1f66c7", "leaf: backward"),
+    "prefix recompute": ("#bfa3e0", "prefix: forward again"),
+    "prefix backward": ("#7a4fb5", "prefix: backward"),
     "rest": ("#ccd3db", "planning and optimizer"),
 }
 STYLE: Any = {
@@ -150,7 +150,7 @@ def draw_timeline(axes: "Axes", figure: Figure) -> None:
     lanes = choice.data
     for place, lane in enumerate(lanes):
         at = 0.0
-        blocks = [(_phase(event), event["size"]) for event in lane["events"]]
+        blocks = [(event["key"], event["size"]) for event in lane["events"]]
         if lane["events_left_out"]:
             blocks.append(("left out", lane["size_left_out"]))
         if lane["rest"]:
@@ -181,10 +181,3 @@ def draw_timeline(axes: "Axes", figure: Figure) -> None:
 def _title(label: str) -> str:
     """A label that may hold names from a file, as one line that XML can hold."""
     return cut(visible(" ".join(label.split())), MOST_TITLE_CHARACTERS)
-
-
-def _phase(event: dict[str, Any]) -> str:
-    """Which of PHASES an event is."""
-    if event["phase"] == "B" or event["kind"] == "R":
-        return f"{event['phase']}{event['kind']}"
-    return event["phase"]

@@ -10,6 +10,7 @@ from forkpoint.plan import Plan
 from forkpoint.plan.cost import Work, visible_pairs
 from forkpoint.plan.layout import Microbatch
 from forkpoint.plan.predict import cache_bytes
+from forkpoint.plan.program import BACKWARD, FORWARD, HEAD, SCORE, phase_of
 from forkpoint.replay.records import StepRecord
 from forkpoint.report.figure import Choice, Figure, Table
 
@@ -21,7 +22,7 @@ Lane = dict[str, Any]
 
 def measured_lane(name: str, plan: Plan, record: StepRecord) -> Lane:
     """A step that was run: measured times, and memory measured where CUDA said it."""
-    events = _events(plan, record.events)
+    events = _events(plan)
     for event, ms in zip(events, record.event_ms, strict=True):
         event["size"] = ms
     held, unit, source = _held(plan, events), "bytes", "counted"
@@ -46,17 +47,18 @@ def measured_lane(name: str, plan: Plan, record: StepRecord) -> Lane:
 def counted_lane(name: str, plan: Plan, labelled_of_segment: IntArray) -> Lane:
     """A plan that was not run: sizes are counted FLOPs, or tokens without a model shape."""
     unit, flops = flops_unit(plan)
-    events = _events(plan, plan.events())
+    events = _events(plan)
     for event in events:
         row = plan.microbatches[event["index"]]
         share = 1.0
         if plan.shape is not None:
-            # A row that is computed again leaves its head to its second forward.
-            first = event["kind"] == "F" and row.activations == "recompute"
-            labelled = 0 if first else int(labelled_of_segment[list(row.segments)].sum())
+            labelled = 0
+            if event["ends_at"] == HEAD:
+                labelled = int(labelled_of_segment[list(row.segments)].sum())
             work = _row_work(plan, row, labelled)
-            forward = work.forward_flops(plan.shape)
-            share = work.step_flops(plan.shape) - forward if event["kind"] == "B" else forward
+            share = work.forward_flops(plan.shape)
+            if event["operation"] == BACKWARD:
+                share = work.step_flops(plan.shape) - share
         event["size"] = share / flops if plan.shape is not None else float(row.run_tokens)
     for event, value in zip(events, _held(plan, events), strict=True):
         event["held"] = value
@@ -111,13 +113,13 @@ def timeline_figure(timelines: Sequence[tuple[str, list[Lane]]], left_out: int) 
     return Figure(
         name="schedule",
         title="The schedule",
-        caption="Rows in the order in which they run. A: the forward of a row that others read. "
-        "B: forward and backward of a row that none reads. C: the backward of a row that others "
-        "have read. Beneath: what is held meanwhile.",
+        caption="Microbatches in the order in which they run. Others read the prefix cache of a "
+        "prefix, between its forward and its backward; none reads that of a leaf. "
+        "Beneath: what is held meanwhile.",
         kind="timeline",
         table=Table(
             columns=(
-                *("batch", "way", "event", "phase", "tokens of the row", unit),
+                *("batch", "way", "event", "phase", "tokens of the microbatch", unit),
                 f"held ({memory['unit']}, {memory['source']})",
             ),
             rows=rows,
@@ -160,53 +162,54 @@ def _lane(
     }
 
 
-def _events(plan: Plan, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Events with their row and phase. Forwards of a pass for log-probs alone have phase S."""
-    row_of = {name: index for index, name in enumerate(plan.microbatch_names)}
-    scored = len(names) - len(plan.events())
+def _events(plan: Plan) -> list[dict[str, Any]]:
+    """The instructions of a plan's program, with their microbatches and the keys of their
+    colours."""
     events = []
-    for position, name in enumerate(names):
-        kind, _, microbatch_name = name.partition(" ")
-        row = plan.microbatches[row_of[microbatch_name]]
-        phase = "B" if not row.children else "A" if kind == "F" else "C"
+    for instruction, name in zip(plan.program.instructions, plan.events(), strict=True):
+        row = plan.microbatches[instruction.microbatch]
+        operation = instruction.operation
+        kind = "prefix" if row.children else "leaf"
         events.append(
             {
                 "name": name,
-                "kind": kind,
-                "phase": "S" if position < scored else phase,
+                "operation": operation,
+                "phase": phase_of(operation, row),
+                "key": SCORE if operation == SCORE else f"{kind} {operation}",
+                "ends_at": instruction.ends_at,
+                "records": instruction.records,
                 "index": row.index,
                 "tokens": row.tokens,
-                "slots": row.run_tokens,
+                "places": row.run_tokens,
             }
         )
     return events
 
 
 def _held(plan: Plan, events: list[dict[str, Any]]) -> list[int]:
-    """What is held during each event, as counted: bytes, or tokens without a model shape.
+    """Bytes held during each event, as counted, or tokens without a model shape.
 
-    The cache lasts the whole step. Activations are held from a row's forward to its backward, but
-    for microbatches that are offloaded or computed again: of those, while they run themselves. A
-        pass for log-probs alone holds no activations.
+    The cache lasts the whole step. Activations are held from a microbatch's forward to its
+    backward. Those of microbatches that are offloaded or computed again are held while these run
+    themselves. A score holds no activations.
     """
     shape = plan.shape
     always = 0 if shape is None else cache_bytes(plan, shape)
     open_rows: dict[int, int] = {}
     found = []
     for event in events:
-        row = plan.microbatches[event["index"]]
+        row, operation = plan.microbatches[event["index"]], event["operation"]
         own = (
             row.run_tokens
             if shape is None
             else row.run_tokens * shape.activation_bytes(row.checkpointing)
         )
-        if event["phase"] == "S":
+        if operation == SCORE:
             found.append(always)
             continue
-        if event["kind"] != "B" or row.index not in open_rows:
-            open_rows[row.index] = own
+        open_rows[row.index] = own
         found.append(always + sum(open_rows.values()))
-        if event["kind"] == "B" or (event["kind"] == "F" and row.activations != "keep"):
+        if operation == BACKWARD or (operation == FORWARD and row.activations != "keep"):
             del open_rows[row.index]
     return found
 

@@ -1,20 +1,15 @@
 // The schedule: a lane for each way of running the batch, with what is held beneath it.
 
 const PHASES = [
-  ["A", "A: forward of a row that others read", "var(--phase-A)"],
-  ["BF", "B: forward", "var(--phase-B-forward)"],
-  ["BB", "B: backward", "var(--phase-B)"],
-  ["CR", "C: forward again", "var(--phase-C-forward)"],
-  ["C", "C: backward of a row that others read", "var(--phase-C)"],
-  ["S", "log-probs first, without a graph", "var(--phase-S)"],
-  ["R", "planning and optimizer", "var(--rest)"],
-  ["L", "events left out", "url(#hatch)"],
+  ["score", "score, without a graph", "var(--score)"],
+  ["prefix forward", "prefix: forward", "var(--prefix-forward)"],
+  ["leaf forward", "leaf: forward", "var(--leaf-forward)"],
+  ["leaf backward", "leaf: backward", "var(--leaf-backward)"],
+  ["prefix recompute", "prefix: forward again", "var(--prefix-recompute)"],
+  ["prefix backward", "prefix: backward", "var(--prefix-backward)"],
+  ["rest", "planning and optimizer", "var(--rest)"],
+  ["left out", "events left out", "url(#hatch)"],
 ];
-
-function phaseKey(event) {
-  if (event.phase === "C" && event.kind === "R") return "CR";
-  return event.phase === "B" ? `B${event.kind}` : event.phase;
-}
 
 function drawTimeline(parent, lanes, width) {
   const label = 58, right = width - 8, laneHeight = 26, memoryHeight = 54, gap = 52;
@@ -40,11 +35,11 @@ function drawTimeline(parent, lanes, width) {
     const memory = lane.memory;
     for (const event of lane.events) {
       area.push([X(at), X(at + event.size), event.held]);
-      block(event.size, phaseKey(event),
-        `${event.name} (phase ${event.phase})\n${amount(event.size, unit)}, ${whole(event.tokens)} tokens\nheld: ${amount(event.held, memory.unit)} (${memory.source})`);
+      block(event.size, event.key,
+        `${event.name}\n${amount(event.size, unit)}, ${whole(event.tokens)} tokens\nheld: ${amount(event.held, memory.unit)} (${memory.source})`);
     }
-    if (lane.events_left_out) block(lane.size_left_out, "L", `${whole(lane.events_left_out)} events not drawn\n${amount(lane.size_left_out, unit)}`);
-    if (lane.rest > 0) block(lane.rest, "R", `planning and optimizer\n${amount(lane.rest, unit)}`);
+    if (lane.events_left_out) block(lane.size_left_out, "left out", `${whole(lane.events_left_out)} events not drawn\n${amount(lane.size_left_out, unit)}`);
+    if (lane.rest > 0) block(lane.rest, "rest", `planning and optimizer\n${amount(lane.rest, unit)}`);
     const beside = X(at) + 80 < right;
     svg("text", { x: beside ? X(at) + 6 : right, y: beside ? top + 17 : top - 5, "text-anchor": beside ? "start" : "end" }, root, amount(lane.total, unit));
     const floor = top + laneHeight + 8 + memoryHeight;
@@ -75,9 +70,9 @@ function showTimeline(place, figure) {
   const draw = () => {
     picture.replaceChildren();
     drawTimeline(picture, lanes, width);
-    const used = new Set(lanes.flatMap((lane) => lane.events.map(phaseKey)));
-    if (lanes.some((lane) => lane.rest > 0)) used.add("R");
-    if (lanes.some((lane) => lane.events_left_out)) used.add("L");
+    const used = new Set(lanes.flatMap((lane) => lane.events.map((event) => event.key)));
+    if (lanes.some((lane) => lane.rest > 0)) used.add("rest");
+    if (lanes.some((lane) => lane.events_left_out)) used.add("left out");
     legend.replaceChildren();
     for (const [key, word, color] of PHASES) {
       if (!used.has(key)) continue;

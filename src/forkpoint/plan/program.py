@@ -1,0 +1,282 @@
+"""The program of a plan: every operation of a step, in order, as plain data.
+
+The engine runs a program from its first instruction to its last and decides nothing. What a step
+is predicted to take and to hold is computed from the same list. `waits_for` gives the dependencies
+of each instruction, so that another executor can order instructions differently and prove that it
+may.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+from forkpoint.errors import PlanError
+from forkpoint.plan.layout import Microbatch
+
+SCORE, FORWARD, RECOMPUTE, BACKWARD = "score", "forward", "recompute", "backward"
+OPERATIONS = (SCORE, FORWARD, RECOMPUTE, BACKWARD)
+BOUNDARY, BLOCKS, HEAD = "boundary", "blocks", "head"
+ENDS = (BOUNDARY, BLOCKS, HEAD)
+"""How far a forward goes, the nearest first."""
+IDLE = -1
+"""In place of a microbatch: this rank has none for the slot."""
+
+PREFIX_FORWARD, LEAF, PREFIX_BACKWARD = "prefix forward", "leaf", "prefix backward"
+PHASES: tuple[str, ...] = (PREFIX_FORWARD, LEAF, PREFIX_BACKWARD)
+
+
+class Instruction(NamedTuple):
+    """One operation on one microbatch."""
+
+    pass_index: int
+    """The pass over the microbatches that it belongs to, from 0. A loss that couples rollouts of
+    several microbatches needs two: scores, then forwards and backwards."""
+    operation: str
+    """SCORE: a forward without a graph. FORWARD. RECOMPUTE: the forward again, for the activations
+    that were not kept. BACKWARD."""
+    slot: int
+    """The place in the nesting of forwards and backwards. Ranks whose programs were aligned run
+    the same slots at the same time. In the program of one device it is the microbatch."""
+    microbatch: int
+    """Its index in `Plan.microbatches`, or IDLE."""
+    ends_at: str = HEAD
+    """How far a forward goes. BOUNDARY: until the last block has computed what other microbatches
+    read of it. BLOCKS: through all blocks, without the head. HEAD: through the head."""
+    records: bool = True
+    """Whether autograd keeps the activations of a forward for its backward. False for scores, and
+    for a forward that is repeated by a RECOMPUTE."""
+    last_backward: bool = False
+    """Whether it is the last backward of the step, after which gradients may be reduced."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether the rank runs no microbatch of its own here.
+
+        An idle forward runs one token and an idle backward a gradient of zero, so that the rank
+        takes part in the collectives of the other ranks.
+        """
+        return self.microbatch == IDLE
+
+    @property
+    def ends_at_boundary(self) -> bool:
+        return self.ends_at == BOUNDARY
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions in the order in which they run."""
+
+    instructions: tuple[Instruction, ...] = ()
+
+    @cached_property
+    def passes(self) -> tuple[tuple[Instruction, ...], ...]:
+        """The instructions of each pass."""
+        by_pass = groupby(self.instructions, key=attrgetter("pass_index"))
+        return tuple(tuple(instructions) for _, instructions in by_pass)
+
+    @cached_property
+    def scores(self) -> tuple[Instruction, ...]:
+        """The instructions of the pass of scores; empty where there is none."""
+        return tuple(i for i in self.instructions if i.operation == SCORE)
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether the loss is computed from scores of this rank's microbatches. Scores that are all
+        idle serve other ranks."""
+        return any(not i.idle for i in self.scores)
+
+    @cached_property
+    def training(self) -> tuple[Instruction, ...]:
+        """The instructions of the pass of forwards and backwards."""
+        return tuple(i for i in self.instructions if i.operation != SCORE)
+
+
+def phase_of(operation: str, microbatch: Microbatch) -> str:
+    """The phase that an operation's time is counted in: forwards of microbatches that others read,
+    microbatches that none reads, and recomputes and backwards of those that others have read."""
+    if not microbatch.children:
+        return LEAF
+    return PREFIX_FORWARD if operation in (SCORE, FORWARD) else PREFIX_BACKWARD
+
+
+def step_program(
+    microbatches: Sequence[Microbatch], *, scores: bool = False, leaves_early: bool = True
+) -> Program:
+    """The step on one device: children run between the forward and the backward of their parent.
+
+    Args:
+        microbatches: in visiting order, every microbatch after its parent.
+        scores: whether a pass of scores comes first.
+        leaves_early: whether the host can leave the last block early (`Capabilities`).
+    """
+    first = score_program(microbatches, leaves_early=leaves_early).instructions if scores else ()
+    found: list[Instruction] = []
+    number = 1 if scores else 0
+    opened: list[int] = []
+
+    def close(until: int) -> None:
+        while opened and opened[-1] != until:
+            index = opened.pop()
+            microbatch = microbatches[index]
+            if microbatch.activations == "recompute":
+                ends = _ends(microbatch, leaves_early)
+                found.append(Instruction(number, RECOMPUTE, index, index, ends))
+            found.append(Instruction(number, BACKWARD, index, index))
+
+    for microbatch in microbatches:
+        close(microbatch.parent)
+        again = microbatch.activations == "recompute"
+        ends = (BOUNDARY if leaves_early else BLOCKS) if again else _ends(microbatch, leaves_early)
+        index = microbatch.index
+        found.append(Instruction(number, FORWARD, index, index, ends, not again))
+        opened.append(index)
+    close(IDLE)
+    if found:
+        found[-1] = found[-1]._replace(last_backward=True)
+    return Program((*first, *found))
+
+
+def score_program(microbatches: Sequence[Microbatch], *, leaves_early: bool = True) -> Program:
+    """Forwards without a graph, of every microbatch in visiting order."""
+    return Program(
+        tuple(
+            Instruction(0, SCORE, m.index, m.index, _ends(m, leaves_early), records=False)
+            for m in microbatches
+        )
+    )
+
+
+def _ends(microbatch: Microbatch, leaves_early: bool) -> str:
+    """A microbatch without trained tokens is run for its prefix cache alone."""
+    return BOUNDARY if leaves_early and not microbatch.labelled else HEAD
+
+
+# Dependencies
+# ------------------------------------------------------------
+
+
+def waits_for(
+    program: Program,
+    microbatches: Sequence[Microbatch],
+    parents: Sequence[frozenset[int]],
+    lengths: Callable[[int], int],
+) -> tuple[tuple[int, ...], ...]:
+    """For each instruction the positions of those that it waits for, directly.
+
+    A forward (or score) waits for the forwards of the microbatches that it reads and, where it
+    writes prefix cache, for the last use of what lay in its places before. A RECOMPUTE waits for
+    its forward. A backward waits for the forward that recorded its activations and for the
+    backwards of the microbatches that read its prefix cache. Forwards of a pass of backwards wait
+    for all scores, if there are any: the loss is computed from these.
+
+    Args:
+        program: the instructions.
+        microbatches: those of the plan.
+        parents: by microbatch, the microbatches that hold parents of its segments.
+        lengths: the number of tokens of a segment.
+    """
+    found: list[set[int]] = [set() for _ in program.instructions]
+    in_slot: dict[tuple[int, str, int], int] = {}
+    of: dict[tuple[int, str, int], int] = {}
+    for at, i in enumerate(program.instructions):
+        in_slot[i.pass_index, i.operation, i.slot] = at
+        if not i.idle:
+            of[i.pass_index, i.operation, i.microbatch] = at
+    children: list[set[int]] = [set() for _ in microbatches]
+    for index, above in enumerate(parents):
+        for parent in above:
+            children[parent].add(index)
+    places = [_places(microbatch, lengths) for microbatch in microbatches]
+    scores = {at for at, i in enumerate(program.instructions) if i.operation == SCORE}
+    owners: dict[int, _Owners] = {}
+    for at, instruction in enumerate(program.instructions):
+        number, operation, slot, microbatch = instruction[:4]
+        waits = found[at]
+        if operation in (FORWARD, RECOMPUTE):
+            waits |= scores
+        if operation == RECOMPUTE:
+            waits.add(in_slot[number, FORWARD, slot])
+        elif operation == BACKWARD:
+            forward = in_slot[number, FORWARD, slot]
+            waits.add(in_slot.get((number, RECOMPUTE, slot), forward))
+            if not instruction.idle:
+                waits |= {of[number, BACKWARD, child] for child in children[microbatch]}
+        elif not instruction.idle:
+            waits |= {of[number, operation, parent] for parent in parents[microbatch]}
+            before = owners.setdefault(number, _Owners()).take(places[microbatch], microbatch)
+            last = BACKWARD if operation == FORWARD else SCORE
+            waits |= {of[number, last, owner] for owner in before}
+            if operation == SCORE:
+                waits |= {of[number, SCORE, r] for r in _below(children, before)}
+    return tuple(tuple(sorted(waits)) for waits in found)
+
+
+def check_order(waits: Sequence[Iterable[int]], order: Sequence[int]) -> None:
+    """Refuse an order in which an instruction runs before one that it waits for.
+
+    Args:
+        waits: what `waits_for` gave.
+        order: positions of instructions, in the order in which they are to run.
+
+    Raises:
+        PlanError: an instruction runs too early, twice or never.
+    """
+    if sorted(order) != list(range(len(waits))):
+        raise PlanError(
+            f"the order has {len(order)} entries, {len(set(order))} of them different, and the "
+            f"program {len(waits)} instructions; give the position of each instruction once."
+        )
+    done: set[int] = set()
+    for at in order:
+        missing = sorted(set(waits[at]) - done)
+        if missing:
+            raise PlanError(
+                f"instruction {at} runs before instruction {missing[0]}, which it waits for; run "
+                "that one first."
+            )
+        done.add(at)
+
+
+class _Owners:
+    """Which microbatch wrote each place of the prefix cache last."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, list[tuple[int, int, int]]] = {}
+
+    def take(self, places: Iterable[tuple[str, int, int]], microbatch: int) -> set[int]:
+        """Give places to a microbatch; returns those that had written some of them before."""
+        before: set[int] = set()
+        for kind, begin, end in places:
+            kept = [(begin, end, microbatch)]
+            for low, high, owner in self._spans.get(kind, []):
+                if high <= begin or end <= low:
+                    kept.append((low, high, owner))
+                    continue
+                before.add(owner)
+                kept += [(a, b, owner) for a, b in ((low, begin), (end, high)) if a < b]
+            self._spans[kind] = kept
+        return before
+
+
+def _places(microbatch: Microbatch, lengths: Callable[[int], int]) -> list[tuple[str, int, int]]:
+    """(kind of place, first, one past the last) of what a microbatch writes to the cache."""
+    found = []
+    for segment, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True):
+        if begin >= 0:
+            found.append(("tokens", begin, begin + lengths(segment)))
+    found.extend(("states", place, place + 1) for place in microbatch.state_index if place >= 0)
+    return found
+
+
+def _below(children: Sequence[set[int]], microbatches: set[int]) -> set[int]:
+    """All microbatches that read some of these, directly or through others."""
+    found: set[int] = set()
+    todo = list(microbatches)
+    while todo:
+        new = children[todo.pop()] - found
+        found |= new
+        todo += new
+    return found

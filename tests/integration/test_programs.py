@@ -1,0 +1,150 @@
+"""Programs that the engine runs: other orders, and shapes common to ranks, give the same step."""
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.test_program import any_order
+from torch import nn
+
+from forkpoint import Config, losses, wrap
+from forkpoint.errors import PlanError
+from forkpoint.losses.base import Loss
+from forkpoint.plan import Plan
+from forkpoint.plan.align_programs import align
+from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.testing import tiny_model
+
+MODELS = ("llama", "gemma3_text", "qwen3_5_text", "qwen3_moe")
+ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=8, self_check=False)
+CONFIGS = {
+    "keep": ACROSS,
+    "mixed": replace(ACROSS, boundary="mixed", max_microbatch_tokens=14),
+    "recompute": replace(ACROSS, activations="recompute"),
+    "offload": replace(ACROSS, activations="offload"),
+    "dense": replace(ACROSS, sharing="none", boundary="within", max_microbatch_tokens=40),
+}
+LOSSES: dict[str, Loss] = {"grpo": losses.GRPO(), "gspo": losses.GSPO()}
+EXTRA = {"qwen3_moe": {"experts_implementation": "eager"}}
+FAR = 1e-12
+
+
+@cache
+def forked_batch() -> RolloutBatch:
+    """Two groups, of which one forks twice; three responses of six tokens below each fork."""
+    rng = np.random.default_rng(3)
+
+    def ids(count: int) -> list[int]:
+        return rng.integers(1, 61, count).tolist()
+
+    rollouts = []
+    for group in range(2):
+        prompt = ids(9)
+        forks = [ids(4), ids(5)] if group else [[]]
+        for fork in forks:
+            for _ in range(3):
+                tokens = [*prompt, *fork, *ids(6)]
+                mask = [0] * (len(tokens) - 6) + [1] * 6
+                rollouts.append(Rollout(tokens, mask, rng.normal(), group_id=str(group)))
+    return RolloutBatch(rollouts)
+
+
+@cache
+def model(name: str) -> nn.Module:
+    return tiny_model(name, **EXTRA.get(name, {}))
+
+
+def step(
+    name: str, config: Config, plan: Plan, loss: Loss, batch: RolloutBatch
+) -> tuple[dict[str, torch.Tensor], Any]:
+    here = model(name)
+    here.zero_grad()
+    stats = wrap(here, config).forward_backward(batch, loss, plan=plan)
+    assert stats.events == plan.events() == stats.plan.events()
+    found = {n: p.grad.clone() for n, p in here.named_parameters() if p.grad is not None}
+    here.zero_grad()
+    return found, stats
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The largest difference over the largest gradient of each parameter; absent ones are zero."""
+    worst = 0.0
+    for name in found.keys() | wanted.keys():
+        one = found.get(name, torch.zeros(()))
+        other = wanted.get(name, torch.zeros(()))
+        scale = float(other.abs().max()) or 1.0
+        worst = max(worst, float((one - other).abs().max()) / scale)
+    return worst
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("way", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_any_order_that_keeps_to_the_dependencies_is_exact(name: str, way: str, loss: str) -> None:
+    batch, config = forked_batch(), CONFIGS[way]
+    plan = wrap(model(name), config).plan(batch, LOSSES[loss])
+    wanted, before = step(name, config, plan, LOSSES[loss], batch)
+    rng = random.Random(f"{name} {way} {loss}")
+    moved = 0
+    for _ in range(2):
+        other = plan.reordered(any_order(plan, rng))
+        moved += other.program != plan.program
+        found, stats = step(name, config, other, LOSSES[loss], batch)
+        assert distance(found, wanted) < FAR
+        torch.testing.assert_close(stats.logprobs, before.logprobs, rtol=0, atol=1e-13)
+        assert stats.loss == pytest.approx(before.loss, rel=1e-12)
+    assert moved
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_aligned_with_those_of_other_ranks_are_exact(name: str, loss: str) -> None:
+    """What another rank adds to the common shape changes nothing: idle slots, recomputes, heads."""
+    batch = forked_batch()
+    plans = {
+        way: wrap(model(name), config).plan(batch, LOSSES[loss]) for way, config in CONFIGS.items()
+    }
+    # A rank without scores among ranks that have them, and the reverse.
+    single = wrap(model(name), CONFIGS["keep"]).plan(batch)
+    programs = align([*(plan.program for plan in plans.values()), single.program])
+    own = sum(not i.idle for i in programs[0].instructions)
+    assert own < len(programs[0].instructions)
+    for (way, plan), program in zip(plans.items(), programs, strict=False):
+        wanted, _ = step(name, CONFIGS[way], plan, LOSSES[loss], batch)
+        found, _ = step(name, CONFIGS[way], replace(plan, program=program), LOSSES[loss], batch)
+        assert distance(found, wanted) < FAR
+    plan = replace(single, program=programs[-1])
+    wanted, _ = step(name, CONFIGS["keep"], single, losses.GRPO(), batch)
+    found, _ = step(name, CONFIGS["keep"], plan, losses.GRPO(), batch)
+    assert distance(found, wanted) < FAR
+
+
+def test_a_plan_without_scores_is_refused_for_a_loss_that_needs_them() -> None:
+    batch, policy = forked_batch(), wrap(model("llama"), CONFIGS["keep"])
+    with pytest.raises(PlanError, match=r"policy\.plan\(batch, loss\)"):
+        policy.forward_backward(batch, losses.GSPO(), plan=policy.plan(batch))
+    assert all(p.grad is None for p in model("llama").parameters())
+
+
+def test_a_plan_with_scores_serves_any_loss() -> None:
+    batch, policy = forked_batch(), wrap(model("llama"), CONFIGS["keep"])
+    plan = policy.plan(batch, losses.GSPO())
+    found, stats = step("llama", CONFIGS["keep"], plan, losses.GRPO(), batch)
+    wanted, _ = step("llama", CONFIGS["keep"], policy.plan(batch), losses.GRPO(), batch)
+    assert stats.events[0] == "score prefix 0" and distance(found, wanted) < FAR
+
+
+def test_a_plan_from_before_gradient_checkpointing_is_refused() -> None:
+    here = tiny_model("llama")
+    batch, policy = forked_batch(), wrap(here, CONFIGS["recompute"])
+    plan = policy.plan(batch)
+    here.train()
+    enable = getattr(here, "activation_checkpointing_enable", None)
+    (enable or here.gradient_checkpointing_enable)({"use_reentrant": False})
+    with pytest.raises(PlanError, match="leaves the last block of the model early"):
+        policy.forward_backward(batch, losses.GRPO(), plan=plan)
+    policy.forward_backward(batch, losses.GRPO(), plan=policy.plan(batch))

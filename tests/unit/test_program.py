@@ -1,0 +1,307 @@
+"""Programs: what each instruction waits for, other orders, and common shapes for ranks."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.strategies import batches
+
+from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.errors import PlanError
+from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.align_programs import align
+from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.program import (
+    BACKWARD,
+    BOUNDARY,
+    FORWARD,
+    HEAD,
+    IDLE,
+    RECOMPUTE,
+    SCORE,
+    Instruction,
+    Program,
+    check_order,
+)
+from forkpoint.plan.program_checks import check_program
+
+
+def three_levels(**config: object) -> Plan:
+    """A system prompt over two prompts, each over two responses, in microbatches of 4 tokens."""
+    lists = [
+        [1, 1, 1, 1, 1, prompt, prompt, prompt, answer, answer]
+        for prompt in (2, 3)
+        for answer in (4, 5)
+    ]
+    batch = RolloutBatch(Rollout(ids, [0] * 8 + [1, 1], 1.0) for ids in lists)
+    given = {"sharing": "tree", "boundary": "across", "max_microbatch_tokens": 4, **config}
+    return make_plan(batch, config=Config(**given), coupling=np.zeros(4, np.int64))  # type: ignore[arg-type]
+
+
+def test_the_program_of_a_coupled_loss_by_hand() -> None:
+    plan = three_levels(activations="recompute")
+    text = [
+        f"{i.pass_index} {i.operation} {i.microbatch} {i.ends_at}{'' if i.records else ' dropped'}"
+        for i in plan.program.instructions
+    ]
+    assert text == [
+        *("0 score 0 boundary dropped", "0 score 1 boundary dropped", "0 score 2 head dropped"),
+        *("0 score 3 boundary dropped", "0 score 4 head dropped"),
+        *("1 forward 0 boundary dropped", "1 forward 1 boundary dropped"),
+        *("1 forward 2 head", "1 backward 2 head"),
+        *("1 recompute 1 boundary", "1 backward 1 head", "1 forward 3 boundary dropped"),
+        *("1 forward 4 head", "1 backward 4 head", "1 recompute 3 boundary", "1 backward 3 head"),
+        *("1 recompute 0 boundary", "1 backward 0 head"),
+    ]
+    assert [i.last_backward for i in plan.program.instructions] == [False] * 17 + [True]
+    assert plan.events()[:2] == ("score prefix 0", "score prefix 1")
+    assert plan.events()[-2:] == ("recompute prefix 0", "backward prefix 0")
+
+
+def test_dependencies_by_hand() -> None:
+    plan = three_levels()
+    plan = plan.with_program(scores=False)
+    # F0 F1 F2 B2 B1 F3 F4 B4 B3 B0: the prompts 1 and 3 lie in the same places of the cache.
+    assert plan.waits_for() == (
+        *((), (0,), (1,), (2,), (1, 3)),
+        *((0, 4), (5,), (6,), (5, 7), (0, 4, 8)),
+    )
+    both = plan.with_program(scores=True).waits_for()
+    # Scores: prompt 3 takes the places of prompt 1, which response 2 has read by then.
+    assert both[:5] == ((), (0,), (1,), (0, 1, 2), (3,))
+    scores = (0, 1, 2, 3, 4)
+    assert both[5:8] == (scores, (*scores, 5), (*scores, 6))
+
+
+def test_an_order_that_breaks_a_dependency_is_refused() -> None:
+    plan = three_levels().with_program(scores=False)
+    with pytest.raises(PlanError, match="instruction 5 runs before instruction 4"):
+        plan.reordered([0, 1, 2, 5, 3, 4, 6, 7, 8, 9])
+    with pytest.raises(PlanError, match="give the position of each instruction once"):
+        plan.reordered([0, 1, 2, 3])
+
+
+def any_order(plan: Plan, rng: random.Random) -> list[int]:
+    """A random order that keeps to the dependencies."""
+    waits = [set(w) for w in plan.waits_for()]
+    order: list[int] = []
+    while len(order) < len(waits):
+        ready = [at for at, w in enumerate(waits) if at not in order and not w - set(order)]
+        order.append(rng.choice(ready))
+    return order
+
+
+configs = st.builds(
+    Config,
+    sharing=st.sampled_from(("none", "group", "tree")),
+    boundary=st.sampled_from(("across", "mixed")),
+    max_microbatch_tokens=st.integers(1, 12),
+    activations=st.sampled_from(("keep", "recompute")),
+)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(batches(), configs, st.booleans(), st.randoms(use_true_random=False))
+def test_in_any_order_each_microbatch_reads_its_own_ancestors(
+    batch: RolloutBatch, config: Config, coupled: bool, rng: random.Random
+) -> None:
+    """Run the program on paper: places of the cache hold segments, gradients are counted."""
+    coupling = np.zeros(len(batch), np.int64) if coupled else None
+    plan = make_plan(batch, config=config, coupling=coupling)
+    plan = plan.reordered(any_order(plan, rng))
+    check_program(plan)
+    assert Plan.from_json(plan.to_json()).program == plan.program
+    home = {s: m.index for m in plan.microbatches for s in m.segments}
+    for instructions in plan.program.passes:
+        held: dict[int, int] = {}
+        states: dict[int, int] = {}
+        gradients: Counter[int] = Counter()
+        for i in instructions:
+            microbatch = plan.microbatches[i.microbatch]
+            outside = {
+                ancestor
+                for s in microbatch.segments
+                for ancestor in plan.forest.path(s)
+                if home[ancestor] != microbatch.index
+            }
+            for ancestor in outside:
+                begin = plan.cache_of[ancestor]
+                length = int(plan.forest.length[ancestor])
+                assert all(held[at] == ancestor for at in range(begin, begin + length))
+            for s in microbatch.segments:
+                parent = int(plan.forest.parent[s])
+                if parent >= 0 and home[parent] != microbatch.index and i.operation != BACKWARD:
+                    assert states[plan.state_of[parent]] == parent
+            if i.operation in (SCORE, FORWARD):
+                for s, begin, place in zip(
+                    microbatch.segments, microbatch.cache_begin, microbatch.state_index, strict=True
+                ):
+                    if begin >= 0:
+                        length = int(plan.forest.length[s])
+                        held |= dict.fromkeys(range(begin, begin + length), s)
+                    if place >= 0:
+                        states[place] = s
+            if i.operation == BACKWARD:
+                gradients.update(outside)
+                # All that read its segments have left their gradients.
+                for s in microbatch.segments:
+                    readers = {
+                        home[below]
+                        for below in range(len(plan.forest))
+                        if s in plan.forest.path(below) and home[below] != microbatch.index
+                    }
+                    assert gradients[s] == len(readers)
+
+
+# Damaged programs
+# ------------------------------------------------------------
+
+
+def damaged(plan: Plan, change: str) -> Program:
+    """The program of a plan, changed so that it would compute something else."""
+    found = list(plan.program.instructions)
+    first = next(at for at, i in enumerate(found) if i.operation == FORWARD)
+    trained = next(at for at, i in enumerate(found) if i.operation == FORWARD and i.ends_at == HEAD)
+    match change:
+        case "a forward is missing":
+            del found[first]
+        case "a backward is missing":
+            del found[-1]
+        case "a forward runs twice":
+            found.insert(first, found[first])
+        case "a backward comes before its forward":
+            found[trained], found[trained + 1] = found[trained + 1], found[trained]
+        case "a parent comes after its child":
+            found[first], found[first + 1] = found[first + 1], found[first]
+        case "the head is left out":
+            found[trained] = found[trained]._replace(ends_at=BOUNDARY)
+        case "activations are dropped":
+            found[trained] = found[trained]._replace(records=False)
+        case "no backward is the last":
+            found[-1] = found[-1]._replace(last_backward=False)
+        case "an early backward is the last":
+            at = next(at for at, i in enumerate(found) if i.operation == BACKWARD)
+            found[at] = found[at]._replace(last_backward=True)
+        case "another slot":
+            found[first] = found[first]._replace(slot=77)
+        case "no microbatch":
+            found[first] = found[first]._replace(microbatch=IDLE)
+        case "an unknown microbatch":
+            found[first] = found[first]._replace(microbatch=99)
+        case "a scoring pass among the others":
+            found.append(Instruction(0, SCORE, 0, 0, records=False))
+        case "another pass":
+            found[-1] = found[-1]._replace(pass_index=1)
+        case _:
+            raise AssertionError(change)
+    return Program(tuple(found))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "a forward is missing",
+        "a backward is missing",
+        "a forward runs twice",
+        "a backward comes before its forward",
+        "a parent comes after its child",
+        "the head is left out",
+        "activations are dropped",
+        "no backward is the last",
+        "an early backward is the last",
+        "another slot",
+        "no microbatch",
+        "an unknown microbatch",
+        "a scoring pass among the others",
+        "another pass",
+    ],
+)
+def test_damaged_programs_are_refused(change: str) -> None:
+    plan = three_levels().with_program(scores=False)
+    changed = replace(plan, program=damaged(plan, change))
+    with pytest.raises(PlanError, match=r"damaged|which it waits for"):
+        check_program(changed)
+    with pytest.raises(PlanError, match="this plan is damaged"):
+        Plan.from_json(changed.to_json())
+
+
+def test_a_dropped_recompute_is_refused() -> None:
+    plan = three_levels(activations="recompute")
+    kept = tuple(i for i in plan.program.instructions if i.operation != RECOMPUTE)
+    with pytest.raises(PlanError, match="never computes the activations of microbatch 0 again"):
+        check_program(replace(plan, program=Program(kept)))
+
+
+def test_instructions_in_json_have_types() -> None:
+    values = json.loads(three_levels().to_json())
+    for entry in ([0, "forwards", 0, 0, "head", True, False], [0, "score", 0], "forward"):
+        values["program"][0] = entry
+        with pytest.raises(PlanError, match=r"program\[0\]"):
+            Plan.from_json(json.dumps(values))
+
+
+# What a host can do
+# ------------------------------------------------------------
+
+
+def test_a_host_that_is_not_left_early_gets_no_such_plan() -> None:
+    batch = RolloutBatch([Rollout([1, 2, 3, n], [0, 0, 0, 1], 1.0) for n in (4, 5)])
+    config = Config(sharing="group", boundary="across", activations="recompute")
+    plans = [
+        make_plan(batch, config=config, capabilities=Capabilities(leaves_early=early))
+        for early in (True, False)
+    ]
+    ends = [[i.ends_at for i in plan.program.instructions] for plan in plans]
+    assert ends[0] == ["boundary", "head", "head", "boundary", "head"]
+    assert ends[1] == ["blocks", "head", "head", "head", "head"]
+    plans[0].check_host(Capabilities())
+    plans[1].check_host(Capabilities())
+    with pytest.raises(PlanError, match="leaves the last block of the model early"):
+        plans[0].check_host(Capabilities(leaves_early=False))
+
+
+# Ranks
+# ------------------------------------------------------------
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(st.data())
+def test_aligned_ranks_execute_the_same_operations(data: st.DataObject) -> None:
+    plans = []
+    for _ in range(data.draw(st.integers(1, 5))):
+        batch = data.draw(batches())
+        coupling = np.zeros(len(batch), np.int64) if data.draw(st.booleans()) else None
+        plans.append(make_plan(batch, config=data.draw(configs), coupling=coupling))
+    costs = None
+    if data.draw(st.booleans()):
+        costs = [[float(m.run_tokens) for m in plan.microbatches] for plan in plans]
+    programs = align([plan.program for plan in plans], costs)
+    common = {tuple(i._replace(microbatch=0) for i in program.instructions) for program in programs}
+    assert len(common) == 1
+    for plan, program in zip(plans, programs, strict=True):
+        check_program(replace(plan, program=program))
+        # Every real instruction is kept, in its order; what is added is idle or computes again.
+        own = [(i.operation, i.microbatch) for i in program.instructions if not i.idle]
+        again = {i.microbatch for i in plan.program.instructions if i.operation == RECOMPUTE}
+        given = [(i.operation, i.microbatch) for i in plan.program.instructions]
+        kept = [p for p in own if p[0] != RECOMPUTE or p[1] in again]
+        if plan.program.scores or not program.scores:
+            assert kept == given
+        else:
+            assert [p for p in kept if p[0] != SCORE] == given
+    assert align(programs) == programs
+
+
+def test_ranks_without_rollouts_idle_all_slots() -> None:
+    plan = three_levels()
+    empty = Program()
+    one, other = align([plan.program, empty])
+    assert one == plan.program
+    assert all(i.idle for i in other.instructions)
+    assert [i.operation for i in other.instructions] == [i.operation for i in one.instructions]
+    check_order(plan.waits_for(), range(len(one.instructions)))
