@@ -24,7 +24,7 @@ import torch
 from stock_hybrid import poison
 from torch import Tensor
 
-from forkpoint.bench.rows import environment
+from forkpoint.environment import environment
 from forkpoint.ops.delta_rule import chunked, fla, fla_tuning
 from forkpoint.ops.delta_rule.kernel import by_value_head, decay_gate
 from forkpoint.ops.recurrence import Sequences

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from forkpoint.bench.hybrid import QWEN35_4B, TINY, make_model
-from forkpoint.bench.rows import environment
+from forkpoint.environment import environment
 from forkpoint.ops.delta_rule import fla
 
 

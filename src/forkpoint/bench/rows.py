@@ -1,18 +1,14 @@
 """Rows of measurements: one JSON object a metric, with all that is needed to read it later."""
 
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+from forkpoint.environment import environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,63 +28,6 @@ class ResultRow:
     bound: float | None = None
     """The counted bound of a speed-up."""
     note: str | None = None
-
-
-@cache
-def environment() -> dict[str, object]:
-    """Device, versions, commit and command of this process, the same for all of its rows."""
-    packages = (
-        *("torch", "triton", "transformers", "flash-attn-4", "fla-core", "tilelang"),
-        "forkpoint",
-    )
-    versions = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    if torch.cuda.is_available():
-        versions["cudnn"] = str(torch.backends.cudnn.version())
-        device = torch.cuda.get_device_name()
-    else:
-        device = platform.processor() or platform.machine()
-    return {
-        "device": device,
-        "versions": versions,
-        "commit": _commit(),
-        # Where files lay on the machine is nobody's business.
-        "command": " ".join([*_program(), *(_named(word) for word in sys.argv[1:])]),
-    }
-
-
-def _program() -> list[str]:
-    script = Path(sys.argv[0])
-    if script.suffix == ".py" and script.name != "__main__.py":
-        return ["python", f"{script.parent.name}/{script.name}"]
-    return ["forkpoint"]
-
-
-def _named(word: str) -> str:
-    path = Path(word)
-    return path.name if path.is_absolute() else word
-
-
-def _commit() -> str:
-    """What FORKPOINT_COMMIT says, for copies of a checkout; else the checkout's commit.
-
-    "-dirty" where its sources differ from that, and "unknown" where there is no checkout.
-    """
-    if said := os.environ.get("FORKPOINT_COMMIT"):
-        return said
-
-    def git(*words: str) -> str:
-        here = Path(__file__).parent
-        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    commit = git("rev-parse", "--short", "HEAD")
-    dirty = "-dirty" if commit and git("status", "--porcelain", "--", "src") else ""
-    return commit + dirty or "unknown"
 
 
 def write_rows(rows: Iterable[ResultRow], path: Path) -> None:

@@ -107,7 +107,7 @@ class Steps:
         compiled = self.blocks == "compiled"
         measured = None
         if self.calibrate:
-            from forkpoint.bench.calibrate import Calibrator
+            from forkpoint.calibrate.calibrator import Calibrator
             from forkpoint.hosts.transformers import TransformersHost
 
             def make(layers: int) -> "PreTrainedModel":

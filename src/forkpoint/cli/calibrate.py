@@ -50,7 +50,7 @@ class Calibrate:
     def run(self) -> int:
         out = Output(json_only=self.json)
         with out.waiting("measuring"):
-            from forkpoint.bench.calibrate import Calibrator
+            from forkpoint.calibrate.calibrator import Calibrator
             from forkpoint.cli.models import out_of_memory_explained, shallow_models
             from forkpoint.plan.calibration import calibration_path
 

@@ -1,6 +1,6 @@
 """What was measured of a device and a model shape, as a file. Imports no torch.
 
-`forkpoint calibrate` writes these files (bench/calibrate.py says how each figure is measured);
+`forkpoint calibrate` writes these files (calibrate/calibrator.py says how each figure is measured);
 `forkpoint.plan.measured` prices plans by them.
 """
 

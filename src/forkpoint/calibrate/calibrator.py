@@ -8,15 +8,14 @@ autograd keeps, which needs no allocator's word and so works on a CPU as well.
 
 import time
 from collections.abc import Callable
-from typing import cast
 
 from transformers import PreTrainedModel
 
-from forkpoint.bench.calibrate_microbatches import Rows
-from forkpoint.bench.calibrate_parts import Parts, curve
-from forkpoint.bench.clock import Clock
-from forkpoint.bench.rows import environment
+from forkpoint.calibrate.clock import Clock
+from forkpoint.calibrate.microbatches import Rows
+from forkpoint.calibrate.parts import Parts, curve
 from forkpoint.engine.device import device_name
+from forkpoint.environment import measured_versions
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.plan import ModelShape
@@ -82,7 +81,7 @@ class Calibrator:
         kept["selective"] = self._kept_selective(whole, hosts, sizes[1], kept["none"], shape)
         return Calibration(
             device=device_name(clock.device),
-            versions=cast(dict[str, str], environment()["versions"]),
+            versions=measured_versions(),
             compiled=host.compiles,
             shape=shape,
             measured_layers=LAYERS,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.bench.clock import Clock
+from forkpoint.calibrate.clock import Clock
 from forkpoint.config import Config
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.given_back import storage_id

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.bench.clock import Clock
+from forkpoint.calibrate.clock import Clock
 from forkpoint.engine.head import token_logprobs
 from forkpoint.engine.staging import staging_for
 from forkpoint.hosts.refusals import plain_head
