@@ -8,10 +8,10 @@ import torch
 from commands import Shell
 
 from forkpoint import ModelShape
-from forkpoint.bench import hybrid
-from forkpoint.bench.hybrid_time import COMPILED, KINDS
-from forkpoint.bench.kernel_kinds import kind_of
-from forkpoint.bench.steps import Stepper
+from benchmarks.steps import hybrid
+from benchmarks.steps.hybrid_time import COMPILED, KINDS
+from benchmarks.kernel_kinds import kind_of
+from benchmarks.steps.stepper import Stepper
 from forkpoint.plan import make_plan
 
 METRICS = {

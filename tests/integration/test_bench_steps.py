@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import pytest
 
 from forkpoint import save_rollouts
-from forkpoint.bench.capacity import largest
-from forkpoint.bench.plots import draw_all, latest, read_rows
-from forkpoint.bench.steps import Stepper
-from forkpoint.bench.tree import REPEATS
+from benchmarks.steps.capacity import largest
+from benchmarks.plots import draw_all, latest, read_rows
+from benchmarks.steps.stepper import Stepper
+from benchmarks.steps.tree import REPEATS
 from forkpoint.cli import main
 from forkpoint.errors import ConfigError
 from forkpoint.synthetic import synthetic_rollouts

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forkpoint import Config, wrap
-from forkpoint.bench.shapes import SHAPES, make_group, make_model
+from benchmarks.shapes import SHAPES, make_group, make_model
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.guard import Step
 from forkpoint.engine.views import batch_denominators

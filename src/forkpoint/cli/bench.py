@@ -14,7 +14,7 @@ from forkpoint.cli.output import Output
 from forkpoint.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forkpoint.bench.rows import ResultRow
+    from benchmarks.rows import ResultRow
 
 Suite = Literal["dualkv", "prompt-caching", "ragged", "small", "smoke"]
 SUITES: dict[str, tuple[Suite, ...]] = {
@@ -71,7 +71,7 @@ class Bench:
     def run(self) -> int:
         import torch
 
-        from forkpoint.bench.rows import write_rows
+        from benchmarks.rows import write_rows
 
         suites = self.suite or tuple(s for s in SUITES[self.what] if s != SMOKE)
         self._check(suites, cuda=torch.cuda.is_available())
@@ -143,7 +143,7 @@ class Bench:
     def _attention(self, suites: tuple[Suite, ...]) -> "Iterator[tuple[str, list[ResultRow]]]":
         import torch
 
-        from forkpoint.bench import attention
+        from benchmarks.attention import compare as attention
 
         kernels = self.kernels or attention.available_kernels()
         for suite in suites:
@@ -156,8 +156,8 @@ class Bench:
     def _hybrid(self, suites: tuple[Suite, ...]) -> "Iterator[tuple[str, list[ResultRow]]]":
         import torch
 
-        from forkpoint.bench import hybrid
-        from forkpoint.bench.steps import Stepper
+        from benchmarks.steps import hybrid
+        from benchmarks.steps.stepper import Stepper
 
         for suite in suites:
             model: Any

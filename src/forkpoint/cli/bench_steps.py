@@ -15,8 +15,8 @@ from forkpoint.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from forkpoint.bench.rows import ResultRow
-    from forkpoint.bench.steps import Deadline, Stepper
+    from benchmarks.rows import ResultRow
+    from benchmarks.steps.stepper import Deadline, Stepper
 
 GIB = 1 << 30
 Split = Literal["2048/10240", "6144/6144", "8192/4096", "10240/2048"]
@@ -51,8 +51,8 @@ class Steps:
     def run(self) -> int:
         import time
 
-        from forkpoint.bench.rows import write_rows
-        from forkpoint.bench.steps import Deadline
+        from benchmarks.rows import write_rows
+        from benchmarks.steps.stepper import Deadline
 
         if self.layers is not None and self.layers < 1:
             raise ConfigError(f"layers is {self.layers}; it takes a whole number of at least 1.")
@@ -92,8 +92,8 @@ class Steps:
         """A model of that shape on the CUDA device; the tiny one on a CPU where there is none."""
         import torch
 
-        from forkpoint.bench.shapes import make_model
-        from forkpoint.bench.steps import Stepper
+        from benchmarks.shapes import make_model
+        from benchmarks.steps.stepper import Stepper
 
         cuda = torch.cuda.is_available()
         if not cuda and not self.tiny:
@@ -137,7 +137,7 @@ class StepGrid(Steps):
     splits: tuple[Split | Literal["small"], ...] = ()
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
-        from forkpoint.bench.step_grid import step_grid
+        from benchmarks.steps.step_grid import step_grid
 
         return step_grid(
             self.stepper("llama3-8b"),
@@ -160,7 +160,7 @@ class PolicyUpdate(Steps):
     shape: Literal["qwen3-8b", "qwen3-4b"] = "qwen3-8b"
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
-        from forkpoint.bench.policy_update import policy_update
+        from benchmarks.steps.policy_update import policy_update
 
         return policy_update(self.stepper(self.shape), deadline, name=self.shape, tiny=self.tiny)
 
@@ -180,7 +180,7 @@ class MemoryBench(Steps):
     splits: tuple[Split, ...] = ()
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
-        from forkpoint.bench.memory import memory
+        from benchmarks.steps.memory import memory
 
         return memory(
             self.stepper("llama3-8b"),
@@ -213,7 +213,7 @@ class CapacityBench(Steps):
     only: tuple[str, ...] = ()
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
-        from forkpoint.bench.capacity import capacity
+        from benchmarks.steps.capacity import capacity
 
         return capacity(
             self.stepper("llama3-8b"),
@@ -245,8 +245,8 @@ class TreeBench(Steps):
     memory_limit: MemoryText = None
 
     def measure(self, deadline: "Deadline") -> Iterable["ResultRow"]:
-        from forkpoint.bench.shapes import checkpoint
-        from forkpoint.bench.tree import tree
+        from benchmarks.shapes import checkpoint
+        from benchmarks.steps.tree import tree
 
         stepper = self.stepper(self.shape)
         if self.shape == "qwen3.5-4b":
@@ -277,7 +277,7 @@ class Plot:
     json: Flag = False
 
     def run(self) -> int:
-        from forkpoint.bench.plots import draw_all, read_rows
+        from benchmarks.plots import draw_all, read_rows
 
         drawn = draw_all(read_rows(self.files), self.output)
         out = Output(json_only=self.json)

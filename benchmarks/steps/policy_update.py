@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from forkpoint.bench.cells import cell_row, cell_rows
-from forkpoint.bench.rows import ResultRow
-from forkpoint.bench.shapes import SCALE_TINY, make_group
-from forkpoint.bench.steps import (
+from benchmarks.steps.cells import cell_row, cell_rows
+from benchmarks.rows import ResultRow
+from benchmarks.shapes import SCALE_TINY, make_group
+from benchmarks.steps.stepper import (
     DENSE,
     DENSE_ROW_TOKENS,
     Deadline,

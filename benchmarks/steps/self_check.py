@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, losses, wrap
-from forkpoint.bench.rows import ResultRow, write_rows
+from benchmarks.rows import ResultRow, write_rows
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.guard import Step
 from forkpoint.hosts.modules import list_once

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forkpoint.bench.cells import cell_row
-from forkpoint.bench.dense_rates import ATTENTION, Amounts, at_dense_rates
-from forkpoint.bench.kernel_kinds import by_kind
-from forkpoint.bench.rows import write_rows
-from forkpoint.bench.shapes import SHAPES, make_group, make_model
-from forkpoint.bench.steps import DENSE, GROUP, Stepper
+from benchmarks.steps.cells import cell_row
+from benchmarks.steps.dense_rates import ATTENTION, Amounts, at_dense_rates
+from benchmarks.kernel_kinds import by_kind
+from benchmarks.rows import write_rows
+from benchmarks.shapes import SHAPES, make_group, make_model
+from benchmarks.steps.stepper import DENSE, GROUP, Stepper
 from forkpoint.plan.plan import Plan
 from forkpoint.policy import Policy
 from forkpoint.rollouts import RolloutBatch

@@ -6,8 +6,8 @@ from statistics import median
 
 import torch
 
-from forkpoint.bench.rows import ResultRow
-from forkpoint.bench.steps import Dense, Stepper, Timed
+from benchmarks.rows import ResultRow
+from benchmarks.steps.stepper import Dense, Stepper, Timed
 
 
 def cell_row(

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from forkpoint.bench.rows import ResultRow
-from forkpoint.bench.shapes import SCALE_TINY, make_group
-from forkpoint.bench.steps import DENSE, GROUP, Deadline, Stepper
+from benchmarks.rows import ResultRow
+from benchmarks.shapes import SCALE_TINY, make_group
+from benchmarks.steps.stepper import DENSE, GROUP, Deadline, Stepper
 from forkpoint.errors import ConfigError, PlanError
 
 STEP_TOKENS = 512

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.bench.attention_cases import Case, Inputs
-from forkpoint.bench.rows import Timing, time_cuda
+from benchmarks.attention.cases import Case, Inputs
+from benchmarks.rows import Timing, time_cuda
 from forkpoint.forest import IntArray
 from forkpoint.ops.attention import Kernel, Launch
 from forkpoint.plan.cost import visible_pairs

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from forkpoint.bench.hybrid import QWEN35_4B, TINY, make_model
+from benchmarks.steps.hybrid import QWEN35_4B, TINY, make_model
 from forkpoint.environment import environment
 from forkpoint.ops.delta_rule import fla
 

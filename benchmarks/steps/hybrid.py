@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from forkpoint.bench.cells import cell_rows
-from forkpoint.bench.hybrid_time import device_ms
-from forkpoint.bench.rows import ResultRow
-from forkpoint.bench.shapes import QWEN35_4B as QWEN35_4B
-from forkpoint.bench.shapes import checkpoint
-from forkpoint.bench.steps import Dense, Stepper, Timed, best_dense
+from benchmarks.steps.cells import cell_rows
+from benchmarks.steps.hybrid_time import device_ms
+from benchmarks.rows import ResultRow
+from benchmarks.shapes import QWEN35_4B as QWEN35_4B
+from benchmarks.shapes import checkpoint
+from benchmarks.steps.stepper import Dense, Stepper, Timed, best_dense
 from forkpoint.policy import Policy
 from forkpoint.rollouts import Rollout, RolloutBatch
 

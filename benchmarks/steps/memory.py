@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import torch
 
-from forkpoint.bench.cells import cell_row, cell_rows, out_of_memory, peak_prediction
-from forkpoint.bench.rows import ResultRow
-from forkpoint.bench.shapes import SCALE_TINY, make_group
-from forkpoint.bench.step_grid import chosen_splits
-from forkpoint.bench.steps import DENSE, GROUP, Deadline, Dense, Stepper, Timed, repeats_for
+from benchmarks.steps.cells import cell_row, cell_rows, out_of_memory, peak_prediction
+from benchmarks.rows import ResultRow
+from benchmarks.shapes import SCALE_TINY, make_group
+from benchmarks.steps.step_grid import chosen_splits
+from benchmarks.steps.stepper import DENSE, GROUP, Deadline, Dense, Stepper, Timed, repeats_for
 from forkpoint.policy import Policy
 from forkpoint.rollouts import RolloutBatch
 

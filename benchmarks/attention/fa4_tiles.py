@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forkpoint.bench.rows import ResultRow, write_rows
+from benchmarks.rows import ResultRow, write_rows
 
 ROUNDS = 15
 BAR = 1e-2

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from forkpoint.bench.attention_alternatives import (
+from benchmarks.attention.alternatives import (
     copied_keys,
     dense,
     dense_calls,
@@ -21,10 +21,10 @@ from forkpoint.bench.attention_alternatives import (
     flex_attention,
     graphed,
 )
-from forkpoint.bench.attention_cases import SUITES as SUITES
-from forkpoint.bench.attention_cases import Case, Inputs, kernel_for
-from forkpoint.bench.attention_cases import cases as cases
-from forkpoint.bench.rows import ResultRow, Timing, time_cuda_in_turn
+from benchmarks.attention.cases import SUITES as SUITES
+from benchmarks.attention.cases import Case, Inputs, kernel_for
+from benchmarks.attention.cases import cases as cases
+from benchmarks.rows import ResultRow, Timing, time_cuda_in_turn
 from forkpoint.errors import UnsupportedError
 from forkpoint.ops.attention import KERNELS, Kernel, select_kernel
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from forkpoint.bench.kernel_kinds import by_kind
+from benchmarks.kernel_kinds import by_kind
 
 KINDS = {
     "delta rule": r"chunk_|gated_delta|delta_rule|recompute_w_u|wy_repr|solve_tril|l2norm|tilelang"

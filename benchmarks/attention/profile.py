@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from forkpoint.bench.attention_cases import SUITES, Case, Inputs, cases
-from forkpoint.bench.kernel_kinds import Spent, by_kind
-from forkpoint.bench.rows import ResultRow, time_cuda_in_turn, write_rows
+from benchmarks.attention.cases import SUITES, Case, Inputs, cases
+from benchmarks.kernel_kinds import Spent, by_kind
+from benchmarks.rows import ResultRow, time_cuda_in_turn, write_rows
 
 CALLS = 5
 KINDS = {

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from forkpoint.bench.cells import cell_rows, out_of_memory, peak_prediction
-from forkpoint.bench.rows import ResultRow, write_rows
-from forkpoint.bench.shapes import SHAPES, make_group, make_model
-from forkpoint.bench.steps import GROUP, Deadline, Stepper, best_dense
+from benchmarks.steps.cells import cell_rows, out_of_memory, peak_prediction
+from benchmarks.rows import ResultRow, write_rows
+from benchmarks.shapes import SHAPES, make_group, make_model
+from benchmarks.steps.stepper import GROUP, Deadline, Stepper, best_dense
 from forkpoint.errors import PlanError
 
 REPEATS = 2

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from forkpoint.bench.cells import cell_row
-from forkpoint.bench.rows import ResultRow
-from forkpoint.bench.steps import DENSE, Deadline, Stepper
+from benchmarks.steps.cells import cell_row
+from benchmarks.rows import ResultRow
+from benchmarks.steps.stepper import DENSE, Deadline, Stepper
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.traces import load_rollouts

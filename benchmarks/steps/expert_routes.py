@@ -21,7 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
-from forkpoint.bench.rows import ResultRow, write_rows
+from benchmarks.rows import ResultRow, write_rows
 
 CONFIGS = (
     Config(sharing="group", boundary="across", max_microbatch_tokens=400),

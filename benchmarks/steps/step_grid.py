@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from forkpoint.bench.cells import cell_rows, out_of_memory, peak_prediction
-from forkpoint.bench.rows import ResultRow
-from forkpoint.bench.shapes import SCALE_TINY, make_group
-from forkpoint.bench.steps import (
+from benchmarks.steps.cells import cell_rows, out_of_memory, peak_prediction
+from benchmarks.rows import ResultRow
+from benchmarks.shapes import SCALE_TINY, make_group
+from benchmarks.steps.stepper import (
     DENSE_ROW_TOKENS,
     Deadline,
     Dense,
