@@ -3,13 +3,20 @@
 import re
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from tyro.conf import Positional, arg
 
+from benchmarks.attention import plot as attention_plot
+from benchmarks.attention.cases import SUITES
+from forkpoint.cli.options import Flag
+from forkpoint.cli.output import Output
 from forkpoint.errors import ConfigError
 from forkpoint.report.text import cut, visible
 from forkpoint.schema import (
@@ -35,7 +42,7 @@ COLOURS = (
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
-    """Rows of files that benches wrote.
+    """Rows of files that benchmarks wrote.
 
     Raises:
         ConfigError: a line is not a row.
@@ -43,14 +50,14 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
     rows: list[Row] = []
     for file in files:
         if file.stat().st_size > MOST_BYTES:
-            raise ConfigError(f"{file} has more than {MOST_BYTES} bytes; give files of benches.")
+            raise ConfigError(f"{file} has more than {MOST_BYTES} bytes; give files of benchmarks.")
         for number_, line in enumerate(file.read_bytes().splitlines(), start=1):
             try:
                 rows.append(_row(parse_json(line)))
             except SchemaError as error:
                 raise ConfigError(
-                    f"{file}, line {number_} is not a row of a bench: {error}. Give files that "
-                    "forkpoint bench wrote."
+                    f"{file}, line {number_} is not a row of a benchmark: {error}. Give files that "
+                    "a benchmark wrote."
                 ) from None
     return rows
 
@@ -79,6 +86,9 @@ def _row(value: Any) -> Row:
             _NUMBER(row["bound"], "bound")
     if drawn == ("memory", PEAK):
         _NUMBER(row["bound"], "bound")
+    if row["bench"] == "attention":
+        for name in ("command", "device"):
+            text(row.get(name), name)
     # They are labels of axes.
     names = {
         name: cut(visible(" ".join(row[name].split())), MOST_CASE_CHARACTERS)
@@ -106,31 +116,59 @@ def latest(rows: list[Row]) -> list[Row]:
     return list(found.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Draw figures from the rows that benchmarks wrote.
+
+    Attributes:
+        files: Files of rows.
+        output: The folder for the figures, as SVG.
+        json: Print only the JSON line.
+    """
+
+    files: Positional[Annotated[tuple[Path, ...], arg(metavar="FILE...")]]
+    output: Path = Path("figures")
+    json: Flag = False
+
+    def run(self) -> int:
+        drawn = draw_all(read_rows(self.files), self.output)
+        out = Output(json_only=self.json)
+        out.show(*(f"drawn: {path}" for path in drawn))
+        out.result({"benchmark": "plot", "figures": drawn})
+        return 0
+
+
 def draw_all(rows: list[Row], folder: Path) -> list[Path]:
-    """One SVG for each figure that the rows have data for.
+    """One SVG for each figure that the rows have data for; equal rows give equal files.
 
     Raises:
         ConfigError: there is none.
     """
-    rows = latest(rows)
+    last = latest(rows)
+    figures = {
+        "step-grid": partial(_step_grid, last),
+        "memory": partial(_memory, last),
+        "capacity": partial(_capacity, last),
+        "predicted": partial(_predicted, last),
+        # It takes the last command of a case as a whole.
+        **{f"attention-{suite}": partial(attention_plot.draw, rows, suite) for suite in SUITES},
+    }
     drawn = []
-    for name, draw in (
-        ("step-grid", _step_grid),
-        ("memory", _memory),
-        ("capacity", _capacity),
-        ("predicted", _predicted),
-    ):
-        with rc_context({"text.parse_math": False}), warnings.catch_warnings():
-            # Names of cases may hold dollar signs, and characters that the font lacks.
+    # Names of cases may hold dollar signs, and characters that the font lacks.
+    style: Any = {"text.parse_math": False, "svg.hashsalt": "forkpoint", "svg.fonttype": "none"}
+    for name, draw in figures.items():
+        with rc_context(style), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-            figure = draw(rows)
+            figure = draw()
             if figure is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 drawn.append(folder / f"{name}.svg")
                 FigureCanvasAgg(figure)
-                figure.savefig(drawn[-1])
+                figure.savefig(drawn[-1], metadata={"Date": None})
     if not drawn:
-        raise ConfigError("these rows hold nothing to draw: no step-grid, memory or capacity.")
+        raise ConfigError(
+            "these rows hold nothing to draw: no attention, step-grid, memory or capacity."
+        )
     return drawn
 
 

@@ -1,13 +1,12 @@
 """Rows of measurements: one JSON object a metric, with all that is needed to read it later."""
 
 import json
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from benchmarks.timing import Timing
 from forkpoint.environment import environment
 
 
@@ -16,6 +15,7 @@ class ResultRow:
     """One measured (or counted) figure."""
 
     bench: str
+    """The name of the benchmark."""
     case: str
     metric: str
     unit: str
@@ -27,71 +27,34 @@ class ResultRow:
     """What a ratio is taken over."""
     bound: float | None = None
     """The counted bound of a speed-up."""
+    bar: float | None = None
+    """The most that the value may be; above it the benchmark fails."""
     note: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the value misses its bar. NaN does."""
+        return self.bar is not None and not self.value <= self.bar
+
+
+def timed_row(
+    bench: str, case: str, metric: str, timing: Timing, *, factor: float = 1.0, **rest: Any
+) -> ResultRow:
+    """The row of a timing in milliseconds, times `factor` where a part was timed for the whole."""
+    return ResultRow(
+        bench=bench,
+        case=case,
+        metric=metric,
+        unit="ms",
+        value=timing.p50 * factor,
+        p20=timing.quantile(0.2) * factor,
+        p80=timing.quantile(0.8) * factor,
+        **rest,
+    )
 
 
 def write_rows(rows: Iterable[ResultRow], path: Path) -> None:
-    """Append rows to a file of JSON lines."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Append rows to a file of JSON lines, with the device, versions, commit and command."""
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps({**asdict(row), **environment()}) + "\n")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds over repeats."""
-
-    samples_ms: Sequence[float]
-
-    @property
-    def p50(self) -> float:
-        return statistics.median(self.samples_ms)
-
-    def quantile(self, share: float) -> float:
-        ordered = sorted(self.samples_ms)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def time_cuda(
-    function: Callable[[], object], *, budget_ms: float = 250.0, most: int = 30, least: int = 3
-) -> Timing:
-    """Time a function by CUDA events, warm, repeated within a budget.
-
-    Between repeats a buffer larger than the L2 cache is overwritten, so that nothing is read from
-    where the repeat before left it.
-    """
-    return time_cuda_in_turn(function, budget_ms=budget_ms, most=most, least=least)[0]
-
-
-def time_cuda_in_turn(
-    *functions: Callable[[], object], budget_ms: float = 250.0, most: int = 30, least: int = 3
-) -> list[Timing]:
-    """Time several functions as `time_cuda` does, one repeat of each in turn.
-
-    Under its power limit a GPU's clock changes within a second by more than the differences that
-    are looked for; what is measured in turn has the same clocks. The budget is for each.
-    """
-    for function in functions:
-        function()
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for function in functions:
-        function()
-    end.record()
-    torch.cuda.synchronize()
-    once_ms = max(begin.elapsed_time(end) / len(functions), 1e-3)
-    repeats = max(least, min(most, int(budget_ms / once_ms)))
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in functions]
-    for _ in range(repeats):
-        for function, pairs in zip(functions, events, strict=True):
-            flush.zero_()
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            function()
-            last.record()
-            pairs.append((first, last))
-    torch.cuda.synchronize()
-    return [Timing([a.elapsed_time(b) for a, b in pairs]) for pairs in events]

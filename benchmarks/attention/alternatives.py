@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.cases import Case, Inputs
-from benchmarks.rows import Timing, time_cuda
+from benchmarks.timing import Timing, time_cuda
 from forkpoint.forest import IntArray
 from forkpoint.ops.attention import Kernel, Launch
 from forkpoint.plan.cost import visible_pairs

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forkpoint.errors import ConfigError
 from forkpoint.forest import Forest
 from forkpoint.ops.attention import AttentionTable, Kernel, Launch
 from forkpoint.ops.attention.operator import attend, attend_backward
@@ -112,6 +113,15 @@ def cases(suite: str) -> Iterator[Case]:
 
 
 SUITES = ("dualkv", "prompt-caching", "ragged", "small")
+
+
+def check_cuda(name: str) -> None:
+    """Raises ConfigError where torch sees no CUDA device."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"{name} measures GPU kernels, and torch sees no CUDA device here; run it on a machine "
+            "with one."
+        )
 
 
 class Inputs:

@@ -1,14 +1,15 @@
 """Shared-prefix attention beside its alternatives, on one GPU.
 
 Every case is one packed microbatch: prefixes, each with its responses. TFLOP/s count visible pairs
-    only, 4 H D a pair forward and 2.5 times that backward. What is compared runs in the same
-    process on the
-same inputs: the stock calls of the composition alone, dense attention with the prefix replicated
-for every response, FlexAttention with the shared-prefix mask, and FlashAttention-4 with the
-prefix's keys copied for every response. Numbers are checked before anything is timed.
+only, 4 H D a pair forward and 2.5 times that backward. All alternatives run in the same process on
+the same inputs: the stock calls of the composition alone, dense attention with the prefix
+replicated for every response, FlexAttention with the shared-prefix mask, and FlashAttention-4 with
+the prefix's keys copied for every response. Numbers are checked before anything is timed.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,12 +22,66 @@ from benchmarks.attention.alternatives import (
     flex_attention,
     graphed,
 )
-from benchmarks.attention.cases import SUITES as SUITES
-from benchmarks.attention.cases import Case, Inputs, kernel_for
-from benchmarks.attention.cases import cases as cases
-from benchmarks.rows import ResultRow, Timing, time_cuda_in_turn
-from forkpoint.errors import UnsupportedError
+from benchmarks.attention.cases import SUITES, Case, Inputs, cases, check_cuda, kernel_for
+from benchmarks.rows import ResultRow, timed_row
+from benchmarks.runner import Benchmark, Deadline
+from benchmarks.timing import Timing, time_cuda_in_turn
+from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.ops.attention import KERNELS, Kernel, select_kernel
+
+MOST_ERROR = 2e-2
+"""The most relative difference from one ragged kernel over copied keys, in 16 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Benchmark):
+    """Measure shared-prefix attention on this GPU, beside dense and other ways to share, by kernel.
+
+    Attributes:
+        suite: Which shapes; several may be named.
+        kernels: Attention kernels to measure; by default those that can run here.
+        dtypes: Data types to measure.
+        only: Parts of the names of cases to measure, such as R64; by default every case.
+    """
+
+    NAME: ClassVar[str] = "attention"
+
+    suite: tuple[Literal["dualkv", "prompt-caching", "ragged", "small"], ...] = SUITES
+    kernels: tuple[str, ...] = ()
+    dtypes: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
+    only: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        known = [kernel.name for kernel in KERNELS]
+        for name in self.kernels:
+            if name not in known:
+                raise ConfigError(f"kernels has {name!r}; allowed are {', '.join(known)}.")
+        if not self.dtypes:
+            raise ConfigError(
+                "dtypes names none, so there is nothing to measure; name at least one."
+            )
+        if not self._cases():
+            raise ConfigError(
+                f"no case of {', '.join(self.suite)} has {' or '.join(self.only) or 'such dtypes'} "
+                "in its name; leave --only out to see their names."
+            )
+        check_cuda(self.NAME)
+
+    def _cases(self) -> list[Case]:
+        return [
+            case
+            for suite in self.suite
+            for case in cases(suite)
+            if str(case.dtype).removeprefix("torch.") in self.dtypes
+            and (not self.only or any(part in case.name for part in self.only))
+        ]
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        kernels = self.kernels or available_kernels()
+        for case in self._cases():
+            if not deadline.over(case.name):
+                yield from run_case(case, kernels)
+                torch.cuda.empty_cache()
 
 
 def run_case(case: Case, kernels: tuple[str, ...]) -> Iterator[ResultRow]:
@@ -41,8 +96,9 @@ def run_case(case: Case, kernels: tuple[str, ...]) -> Iterator[ResultRow]:
         except UnsupportedError:
             continue
         errors = [_distance(a, b) for a, b in zip((o, *grads[:3]), reference, strict=True)]
-        if max(errors) > 2e-2:
-            yield _row(case, f"{kernel}/error", "relative", max(errors), note="FAILED, not timed")
+        checked = _row(case, f"{kernel}/error", "relative", max(errors), bar=MOST_ERROR)
+        yield checked
+        if checked.failed:
             continue
         stock_forward, stock_backward = inputs.stock_calls(kernel, o, lse)
         forward, forward_stock = time_cuda_in_turn(
@@ -52,7 +108,6 @@ def run_case(case: Case, kernels: tuple[str, ...]) -> Iterator[ResultRow]:
             lambda k=kernel, o=o, s=lse: inputs.backward(k, o, s), stock_backward
         )
         speeds[kernel] = (forward.p50, backward.p50)
-        yield _row(case, f"{kernel}/error", "relative", max(errors))
         for name, timing, alone, is_backward in (
             ("forward", forward, forward_stock, False),
             ("backward", backward, backward_stock, True),
@@ -185,16 +240,7 @@ def _row(case: Case, metric: str, unit: str, value: float, **rest) -> ResultRow:
 def _timed(
     case: Case, metric: str, timing: Timing, factor: float = 1.0, note: str | None = None
 ) -> ResultRow:
-    return ResultRow(
-        bench="attention",
-        case=case.name,
-        metric=metric,
-        unit="ms",
-        value=timing.p50 * factor,
-        p20=timing.quantile(0.2) * factor,
-        p80=timing.quantile(0.8) * factor,
-        note=note,
-    )
+    return timed_row("attention", case.name, metric, timing, factor=factor, note=note)
 
 
 def available_kernels() -> tuple[str, ...]:

@@ -1,27 +1,23 @@
 """FlashAttention-4's tiles and layouts on a Hopper GPU, by the shapes of launches.
 
-    python benchmarks/fa4_tiles.py [--only "rect 16384"] [--direction forward]
-
-What forkpoint.ops.attention.fa4 chooses rests on this: the forward with sequences given by
-cumulative lengths ("varlen") or, where they have one length, as a batch, each with the package's
-own tile and with others, and the backward either way. Every option is first compared with varlen
-and its own tile; then all are timed in a new order each round, a large matrix product before each,
-so that they have the same clocks. Rows of JSON are printed and appended to --output.
+The tiles that forkpoint.ops.attention.fa4 asks for rest on these figures: the forward with
+sequences given by cumulative lengths ("varlen") or, where they have one length, as a batch, each
+with the package's own tile and with others, and the backward either way. Every option is first
+compared with varlen and its own tile; then all are timed in a new order each round.
 """
 
-import argparse
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from benchmarks.rows import ResultRow, write_rows
+from benchmarks.attention.cases import check_cuda
+from benchmarks.rows import ResultRow, timed_row
+from benchmarks.runner import Benchmark, Deadline
+from benchmarks.timing import time_cuda_shuffled
 
 ROUNDS = 15
 BAR = 1e-2
@@ -161,62 +157,54 @@ def options_of(launch: Launch, direction: str) -> dict[str, Callable[[], tuple[T
     }
 
 
-def timed_in_turn(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Median milliseconds."""
-    busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    names, order = list(calls), random.Random(0)
-    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in names}
-    for _ in range(ROUNDS):
-        order.shuffle(names)
-        for name in names:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.mm(busy, busy)
-            begin.record()
-            calls[name]()
-            end.record()
-            marks[name].append((begin, end))
-    torch.cuda.synchronize()
-    return {name: median(a.elapsed_time(b) for a, b in each) for name, each in marks.items()}
-
-
 def measured(shape: Shape, direction: str) -> Iterator[ResultRow]:
     launch = Launch(shape)
     calls = options_of(launch, direction)
     expected = calls["varlen"]()
-    for name, call in calls.items():
-        for found, value in zip(call(), expected, strict=True):
-            error = float((found.float() - value.float()).norm() / value.float().norm())
-            if not error <= BAR:
-                raise SystemExit(f"{shape.name} {direction} {name}: relative difference {error}")
-    flops = shape.flops * (2.5 if direction == "backward" else 1.0)
-    for name, ms in timed_in_turn(calls).items():
-        note = f"{flops / ms / 1e9:.0f} TFLOP/s on visible pairs"
-        yield ResultRow(
-            bench="fa4-tiles",
-            case=shape.name,
-            metric=f"{direction} {name}",
-            unit="ms",
-            value=ms,
-            note=note,
+    for name, call in list(calls.items()):
+        error = max(
+            float((found.float() - value.float()).norm() / value.float().norm())
+            for found, value in zip(call(), expected, strict=True)
         )
+        checked = ResultRow(
+            bench=Fa4Tiles.NAME,
+            case=shape.name,
+            metric=f"{direction} {name} error",
+            unit="relative",
+            value=error,
+            bar=BAR,
+        )
+        yield checked
+        if checked.failed:
+            del calls[name]
+    flops = shape.flops * (2.5 if direction == "backward" else 1.0)
+    for name, timing in time_cuda_shuffled(calls, rounds=ROUNDS).items():
+        note = f"{flops / timing.p50 / 1e9:.0f} TFLOP/s on visible pairs"
+        yield timed_row(Fa4Tiles.NAME, shape.name, f"{direction} {name}", timing, note=note)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[""], help="beginnings of shapes' names")
-    parser.add_argument("--direction", nargs="+", default=["forward", "backward"])
-    parser.add_argument("--output", type=Path, default=Path("fa4-tiles.jsonl"))
-    args = parser.parse_args()
-    for shape in SHAPES:
-        if not shape.name.startswith(tuple(args.only)):
-            continue
-        for direction in args.direction:
-            rows = list(measured(shape, direction))
-            write_rows(rows, args.output)
-            for row in rows:
-                print(f"{row.case:28} {row.metric:28} {row.value:9.4f} ms  {row.note}")
-        torch.cuda.empty_cache()
+@dataclass(frozen=True, kw_only=True)
+class Fa4Tiles(Benchmark):
+    """Time FlashAttention-4's tiles and layouts on a Hopper GPU, by the shapes of launches.
 
+    Attributes:
+        only: Beginnings of the names of shapes to measure; by default every shape.
+        direction: Forward, backward or both.
+    """
 
-if __name__ == "__main__":
-    main()
+    NAME: ClassVar[str] = "fa4-tiles"
+
+    only: tuple[str, ...] = ()
+    direction: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+
+    def check(self) -> None:
+        check_cuda(self.NAME)
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        for shape in SHAPES:
+            if not shape.name.startswith(self.only or ("",)):
+                continue
+            for direction in self.direction:
+                if not deadline.over(f"{shape.name} {direction}"):
+                    yield from measured(shape, direction)
+            torch.cuda.empty_cache()

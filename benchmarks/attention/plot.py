@@ -1,22 +1,17 @@
-"""The plot of `forkpoint bench attention`, drawn from its rows and from nothing else.
-
-    python benchmarks/plot_attention.py [ROWS.jsonl] [--suite dualkv] [--output PLOT.svg]
+"""The figure of shared-prefix attention, drawn from its rows and from nothing else.
 
 A bar is a way of attending to a shared prefix, its length the rate on the pairs of query and key
 that a token may see: the same work for every way, so that the bars compare times. Ways that were
 not measured in a case have no bar there.
 """
 
-import argparse
-import json
 import re
 from collections import defaultdict
-from pathlib import Path
+from typing import Any
 
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-RESULTS = Path(__file__).parent / "results"
 PASSES = ("forward", "backward")
 # Ours first, then dense, then other ways to share; a way's colour is its kernel's family.
 WAYS = {
@@ -34,7 +29,7 @@ WAYS = {
 Rates = dict[str, dict[str, dict[str, float]]]
 
 
-def rates(rows: list[dict], suite: str) -> Rates:
+def rates(rows: list[dict[str, Any]], suite: str) -> Rates:
     """TFLOP/s on visible pairs: by pass, case and way, in the order of the rows.
 
     A case that was measured by several commands is shown as the last one did: times compare only
@@ -64,15 +59,18 @@ def rates(rows: list[dict], suite: str) -> Rates:
     }
 
 
-def draw(found: Rates, title: str, output: Path) -> None:
+def draw(rows: list[dict[str, Any]], suite: str) -> Figure | None:
+    """Bars of all cases of a suite; None where the rows have none."""
+    measured = [row for row in rows if row["bench"] == "attention"]
+    found = rates(measured, suite)
     cases = list(found["forward"])
+    if not cases:
+        return None
     ways = [w for w in WAYS if any(w in found[p].get(c, {}) for p in PASSES for c in cases)]
     heights = [sum(w in found["forward"][c] for w in ways) + 1 for c in cases]
-    plt.switch_backend("Agg")
-    # Text stays text, and equal rows give an equal file.
-    plt.rcParams.update({"svg.hashsalt": "forkpoint", "svg.fonttype": "none"})
     size = (11, 0.21 * sum(heights) + 1.9)
-    figure, axes = plt.subplots(1, 2, sharex=True, sharey=True, figsize=size, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, 2, sharex=True, sharey=True)
     for axis, name in zip(axes, PASSES, strict=True):
         y, ticks = 0.0, []
         for case, height in zip(cases, heights, strict=True):
@@ -91,9 +89,9 @@ def draw(found: Rates, title: str, output: Path) -> None:
     axes[0].invert_yaxis()
     handles = [Patch(color=WAYS[w][1]) for w in ways]
     figure.legend(handles, [WAYS[w][0] for w in ways], loc="outside lower center", ncols=3)
-    figure.suptitle(title)
-    figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
-    plt.close(figure)
+    devices = sorted({row["device"] for row in measured})
+    figure.suptitle(f"Attention over a shared prefix, {suite} shapes, {devices[0]}")
+    return figure
 
 
 def readable(case: str) -> str:
@@ -103,25 +101,3 @@ def readable(case: str) -> str:
         return case
     shape = re.sub(r"\d+", lambda n: f" {int(n[0]):,}", found[1]).replace("-", "  ")
     return f"{shape}\n{found[2]} {found[3]}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("rows", type=Path, nargs="?", default=RESULTS / "attention-h200.jsonl")
-    parser.add_argument("--suite", default="dualkv")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    lines = options.rows.read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    found = rates(rows, options.suite)
-    if not found["forward"]:
-        suites = ", ".join(sorted({row["case"].split("/")[0] for row in rows}))
-        parser.error(f"{options.rows} has no rates of suite {options.suite!r}; it has {suites}.")
-    output = options.output or options.rows.with_name(f"{options.rows.stem}-{options.suite}.svg")
-    devices = sorted({row["device"] for row in rows})
-    draw(found, f"Attention over a shared prefix, {options.suite} shapes, {devices[0]}", output)
-    print(f"wrote {output}")
-
-
-if __name__ == "__main__":
-    main()

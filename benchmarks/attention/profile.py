@@ -1,21 +1,19 @@
 """The kernels of shared-prefix attention, ours and the stock calls alone, by torch's profiler.
 
-    python benchmarks/profile_attention.py [--kernel fa4] [--cases dualkv/P4096 ragged/P5059]
-
-A case is chosen by the beginning of its name in `forkpoint bench attention`. Ours and the stock
-calls are timed in turn first, then five calls of each are profiled; rows of JSON are printed and
-appended to --output.
+Ours and the stock calls are timed in turn first, then five calls of each are profiled.
 """
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from benchmarks.attention.cases import SUITES, Case, Inputs, cases
+from benchmarks.attention.cases import SUITES, Case, Inputs, cases, check_cuda
 from benchmarks.kernel_kinds import Spent, by_kind
-from benchmarks.rows import ResultRow, time_cuda_in_turn, write_rows
+from benchmarks.rows import ResultRow, timed_row
+from benchmarks.runner import Benchmark, Deadline
+from benchmarks.timing import time_cuda_in_turn
 
 CALLS = 5
 KINDS = {
@@ -42,53 +40,57 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, Spent]]:
     return sorted(each, key=lambda one: -one[1].us)
 
 
-def profiled(case: Case, kernel: str) -> list[ResultRow]:
+def profiled(case: Case, kernel: str) -> Iterator[ResultRow]:
     inputs = Inputs(case)
     o, lse = inputs.forward(kernel)
     stock_forward, stock_backward = inputs.stock_calls(kernel, o, lse)
-    rows: list[ResultRow] = []
-
-    def row(metric: str, value: float, unit: str, note: str | None = None) -> None:
-        figure = ResultRow(
-            bench="attention-profile",
-            case=case.name,
-            metric=metric,
-            unit=unit,
-            value=value,
-            note=note,
-        )
-        rows.append(figure)
-
+    name = ProfileAttention.NAME
     for direction, ours, stock in (
         ("forward", lambda: inputs.forward(kernel), stock_forward),
         ("backward", lambda: inputs.backward(kernel, o, lse), stock_backward),
     ):
         timings = time_cuda_in_turn(ours, stock)
-        row(f"{direction}, over stock", timings[0].p50 / timings[1].p50, "ratio")
+        yield ResultRow(
+            bench=name,
+            case=case.name,
+            metric=f"{direction}, over stock",
+            unit="ratio",
+            value=timings[0].p50 / timings[1].p50,
+        )
         for side, call, timing in zip(("ours", "stock"), (ours, stock), timings, strict=True):
-            row(f"{direction}, {side}", timing.p50, "ms")
+            yield timed_row(name, case.name, f"{direction}, {side}", timing)
             for kind, spent in kernels_of(call):
-                note = f"{spent.launches} launches"
-                row(f"{direction}, {side}: {kind}", spent.us, "us", note)
-    return rows
+                yield ResultRow(
+                    bench=name,
+                    case=case.name,
+                    metric=f"{direction}, {side}: {kind}",
+                    unit="us",
+                    value=spent.us,
+                    note=f"{spent.launches} launches",
+                )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kernel", default="fa4")
-    parser.add_argument("--cases", nargs="+", default=["dualkv/P4096", "ragged/P5059"])
-    parser.add_argument("--output", type=Path, default=Path("attention-profile.jsonl"))
-    args = parser.parse_args()
-    for suite in SUITES:
-        for case in cases(suite):
-            wanted = case.name.startswith(tuple(args.cases)) and case.dtype == torch.bfloat16
-            if wanted:
-                rows = profiled(case, args.kernel)
-                write_rows(rows, args.output)
-                for row in rows:
-                    print(f"{case.name:50} {row.metric:50} {row.value:10.3f} {row.unit}")
+@dataclass(frozen=True, kw_only=True)
+class ProfileAttention(Benchmark):
+    """Profile the kernels of shared-prefix attention, ours and the stock calls alone.
+
+    Attributes:
+        kernel: Which attention kernel.
+        cases: Beginnings of the names of cases of the benchmark named attention, in bfloat16.
+    """
+
+    NAME: ClassVar[str] = "profile-attention"
+
+    kernel: str = "fa4"
+    cases: tuple[str, ...] = ("dualkv/P4096", "ragged/P5059")
+
+    def check(self) -> None:
+        check_cuda(self.NAME)
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        for case in (case for suite in SUITES for case in cases(suite)):
+            if case.dtype != torch.bfloat16 or not case.name.startswith(self.cases):
+                continue
+            if not deadline.over(case.name):
+                yield from profiled(case, self.kernel)
                 torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()

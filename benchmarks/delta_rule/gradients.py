@@ -1,34 +1,32 @@
 """Where gradients of the gated delta rule stop being finite, or right: kernel by kernel.
 
-    python benchmarks/delta_rule_gradients.py               on a GPU, with flash-linear-attention
-    python benchmarks/delta_rule_gradients.py --device cpu  that it runs: the chunked form alone
-    python benchmarks/delta_rule_gradients.py --choices 0 4  what any tuner could have chosen: every
-                                                            fourth variant of each Triton kernel
-
 The operation runs with the gates that Qwen3.5 is initialised with (rates up to 16 a token), on one
 sequence and on ragged ones, in 16 bits; errors are relative to the chunked form in float64. `fla`
 as called directly, with q and k repeated for every value head, and as forkpoint calls it, without,
 are rows of their own, and so are batches, as transformers calls it, without cumulative lengths.
 5 GiB of free memory hold NaN before each call, so that what a kernel reads before anything was
-written there, or past the end of a tensor, is seen. Each line is a row of JSON. Whole models are
-looked at by stock_hybrid.py.
+written there, or past the end of a tensor, is seen. Whole models are looked at by stock-hybrid.
 """
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from stock_hybrid import poison
 from torch import Tensor
+from tyro.conf import DisallowNone, arg
 
-from forkpoint.environment import environment
+from benchmarks.attention.cases import check_cuda
+from benchmarks.delta_rule.stock_hybrid import poison
+from benchmarks.rows import ResultRow
+from benchmarks.runner import Benchmark, Deadline
+from forkpoint.cli.options import Count
 from forkpoint.ops.delta_rule import chunked, fla, fla_tuning
 from forkpoint.ops.delta_rule.kernel import by_value_head, decay_gate
 from forkpoint.ops.recurrence import Sequences
 
+NAME = "delta-rule-gradients"
 CASES = {
     "one, whole chunks": [16_448],
     "one, not whole": [16_383],
@@ -104,7 +102,7 @@ def on_a_batch(count: int, states: bool) -> Callable:
     return scan
 
 
-def batches(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def batches(device: str, dtype: torch.dtype) -> Iterator[ResultRow]:
     for count, tokens in BATCHES:
         for states in (True, False):
             given = inputs([tokens] * count, device, dtype)
@@ -117,10 +115,10 @@ def batches(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
             case = f"{count} x {tokens}, from {'states' if states else 'nothing'}"
             for name, a, b in zip(NAMES, found, exact, strict=True):
                 if a is not None:
-                    yield compared(case, "fla called on a batch", name, a, b)
+                    yield from compared(case, "fla called on a batch", name, a, b)
 
 
-def every_choice(device: str, dtype: torch.dtype, first: int, step: int) -> Iterator[dict]:
+def every_choice(device: str, dtype: torch.dtype, first: int, step: int) -> Iterator[ResultRow]:
     """Each kernel's variants one after the other, whatever a tuner would have taken."""
     from triton.runtime.autotuner import Autotuner  # pyright: ignore[reportMissingImports]
     from triton.runtime.errors import OutOfResources  # pyright: ignore[reportMissingImports]
@@ -157,35 +155,63 @@ def every_choice(device: str, dtype: torch.dtype, first: int, step: int) -> Iter
         for (case, lengths, scan), its, truth in zip(cases, given, exact, strict=True):
             poison(device)
             found = outcome(scan, its, lengths, device)
-            rows = [
-                compared(case, "", n, a, b) for n, a, b in zip(NAMES, found, truth, strict=True)
-            ]
-            yield {
-                "case": f"variant {at} of {len(every)} kernels, {case}",
-                "nonfinite": sum(row["nonfinite"] for row in rows),
-                "error": max(row["error"] for row in rows),
-                "too_large": too_large,
-            }
+            case_of = f"variant {at} of {len(every)} kernels, {case}"
+            pairs = list(zip(found, truth, strict=True))
+            note = f"{too_large} variants were too large"
+            yield ResultRow(
+                bench=NAME,
+                case=case_of,
+                metric="not finite",
+                unit="numbers",
+                value=sum(int((~a.isfinite()).sum()) for a, _ in pairs),
+                bar=0.0,
+                note=note,
+            )
+            yield ResultRow(
+                bench=NAME,
+                case=case_of,
+                metric="error",
+                unit="relative",
+                value=max(_error(a, b) for a, b in pairs),
+                note=note,
+            )
 
 
-def compared(case: str, kernel: str, name: str, found: Tensor, exact: Tensor) -> dict[str, Any]:
-    return {
-        "case": case,
-        "kernel": kernel,
-        "tensor": name,
-        "nonfinite": int((~found.isfinite()).sum()),
-        "error": float((found.double() - exact).norm() / exact.norm()),
-    }
+def compared(
+    case: str, kernel: str, name: str, found: Tensor, exact: Tensor
+) -> Iterator[ResultRow]:
+    """How many numbers of a tensor are not finite, and its error."""
+    yield ResultRow(
+        bench=NAME,
+        case=case,
+        metric=f"{kernel}: {name} not finite",
+        unit="numbers",
+        value=int((~found.isfinite()).sum()),
+        bar=0.0,
+    )
+    yield ResultRow(
+        bench=NAME,
+        case=case,
+        metric=f"{kernel}: {name} error",
+        unit="relative",
+        value=_error(found, exact),
+    )
 
 
-def operation(device: str, dtype: torch.dtype, most: int) -> Iterator[dict[str, Any]]:
+def _error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def operation(device: str, dtype: torch.dtype, most: int) -> Iterator[ResultRow]:
     scans = {"chunked": chunked.scan}
     if device == "cuda":
         refusal = fla.KERNEL.refuses_device(torch.device("cuda"))
         if refusal is None:
             scans |= {"fla as forkpoint calls it": fla.scan, "fla called directly": direct}
         else:
-            yield {"case": "fla", "refused": refusal}
+            yield ResultRow(
+                bench=NAME, case="fla", metric="refused", unit="1 is yes", value=1.0, note=refusal
+            )
     for case, lengths in CASES.items():
         lengths = [min(n, most) for n in lengths]
         given = inputs(lengths, device, dtype)
@@ -194,26 +220,39 @@ def operation(device: str, dtype: torch.dtype, most: int) -> Iterator[dict[str, 
             poison(device)
             found = outcome(scan, given, lengths, device)
             for name, a, b in zip(NAMES, found, exact, strict=True):
-                yield compared(case, kernel, name, a, b)
+                yield from compared(case, kernel, name, a, b)
     if device == "cuda":
         yield from batches(device, dtype)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--most", type=int, default=1 << 20, help="cut sequences to so many tokens")
-    parser.add_argument("--choices", type=int, nargs=2, metavar=("FIRST", "STEP"))
-    options = parser.parse_args()
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    if options.choices:
-        rows = every_choice(options.device, dtype, *options.choices)
-    else:
-        rows = operation(options.device, dtype, options.most)
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    print(json.dumps(environment()))
+@dataclass(frozen=True, kw_only=True)
+class DeltaRuleGradients(Benchmark):
+    """Look for gradients of the gated delta rule that are not finite, or not right, by kernel.
 
+    Attributes:
+        device: Where it runs. On a CPU there is the chunked form alone, in float32.
+        most: Cut sequences to so many tokens.
+        choices: The first variant of each Triton kernel and a step: measure these variants,
+            whatever a tuner would choose.
+    """
 
-if __name__ == "__main__":
-    main()
+    NAME: ClassVar[str] = NAME
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    most: Count = 1 << 20
+    choices: DisallowNone[
+        Annotated[
+            tuple[int, int] | None,
+            arg(metavar="FIRST STEP", help_behavior_hint="(default: as the tuner chooses)"),
+        ]
+    ] = None
+
+    def check(self) -> None:
+        if self.device == "cuda":
+            check_cuda(self.NAME)
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        if self.choices:
+            return every_choice(self.device, dtype, *self.choices)
+        return operation(self.device, dtype, self.most)

@@ -1,20 +1,15 @@
 """Stock models of Qwen3.5's shapes, dense and with a prefix in a cache: is a gradient not finite?
 
-    python benchmarks/stock_hybrid.py --layers 32                        dense
-    python benchmarks/stock_hybrid.py --layers 32 --shared --checkpoint  in three phases, and dense
-    python benchmarks/stock_hybrid.py --device cpu --tokens 70           that it runs, small
-
-With --shared a model runs its prompt into a cache, the responses as a batch from copies of it, and
-the prompt's backward from what gradients of the copies sum up to. Nothing of forkpoint runs but its
+Shared, a model runs its prompt into a cache, the responses as a batch from copies of it, and the
+prompt's backward from what gradients of the copies sum up to. Nothing of forkpoint runs but its
 shapes; all but the cache is transformers' own. 5 GiB of free memory hold NaN before each pass. The
 last layers whose output's gradient was finite, and the first whose was not, are named, together
-with every parameter whose gradient is not finite. Each line is a row of JSON.
+with every parameter whose gradient is not finite.
 """
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,9 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from benchmarks.attention.cases import check_cuda
+from benchmarks.rows import ResultRow
+from benchmarks.runner import Benchmark, Deadline
 from benchmarks.steps.hybrid import QWEN35_4B, TINY, make_model
-from forkpoint.environment import environment
+from forkpoint.cli.options import Count, Flag
 from forkpoint.ops.delta_rule import fla
+
+NAME = "stock-hybrid"
 
 
 def poison(device: str) -> None:
@@ -131,16 +131,32 @@ class Watch:
         """Once not finite, it stays so, however often it is seen."""
         self.seen[where] = self.seen.get(where, True) and bool(tensor.isfinite().all())
 
-    def rows(self, model: Any, loss: Tensor, **case: Any) -> Iterator[dict[str, Any]]:
-        yield {"case": "model", **case, "loss_finite": bool(loss.isfinite())}
-        for what, fine in self.seen.items():
-            if not fine:
-                yield {"case": "model", "first_seen_nonfinite": what}
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not parameter.grad.isfinite().all():
-                yield {"case": "model", "parameter": name}
-        wrong = sum(not fine for fine in self.seen.values())
-        yield {"case": "model", "looked_at": len(self.seen), "nonfinite": wrong}
+    def rows(self, model: Any, loss: Tensor, case: str) -> Iterator[ResultRow]:
+        """Counts of what was not finite, with their names in the notes."""
+        for metric, wrong in (
+            ("losses", [] if loss.isfinite() else ["loss"]),
+            ("outputs and gradients of layers", [w for w, fine in self.seen.items() if not fine]),
+            (
+                "gradients of parameters",
+                [
+                    name
+                    for name, parameter in model.named_parameters()
+                    if parameter.grad is not None and not parameter.grad.isfinite().all()
+                ],
+            ),
+        ):
+            yield ResultRow(
+                bench=NAME,
+                case=case,
+                metric=f"{metric} that are not finite",
+                unit="1",
+                value=len(wrong),
+                bar=0.0,
+                note=", ".join(wrong) or None,
+            )
+        yield ResultRow(
+            bench=NAME, case=case, metric="looked at", unit="tensors", value=len(self.seen)
+        )
 
 
 def loss_of(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -154,7 +170,7 @@ def stock(device: str, layers: int) -> Any:
     return make_model(shape, layers, dtype, device)
 
 
-def dense(device: str, layers: int, tokens: int) -> Iterator[dict[str, Any]]:
+def dense(device: str, layers: int, tokens: int) -> Iterator[ResultRow]:
     """A stock model, dense: which layer's gradient is the first, from the top, to go wrong."""
     made = stock(device, layers)
     watch = Watch(made)
@@ -164,17 +180,19 @@ def dense(device: str, layers: int, tokens: int) -> Iterator[dict[str, Any]]:
     hidden = made.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, -64:]
     loss = loss_of(made, hidden, ids[:, -64:])
     loss.backward()
-    yield from watch.rows(made, loss, layers=layers, tokens=tokens)
+    yield from watch.rows(made, loss, f"{layers} layers, dense, {tokens} tokens")
 
 
 def shared(
     device: str, layers: int, prompt: int, response: int, group: int, *, checkpointed: bool = False
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[ResultRow]:
     """A stock model in three phases, beside its dense gradients.
 
     The last token of the prompt goes with the responses, so that the prefix needs no head.
     """
     made = stock(device, layers)
+    how = ", checkpointed" if checkpointed else ""
+    case = f"{layers} layers, {group} of {prompt} + {response} tokens{how}"
     for module in made.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
@@ -197,7 +215,7 @@ def shared(
         hidden = made.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         loss = loss_of(made, hidden[:, -response:], one) / group
         loss.backward()
-    yield from watch.rows(made, loss, layers=layers, what="dense", checkpointed=checkpointed)
+    yield from watch.rows(made, loss, f"{case}, dense")
     for name, parameter in made.named_parameters():
         if parameter.grad is not None:
             wanted[name], parameter.grad = parameter.grad.cpu(), None
@@ -226,35 +244,55 @@ def shared(
     watch.phase = "prefix's backward "
     used = [(x, gradient) for x, gradient in pairs if gradient is not None and x.requires_grad]
     torch.autograd.backward([x for x, _ in used], [gradient for _, gradient in used])
-    yield from watch.rows(made, loss, layers=layers, what="shared", checkpointed=checkpointed)
+    yield from watch.rows(made, loss, f"{case}, shared")
     norm = difference = 0.0
     for name, parameter in made.named_parameters():
         if parameter.grad is not None:
             norm += float(wanted[name].double().norm()) ** 2
             difference += float((parameter.grad.cpu().double() - wanted[name]).norm()) ** 2
-    yield {"case": "model", "what": "shared", "difference": (difference / norm) ** 0.5}
+    yield ResultRow(
+        bench=NAME,
+        case=f"{case}, shared",
+        metric="gradient difference",
+        unit="relative",
+        value=(difference / norm) ** 0.5,
+        baseline="dense",
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=16_448, help="of the dense sequence")
-    parser.add_argument("--shared", action="store_true", help="in three phases, beside dense")
-    parser.add_argument("--checkpoint", action="store_true", help="with --shared, each block")
-    parser.add_argument("--prompt", type=int, default=16_384)
-    parser.add_argument("--response", type=int, default=64)
-    parser.add_argument("--group", type=int, default=9)
-    options = parser.parse_args()
-    if options.shared:
-        sizes = options.prompt, options.response, options.group
-        rows = shared(options.device, options.layers, *sizes, checkpointed=options.checkpoint)
-    else:
-        rows = dense(options.device, options.layers, options.tokens)
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    print(json.dumps(environment()))
+@dataclass(frozen=True, kw_only=True)
+class StockHybrid(Benchmark):
+    """Look for gradients that are not finite in stock models of Qwen3.5's shapes.
 
+    Attributes:
+        device: Where the model runs; on a CPU it is tiny.
+        layers: How many layers it has.
+        tokens: Tokens of the dense sequence.
+        shared: Run a prompt, its responses and the prompt's backward in three phases through a
+            cache, beside dense.
+        checkpoint: With --shared, checkpoint each block.
+        prompt: With --shared, tokens of the prompt.
+        response: With --shared, tokens of each response.
+        group: With --shared, how many responses there are.
+    """
 
-if __name__ == "__main__":
-    main()
+    NAME: ClassVar[str] = NAME
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    layers: Count = 8
+    tokens: Count = 16_448
+    shared: Flag = False
+    checkpoint: Flag = False
+    prompt: Count = 16_384
+    response: Count = 64
+    group: Count = 9
+
+    def check(self) -> None:
+        if self.device == "cuda":
+            check_cuda(self.NAME)
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        if self.shared:
+            sizes = self.prompt, self.response, self.group
+            return shared(self.device, self.layers, *sizes, checkpointed=self.checkpoint)
+        return dense(self.device, self.layers, self.tokens)

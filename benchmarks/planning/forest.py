@@ -1,37 +1,28 @@
-"""Time the forest of one million tokens, and the whole plan: `python benchmarks/forest.py`.
+"""The time and memory of building the forest of one million tokens, and of the whole plan.
 
-Bar: sorting and building the forest takes under 0.5 s on two cores, in memory linear in tokens.
-Prints a table and appends a JSON row per figure to benchmarks/results/forest.jsonl.
+The bar is 0.5 s on two cores to sort the rollouts and build the forest, in memory linear in tokens.
 """
 
-import argparse
-import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.rows import ResultRow, timed_row
+from benchmarks.runner import Benchmark, Deadline
+from benchmarks.timing import time_host
 from forkpoint import Rollout, RolloutBatch
 from forkpoint.forest import Forest, build_forest, sort_rollouts
 from forkpoint.plan import make_plan
 
+NAME = "forest"
 TOKENS = 1_000_000
 VOCAB = 150_000
 REPEATS = 15
 BAR_MS = 500.0
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "forest.jsonl"
 
 Tokens = list[np.ndarray]
 
@@ -101,16 +92,6 @@ def forest_of(batch: RolloutBatch) -> Forest:
     return build_forest(sort_rollouts(batch.token_ids, batch.offsets, classes), len(batch))
 
 
-def times_ms(function: Callable[[], object], repeats: int) -> list[float]:
-    function()
-    found = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        function()
-        found.append((time.perf_counter() - begin) * 1e3)
-    return found
-
-
 def peak_bytes(function: Callable[[], object]) -> int:
     """The most that is allocated at once besides what was there before."""
     tracemalloc.start()
@@ -121,75 +102,36 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return peak - before
 
 
-def measure(case: str) -> Iterator[dict[str, Any]]:
+def measure(case: str) -> Iterator[ResultRow]:
     """The figures of one case; memory at half the tokens too, to show that it is linear."""
     batch, half = (
         batch_of(CASES[case](np.random.default_rng(0), tokens)) for tokens in (TOKENS, TOKENS // 2)
     )
     forest = forest_of(batch)
+    row = partial(ResultRow, bench=NAME, case=case)
     for metric, value in (
         ("tokens", batch.logical_tokens),
         ("rollouts", len(batch)),
         ("edges", forest.edges),
         ("segments", len(forest)),
     ):
-        yield {"metric": metric, "unit": "1", "value": value}
-    for metric, function, repeats in (
-        ("sort_and_build", forest_of, REPEATS),
-        ("make_plan", make_plan, REPEATS // 3),
-    ):
-        samples = times_ms(lambda function=function: function(batch), repeats)
-        p20, p50, p80 = (round(float(np.quantile(samples, q)), 2) for q in (0.2, 0.5, 0.8))
-        yield {"metric": metric, "unit": "ms", "value": p50, "p20": p20, "p50": p50, "p80": p80}
+        yield row(metric=metric, unit="1", value=value)
+    timing = time_host(lambda: forest_of(batch), repeats=REPEATS)
+    yield timed_row(NAME, case, "sort_and_build", timing, bar=BAR_MS)
+    timing = time_host(lambda: make_plan(batch), repeats=REPEATS // 3)
+    yield timed_row(NAME, case, "make_plan", timing)
     for metric, of in (("peak_memory", batch), ("peak_memory_half_the_tokens", half)):
         used = peak_bytes(lambda of=of: forest_of(of)) / of.logical_tokens
-        yield {"metric": metric, "unit": "byte/token", "value": round(used, 1)}
+        yield row(metric=metric, unit="byte/token", value=round(used, 1))
 
 
-def environment() -> dict[str, Any]:
-    """Device, versions, commit and command: the same for every row of this run."""
+@dataclass(frozen=True, kw_only=True)
+class ForestOfAMillion(Benchmark):
+    """Time building the forest of a million tokens, and the whole plan."""
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+    NAME: ClassVar[str] = NAME
 
-    dirty = git("status", "--porcelain", "--", "src", "benchmarks/forest.py")
-    names = ("forkpoint", "numpy")
-    return {
-        "device": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version()} | {n: version(n) for n in names},
-        "commit": git("rev-parse", "--short", "HEAD") + ("-dirty" if dirty else ""),
-        "command": shlex.join(["python", *sys.argv]),
-    }
-
-
-def main() -> int:
-    """Measure every case; 1 if one misses the bar."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, default=RESULTS, help="the rows are appended here")
-    output: Path = parser.parse_args().output
-    columns = ("tokens", "rollouts", "edges", "segments", "sort_and_build", "make_plan")
-    memory = ("peak_memory", "peak_memory_half_the_tokens")
-    table = Table(title=f"The forest of a million tokens; bar: sort_and_build < {BAR_MS:.0f} ms")
-    for name in ("case", *columns, *memory):
-        table.add_column(name.replace("_", " "), justify="left" if name == "case" else "right")
-    rows, slow = [], False
-    for case in CASES:
-        figures = {figure["metric"]: figure for figure in measure(case)}
-        rows += [
-            {"bench": "forest", "case": case, "p20": None, "p50": None, "p80": None, **figure}
-            for figure in figures.values()
-        ]
-        slow |= figures["sort_and_build"]["value"] >= BAR_MS
-        cells = (f"{figures[name]['value']:,}" for name in (*columns, *memory))
-        table.add_row(case, *cells)
-    Console().print(table)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps({**row, **environment()}) + "\n")
-    return int(slow)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        for case in CASES:
+            if not deadline.over(case):
+                yield from measure(case)

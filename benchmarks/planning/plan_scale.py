@@ -1,31 +1,29 @@
-"""Time and memory of `forkpoint plan` on large files: `python benchmarks/plan_scale.py`.
+"""The time and memory of `forkpoint plan` on files of 1, 10 and 100 million rollout tokens.
 
-Writes files of 1, 10 and 100 million rollout tokens (JSON lines, zstd) one after the other into a
-folder that is removed at the end, runs `forkpoint plan` on each in a process of its own, and
-appends rows to benchmarks/results/plan-scale.jsonl. Bars: a million tokens in at most 10 s, and a
-hundred million in at most twice the memory that ten million take.
+Files (JSON lines, zstd) are written one after the other into a folder that is removed at the end,
+and planned in a process each. The bars are 10 s for a million tokens, and for a hundred million
+twice the memory that ten million take.
 """
 
-import argparse
 import json
-import os
-import platform
-import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import zstandard
-from rich.console import Console
-from rich.table import Table
+from tyro.conf import DisallowNone, arg
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "plan-scale.jsonl"
+from benchmarks.rows import ResultRow
+from benchmarks.runner import Benchmark, Deadline
+
+NAME = "plan-scale"
 MODEL = "qwen3-8b"
 VOCAB = 150_000
 SYSTEM, PROMPT, RESPONSE, GROUP = 500, 1_500, 500, 8
@@ -77,77 +75,47 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-def environment() -> dict[str, Any]:
-    """Device, versions, commit and command: the same for every row of this run."""
+@dataclass(frozen=True, kw_only=True)
+class PlanScale(Benchmark):
+    """Measure time and memory of forkpoint plan on large files.
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+    Attributes:
+        millions: How many million tokens the files have.
+        folder: Where the files are written; by default a temporary folder.
+    """
 
-    dirty = git("status", "--porcelain", "--", "src", "benchmarks/plan_scale.py")
-    names = ("forkpoint", "numpy", "zstandard")
-    return {
-        "device": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version()} | {n: version(n) for n in names},
-        "commit": git("rev-parse", "--short", "HEAD") + ("-dirty" if dirty else ""),
-        "command": shlex.join(["python", *sys.argv]),
-    }
+    NAME: ClassVar[str] = NAME
 
+    millions: tuple[int, ...] = (1, 10, 100)
+    folder: DisallowNone[
+        Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: temporary)")]
+    ] = None
 
-def main() -> int:
-    """Measure; 1 if a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--millions", type=int, nargs="+", default=[1, 10, 100])
-    parser.add_argument("--folder", type=Path, help="where files are written (default: temporary)")
-    arguments = parser.parse_args()
-    table = Table(title=f"forkpoint plan FILE --model {MODEL}")
-    for name in ("tokens", "rollouts", "batches", "file MB", "seconds", "peak MB", "speed-up"):
-        table.add_column(name, justify="right")
-    rows: list[dict[str, Any]] = []
-    peaks: dict[int, int] = {}
-    missed = False
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        for millions in arguments.millions:
-            path = Path(folder) / f"{millions}m.jsonl.zst"
-            rollouts, tokens = write(path, millions * 1_000_000)
-            seconds, peak, result = run(path)
-            assert result["logical_tokens"] == tokens and result["rollouts"] == rollouts
-            file_bytes = path.stat().st_size
-            path.unlink()
-            peaks[millions] = peak
-            missed |= millions == 1 and seconds > BAR_SECONDS
-            figures = {
-                "tokens": ("1", tokens),
-                "rollouts": ("1", rollouts),
-                "batches": ("1", result["batches"]),
-                "file_size": ("byte", file_bytes),
-                "plan": ("s", round(seconds, 2)),
-                "tokens_per_second": ("1/s", round(tokens / seconds)),
-                "peak_memory": ("byte", peak),
-            }
-            case = f"{millions}M tokens, groups of {GROUP}, prompts of {SYSTEM + PROMPT}"
-            none: dict[str, Any] = {"p20": None, "p50": None, "p80": None}
-            rows += [
-                {"bench": "plan_scale", "case": case, **none, "metric": name, "unit": unit,
-                 "value": value}
-                for name, (unit, value) in figures.items()
-            ]  # fmt: skip
-            table.add_row(
-                *(f"{value:,}" for value in (tokens, rollouts, result["batches"])),
-                *(f"{value / 1e6:,.0f}" for value in (file_bytes,)),
-                f"{seconds:,.1f}",
-                f"{peak / 1e6:,.0f}",
-                f"{result['modes']['group']['bound']:.2f}x",
-            )
-    if {10, 100} <= set(peaks):
-        missed |= peaks[100] > BAR_GROWTH * peaks[10]
-    Console().print(table)
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps({**row, **environment()}) + "\n")
-    return int(missed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        peaks: dict[int, int] = {}
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            for millions in self.millions:
+                if deadline.over(f"{millions} million tokens"):
+                    continue
+                path = Path(folder) / f"{millions}m.jsonl.zst"
+                rollouts, tokens = write(path, millions * 1_000_000)
+                seconds, peaks[millions], result = run(path)
+                assert result["logical_tokens"] == tokens and result["rollouts"] == rollouts
+                file_bytes = path.stat().st_size
+                path.unlink()
+                case = f"{millions}M tokens, groups of {GROUP}, prompts of {SYSTEM + PROMPT}"
+                row = partial(ResultRow, bench=NAME, case=case)
+                yield row(metric="tokens", unit="1", value=tokens)
+                yield row(metric="rollouts", unit="1", value=rollouts)
+                yield row(metric="batches", unit="1", value=result["batches"])
+                yield row(metric="file_size", unit="byte", value=file_bytes)
+                bar = BAR_SECONDS if millions == 1 else None
+                yield row(metric="plan", unit="s", value=round(seconds, 2), bar=bar)
+                yield row(metric="tokens_per_second", unit="1/s", value=round(tokens / seconds))
+                yield row(metric="peak_memory", unit="byte", value=peaks[millions])
+                speed_up = result["modes"]["group"]["bound"]
+                yield row(metric="bound", unit="x", value=speed_up)
+                if millions == 100 and 10 in peaks:
+                    growth = peaks[100] / peaks[10]
+                    name = "peak_memory over 10M tokens"
+                    yield row(metric=name, unit="1", value=growth, bar=BAR_GROWTH)

@@ -8,15 +8,21 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
+from tyro.conf import arg
 
 from benchmarks.rows import ResultRow
+from benchmarks.runner import Deadline
 from benchmarks.shapes import SCALE_TINY, make_group
-from benchmarks.steps.stepper import DENSE, GROUP, Deadline, Stepper
+from benchmarks.steps.options import Steps
+from benchmarks.steps.stepper import DENSE, GROUP, Stepper
+from forkpoint.cli.options import Count
 from forkpoint.errors import ConfigError, PlanError
 
+GIB = 1 << 30
 STEP_TOKENS = 512
 # At their best both sides reach sizes at which one point takes minutes.
 COARSE_STEP_TOKENS = 16_384
@@ -81,6 +87,41 @@ AT_THEIR_BEST = (
         shares=(0.55,),
     ),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity(Steps):
+    """Find the largest total length that trains under one cap on memory, dense and shared.
+
+    Attributes:
+        device_gib: The most device memory for either side, in GiB.
+        host_gib: The most pinned memory of the host, in GiB.
+        most_tokens: Look no further than this total length.
+        long_prompt: Then train one prompt of so many tokens by chains, without the cap; 0 leaves
+            it out.
+        only: Parts of the names of cases to measure, such as "longest prompt"; by default every
+            case.
+    """
+
+    NAME: ClassVar[str] = "capacity"
+
+    device_gib: Annotated[float, arg(metavar="G")] = 80.0
+    host_gib: Annotated[float, arg(metavar="G")] = 100.0
+    most_tokens: Count = 131_072
+    long_prompt: Count = 262_144
+    only: tuple[str, ...] = ()
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        return capacity(
+            self.stepper("llama3-8b"),
+            deadline,
+            cap_bytes=int(self.device_gib * GIB),
+            host_bytes=int(self.host_gib * GIB),
+            most_tokens=self.most_tokens,
+            long_prompt=self.long_prompt,
+            only=self.only,
+            tiny=self.tiny,
+        )
 
 
 def largest(fits: Callable[[int], bool], *, first: int, most: int, step: int) -> int:

@@ -1,27 +1,27 @@
 """Mixtures of experts in bfloat16 with routes held and free: errors of gradients, shared and dense.
 
-    python benchmarks/expert_routes.py [--families gpt_oss mixtral] [--seeds 5] [--output FILE]
-
 Random models of four layers of width 128 with 2 of 8 experts a token, as their families initialise
 them, and two groups of eight rollouts (prompts of 300 tokens, responses of 50 to 100), from each
 seed; shared across rows and within rows in turn. Errors are relative to the norm of the gradient in
-float32. Rows of JSON are printed and appended to --output.
+float32.
 """
 
-import argparse
-import json
 import statistics
 from collections import defaultdict
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.rows import ResultRow
+from benchmarks.runner import Benchmark, Deadline
+from benchmarks.timing import quantile
 from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
-from benchmarks.rows import ResultRow, write_rows
+from forkpoint.cli.options import Count
+from forkpoint.errors import ConfigError
 
 CONFIGS = (
     Config(sharing="group", boundary="across", max_microbatch_tokens=400),
@@ -108,7 +108,7 @@ def make_batch(seed: int) -> RolloutBatch:
     return RolloutBatch(rollouts)
 
 
-def measure(family: str, seeds: int) -> list[ResultRow]:
+def measure(family: str, seeds: int) -> Iterator[ResultRow]:
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for seed in range(1, seeds + 1):
         policy = wrap(make_model(family, seed), CONFIGS[seed % len(CONFIGS)])
@@ -126,37 +126,40 @@ def measure(family: str, seeds: int) -> list[ResultRow]:
                 for side in ("shared", "dense"):
                     counts = getattr(report.routes, side)
                     found[f"{side} elsewhere", "of choices"].append(counts.fraction)
-    rows = []
     for (metric, unit), values in found.items():
-        ordered, mean = sorted(values), metric.startswith("passed")
-        rows.append(
-            ResultRow(
-                bench="expert-routes",
-                case=family,
-                metric=metric,
-                unit=unit,
-                value=statistics.mean(values) if mean else statistics.median(values),
-                p20=ordered[int(0.2 * len(ordered))],
-                p80=ordered[min(len(ordered) - 1, int(0.8 * len(ordered)))],
-                note=f"{seeds} models and batches",
-            )
+        typical = statistics.mean if metric.startswith("passed") else statistics.median
+        yield ResultRow(
+            bench=ExpertRoutes.NAME,
+            case=family,
+            metric=metric,
+            unit=unit,
+            value=typical(values),
+            p20=quantile(values, 0.2),
+            p80=quantile(values, 0.8),
+            note=f"{seeds} models and batches",
         )
-    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
-    chosen = parser.parse_args()
-    for family in chosen.families:
-        rows = measure(family, chosen.seeds)
-        for row in rows:
-            print(json.dumps(asdict(row)), flush=True)
-        if chosen.output:
-            write_rows(rows, chosen.output)
+@dataclass(frozen=True, kw_only=True)
+class ExpertRoutes(Benchmark):
+    """Compare gradients of mixtures of experts in bfloat16, shared and dense, routes held and free.
 
+    Attributes:
+        families: Which model families; by default all.
+        seeds: How many models and batches of each.
+    """
 
-if __name__ == "__main__":
-    main()
+    NAME: ClassVar[str] = "expert-routes"
+
+    families: tuple[str, ...] = tuple(FAMILIES)
+    seeds: Count = 5
+
+    def check(self) -> None:
+        for name in self.families:
+            if name not in FAMILIES:
+                raise ConfigError(f"families has {name!r}; allowed are {', '.join(FAMILIES)}.")
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        for family in self.families:
+            if not deadline.over(family):
+                yield from measure(family, self.seeds)

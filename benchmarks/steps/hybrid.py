@@ -11,17 +11,21 @@ for dense and shared apart, and those of the few rollouts are compared, as are t
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 
-from benchmarks.steps.cells import cell_rows
-from benchmarks.steps.hybrid_time import device_ms
 from benchmarks.rows import ResultRow
+from benchmarks.runner import Benchmark, Deadline
 from benchmarks.shapes import QWEN35_4B as QWEN35_4B
 from benchmarks.shapes import checkpoint
+from benchmarks.steps.cells import cell_rows
+from benchmarks.steps.hybrid_time import device_ms
+from benchmarks.steps.options import Layers, check_at_least_one
 from benchmarks.steps.stepper import Dense, Stepper, Timed, best_dense
+from forkpoint.cli.options import Count
+from forkpoint.errors import ConfigError
 from forkpoint.policy import Policy
 from forkpoint.rollouts import Rollout, RolloutBatch
 
@@ -99,6 +103,57 @@ def make_model(shape: dict[str, Any], layers: int | None, dtype: torch.dtype, de
 
 SAMPLE = 2
 """Rollouts that are run densely: so many that rows of two can be tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hybrid(Benchmark):
+    """Time steps in the shapes of Qwen3.5-4B, which mixes attention with gated linear attention.
+
+    Attributes:
+        suite: Which shapes; several may be named. smoke is tiny and runs on CPUs too: it shows that
+            the benchmark runs, and measures nothing.
+        only: Parts of the names of cases to measure, such as R64; by default every case.
+        layers: How many layers the model has; by default all of its 32.
+        blocks: Whether decoder blocks are compiled, dense and shared alike; on CPUs they are not.
+        repeats: How often a step is timed.
+    """
+
+    NAME: ClassVar[str] = "hybrid"
+
+    suite: tuple[Literal["prompt-caching", "smoke"], ...] = ("prompt-caching",)
+    only: tuple[str, ...] = ()
+    layers: Layers = None
+    blocks: Literal["compiled", "eager"] = "compiled"
+    repeats: Count = 3
+
+    def check(self) -> None:
+        check_at_least_one("layers", self.layers)
+        check_at_least_one("repeats", self.repeats)
+        names = [case.name for suite in self.suite for case in SUITES[suite]]
+        if not any(map(self._wants, names)):
+            raise ConfigError(
+                f"no case has {' or '.join(self.only)} in its name; there are {', '.join(names)}."
+            )
+        if set(self.suite) != {"smoke"} and not torch.cuda.is_available():
+            raise ConfigError(
+                "hybrid measures steps of Qwen3.5-4B on a GPU, and torch sees no CUDA device here; "
+                "run it on a machine with one, or try it out with --suite smoke."
+            )
+
+    def _wants(self, case: str) -> bool:
+        return not self.only or any(part in case for part in self.only)
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        for suite in self.suite:
+            if suite == "smoke":
+                model = make_model(TINY, self.layers, torch.float32, "cpu")
+            else:
+                model = make_model(QWEN35_4B, self.layers, torch.bfloat16, "cuda")
+            stepper = Stepper(model, compile_blocks=None if self.blocks == "compiled" else False)
+            for case in SUITES[suite]:
+                if self._wants(case.name) and not deadline.over(case.name):
+                    yield from run_case(case, stepper, repeats=self.repeats)
+            del model, stepper
 
 
 def run_case(case: HybridCase, stepper: Stepper, *, repeats: int) -> Iterator[ResultRow]:
@@ -217,8 +272,8 @@ def _nonfinite(case: HybridCase, side: str, stepper: Stepper) -> ResultRow:
     """How many parameters have gradients that are not finite, after a step."""
     named = stepper.policy.host.named_parameters()
     wrong = [n for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all())]
-    note = f"FAILED: not finite are {', '.join(wrong[:8])}" if wrong else None
-    return _row(case, f"{side} nonfinite", float(len(wrong)), "parameters", note=note)
+    note = f"not finite are {', '.join(wrong[:8])}" if wrong else None
+    return _row(case, f"{side} nonfinite", float(len(wrong)), "parameters", bar=0.0, note=note)
 
 
 def _row(case: HybridCase, metric: str, value: float, unit: str, **rest: Any) -> ResultRow:

@@ -1,16 +1,48 @@
 """Peaks of memory by activations and by phase, beside dense."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from benchmarks.steps.cells import cell_row, cell_rows, out_of_memory, peak_prediction
 from benchmarks.rows import ResultRow
+from benchmarks.runner import Deadline
 from benchmarks.shapes import SCALE_TINY, make_group
+from benchmarks.steps.cells import cell_row, cell_rows, out_of_memory, peak_prediction
+from benchmarks.steps.options import Split, Steps
 from benchmarks.steps.step_grid import chosen_splits
-from benchmarks.steps.stepper import DENSE, GROUP, Deadline, Dense, Stepper, Timed, repeats_for
+from benchmarks.steps.stepper import DENSE, GROUP, Dense, Stepper, Timed, repeats_for
+from forkpoint.cli.options import Count
 from forkpoint.policy import Policy
 from forkpoint.rollouts import RolloutBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Steps):
+    """Measure peaks and times of keep, offload and recompute beside dense, for the grid's splits.
+
+    Attributes:
+        count: How many rollouts the prompt has.
+        leaf_tokens: The most tokens in a row of responses, which holds at least one.
+        splits: Prompt and response, of which several may be named. By default all.
+    """
+
+    NAME: ClassVar[str] = "memory"
+
+    count: Count = 16
+    leaf_tokens: Count = 1
+    splits: tuple[Split, ...] = ()
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        return memory(
+            self.stepper("llama3-8b"),
+            deadline,
+            tiny=self.tiny,
+            count=self.count,
+            leaf_tokens=self.leaf_tokens,
+            splits=self.splits,
+        )
 
 
 def memory(

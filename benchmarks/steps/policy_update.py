@@ -1,23 +1,42 @@
 """The update of a policy and the log-prob pass before it, beside dense."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from benchmarks.steps.cells import cell_row, cell_rows
 from benchmarks.rows import ResultRow
+from benchmarks.runner import Deadline
 from benchmarks.shapes import SCALE_TINY, make_group
+from benchmarks.steps.cells import cell_row, cell_rows
+from benchmarks.steps.options import Steps
 from benchmarks.steps.stepper import (
     DENSE,
     DENSE_ROW_TOKENS,
-    Deadline,
     Dense,
     Stepper,
     best_dense,
     repeated,
 )
 from forkpoint.rollouts import RolloutBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyUpdate(Steps):
+    """Time the update and the log-prob pass of a group in Qwen3's shapes.
+
+    Attributes:
+        shape: Whose sizes the model has. qwen3-8b gets 32 responses to 8,192 tokens, qwen3-4b four
+            in contexts of 4,096 and 8,192.
+    """
+
+    NAME: ClassVar[str] = "policy-update"
+
+    shape: Literal["qwen3-8b", "qwen3-4b"] = "qwen3-8b"
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        return policy_update(self.stepper(self.shape), deadline, name=self.shape, tiny=self.tiny)
 
 
 def policy_update(

@@ -1,30 +1,35 @@
 """The self-check on a GPU: its noise on whole models, and the time that checks take of a step.
 
-    python benchmarks/self_check.py --output self-check.jsonl
-
 Random models at the widths and depths of released ones, as their families initialise them. For each
-the sample's difference is shown over the noise (the bar is 10), with the time of the first check.
-Then the smallest step of the benchmarks (Llama 3 8B, one prompt of 256 tokens, eight responses of
-256) with and without the self-check, in turn.
+the sample's difference is shown over the noise, with the time of the first check. Before that comes
+the smallest step of the benchmarks (Llama 3 8B, one prompt of 256 tokens, eight responses of 256)
+with and without the self-check, in turn.
 """
 
-import argparse
-import statistics
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.rows import ResultRow, timed_row
+from benchmarks.runner import Benchmark, Deadline
+from benchmarks.timing import Timing
 from forkpoint import Config, Policy, Rollout, RolloutBatch, losses, wrap
-from benchmarks.rows import ResultRow, write_rows
+from forkpoint.cli.options import Count
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.guard import Step
+from forkpoint.errors import ConfigError
 from forkpoint.hosts.modules import list_once
 from forkpoint.selfcheck import self_check
 
+NAME = "self-check"
+MOST_OVER_NOISE = 10.0
+"""The bar of the difference over the noise."""
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -90,11 +95,11 @@ def group(prompt_tokens: int, response_tokens: int, count: int) -> RolloutBatch:
     )
 
 
-def noise(name: str, device: str) -> list[ResultRow]:
+def noise(name: str, device: str) -> Iterator[ResultRow]:
     model = made(*MODELS[name], device)
     if name.startswith("Gemma"):  # sdpa knows no softcap
         model.set_attn_implementation("eager")
-    batch, rows = group(256, 256, 8), []
+    batch = group(256, 256, 8)
     for training in (False, True):
         policy = wrap(model)
         step = Step(policy.host.device)
@@ -109,12 +114,18 @@ def noise(name: str, device: str) -> list[ResultRow]:
             f"{found.elsewhere:.3%} of {found.allowed_elsewhere:.3%}; the check took {took:.2f} s"
         )
         ratio = found.difference / found.noise
-        case = f"{name}, {'training' if training else 'scoring'}"
-        rows.append(row(case, "difference over noise", "", ratio, note))
-    return rows
+        yield ResultRow(
+            bench=NAME,
+            case=f"{name}, {'training' if training else 'scoring'}",
+            metric="difference over noise",
+            unit="1",
+            value=ratio,
+            bar=MOST_OVER_NOISE,
+            note=note,
+        )
 
 
-def lost(device: str, steps: int) -> list[ResultRow]:
+def lost(device: str, steps: int) -> Iterator[ResultRow]:
     model = made(*MODELS["Llama 3 8B"], device)
     batch, loss = group(256, 256, 8), losses.GRPO()
     config = Config(sharing="group", boundary="within")
@@ -148,42 +159,45 @@ def lost(device: str, steps: int) -> list[ResultRow]:
             begin = time.perf_counter()
             host.fingerprint()
             pure.append(1e3 * (time.perf_counter() - begin))
-    checked, bare = map(statistics.median, times)
+    checked, bare = map(Timing, times)
+    checks, fingerprints = Timing(every), Timing(pure)
     case = "Llama 3 8B 256/256 N=8"
-    return [
-        row(case, "step with the self-check", "ms", checked, None),
-        row(case, "step without", "ms", bare, None),
-        row(case, "lost", "%", 100 * (checked / bare - 1), "medians of steps run in turn"),
-        row(case, "all checks of a step", "ms", statistics.median(every), "the first is left out"),
-        row(case, "of them the fingerprint", "ms", statistics.median(pure), None),
-        row(case, "checks of a step", "%", 100 * statistics.median(every) / bare, None),
-    ]
+    row = partial(ResultRow, bench=NAME, case=case, unit="%")
+    yield timed_row(NAME, case, "step with the self-check", checked)
+    yield timed_row(NAME, case, "step without", bare)
+    share = 100 * (checked.p50 / bare.p50 - 1)
+    yield row(metric="lost", value=share, note="medians of steps run in turn")
+    yield timed_row(NAME, case, "all checks of a step", checks, note="the first is left out")
+    yield timed_row(NAME, case, "of them the fingerprint", fingerprints)
+    yield row(metric="checks of a step", value=100 * checks.p50 / bare.p50)
 
 
-def row(case: str, metric: str, unit: str, value: float, note: str | None) -> ResultRow:
-    made = ResultRow(
-        bench="self-check", case=case, metric=metric, unit=unit, value=value, note=note
-    )
-    print(f"{case:40} {metric:28} {value:10.3f} {unit}  {note or ''}", flush=True)
-    return made
+@dataclass(frozen=True, kw_only=True)
+class SelfCheck(Benchmark):
+    """Measure the self-check's noise on whole models, and the time of the checks of a step.
 
+    Attributes:
+        models: Which models; by default all.
+        steps: How many steps are timed with and without the self-check; only on a GPU.
+    """
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = lost(device, given.steps) if device == "cuda" else []
-    torch.cuda.empty_cache() if device == "cuda" else None
-    for name in given.models:
-        rows += noise(name, device)
+    NAME: ClassVar[str] = NAME
+
+    models: tuple[str, ...] = tuple(MODELS)
+    steps: Count = 20
+
+    def check(self) -> None:
+        for name in self.models:
+            if name not in MODELS:
+                raise ConfigError(f"models has {name!r}; allowed are {', '.join(MODELS)}.")
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda":
+            yield from lost(device, self.steps)
             torch.cuda.empty_cache()
-    if given.output is not None:
-        write_rows(rows, given.output)
-
-
-if __name__ == "__main__":
-    main()
+        for name in self.models:
+            if not deadline.over(name):
+                yield from noise(name, device)
+                if device == "cuda":
+                    torch.cuda.empty_cache()

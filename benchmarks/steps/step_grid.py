@@ -1,16 +1,18 @@
 """One group's step beside dense over splits of its tokens and counts of rollouts."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 
-from benchmarks.steps.cells import cell_rows, out_of_memory, peak_prediction
 from benchmarks.rows import ResultRow
+from benchmarks.runner import Deadline
 from benchmarks.shapes import SCALE_TINY, make_group
+from benchmarks.steps.cells import cell_rows, out_of_memory, peak_prediction
+from benchmarks.steps.options import Split, Steps
 from benchmarks.steps.stepper import (
     DENSE_ROW_TOKENS,
-    Deadline,
     Dense,
     Stepper,
     best_dense,
@@ -24,6 +26,34 @@ SPLITS = ((2048, 10_240), (6144, 6144), (8192, 4096), (10_240, 2048))
 COUNTS = (4, 8, 16, 32)
 # Where sharing gains least: auto must not lose there.
 SMALL = ((256, 2048, 2), (1024, 1024, 2), (2048, 10_240, 2), (256, 256, 8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepGrid(Steps):
+    """Time one group's step of Llama3-8B's shape: four splits of 12,288 tokens, 4 to 32 rollouts.
+
+    The planner chooses how each cell runs. Dense is compiled as well, with its best row size. Then
+    come cells where sharing gains least.
+
+    Attributes:
+        counts: How many rollouts a prompt has; several may be named.
+        splits: Prompt and response, of which several may be named; small are the cells where
+            sharing gains least. By default all.
+    """
+
+    NAME: ClassVar[str] = "step-grid"
+
+    counts: tuple[Literal[2, 4, 8, 16, 32], ...] = (4, 8, 16, 32)
+    splits: tuple[Split | Literal["small"], ...] = ()
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        return step_grid(
+            self.stepper("llama3-8b"),
+            deadline,
+            tiny=self.tiny,
+            counts=self.counts,
+            splits=self.splits,
+        )
 
 
 def step_grid(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from benchmarks.timing import quantile
 from forkpoint.config import Config
 from forkpoint.losses import GRPO
 from forkpoint.plan import Plan
@@ -24,21 +25,6 @@ RESERVED_BYTES = 8 << 30
 DENSE_ROW_TOKENS = 16_384
 DENSE = {"sharing": "none", "boundary": "within"}
 GROUP = {"sharing": "group", "boundary": "across"}
-
-
-class Deadline:
-    """Seconds that a bench may take; what does not fit any more is left out, and said so."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-        self.left_out: list[str] = []
-
-    def over(self, what: str) -> bool:
-        """Whether the time is up; then `what` is noted as left out."""
-        if time.monotonic() < self._end:
-            return False
-        self.left_out.append(what)
-        return True
 
 
 @dataclass
@@ -67,8 +53,7 @@ class Timed:
         return median(sum(each) for each in zip(*phases, strict=True))
 
     def quantile(self, share: float) -> float:
-        ordered = sorted(self.ms)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return quantile(self.ms, share)
 
 
 class Stepper:

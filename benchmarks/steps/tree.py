@@ -1,20 +1,60 @@
 """Real rollouts that fork, against the counted bound of their trees."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from tyro.conf import Positional, arg
 
-from benchmarks.steps.cells import cell_row
 from benchmarks.rows import ResultRow
-from benchmarks.steps.stepper import DENSE, Deadline, Stepper
+from benchmarks.runner import Deadline
+from benchmarks.shapes import checkpoint
+from benchmarks.steps.cells import cell_row
+from benchmarks.steps.options import Steps
+from benchmarks.steps.stepper import DENSE, Stepper
+from forkpoint.cli.options import Count, MemoryText
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.traces import load_rollouts
 
 REPEATS = 3
 """How often each side of a group is timed, in turn; its median counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree(Steps):
+    """Time real rollouts that fork, against the counted bound of their trees.
+
+    Attributes:
+        file: Rollouts: one JSON object a line, plain, gzip or zstd.
+        most_tokens: Leave out groups of more tokens than this.
+        shape: Whose sizes the model has. qwen3.5-4b is a hybrid; both sides checkpoint its blocks.
+        memory_limit: The most memory for the rollouts and for what is read to make them, such as
+            8GB.
+    """
+
+    NAME: ClassVar[str] = "tree"
+
+    file: Positional[Annotated[Path, arg(metavar="FILE")]]
+    most_tokens: Count = 131_072
+    shape: Literal["qwen3-4b", "qwen3.5-4b"] = "qwen3-4b"
+    memory_limit: MemoryText = None
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        stepper = self.stepper(self.shape)
+        if self.shape == "qwen3.5-4b":
+            checkpoint(stepper.model)
+        return tree(
+            stepper,
+            deadline,
+            label=self.shape,
+            file=self.file,
+            most_tokens=self.most_tokens,
+            tiny=self.tiny,
+            memory_limit=self.memory_limit,
+        )
 
 
 def tree(

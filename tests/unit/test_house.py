@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "forkpoint"
+BENCHMARKS = ROOT / "benchmarks"
 MODULES = sorted(SOURCE.rglob("*.py"))
+EVERY_FILE = [*MODULES, *sorted(BENCHMARKS.rglob("*.py"))]
 MOST_LINES = 500
 
 # What each part of the core may import of forkpoint, besides itself. What is not listed is the
@@ -67,7 +69,7 @@ def not_allowed(path: Path, allowed: set[str]) -> set[str]:
     return {n for n in inside if not any(n == a or n.startswith(f"{a}.") for a in allowed)}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
+@pytest.mark.parametrize("path", EVERY_FILE, ids=relative)
 def test_files_are_short(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MOST_LINES, f"{lines} lines, at most {MOST_LINES}: split it by ideas"
@@ -89,6 +91,13 @@ def test_the_core_knows_no_library_of_models(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) in WITHOUT_TORCH], ids=relative)
 def test_plans_need_no_torch(path: Path) -> None:
     found = {n.partition(".")[0] for n in imports(path)} & TORCH_AND_HOSTS
+    assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_the_package_knows_no_benchmark(path: Path) -> None:
+    """They are not in the wheel."""
+    found = {name for name in imports(path) if name.partition(".")[0] == BENCHMARKS.name}
     assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
 
 
