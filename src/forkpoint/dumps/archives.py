@@ -10,9 +10,9 @@ import struct
 import zlib
 from typing import NamedTuple
 
+from forkpoint.dumps.budget import Budget
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts import short
-from forkpoint.traces.budget import Budget
 
 BEGIN = b"PK\x03\x04"
 _LOCAL = struct.Struct("<4s5H3L2H")

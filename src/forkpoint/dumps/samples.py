@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.traces.containers import SHARED
-from forkpoint.traces.formats import Format
-from forkpoint.traces.limits import MemoryLimit
-from forkpoint.traces.record import Record, Row, WrongRows, named
+from forkpoint.dumps.containers import SHARED
+from forkpoint.dumps.formats import Format
+from forkpoint.dumps.limits import MemoryLimit
+from forkpoint.dumps.record import Record, Row, WrongRows, named
 
 _ROW_BYTES = 32
 """What a row of a table counts as, and each value that all rows share, in the check of how far a

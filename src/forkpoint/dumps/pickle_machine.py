@@ -11,9 +11,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from forkpoint.rollouts import short
-from forkpoint.traces.budget import Budget, Malformed, Unsafe
-from forkpoint.traces.pickle_nodes import (
+from forkpoint.dumps.budget import Budget, Malformed, Unsafe
+from forkpoint.dumps.pickle_nodes import (
     ATOMS,
     CONTAINER_BYTES,
     ENTRY_BYTES,
@@ -27,6 +26,7 @@ from forkpoint.traces.pickle_nodes import (
     check_keys,
     kind_of,
 )
+from forkpoint.rollouts import short
 
 MOST_NAME_BYTES = 256
 MOST_INTEGER_BYTES = 255

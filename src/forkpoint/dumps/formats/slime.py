@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from forkpoint.dumps.formats.base import MEDIA, NO_TEMPERATURE, Format, made
+from forkpoint.dumps.record import Record, group_of, spread
 from forkpoint.rollouts import Rollout, short
-from forkpoint.traces.formats.base import MEDIA, NO_TEMPERATURE, Format, made
-from forkpoint.traces.record import Record, group_of, spread
 
 
 def _slime(record: Record) -> Iterator[Rollout]:

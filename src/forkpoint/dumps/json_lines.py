@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from forkpoint.dumps.compressed import lines
+from forkpoint.dumps.limits import MemoryLimit, json_bytes
 from forkpoint.errors import RolloutError
 from forkpoint.rollout_files import REQUIRED
 from forkpoint.rollouts import short
-from forkpoint.traces.compressed import lines
-from forkpoint.traces.limits import MemoryLimit, json_bytes
 
 
 def json_lines(path: Path, memory: MemoryLimit) -> Iterator[tuple[int, bytes | bytearray]]:

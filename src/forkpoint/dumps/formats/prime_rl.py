@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from forkpoint.dumps.formats.base import MEDIA, Format, before_first, made
+from forkpoint.dumps.record import Record, Row, group_of
 from forkpoint.rollouts import Rollout, short
-from forkpoint.traces.formats.base import MEDIA, Format, before_first, made
-from forkpoint.traces.record import Record, Row, group_of
 
 PADDING_ID = 1
 """What prime-rl fills microbatches up with, whatever the tokenizer's own padding is."""

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forkpoint.dumps.record import Record, make
 from forkpoint.rollouts import Rollout
-from forkpoint.traces.record import Record, make
 
 MEDIA = (
     *("multi_modal_inputs", "multi_modal_data", "pixel_values", "image_grid_thw", "mm_kwargs"),

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from forkpoint.dumps.formats.base import MEDIA, NO_TEMPERATURE, Format, before_first, made
+from forkpoint.dumps.record import Record, group_of, spread, unpadded
 from forkpoint.rollouts import Rollout
-from forkpoint.traces.formats.base import MEDIA, NO_TEMPERATURE, Format, before_first, made
-from forkpoint.traces.record import Record, group_of, spread, unpadded
 
 
 def _trl(record: Record) -> Iterator[Rollout]:

@@ -8,12 +8,12 @@ storage in a pickle is such a stream.
 
 from typing import Any
 
+from forkpoint.dumps.archives import BEGIN, entries_of
+from forkpoint.dumps.budget import Budget, Malformed, Unsafe
+from forkpoint.dumps.pickle_machine import Machine
+from forkpoint.dumps.pickle_nodes import Names
+from forkpoint.dumps.torch_tensors import STORAGE_NAMES, Storage, entry_bytes
 from forkpoint.rollouts import short
-from forkpoint.traces.archives import BEGIN, entries_of
-from forkpoint.traces.budget import Budget, Malformed, Unsafe
-from forkpoint.traces.pickle_machine import Machine
-from forkpoint.traces.pickle_nodes import Names
-from forkpoint.traces.torch_tensors import STORAGE_NAMES, Storage, entry_bytes
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from forkpoint.dumps import parquet
+from forkpoint.dumps.compressed import COMPRESSED
+from forkpoint.dumps.json_lines import json_lines, parse_object
+from forkpoint.dumps.limits import MemoryLimit
+from forkpoint.dumps.record import RecordError
+from forkpoint.dumps.tensors import open_tensors
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts import short
-from forkpoint.traces import parquet
-from forkpoint.traces.compressed import COMPRESSED
-from forkpoint.traces.json_lines import json_lines, parse_object
-from forkpoint.traces.limits import MemoryLimit
-from forkpoint.traces.record import RecordError
-from forkpoint.traces.tensors import open_tensors
 
 Part = tuple[str, Mapping[str, Any] | RecordError]
 """Where something stands, and what it is, or why it cannot be read."""
@@ -103,7 +103,7 @@ def parts(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
 
 def _unpickled(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
     """The tables or samples of a torch file or a pickle, built in the memory that is left."""
-    from forkpoint.traces.pickles import read_file
+    from forkpoint.dumps.pickles import read_file
 
     size_bytes = path.stat().st_size
     with memory.holding(size_bytes, "the bytes of the file"):

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forkpoint.dumps.budget import Budget, Malformed, TooLarge, Unsafe
+from forkpoint.dumps.pickle_nodes import Name, Names, Node
 from forkpoint.rollouts import short
-from forkpoint.traces.budget import Budget, Malformed, TooLarge, Unsafe
-from forkpoint.traces.pickle_nodes import Name, Names, Node
 
 NUMBERS = {
     "b1": 1,

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from forkpoint.dumps.formats.base import MEDIA, NO_TEMPERATURE, Format, before_first, made
+from forkpoint.dumps.record import Record, group_of
 from forkpoint.rollouts import Rollout, short
-from forkpoint.traces.formats.base import MEDIA, NO_TEMPERATURE, Format, before_first, made
-from forkpoint.traces.record import Record, group_of
 
 
 def _nemo_rl(record: Record) -> Iterator[Rollout]:

@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.errors import ConfigError, RolloutError
-from forkpoint.rollouts import short
-from forkpoint.traces.limits import KIB, MemoryLimit
-from forkpoint.traces.parquet_pages import (
+from forkpoint.dumps.limits import KIB, MemoryLimit
+from forkpoint.dumps.parquet_pages import (
     DATA_PAGE,
     DATA_PAGE_V2,
     DELTA_BYTE_ARRAY,
@@ -25,6 +23,8 @@ from forkpoint.traces.parquet_pages import (
     pages,
     schema_elements,
 )
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.rollouts import short
 
 MAGIC = b"PAR1"
 _ROWS = 1024

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forkpoint.dumps.json_lines import parse_strictly
+from forkpoint.dumps.limits import MemoryLimit, json_bytes, shown
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts import short
-from forkpoint.traces.json_lines import parse_strictly
-from forkpoint.traces.limits import MemoryLimit, json_bytes, shown
 
 LENGTH_BYTES = 8
 """The length of the header stands before it, little-endian."""

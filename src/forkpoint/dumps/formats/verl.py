@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forkpoint.dumps.formats.base import MEDIA, NO_TEMPERATURE, Format, made
+from forkpoint.dumps.record import Record, group_of, spread, unpadded
 from forkpoint.rollouts import Rollout
-from forkpoint.traces.formats.base import MEDIA, NO_TEMPERATURE, Format, made
-from forkpoint.traces.record import Record, group_of, spread, unpadded
 
 
 def _verl(record: Record) -> Iterator[Rollout]:

@@ -7,17 +7,17 @@ Imports no torch.
 
 from collections.abc import Iterable
 
+from forkpoint.dumps.formats.base import Format as Format
+from forkpoint.dumps.formats.nemo_rl import NEMO_RL
+from forkpoint.dumps.formats.openrlhf import OPENRLHF
+from forkpoint.dumps.formats.own import FORKPOINT
+from forkpoint.dumps.formats.prime_rl import PRIME_RL
+from forkpoint.dumps.formats.slime import SLIME
+from forkpoint.dumps.formats.trl import TRL, TRL_ASYNC
+from forkpoint.dumps.formats.verl import VERL, VERL_TEXT
+from forkpoint.dumps.record import RecordError
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts import short
-from forkpoint.traces.formats.base import Format as Format
-from forkpoint.traces.formats.nemo_rl import NEMO_RL
-from forkpoint.traces.formats.openrlhf import OPENRLHF
-from forkpoint.traces.formats.own import FORKPOINT
-from forkpoint.traces.formats.prime_rl import PRIME_RL
-from forkpoint.traces.formats.slime import SLIME
-from forkpoint.traces.formats.trl import TRL, TRL_ASYNC
-from forkpoint.traces.formats.verl import VERL, VERL_TEXT
-from forkpoint.traces.record import RecordError
 
 FORMATS = {
     format.name: format

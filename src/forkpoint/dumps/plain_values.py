@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.errors import RolloutError
-from forkpoint.rollouts import short
-from forkpoint.traces.budget import AGAIN, Budget, Malformed, Refused, TooLarge, Undescribed, Unsafe
-from forkpoint.traces.pickle_arrays import MOST_DIMENSIONS, Array, Dtype, checked, checked_shape
-from forkpoint.traces.pickle_nodes import (
+from forkpoint.dumps.budget import AGAIN, Budget, Malformed, Refused, TooLarge, Undescribed, Unsafe
+from forkpoint.dumps.pickle_arrays import MOST_DIMENSIONS, Array, Dtype, checked, checked_shape
+from forkpoint.dumps.pickle_nodes import (
     CONTAINER_BYTES,
     ENTRY_BYTES,
     NODE_BYTES,
@@ -24,7 +22,7 @@ from forkpoint.traces.pickle_nodes import (
     Name,
     Node,
 )
-from forkpoint.traces.torch_tensors import (
+from forkpoint.dumps.torch_tensors import (
     BFLOAT16,
     DTYPE_NAMES,
     DTYPES,
@@ -37,6 +35,8 @@ from forkpoint.traces.torch_tensors import (
     jagged,
     widened,
 )
+from forkpoint.errors import RolloutError
+from forkpoint.rollouts import short
 
 MOST_DEPTH = 64
 """The most lists and dicts inside one another."""

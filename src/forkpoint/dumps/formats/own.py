@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from forkpoint.dumps.formats.base import Format
+from forkpoint.dumps.record import Record, RecordError, WrongRows, field_of
 from forkpoint.errors import RolloutError
 from forkpoint.rollout_files import REQUIRED, rollout_of
 from forkpoint.rollouts import Rollout
-from forkpoint.traces.formats.base import Format
-from forkpoint.traces.record import Record, RecordError, WrongRows, field_of
 
 
 def _own(record: Record) -> Iterator[Rollout]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from forkpoint.dumps.formats.base import MEDIA, NO_TEMPERATURE, Format, before_first, made
+from forkpoint.dumps.record import Record, group_of, spread, unpadded
 from forkpoint.rollouts import Rollout
-from forkpoint.traces.formats.base import MEDIA, NO_TEMPERATURE, Format, before_first, made
-from forkpoint.traces.record import Record, group_of, spread, unpadded
 
 
 def _openrlhf(record: Record) -> Iterator[Rollout]:

@@ -9,11 +9,10 @@ imported.
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from forkpoint.errors import RolloutError
-from forkpoint.traces import pickle_arrays, torch_tensors
-from forkpoint.traces.budget import Budget, Malformed, Refused, Unsafe
-from forkpoint.traces.pickle_machine import Machine
-from forkpoint.traces.pickle_nodes import (
+from forkpoint.dumps import pickle_arrays, torch_tensors
+from forkpoint.dumps.budget import Budget, Malformed, Refused, Unsafe
+from forkpoint.dumps.pickle_machine import Machine
+from forkpoint.dumps.pickle_nodes import (
     CONTAINER_BYTES,
     ENTRY_BYTES,
     Builder,
@@ -21,7 +20,7 @@ from forkpoint.traces.pickle_nodes import (
     Names,
     check_keys,
 )
-from forkpoint.traces.plain_values import (
+from forkpoint.dumps.plain_values import (
     Consolidated,
     DataProto,
     Fields,
@@ -30,8 +29,9 @@ from forkpoint.traces.plain_values import (
     Shell,
     TensorDict,
 )
-from forkpoint.traces.torch_files import read_storage, read_torch
-from forkpoint.traces.torch_tensors import Storage
+from forkpoint.dumps.torch_files import read_storage, read_torch
+from forkpoint.dumps.torch_tensors import Storage
+from forkpoint.errors import RolloutError
 
 DATA_PROTO = 'torch.save({"batch": dict(data.batch.items()), "non_tensor_batch": ' + (
     'data.non_tensor_batch, "meta_info": data.meta_info}, path)'
