@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from forkpoint.config import Config
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.cost import ModelShape, Work, visible_pairs
-from forkpoint.plan.layout import Microbatch
+from forkpoint.layout.launches import Microbatch
 from forkpoint.rollouts import Rollout, RolloutBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 6_144, 2_048, 6

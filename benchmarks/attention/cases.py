@@ -15,7 +15,7 @@ from forkpoint.ops.attention.operator import attend, attend_backward
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.table import read_launches
 from forkpoint.plan.cost import ATTENTION_BACKWARD, visible_pairs
-from forkpoint.plan.layout import Microbatch, full_table
+from forkpoint.layout.launches import Microbatch, full_table
 from forkpoint.plan.packing import breadth_or_depth
 
 

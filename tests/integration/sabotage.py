@@ -13,7 +13,7 @@ from forkpoint.losses import LossOutputs
 from forkpoint.ops.attention import operator, source
 from forkpoint.ops.attention.merge import Part
 from forkpoint.ops.attention.table import FROM_CACHE, Launch
-from forkpoint.plan.layout import COLUMNS, Table
+from forkpoint.layout.launches import COLUMNS, Table
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 

@@ -18,7 +18,7 @@ from forkpoint.config import Boundary, Sharing
 from forkpoint.losses import GRPO, GSPO, Denominators
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
-from forkpoint.plan.layout import Microbatch
+from forkpoint.layout.launches import Microbatch
 from forkpoint.plan.predict import splits
 from forkpoint.testing import Watching, lifted_upcasts
 

@@ -26,7 +26,7 @@ from forkpoint.ops.recurrence import (
     short_convolution,
 )
 from forkpoint.plan import make_plan
-from forkpoint.plan.recurrence import (
+from forkpoint.layout.recurrence import (
     ConvolutionLayout,
     Level,
     StateLayout,

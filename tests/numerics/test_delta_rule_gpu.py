@@ -14,7 +14,7 @@ from forkpoint import Config, wrap
 from forkpoint.losses import GRPO
 from forkpoint.ops.delta_rule import DELTA_KERNELS, chunked, fla
 from forkpoint.ops.recurrence import Sequences, StateTable, over_levels
-from forkpoint.plan.recurrence import Level, StateLayout
+from forkpoint.layout.recurrence import Level, StateLayout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forkpoint.ops.delta_rule import fla_levels
 from forkpoint.ops.recurrence import StateTable
-from forkpoint.plan.recurrence import Level, StateLayout
+from forkpoint.layout.recurrence import Level, StateLayout
 
 HEADS, DIM = 2, 3
 

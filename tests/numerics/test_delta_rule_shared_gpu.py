@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forkpoint.ops.delta_rule import chunked, fla
 from forkpoint.ops.recurrence import Sequences, StateTable, over_levels
-from forkpoint.plan.recurrence import Level, StateLayout
+from forkpoint.layout.recurrence import Level, StateLayout
 
 NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 SHARED = 2.0

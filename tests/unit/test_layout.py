@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forkpoint import Config, Plan, Rollout, RolloutBatch
 from forkpoint.ops.attention import AttentionTable
 from forkpoint.plan import make_plan
-from forkpoint.plan.layout import (
+from forkpoint.layout.launches import (
     CACHE,
     COLUMNS,
     GATHERED,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.recurrence import NOTHING, convolution_layout, state_layout
+from forkpoint.layout.recurrence import NOTHING, convolution_layout, state_layout
 from strategies import COMBINATIONS, batches
 
 

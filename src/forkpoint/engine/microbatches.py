@@ -15,9 +15,9 @@ from forkpoint.engine.states import MicrobatchStates
 from forkpoint.forest import IntArray
 from forkpoint.ops.attention import AttentionTable, CacheSlice
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
-from forkpoint.plan.layout import Microbatch, full_table, token_steps, windowed_table
+from forkpoint.layout.launches import Microbatch, full_table, token_steps, windowed_table
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.recurrence import convolution_layout, state_layout
+from forkpoint.layout.recurrence import convolution_layout, state_layout
 from forkpoint.rollouts import RolloutBatch
 
 

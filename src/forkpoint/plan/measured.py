@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from forkpoint.plan.calibration import Calibration
 from forkpoint.plan.cost import ModelShape, visible_pairs
-from forkpoint.plan.layout import COLUMNS, Microbatch, full_table, windowed_table
+from forkpoint.layout.launches import COLUMNS, Microbatch, full_table, windowed_table
 from forkpoint.plan.meters import logits_bytes
 from forkpoint.plan.plan import Plan
 

@@ -8,7 +8,7 @@ import numpy as np
 from forkpoint.forest import IntArray
 from forkpoint.plan import Plan
 from forkpoint.plan.cost import Work, visible_pairs
-from forkpoint.plan.layout import Microbatch
+from forkpoint.layout.launches import Microbatch
 from forkpoint.plan.predict import cache_bytes
 from forkpoint.replay.records import StepRecord
 from forkpoint.report.figure import Choice, Figure, Table

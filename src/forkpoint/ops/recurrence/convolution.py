@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from forkpoint.ops.attention.kernel import accumulate_dtype
 from forkpoint.ops.attention.table import to_device
-from forkpoint.plan.recurrence import NOTHING, ConvolutionLayout
+from forkpoint.layout.recurrence import NOTHING, ConvolutionLayout
 
 
 class _Source:

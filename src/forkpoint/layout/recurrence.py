@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forkpoint.forest import Forest, IntArray
-from forkpoint.plan.layout import Microbatch, segment_widths
+from forkpoint.layout.launches import Microbatch, segment_widths
 
 NOTHING = -1
 """In `ConvolutionLayout.window`: before the rollout's first token, where inputs are zero."""

@@ -1,0 +1,1 @@
+"""Numeric layout of microbatches: places, launches of attention, levels of states. In numpy."""
