@@ -31,10 +31,11 @@ CORE = {
     "dumps": {"byte_sizes", "rollout_files", "rollouts", "errors"},
     "traces": {"dumps", "byte_sizes", "rollout_files", "rollouts", "errors"},
     "forest": set(),
-    "plan": {"forest", "rollouts", "schema", "config", "errors"},
-    "ops": {"plan", "errors"},
+    "layout": {"forest"},
+    "plan": {"layout", "forest", "rollouts", "schema", "config", "errors"},
+    "ops": {"layout", "errors"},
     "losses": {"rollouts", "rollout_fields", "errors"},
-    "engine": {"ops", "losses", "plan", "forest", "rollouts", "config", "errors"},
+    "engine": {"ops", "losses", "plan", "layout", "forest", "rollouts", "config", "errors"},
 }
 WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine"}
 LIBRARIES_OF_HOSTS = {"transformers", "peft", "accelerate", "trl", "verl", "torchtitan"}

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.forest import Forest, IntArray
+from forkpoint.layout.microbatch import Microbatch, segment_widths
 
-OWN, CACHE, GATHERED = 0, 1, 2
-COLUMNS = (
+LAUNCH_COLUMNS: tuple[str, ...] = (
     "source",
     "causal",
     "q_begin",
@@ -28,73 +28,18 @@ COLUMNS = (
     "cu_k_at",
     "count",
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Microbatch:
-    """One packed token sequence that goes through the model in one forward."""
-
-    index: int
-    parent: int
-    """The microbatch that must be open while this one runs, -1 for none."""
-    segments: tuple[int, ...]
-    """Segments of the plan's forest, in the order in which they lie in the microbatch."""
-    segment_begin: tuple[int, ...]
-    """Where each segment starts in the microbatch."""
-    width: int
-    """Places of each segment in a padded microbatch (batch x longest); 0 where the microbatch is
-    packed."""
-    cache_begin: tuple[int, ...]
-    """Where each segment's prefix cache lies in the cache; -1 where no other microbatch reads
-    it."""
-    children: tuple[int, ...]
-    run_tokens: int
-    """Tokens that the forward runs, padding included."""
-    tokens: int
-    """Edges that the microbatch holds."""
-    state_index: tuple[int, ...] = ()
-    """Where the cache keeps each segment's final state; -1 where no segment of another microbatch
-    starts from it."""
-    activations: str = "keep"
-    """Where its activations are while its children run: keep, offload or recompute."""
-    checkpointing: str = "none"
-    """Which activations its own backward computes again: none, selective or full."""
-    keeps_logits: bool = False
-    """Whether its head keeps all logits for the backward instead of computing them again."""
-
-    @property
-    def keeps_boundary(self) -> bool:
-        return any(begin >= 0 for begin in self.cache_begin)
-
-    @property
-    def kept_states(self) -> frozenset[int]:
-        """Segments that a segment of another microbatch starts from."""
-        places = zip(self.segments, self.state_index, strict=True)
-        return frozenset(segment for segment, place in places if place >= 0)
-
-
-def token_steps(forest: Forest, microbatch: Microbatch) -> tuple[IntArray, IntArray]:
-    """For each place of a microbatch, its segment and its step in the segment: int64 [places] each.
-
-    Steps from the segment's length on are padding.
-    """
-    segments = np.asarray(microbatch.segments)
-    places = (
-        np.full(len(segments), microbatch.width) if microbatch.width else forest.length[segments]
-    )
-    step = np.arange(microbatch.run_tokens) - np.repeat(
-        np.asarray(microbatch.segment_begin), places
-    )
-    return np.repeat(segments, places), step
+"""Columns of a table of launches, in order; `AttentionTable.from_numpy` says what they mean."""
+FROM_OWN, FROM_CACHE, FROM_GATHER = 0, 1, 2
+"""The values of the column `source`: keys of the microbatch, of the cache, or gathered."""
 
 
 @dataclass(frozen=True)
 class Table:
     """Launches of one microbatch's attention.
 
-    `launches` is int64 [n, 11] with the columns of COLUMNS; `cu` is int32, the cumulative lengths
-    that `cu_q_at` and `cu_k_at` point into; `key_index` is int64 [G] for windowed layers, entries
-    >= 0 places of the microbatch, entries < 0 cache place `-1 - entry`.
+    `launches` is int64 [n, 11] with the columns of LAUNCH_COLUMNS; `cu` is int32, the cumulative
+    lengths that `cu_q_at` and `cu_k_at` point into; `key_index` is int64 [G] for windowed layers,
+    entries >= 0 places of the microbatch, entries < 0 cache place `-1 - entry`.
     """
 
     launches: IntArray
@@ -147,17 +92,11 @@ class Reach:
         self, pieces: tuple[tuple[int, int, int], ...], segment: int
     ) -> tuple[tuple[int, int, int], ...]:
         length = int(self.forest.length[segment])
-        source = OWN if segment in self.begin_of else CACHE
-        begin = (self.begin_of if source == OWN else self.cache_of)[segment]
+        source = FROM_OWN if segment in self.begin_of else FROM_CACHE
+        begin = (self.begin_of if source == FROM_OWN else self.cache_of)[segment]
         if pieces and pieces[-1][0] == source and pieces[-1][2] == begin:
             return (*pieces[:-1], (source, pieces[-1][1], begin + length))
         return (*pieces, (source, begin, begin + length))
-
-
-def segment_widths(forest: Forest, microbatch: Microbatch) -> list[int]:
-    """How many places each segment of the microbatch takes: its length, or the width of a padded
-    microbatch."""
-    return [microbatch.width or int(forest.length[s]) for s in microbatch.segments]
 
 
 def full_table(forest: Forest, microbatch: Microbatch, cache_of: dict[int, int]) -> Table:
@@ -169,10 +108,10 @@ def full_table(forest: Forest, microbatch: Microbatch, cache_of: dict[int, int])
     """
     reach = Reach(forest, microbatch, cache_of)
     stretches = _stretches(forest, microbatch)
-    causal = [_Piece(OWN, begin, n, begin, n) for _, begin, n in stretches]
+    causal = [_Piece(FROM_OWN, begin, n, begin, n) for _, begin, n in stretches]
     levels: dict[tuple[int, int], list[_Piece]] = {}
     for segment, begin, n in stretches:
-        rank = {OWN: 0, CACHE: 0}
+        rank = {FROM_OWN: 0, FROM_CACHE: 0}
         for source, k_begin, k_end in reach.above(segment):
             pieces = levels.setdefault((source, rank[source]), [])
             rank[source] += 1
@@ -233,11 +172,11 @@ def windowed_table(
             if not wanted:
                 break
             taken = np.arange(max(k_begin, k_end - wanted), k_end)
-            tail.append(taken if source == OWN else -1 - taken)
+            tail.append(taken if source == FROM_OWN else -1 - taken)
             wanted -= len(taken)
         own = np.arange(begin, begin + n)
         gathered = np.concatenate([*reversed(tail), own])
-        pieces.append(_Piece(GATHERED, begin, n, total, len(gathered)))
+        pieces.append(_Piece(FROM_GATHER, begin, n, total, len(gathered)))
         keys.append(gathered)
         total += len(gathered)
     table = _table([(True, pieces)])

@@ -3,7 +3,7 @@
 A linear-attention layer reads nothing of earlier tokens but a state of fixed size, and the last
 inputs of its short convolution. Both belong to the end of a segment and are the start of whatever
 lies below it: in the same microbatch, where segments run level by level, or in another microbatch,
-    through the cache. All of it is numpy; the engine makes tensors of it once a microbatch.
+through the cache. All of it is numpy; the engine makes tensors of it once a microbatch.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forkpoint.forest import Forest, IntArray
-from forkpoint.layout.launches import Microbatch, segment_widths
+from forkpoint.layout.microbatch import Microbatch, segment_widths
 
 NOTHING = -1
 """In `ConvolutionLayout.window`: before the rollout's first token, where inputs are zero."""

@@ -7,9 +7,9 @@ launches by their visible pairs and lengths, of its head by labelled tokens, and
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from forkpoint.layout import LAUNCH_COLUMNS, Microbatch, full_table, windowed_table
 from forkpoint.plan.calibration import Calibration
 from forkpoint.plan.cost import ModelShape, visible_pairs
-from forkpoint.layout.launches import COLUMNS, Microbatch, full_table, windowed_table
 from forkpoint.plan.meters import logits_bytes
 from forkpoint.plan.plan import Plan
 
@@ -133,7 +133,7 @@ class MeasuredMeter:
         cu = table.cu.tolist()
         found = _Launches({}, [])
         for number, values in enumerate(table.launches.tolist()):
-            launch: dict[str, int] = dict(zip(COLUMNS, values, strict=True))
+            launch: dict[str, int] = dict(zip(LAUNCH_COLUMNS, values, strict=True))
             causal, count = bool(launch["causal"]), launch["count"]
             q, k = (cu[launch[f"cu_{s}_at"] :][: count + 1] for s in "qk")
             # The rate of each sequence by its own length: one may be a whole path, others short.

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from forkpoint.forest import Forest, IntArray
+from forkpoint.layout import Microbatch
 from forkpoint.plan.cost import ATTENTION_BACKWARD, LINEAR_BACKWARD, ModelShape, visible_pairs
-from forkpoint.layout.launches import Microbatch
 from forkpoint.plan.plan import Plan
 
 # Below this many tokens a matrix product is bound by reading its weights, so that fewer tokens take

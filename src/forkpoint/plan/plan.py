@@ -12,8 +12,8 @@ import numpy as np
 
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray
+from forkpoint.layout import Microbatch
 from forkpoint.plan.cost import ModelShape, Work
-from forkpoint.layout.launches import Microbatch
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.schema import SchemaError, parse_json
 

@@ -14,9 +14,9 @@ import numpy as np
 from forkpoint.config import Activations, Boundary, Checkpointing, LeafLayout, Sharing
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.forest import Forest, IntArray
+from forkpoint.layout import Microbatch, segment_widths
 from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.cost import ModelShape, Work
-from forkpoint.layout.launches import Microbatch, segment_widths
 from forkpoint.plan.plan import JSON_VERSION, Candidate, Plan
 from forkpoint.plan.sizes import MOST_LAYERS
 from forkpoint.rollouts import short

@@ -13,23 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LAUNCH_COLUMNS: tuple[str, ...] = (
-    "source",
-    "causal",
-    "q_begin",
-    "q_end",
-    "k_begin",
-    "k_end",
-    "max_q",
-    "max_k",
-    "cu_q_at",
-    "cu_k_at",
-    "count",
-)
-"""Columns of the launch table, in order; `AttentionTable.from_numpy` says what they mean."""
-
-FROM_OWN, FROM_CACHE, FROM_GATHER = 0, 1, 2
-"""Where the keys of a launch come from: the values of its column `source`."""
+from forkpoint.layout import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)

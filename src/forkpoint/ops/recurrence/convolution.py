@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from forkpoint.layout import NOTHING, ConvolutionLayout
 from forkpoint.ops.attention.kernel import accumulate_dtype
 from forkpoint.ops.attention.table import to_device
-from forkpoint.layout.recurrence import NOTHING, ConvolutionLayout
 
 
 class _Source:
