@@ -10,12 +10,12 @@ from torch import Tensor
 
 from forkpoint.errors import ConfigError
 from forkpoint.forest import Forest
+from forkpoint.layout import Microbatch, full_table
 from forkpoint.ops.attention import AttentionTable, Kernel, Launch
 from forkpoint.ops.attention.operator import attend, attend_backward
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.table import read_launches
 from forkpoint.plan.cost import ATTENTION_BACKWARD, visible_pairs
-from forkpoint.layout.launches import Microbatch, full_table
 from forkpoint.plan.packing import breadth_or_depth
 
 

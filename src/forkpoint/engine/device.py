@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.table import to_device
+from forkpoint.ops.transfers import to_device
 
 
 def device_name(device: torch.device) -> str:

@@ -18,9 +18,9 @@ from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.arguments import EarlyEnd, taken_context
 from forkpoint.hosts.modules import every_module
-from forkpoint.ops.attention import accumulate_dtype
 from forkpoint.ops.delta_rule import gated_delta_rule
 from forkpoint.ops.delta_rule.kernel import decay_gate
+from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import gathered_inputs, short_convolution
 from forkpoint.ops.selective_scan import selective_scan
 

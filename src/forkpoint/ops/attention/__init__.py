@@ -1,7 +1,7 @@
 """Attention of packed microbatches over shared prefixes: one composition over stock kernels."""
 
 from forkpoint.layout import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
-from forkpoint.ops.attention.kernel import Kernel, accumulate_dtype
+from forkpoint.ops.attention.kernel import Kernel
 from forkpoint.ops.attention.operator import shared_attention
 from forkpoint.ops.attention.registry import KERNELS, select_kernel
 from forkpoint.ops.attention.table import AttentionTable, CacheSlice, Launch
@@ -16,7 +16,6 @@ __all__ = [
     "CacheSlice",
     "Kernel",
     "Launch",
-    "accumulate_dtype",
     "select_kernel",
     "shared_attention",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.layout import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
+from forkpoint.ops.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +179,6 @@ def read_launches(launches: Tensor, cu_cpu: Tensor, cu_device: Tensor) -> list[L
             )
         )
     return found
-
-
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on the device, by an asynchronous copy where that is another than the CPU."""
-    if torch.device(device).type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _check(launches: np.ndarray, cu: np.ndarray, key_index: np.ndarray | None) -> None:

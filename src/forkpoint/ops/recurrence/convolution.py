@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from forkpoint.layout import NOTHING, ConvolutionLayout
-from forkpoint.ops.attention.kernel import accumulate_dtype
-from forkpoint.ops.attention.table import to_device
+from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.ops.transfers import to_device
 
 
 class _Source:
