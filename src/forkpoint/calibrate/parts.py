@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from forkpoint.calibrate.clock import Clock
-from forkpoint.engine.head import token_logprobs
 from forkpoint.engine.staging import staging_for
 from forkpoint.hosts.refusals import plain_head
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention
+from forkpoint.ops.head import token_logprobs
 from forkpoint.plan import ModelShape
 from forkpoint.plan.calibration import Curve
 

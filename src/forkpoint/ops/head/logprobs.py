@@ -8,7 +8,7 @@ every logit's gradient is known by itself, so that the backward can go over slic
 vocabulary: the weight's gradient is then one product over all tokens for each slice, where chunks
 of tokens would add to all of it again and again, in a float32 copy of the largest weight there is.
 The result is that of a linear layer followed by a log-softmax in float32. On CUDA logits are read
-once each way (head_triton), where there is Triton and neither a bias, whose gradient is a sum of
+once each way (triton_softmax), where there is Triton and neither a bias, whose gradient is a sum of
 unrounded ones, nor a softcap.
 """
 
@@ -159,7 +159,7 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 product_cV = kept_TV[chunk]
             if options.fused:
-                from forkpoint.engine.head_triton import softmax_stats
+                from forkpoint.ops.head.triton_softmax import softmax_stats
 
                 softmax_stats(
                     product_cV,
@@ -288,7 +288,7 @@ def _fused_gradient(
     grad_entropies_T: Tensor | None,
 ) -> Tensor:
     """The same by one kernel, in the dtype of the logits, which it overwrites."""
-    from forkpoint.engine.head_triton import softmax_gradient_
+    from forkpoint.ops.head.triton_softmax import softmax_gradient_
 
     *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
     return softmax_gradient_(
