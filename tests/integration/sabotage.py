@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.engine import boundary, engine, microbatches, views
+from forkpoint.engine import boundary, engine, microbatches
 from forkpoint.layout import LAUNCH_COLUMNS, Table
-from forkpoint.losses import LossOutputs
+from forkpoint.losses import LossOutputs, views
 from forkpoint.ops.attention import operator, source
 from forkpoint.ops.attention.merge import Part
 from forkpoint.ops.attention.table import FROM_CACHE, Launch

@@ -33,11 +33,22 @@ CORE = {
     "forest": set(),
     "layout": {"forest"},
     "plan": {"layout", "forest", "rollouts", "schema", "config", "errors"},
-    "ops": {"layout", "errors"},
-    "losses": {"rollouts", "rollout_fields", "errors"},
-    "engine": {"ops", "losses", "plan", "layout", "forest", "rollouts", "config", "errors"},
+    "device": set(),
+    "ops": {"layout", "device", "errors"},
+    "losses": {"device", "forest", "rollouts", "rollout_fields", "errors"},
+    "engine": {
+        "ops",
+        "device",
+        "losses",
+        "plan",
+        "layout",
+        "forest",
+        "rollouts",
+        "config",
+        "errors",
+    },
 }
-WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine"}
+WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"device", "ops", "losses", "engine"}
 LIBRARIES_OF_HOSTS = {"transformers", "peft", "accelerate", "trl", "verl", "torchtitan"}
 TORCH_AND_HOSTS = {"torch", *LIBRARIES_OF_HOSTS}
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from forkpoint.calibrate.clock import Clock
 from forkpoint.calibrate.microbatches import Rows
 from forkpoint.calibrate.parts import Parts, curve
-from forkpoint.engine.device import device_name
+from forkpoint.device import device_name
 from forkpoint.environment import measured_versions
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.transformers import TransformersHost

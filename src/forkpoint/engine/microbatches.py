@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forkpoint.device import on_device
 from forkpoint.engine.boundary import Capture, PrefixCache
-from forkpoint.engine.device import on_device
 from forkpoint.engine.states import MicrobatchStates
 from forkpoint.forest import IntArray
 from forkpoint.layout import (

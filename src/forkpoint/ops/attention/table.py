@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forkpoint.device import to_device
 from forkpoint.layout import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
-from forkpoint.ops.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forkpoint.device import to_device
 from forkpoint.ops.recurrence import StateTable
-from forkpoint.ops.transfers import to_device
 
 CHUNK = 64
 SHOWN = (0, 6, 0)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from forkpoint.device import to_device
 from forkpoint.layout import NOTHING, ConvolutionLayout
 from forkpoint.ops.dtypes import accumulate_dtype
-from forkpoint.ops.transfers import to_device
 
 
 class _Source:

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forkpoint.engine.device import on_device
+from forkpoint.device import on_device
 from forkpoint.errors import RolloutError
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, LossBatch, LossOutputs

@@ -1,12 +1,10 @@
-"""What a device is called in files that are looked up by it, and how arrays get there."""
+"""Names of devices, and copies of tensors and arrays to them."""
 
 import platform
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from forkpoint.ops.transfers import to_device
 
 
 def device_name(device: torch.device) -> str:
@@ -15,6 +13,13 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{platform.machine() or 'cpu'}, {threads} thread{'s' * (threads > 1)}"
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on the device, by an asynchronous copy where that is another than the CPU."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
