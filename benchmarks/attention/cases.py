@@ -15,8 +15,8 @@ from forkpoint.ops.attention import AttentionTable, Kernel, Launch
 from forkpoint.ops.attention.operator import attend, attend_backward
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.table import read_launches
-from forkpoint.plan.cost import ATTENTION_BACKWARD, visible_pairs
 from forkpoint.plan.packing import breadth_or_depth
+from forkpoint.plan.pricing.cost import ATTENTION_BACKWARD, visible_pairs
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forkpoint.forest import IntArray
-from forkpoint.plan.cost import visible_pairs
-from forkpoint.plan.meters import labelled_of_microbatches
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.cost import visible_pairs
+from forkpoint.plan.pricing.meters import labelled_of_microbatches
 from forkpoint.rollouts import RolloutBatch
 
 ATTENTION = "attention"

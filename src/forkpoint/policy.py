@@ -25,7 +25,7 @@ from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.outputs import PerToken
 from forkpoint.losses.views import batch_denominators, check_range
 from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.calibration import Calibration, find_calibration
+from forkpoint.plan.pricing.calibration import Calibration, find_calibration
 from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.selfcheck import self_check
 from forkpoint.verify import VerifyReport, verify

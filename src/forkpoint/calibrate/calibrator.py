@@ -1,4 +1,4 @@
-"""Measures what `forkpoint.plan.calibration` predicts from, on this device, in under two minutes.
+"""Measurements of this device that a calibration predicts from, in under two minutes.
 
 Rows of several lengths run forward and backward through two models of the shape that was asked for,
 of few layers; the difference is a block's, what is left is a row's. Attention is timed by itself,
@@ -19,7 +19,7 @@ from forkpoint.environment import measured_versions
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.plan import ModelShape
-from forkpoint.plan.calibration import Calibration, Curve
+from forkpoint.plan.pricing.calibration import Calibration, Curve
 
 LAYERS = (1, 3)
 ROW_TOKENS: dict[str, tuple[int, ...]] = {

@@ -14,7 +14,7 @@ from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention
 from forkpoint.ops.head import token_logprobs
 from forkpoint.plan import ModelShape
-from forkpoint.plan.calibration import Curve
+from forkpoint.plan.pricing.calibration import Curve
 
 KEY_TOKENS: dict[str, tuple[int, ...]] = {"cuda": (256, 2048, 8192), "cpu": (32, 256)}
 COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.losses.outputs import Head
-from forkpoint.plan.cost import ModelShape
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts import RolloutBatch
 
 

@@ -41,7 +41,7 @@ from forkpoint.hosts.modules import (
 )
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
-from forkpoint.plan.cost import ModelShape
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts import RolloutBatch, short
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.layout import Microbatch
-from forkpoint.plan.cost import ModelShape, Work
+from forkpoint.plan.pricing.cost import ModelShape, Work
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.schema import SchemaError, parse_json
 

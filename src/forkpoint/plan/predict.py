@@ -11,9 +11,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from forkpoint.forest import IntArray
-from forkpoint.plan.cost import ModelShape
-from forkpoint.plan.meters import CountedMeter, Meter, TokenMeter, labelled_of_microbatches
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter, labelled_of_microbatches
 from forkpoint.rollouts import RolloutBatch
 
 # Layers that a backward holds on to while it runs, and that are fetched ahead of it at least

@@ -16,9 +16,9 @@ from forkpoint.errors import ConfigError, PlanError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.layout import Microbatch, segment_widths
 from forkpoint.plan.cache import place_boundaries
-from forkpoint.plan.cost import ModelShape, Work
 from forkpoint.plan.plan import JSON_VERSION, Candidate, Plan
-from forkpoint.plan.sizes import MOST_LAYERS
+from forkpoint.plan.pricing.cost import ModelShape, Work
+from forkpoint.plan.pricing.sizes import MOST_LAYERS
 from forkpoint.rollouts import short
 from forkpoint.schema import (
     SchemaError,

@@ -8,8 +8,8 @@ import numpy as np
 from forkpoint.forest import IntArray
 from forkpoint.layout import Microbatch
 from forkpoint.plan import Plan
-from forkpoint.plan.cost import Work, visible_pairs
 from forkpoint.plan.predict import cache_bytes
+from forkpoint.plan.pricing.cost import Work, visible_pairs
 from forkpoint.replay.records import StepRecord
 from forkpoint.report.figure import Choice, Figure, Table
 

@@ -10,12 +10,12 @@ from hashlib import blake2b
 import numpy as np
 
 from forkpoint.forest import Forest, IntArray
-from forkpoint.plan.calibration import Calibration
-from forkpoint.plan.cost import ModelShape
-from forkpoint.plan.measured import MeasuredMeter
-from forkpoint.plan.meters import CountedMeter, Meter, TokenMeter, labelled_of_segments
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import peak_bytes, plan_cost
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.measured import MeasuredMeter
+from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter, labelled_of_segments
 from forkpoint.rollouts import RolloutBatch
 
 

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from forkpoint.plan.cost import ModelShape, Work
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.cost import ModelShape, Work
 
 
 class Totals:

@@ -13,8 +13,8 @@ import numpy as np
 
 from forkpoint.errors import ConfigError
 from forkpoint.forest import Forest, IntArray
-from forkpoint.plan.hybrid import recurrent_kinds, recurrent_shape
-from forkpoint.plan.sizes import MOST_LAYERS, REMEDY, count, needed, size
+from forkpoint.plan.pricing.hybrid import recurrent_kinds, recurrent_shape
+from forkpoint.plan.pricing.sizes import MOST_LAYERS, REMEDY, count, needed, size
 from forkpoint.rollouts import short
 
 # A backward runs two matrix products for each one of the forward; attention's runs five for two.

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from forkpoint.layout import LAUNCH_COLUMNS, Microbatch, full_table, windowed_table
-from forkpoint.plan.calibration import Calibration
-from forkpoint.plan.cost import ModelShape, visible_pairs
-from forkpoint.plan.meters import logits_bytes
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import ModelShape, visible_pairs
+from forkpoint.plan.pricing.meters import logits_bytes
 
 
 class _Launches(NamedTuple):
@@ -26,7 +26,7 @@ class _Launches(NamedTuple):
 
 class MeasuredMeter:
     """Milliseconds of a plan's microbatches by a calibration (see
-    `forkpoint.plan.meters.Meter`)."""
+    `forkpoint.plan.pricing.meters.Meter`)."""
 
     unit = "ms"
 

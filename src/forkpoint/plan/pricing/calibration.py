@@ -1,7 +1,7 @@
 """What was measured of a device and a model shape, as a file. Imports no torch.
 
 `forkpoint calibrate` writes these files (calibrate/calibrator.py says how each figure is measured);
-`forkpoint.plan.measured` prices plans by them.
+`forkpoint.plan.pricing.measured` prices plans by them.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from forkpoint.errors import ConfigError
-from forkpoint.plan.cost import ModelShape
-from forkpoint.plan.sizes import MOST_LAYERS
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.sizes import MOST_LAYERS
 from forkpoint.plan.written import SHAPE, shape_of
 from forkpoint.rollouts import short
 from forkpoint.schema import (

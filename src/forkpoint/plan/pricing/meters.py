@@ -1,6 +1,6 @@
 """Meters price the microbatches of a plan: by counted FLOPs or, without a model's shape, by tokens.
 
-The one that prices them by what was measured of a device and a model is in plan/measured.py.
+The meter that prices by measurements of a device and a model is in plan/pricing/measured.py.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,13 @@ import numpy as np
 
 from forkpoint.forest import Forest, IntArray
 from forkpoint.layout import Microbatch
-from forkpoint.plan.cost import ATTENTION_BACKWARD, LINEAR_BACKWARD, ModelShape, visible_pairs
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.cost import (
+    ATTENTION_BACKWARD,
+    LINEAR_BACKWARD,
+    ModelShape,
+    visible_pairs,
+)
 
 # Below this many tokens a matrix product is bound by reading its weights, so that fewer tokens take
 # no less time: about the FLOPs per byte at which current GPUs turn from memory- to compute-bound.

@@ -9,7 +9,7 @@ multiply-adds, which a backward has twice as many of, like those of weights.
 from collections.abc import Mapping
 from typing import Any
 
-from forkpoint.plan.sizes import needed
+from forkpoint.plan.pricing.sizes import needed
 
 CHUNK = 64
 """Tokens whose triangular matrix a chunked recurrence keeps, for each token and head."""
