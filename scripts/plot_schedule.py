@@ -14,9 +14,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from forkpoint.config import Config
+from forkpoint.layout import Microbatch
 from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.cost import ModelShape, Work, visible_pairs
-from forkpoint.layout.launches import Microbatch
+from forkpoint.plan.pricing.cost import ModelShape, Work, visible_pairs
 from forkpoint.rollouts import Rollout, RolloutBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 6_144, 2_048, 6

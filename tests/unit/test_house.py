@@ -114,6 +114,73 @@ def test_the_package_knows_no_benchmark(path: Path) -> None:
     assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
 
 
+def module_of(path: Path) -> str:
+    parts = (
+        path.relative_to(SOURCE.parent if SOURCE in path.parents else ROOT).with_suffix("").parts
+    )
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """By module: the modules that it imports, in functions and for type checking as well."""
+    found = {module_of(path): path for path in EVERY_FILE}
+    graph = {}
+    for module, path in found.items():
+        named = set(imports(path))
+        # The import of a name is that of the module which has it.
+        modules = {n if n in found else n.rpartition(".")[0] for n in named}
+        graph[module] = (modules & found.keys()) - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Sets of modules of which each imports, by way of the others, every other."""
+    reached: dict[str, set[str]] = {}
+    for module in graph:
+        seen, todo = set(), [module]
+        while todo:
+            for other in graph[todo.pop()] - seen:
+                seen.add(other)
+                todo.append(other)
+        reached[module] = seen
+    return {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in graph
+        if module in reached[module]
+    }
+
+
+# Plan.explain and Plan.from_json import what imports Plan. To be emptied, never to be added to.
+KNOWN_CIRCLES = {
+    frozenset({"forkpoint.plan.plan", "forkpoint.plan.explain", "forkpoint.plan.written"})
+}
+
+
+def test_modules_import_in_no_circle() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {frozenset("abc")}
+    found = circles(imported_modules())
+    assert found == KNOWN_CIRCLES, [sorted(circle) for circle in found ^ KNOWN_CIRCLES]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_forwards_are_replaced_in_one_place(path: Path) -> None:
+    """By `Changes.replace_forward`, which records how to put the module's own back."""
+    if path == SOURCE / "engine" / "changes.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        assigned = any(isinstance(t, ast.Attribute) and t.attr == "forward" for t in targets)
+        is_set = (
+            isinstance(node, ast.Call)
+            and (
+                (isinstance(node.func, ast.Attribute) and node.func.attr == "set")
+                or (isinstance(node.func, ast.Name) and node.func.id == "setattr")
+            )
+            and any(isinstance(a, ast.Constant) and a.value == "forward" for a in node.args)
+        )
+        assert not (assigned or is_set), f"{relative(path)}, line {getattr(node, 'lineno', 0)}"
+
+
 def test_core_parts_exist() -> None:
     """A part that is renamed must not silently drop out of the rules."""
     assert set(CORE) | WITHOUT_TORCH <= {part_of(path) for path in MODULES}

@@ -243,4 +243,4 @@ def run_recurrences(model: nn.Module, changes: Changes) -> None:
     for module in recurrent_modules(model).values():
         # A method: see `checkpoint_blocks`.
         forward = MethodType(RECURRENT_FORWARDS[type(module).__name__], module)
-        changes.set(vars(module), "forward", forward)
+        changes.replace_forward(module, forward)

@@ -264,7 +264,7 @@ class TransformersHost:
             current.__enter__()
         for config in configurations(self.causal):
             changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
-        changes.set(vars(self.causal), "forward", self._causal_forward)
+        changes.replace_forward(self.causal, self._causal_forward)
         run_recurrences(self.causal, changes)
         if self._compiles and compiled:
             self._blocks.enter(changes)
