@@ -57,7 +57,7 @@ test-versions: $(ready)  ## the transformers tests under every supported version
 	@bash scripts/test_versions.sh
 
 bench-forest: $(ready)  ## time the forest of a million tokens
-	@$(bin)/python benchmarks/forest.py
+	@$(bin)/python -m benchmarks forest --output benchmarks/results/forest.jsonl
 
 clean:  ## remove the environment and everything built or cached
 	rm -rf $(venv) .venvs build dist demo-output .pytest_cache .ruff_cache .hypothesis

@@ -14,9 +14,10 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from forkpoint.config import Config
+from forkpoint.layout import Microbatch
 from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.cost import ModelShape, Work, visible_pairs
-from forkpoint.plan.layout import Microbatch
+from forkpoint.plan.pricing.cost import ModelShape, Work, visible_pairs
+from forkpoint.plan.program import FORWARD, LEAF, PREFIX_BACKWARD, PREFIX_FORWARD, phase_of
 from forkpoint.rollouts import Rollout, RolloutBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 6_144, 2_048, 6
@@ -24,7 +25,12 @@ SHAPE = ModelShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, value_dim=128,
     intermediate=14336, vocab=128256,
 )  # fmt: skip
-COLOURS = {"A": "#1f5fa8", "B": "#c98b2b", "C": "#7fb0e0", "dense": "#8c8c8c"}
+COLOURS = {
+    PREFIX_FORWARD: "#1f5fa8",
+    LEAF: "#c98b2b",
+    PREFIX_BACKWARD: "#7fb0e0",
+    "dense": "#8c8c8c",
+}
 OUTPUT = Path(__file__).parents[1] / "docs" / "figures" / "schedule.svg"
 
 
@@ -58,29 +64,30 @@ def row_work(plan: Plan, row: Microbatch, labelled: int) -> Work:
 def timeline(plan: Plan) -> list[Step]:
     """(phase, row, begin, end, tokens held at the end) of every forward and backward."""
     begin, held, steps = 0.0, 0, []
-    for phase, index in plan.schedule():
-        row = plan.microbatches[index]
+    for instruction in plan.program.instructions:
+        row = plan.microbatches[instruction.microbatch]
+        ahead = instruction.operation == FORWARD
         # Every leaf is a response, alone or, in dense rows, behind its prompt.
         trained = 0 if row.children else RESPONSE_TOKENS * len(row.segments)
         forward = row_work(plan, row, trained).forward_flops(SHAPE)
         whole = row_work(plan, row, trained).step_flops(SHAPE)
-        end = begin + (forward if phase == "F" else whole - forward)
-        held += row.run_tokens if phase == "F" else -row.run_tokens
-        name = "B" if not row.children else "A" if phase == "F" else "C"
-        steps.append((name, plan.microbatch_names[index], begin, end, held))
+        end = begin + (forward if ahead else whole - forward)
+        held += row.run_tokens if ahead else -row.run_tokens
+        name = phase_of(instruction.operation, row)
+        steps.append((name, plan.microbatch_names[row.index], begin, end, held))
         begin = end
     return steps
 
 
 def draw_tree(axis: Axes) -> None:
     middle = (RESPONSES - 1) / 2
-    axis.barh(middle, PROMPT_TOKENS, 0.55, color=COLOURS["A"])
+    axis.barh(middle, PROMPT_TOKENS, 0.55, color=COLOURS[PREFIX_FORWARD])
     axis.text(PROMPT_TOKENS / 2, middle, f"prompt, {PROMPT_TOKENS:,} tokens", ha="center",
               va="center", color="white", fontsize=9)  # fmt: skip
     for n in range(RESPONSES):
         begin = PROMPT_TOKENS + 700
         axis.plot([PROMPT_TOKENS, begin], [middle, n], color="#555555", lw=1)
-        axis.barh(n, RESPONSE_TOKENS, 0.55, left=begin, color=COLOURS["B"])
+        axis.barh(n, RESPONSE_TOKENS, 0.55, left=begin, color=COLOURS[LEAF])
     axis.text(PROMPT_TOKENS + 700 + RESPONSE_TOKENS / 2, -0.62, f"{RESPONSES} responses",
               ha="center", fontsize=9)  # fmt: skip
     axis.set_title("the tokens of a group", fontsize=10, loc="left")
@@ -91,7 +98,7 @@ def draw_tree(axis: Axes) -> None:
 def draw_bars(axis: Axes, y: float, steps: list[Step], unit: float, dense: bool) -> None:
     for name, row, begin, end, _ in steps:
         colour = COLOURS["dense"] if dense else COLOURS[name]
-        forward = name == "A" or (name == "B" and (begin, row) == first_of(steps, row))
+        forward = name == PREFIX_FORWARD or (name == LEAF and (begin, row) == first_of(steps, row))
         axis.barh(y, (end - begin) / unit, 0.62, left=begin / unit, color=colour,
                   alpha=0.72 if forward else 1.0, edgecolor="white", linewidth=0.8)  # fmt: skip
 
@@ -146,7 +153,7 @@ def draw(shared: Plan, dense: Plan, output: Path) -> None:
     bars.set_ylim(1.5, -1.0)
     bars.set_title("forwards (pale) and backwards of the rows", fontsize=10, loc="left")
     draw_memory(memory, dense, dense_steps, unit, COLOURS["dense"])
-    draw_memory(memory, shared, steps, unit, COLOURS["A"])
+    draw_memory(memory, shared, steps, unit, COLOURS[PREFIX_FORWARD])
     memory.set_ylabel("activations, GB")
     memory.set_xlabel("counted work, in shared steps")
     memory.set_ylim(bottom=0)

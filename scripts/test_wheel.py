@@ -100,7 +100,7 @@ def check_sdist(sdist: Path) -> None:
     for needed in ("pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"):
         assert PurePosixPath(needed) in names, f"the sdist lacks {needed}"
     parts = {part for name in names for part in name.parts}
-    assert {"src", "tests", "docs", "scripts", "examples"} <= parts
+    assert {"src", "tests", "docs", "scripts", "examples", "benchmarks"} <= parts
     unwanted = {p for p in parts if p == "__pycache__" or (p.startswith(".") and p != ".gitignore")}
     assert not unwanted, f"the sdist holds {', '.join(sorted(unwanted))}"
 
@@ -126,6 +126,8 @@ def use(folder: Path, python: Path) -> None:
     assert run(command, "--version", cwd=here) == f"{NAME} {VERSION}\n"
     plan = json.loads(run(command, "plan", "rollouts.jsonl", "--json", cwd=here))
     assert (plan["logical_tokens"], plan["unique_tokens"]) == (10, 6), plan
+    absent = "import importlib.util as u; print(u.find_spec('benchmarks'))"
+    assert run(python, "-c", absent, cwd=here).strip() == "None", "the wheel has the benchmarks"
     doctor = json.loads(run(command, "doctor", "--json", cwd=here))
     assert doctor["passed"] and doctor["versions"][NAME] == VERSION, doctor
 

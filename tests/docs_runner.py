@@ -21,6 +21,7 @@ import torch
 import forkpoint
 from forkpoint.testing import tiny_model
 
+ROOT = Path(__file__).parents[1]
 RUN = ("python", "console")
 SHOWN = ("json", "sh", "text")
 OUTPUT_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -89,6 +90,8 @@ def _run_console(block: Block, path: Path, folder: Path, namespace: dict[str, An
     environment = {
         **os.environ,
         "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        # Benchmarks are run from a checkout.
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "100",
     }

@@ -6,7 +6,7 @@ import numpy as np
 
 import plan_shapes
 from forkpoint import Rollout, RolloutBatch
-from forkpoint.plan.calibration import Calibration, Curve
+from forkpoint.plan.pricing.calibration import Calibration, Curve
 
 SHAPE = replace(plan_shapes.SHAPE, layers=4, windows=())
 

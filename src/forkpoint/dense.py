@@ -2,7 +2,7 @@
 
 The stock model's own forward, one rollout at a time, with a log-softmax over its logits: what users
 would write, and what every claim that gradients are exact is measured against. Of the engine it has
-only the tensors that a loss is shown (`engine.views`); no plan, microbatch, kernel, head or
+only the tensors that a loss is shown (`losses.views`); no plan, microbatch, kernel, head or
 schedule.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forkpoint.engine.views import LossViews, batch_denominators
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
+from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.rollouts import RolloutBatch
 
 

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.config import Config
+from forkpoint.device import device_name
 from forkpoint.differentiable import Differentiable, Pending, Weights
-from forkpoint.engine.device import device_name
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.guard import Step
 from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.engine.host import Host
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging, staging_for
-from forkpoint.engine.views import batch_denominators, check_range
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.modules import list_once
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.outputs import PerToken
+from forkpoint.losses.views import batch_denominators, check_range
 from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.calibration import Calibration, find_calibration
+from forkpoint.plan.pricing.calibration import Calibration, find_calibration
 from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.selfcheck import self_check
 from forkpoint.verify import VerifyReport, verify

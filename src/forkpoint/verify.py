@@ -6,7 +6,8 @@ Both are compared with ordinary training in higher precision, so that the questi
 
 import copy
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from forkpoint.dense import DenseRun, dense_run
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.guard import Step
+from forkpoint.engine.host import Host
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, follow
+from forkpoint.hosts.routes import Observed, RoutedRun, Router, Routes, find_routers, follow
 from forkpoint.hosts.upcasts import lift_upcasts, run_plain_experts, run_plain_recurrences
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.plan.plan import Plan
@@ -25,9 +27,6 @@ from forkpoint.verify_report import ParameterError as ParameterError
 from forkpoint.verify_report import RouteCounts as RouteCounts
 from forkpoint.verify_report import RouteReport as RouteReport
 from forkpoint.verify_report import VerifyReport as VerifyReport
-
-if TYPE_CHECKING:
-    from forkpoint.policy import Policy, StepStats
 
 Gradients = dict[str, Tensor | None]
 
@@ -44,8 +43,43 @@ OVERALL_ULPS = {torch.float32: 8.0, torch.bfloat16: 1 / 16, torch.float16: 1 / 1
 LEAST_PART = 0.01
 
 
+class StepFigures(Protocol):
+    """What is compared of a step: see `forkpoint.StepStats`."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def per_token(self) -> Mapping[str, Tensor]: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def logical_tokens(self) -> int: ...
+    @property
+    def computed_tokens(self) -> int: ...
+
+
+class Stepping(Observed, Protocol):
+    """A policy whose steps are compared: see `forkpoint.Policy`."""
+
+    @property
+    def host(self) -> Host: ...
+    def plan(self, batch: RolloutBatch, loss: Loss | None = None) -> Plan: ...
+    def with_config(self, **changes: object) -> "Stepping": ...
+    def _run_step(
+        self,
+        step: Step,
+        batch: RolloutBatch,
+        loss: Loss,
+        denominators: Denominators | None,
+        scale: float,
+        plan: Plan | None,
+        *,
+        announced: bool,
+    ) -> StepFigures: ...
+
+
 def verify(
-    policy: "Policy",
+    policy: Stepping,
     batch: RolloutBatch,
     loss: Loss,
     denominators: Denominators | None = None,
@@ -75,7 +109,7 @@ def verify(
 
 
 def _verify(
-    policy: "Policy",
+    policy: Stepping,
     batch: RolloutBatch,
     loss: Loss,
     denominators: Denominators | None,
@@ -213,14 +247,14 @@ def _parameter_errors(
 
 
 def _shared(
-    policy: "Policy",
+    policy: Stepping,
     batch: RolloutBatch,
     loss: Loss,
     denominators: Denominators | None,
     changes: Changes,
     plan: Plan | None = None,
     run: RoutedRun | None = None,
-) -> tuple[Gradients, "StepStats"]:
+) -> tuple[Gradients, StepFigures]:
     # It compares more than a sample does.
     unchecked = policy.with_config(self_check=False)
     unchecked.observer = policy.observer
@@ -235,7 +269,7 @@ def _shared(
 
 
 def _reference(
-    policy: "Policy",
+    policy: Stepping,
     batch: RolloutBatch,
     loss: Loss,
     denominators: Denominators | None,

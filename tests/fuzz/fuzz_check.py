@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from forkpoint import RolloutBatch, UnsupportedError, wrap
-from forkpoint.engine.views import LossViews, batch_denominators
 from forkpoint.errors import PlanError
 from forkpoint.losses import LossOutputs
+from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.testing import lifted_upcasts
 
 BAR = 1e-10

@@ -48,7 +48,8 @@ import os, sys, time
 sys.path.insert(0, {folder!r})
 import fuzz_pickles
 from forkpoint import RolloutError
-from forkpoint.traces import pickle_machine, pickles
+from forkpoint.dumps import pickle_machine
+from forkpoint.dumps import pickles
 fuzz_pickles.MOST_SECONDS = 1
 opcode = pickle_machine._opcode
 def with_bug(code):

@@ -1,6 +1,7 @@
 """Runs the command line in this process, and makes the files that its tests read."""
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,17 @@ class Done:
 
 
 class Shell:
-    """Calls the command line and captures what it writes."""
+    """Calls a command line, by default that of forkpoint, and captures what it writes."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(
+        self, capsys: pytest.CaptureFixture[str], run: Callable[[Sequence[str]], int] = main
+    ) -> None:
         self.capsys = capsys
+        self.run = run
 
     def __call__(self, *arguments: object) -> Done:
         self.capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
+        code = self.run([str(argument) for argument in arguments])
         return Done(code, *self.capsys.readouterr())
 
 

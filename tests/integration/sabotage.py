@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.engine import boundary, engine, microbatches, views
-from forkpoint.losses import LossOutputs
+from forkpoint.engine import boundary, engine, microbatches
+from forkpoint.layout import LAUNCH_COLUMNS, Table
+from forkpoint.losses import LossOutputs, views
 from forkpoint.ops.attention import operator, source
 from forkpoint.ops.attention.merge import Part
 from forkpoint.ops.attention.table import FROM_CACHE, Launch
-from forkpoint.plan.layout import COLUMNS, Table
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 
@@ -73,11 +73,11 @@ def leak_between_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
     def leaking(*args: Any) -> Table:
         table = full_table(*args)
         launches = table.launches.copy()
-        first = dict(zip(COLUMNS, launches[0], strict=True))
+        first = dict(zip(LAUNCH_COLUMNS, launches[0], strict=True))
         queries, keys = (first[f"{side}_end"] - first[f"{side}_begin"] for side in "qk")
         joined = {"max_q": queries, "max_k": keys, "cu_q_at": len(table.cu), "count": 1}
         joined["cu_k_at"] = len(table.cu) + 2
-        launches[0] = [{**first, **joined}[column] for column in COLUMNS]
+        launches[0] = [{**first, **joined}[column] for column in LAUNCH_COLUMNS]
         cu = np.concatenate([table.cu, [0, queries, 0, keys]]).astype(np.int32)
         return Table(launches, cu, table.key_index)
 

@@ -15,10 +15,10 @@ from yardstick import Variant, gradient_faults, label, measure, step_faults, tru
 
 from forkpoint import Config, Plan, PlanError, wrap
 from forkpoint.config import Boundary, Sharing
+from forkpoint.layout import Microbatch
 from forkpoint.losses import GRPO, GSPO, Denominators
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
-from forkpoint.plan.layout import Microbatch
 from forkpoint.testing import Watching, lifted_upcasts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")

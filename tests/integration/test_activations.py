@@ -379,7 +379,7 @@ def test_an_engine_without_staging_asserts() -> None:
     model, batch = tiny_model("llama"), forked_batch()
     policy = wrap(model, replace(ACROSS, activations="offload"))
     engine, step = Engine(policy.host, policy.config), Step(policy.host.device)
-    from forkpoint.engine.views import batch_denominators
+    from forkpoint.losses.views import batch_denominators
 
     with pytest.raises(AssertionError, match="nowhere to"):
         step.run(

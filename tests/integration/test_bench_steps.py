@@ -1,19 +1,19 @@
 """The benches of whole steps on a CPU, with a tiny model: they run, and rows say what they are."""
 
 import json
-import runpy
+import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.commands import main
+from benchmarks.plots import draw_all, latest, read_rows
+from benchmarks.steps.capacity import largest
+from benchmarks.steps.stepper import Stepper
+from benchmarks.steps.tree import REPEATS
 from forkpoint import save_rollouts
-from forkpoint.bench.capacity import largest
-from forkpoint.bench.plots import draw_all, latest, read_rows
-from forkpoint.bench.steps import Stepper
-from forkpoint.bench.tree import REPEATS
-from forkpoint.cli import main
 from forkpoint.errors import ConfigError
 from forkpoint.plan.program import PHASES
 from forkpoint.synthetic import synthetic_rollouts
@@ -25,8 +25,9 @@ def bench(
     what: str, folder: Path, capsys: pytest.CaptureFixture[str], *options: str
 ) -> tuple[list[dict], dict]:
     """Rows of a bench and its JSON line."""
+    folder.mkdir(exist_ok=True)
     output = folder / "rows.jsonl"
-    assert main(["bench", what, *options, *TINY, "--output", str(output)]) == 0
+    assert main([what, *options, *TINY, "--output", str(output)]) == 0
     result = json.loads(capsys.readouterr().out)
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert result["rows"] == len(rows)
@@ -94,7 +95,7 @@ def test_predictions_stand_beside_what_was_measured(
 
 def test_time_that_is_up_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "rows.jsonl"
-    command = ["bench", "step-grid", *TINY, "--output", str(output), "--max-seconds", "0"]
+    command = ["step-grid", *TINY, "--output", str(output), "--max-seconds", "0"]
     assert main(command) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["rows"] == 0 and len(result["left_out"]) == 20
@@ -137,7 +138,7 @@ def test_capacity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     cases = {row["case"].partition(" ")[2].partition(":")[0] for row in alone}
     assert cases == {"longest prompt", "like for like"}
-    assert main(["bench", "capacity", *TINY, "--only", "shortest"]) == 2
+    assert main(["capacity", *TINY, "--only", "shortest"]) == 2
     assert "no case has shortest in its name; there are: " in capsys.readouterr().err
 
 
@@ -185,7 +186,7 @@ def test_without_a_gpu_only_the_tiny_shapes_run(capsys: pytest.CaptureFixture[st
 
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    assert main(["bench", "memory"]) == 2
+    assert main(["memory"]) == 2
     assert "--tiny" in capsys.readouterr().err
 
 
@@ -199,7 +200,7 @@ def test_figures_are_drawn_from_rows(tmp_path: Path, capsys: pytest.CaptureFixtu
     with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({**c, "value": 0.5, "bound": 0.4}) + "\n" for c in cells)
     folder = tmp_path / "figures"
-    command = ["bench", "plot", str(tmp_path / "rows.jsonl"), "--output", str(folder), "--json"]
+    command = ["plot", str(tmp_path / "rows.jsonl"), "--output", str(folder), "--json"]
     assert main(command) == 0
     drawn = json.loads(capsys.readouterr().out)["figures"]
     names = ["step-grid", "memory", "capacity", "predicted"]
@@ -240,11 +241,10 @@ def test_a_failure_is_drawn_and_ways_that_do_not_compare_stand_apart(tmp_path: P
     ]
     texts = []
     for path in draw_all(rows, tmp_path):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        texts.append({line.strip() for line in lines if line.strip().startswith("<!--")})
-    assert "<!-- 2048/10240: out of memory -->" in texts[0] and "<!-- 16 -->" in texts[0]
-    assert "<!-- compiled like for like -->" in texts[1]
-    assert "<!-- compiled at their best (nothing to compare with yet) -->" in texts[1]
+        texts.append(re.findall(r"<text [^>]*>([^<]*)</text>", path.read_text(encoding="utf-8")))
+    assert "2048/10240: out of memory" in texts[0] and "16" in texts[0]
+    assert "compiled like for like" in texts[1]
+    assert "compiled at their best (nothing to compare with yet)" in texts[1]
 
 
 ROW = {"bench": "step-grid", "case": "eager 2/8 N=4", "metric": "speed-up", "value": 1, "bound": 2}
@@ -271,7 +271,7 @@ ROW = {"bench": "step-grid", "case": "eager 2/8 N=4", "metric": "speed-up", "val
 def test_what_is_no_row_is_refused(changes: dict, said: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(ROW)}\n{json.dumps({**ROW, **changes})}\n")
-    with pytest.raises(ConfigError, match=f"line 2 is not a row of a bench: {said}"):
+    with pytest.raises(ConfigError, match=f"line 2 is not a row of a benchmark: {said}"):
         read_rows([path])
 
 
@@ -317,12 +317,21 @@ def test_the_largest_that_fits(limit: int, first: int) -> None:
         assert len(tried) <= 4, "begun near the answer it does not take long"
 
 
-def test_profiles_run_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Path(__file__).parents[2] / "benchmarks" / "profile_step.py"
+def test_profiles_run_without_a_gpu(tmp_path: Path) -> None:
     output = tmp_path / "profile.jsonl"
-    options = ["--shape", "tiny", "--layers", "1", "--cells", "96/32/4", "--longest", "0"]
-    monkeypatch.setattr("sys.argv", [str(script), *options, "--output", str(output)])
-    runpy.run_path(str(script), run_name="__main__")
+    options = ["--shape", "tiny", "--layers", "1", "--cells", "96/32/4", "--json"]
+    assert main(["profile-step", *options, "--output", str(output)]) == 0
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if row["metric"] == "step"]
     assert len(steps) == 3 and all(row["value"] > 0 for row in steps)
+
+
+def test_plans_that_were_not_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "rows.jsonl"
+    options = ["--shape", "tiny", "--cells", "96/32/4", "--leaf-tokens", "64", "--json"]
+    assert main(["plan-variants", *options, "--output", str(output)]) == 0
+    assert json.loads(capsys.readouterr().out)["cases"] == 4
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert len(values(rows, "speed-up")) == 4
+    assert main(["plan-variants", "--cells", "96/32"]) == 2
+    assert "cells has '96/32'; it takes prompt/response/count" in capsys.readouterr().err

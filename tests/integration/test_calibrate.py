@@ -12,7 +12,7 @@ from steps import forked_batch
 from forkpoint import Config, ConfigError, losses, wrap
 from forkpoint.cli import main
 from forkpoint.cli.models import random_model
-from forkpoint.plan.calibration import FOLDER_VARIABLE, Calibration
+from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.synthetic import synthetic_rollouts
 

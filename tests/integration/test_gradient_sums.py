@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from forkpoint import Config, RolloutBatch, wrap
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradient_sums import GradientSums
-from forkpoint.engine.views import batch_denominators
 from forkpoint.losses import GRPO
+from forkpoint.losses.views import batch_denominators
 from forkpoint.testing import tiny_model
 
 BATCH = forked_batch()

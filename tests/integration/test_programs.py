@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.test_program import any_order
 from torch import nn
 
 from forkpoint import Config, losses, wrap
@@ -18,8 +17,8 @@ from forkpoint.plan import Plan
 from forkpoint.plan.align_programs import align
 from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.testing import tiny_model
+from tests.unit.test_program import any_order
 
-MODELS = ("llama", "gemma3_text", "qwen3_5_text", "qwen3_moe")
 ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=8, self_check=False)
 CONFIGS = {
     "keep": ACROSS,
@@ -29,13 +28,21 @@ CONFIGS = {
     "dense": replace(ACROSS, sharing="none", boundary="within", max_microbatch_tokens=40),
 }
 LOSSES: dict[str, Loss] = {"grpo": losses.GRPO(), "gspo": losses.GSPO()}
-EXTRA = {"qwen3_moe": {"experts_implementation": "eager"}}
 FAR = 1e-12
+
+
+CASES = [
+    *(("llama", way, loss) for way in CONFIGS for loss in LOSSES),
+    ("gemma3_text", "mixed", "gspo"),
+    ("qwen3_5_text", "recompute", "grpo"),
+    ("qwen3_moe", "keep", "gspo"),
+]
 
 
 @cache
 def forked_batch() -> RolloutBatch:
-    """Two groups, of which one forks twice; three responses of six tokens below each fork."""
+    """Two groups, of which one forks twice; three responses of six tokens below each fork. All
+    tokens after the prompts are trained."""
     rng = np.random.default_rng(3)
 
     def ids(count: int) -> list[int]:
@@ -48,14 +55,18 @@ def forked_batch() -> RolloutBatch:
         for fork in forks:
             for _ in range(3):
                 tokens = [*prompt, *fork, *ids(6)]
-                mask = [0] * (len(tokens) - 6) + [1] * 6
+                mask = [0] * 9 + [1] * (len(tokens) - 9)
                 rollouts.append(Rollout(tokens, mask, rng.normal(), group_id=str(group)))
     return RolloutBatch(rollouts)
 
 
 @cache
 def model(name: str) -> nn.Module:
-    return tiny_model(name, **EXTRA.get(name, {}))
+    if name != "qwen3_moe":
+        return tiny_model(name)
+    found = tiny_model(name, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    found.set_experts_implementation("eager")  # the default's product has no float64
+    return found
 
 
 def step(
@@ -81,9 +92,7 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return worst
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("way", CONFIGS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "way", "loss"), CASES)
 def test_any_order_that_keeps_to_the_dependencies_is_exact(name: str, way: str, loss: str) -> None:
     batch, config = forked_batch(), CONFIGS[way]
     plan = wrap(model(name), config).plan(batch, LOSSES[loss])
@@ -100,8 +109,9 @@ def test_any_order_that_keeps_to_the_dependencies_is_exact(name: str, way: str, 
     assert moved
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "loss"), [("llama", "grpo"), ("llama", "gspo"), ("qwen3_moe", "gspo")]
+)
 def test_programs_aligned_with_those_of_other_ranks_are_exact(name: str, loss: str) -> None:
     """What another rank adds to the common shape changes nothing: idle slots, recomputes, heads."""
     batch = forked_batch()
@@ -111,8 +121,7 @@ def test_programs_aligned_with_those_of_other_ranks_are_exact(name: str, loss: s
     # A rank without scores among ranks that have them, and the reverse.
     single = wrap(model(name), CONFIGS["keep"]).plan(batch)
     programs = align([*(plan.program for plan in plans.values()), single.program])
-    own = sum(not i.idle for i in programs[0].instructions)
-    assert own < len(programs[0].instructions)
+    assert all(any(i.idle for i in program.instructions) for program in programs[3:])
     for (way, plan), program in zip(plans.items(), programs, strict=False):
         wanted, _ = step(name, CONFIGS[way], plan, LOSSES[loss], batch)
         found, _ = step(name, CONFIGS[way], replace(plan, program=program), LOSSES[loss], batch)

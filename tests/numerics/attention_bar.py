@@ -16,13 +16,8 @@ from test_attention_forest import Forest, Inputs, gradients, path_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from forkpoint.ops.attention import (
-    KERNELS,
-    AttentionTable,
-    CacheSlice,
-    accumulate_dtype,
-    shared_attention,
-)
+from forkpoint.ops.attention import KERNELS, AttentionTable, CacheSlice, shared_attention
+from forkpoint.ops.dtypes import accumulate_dtype
 
 RECORDS = {kernel.name: kernel for kernel in KERNELS}
 SEGMENT_LENIENCE = 4.0

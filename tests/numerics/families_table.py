@@ -14,7 +14,8 @@ from pathlib import Path
 
 from torch import nn
 
-from forkpoint.bench.rows import ResultRow, environment
+from benchmarks.rows import ResultRow
+from forkpoint.environment import environment
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.hosts.linear_attention import recurrent_modules
 

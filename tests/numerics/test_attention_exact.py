@@ -13,7 +13,8 @@ from test_attention_forest import (
 )
 from torch import Tensor
 
-from forkpoint.ops.attention import CacheSlice, accumulate_dtype, shared_attention
+from forkpoint.ops.attention import CacheSlice, shared_attention
+from forkpoint.ops.dtypes import accumulate_dtype
 
 KERNELS = ("reference", "cpu_flash")
 SCALE = 0.3

@@ -12,7 +12,8 @@ from test_attention_forest import (
 )
 from torch import Tensor
 
-from forkpoint.ops.attention import AttentionTable, CacheSlice, accumulate_dtype, shared_attention
+from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention
+from forkpoint.ops.dtypes import accumulate_dtype
 
 pytestmark = [
     pytest.mark.gpu,

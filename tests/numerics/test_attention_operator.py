@@ -23,7 +23,6 @@ from forkpoint.ops.attention import (
     AttentionTable,
     CacheSlice,
     Kernel,
-    accumulate_dtype,
     registry,
     select_kernel,
     shared_attention,
@@ -31,6 +30,7 @@ from forkpoint.ops.attention import (
 from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.source import RowSum, Source
 from forkpoint.ops.attention.table import read_launches
+from forkpoint.ops.dtypes import accumulate_dtype
 
 FOREST = make_forest([-1, 0, 0, 2], [5, 7, 3, 6], external=[0])
 SCALE = 0.3

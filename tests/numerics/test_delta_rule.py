@@ -12,6 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forkpoint import Config, RolloutBatch
+from forkpoint.layout import (
+    ConvolutionLayout,
+    Level,
+    StateLayout,
+    convolution_layout,
+    state_layout,
+)
 from forkpoint.ops.delta_rule import (
     chunked,
     fla,
@@ -26,13 +33,6 @@ from forkpoint.ops.recurrence import (
     short_convolution,
 )
 from forkpoint.plan import make_plan
-from forkpoint.plan.recurrence import (
-    ConvolutionLayout,
-    Level,
-    StateLayout,
-    convolution_layout,
-    state_layout,
-)
 from strategies import batches
 
 NAMES = ("q", "k", "v", "g", "beta", "initial")

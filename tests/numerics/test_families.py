@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
-from forkpoint.engine.microbatches import MicrobatchContext
+from forkpoint.engine.microbatches import MicrobatchState
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.ops.attention.table import AttentionTable
@@ -160,13 +160,13 @@ WAYS = [
 def test_gradients_equal_dense(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family)
     windows: set[int] = set()
-    table = MicrobatchContext.table
+    table = MicrobatchState.table
 
-    def noting(self: MicrobatchContext, window: int, device: torch.device) -> AttentionTable:
+    def noting(self: MicrobatchState, window: int, device: torch.device) -> AttentionTable:
         windows.add(window)
         return table(self, window, device)
 
-    monkeypatch.setattr(MicrobatchContext, "table", noting)
+    monkeypatch.setattr(MicrobatchState, "table", noting)
     loss = GRPO(kl=0.1)
     worst = 0.0
     with lifted_upcasts(model):

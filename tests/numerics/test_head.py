@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forkpoint.engine.head import _parts, token_logprobs, token_logprobs_reference
 from forkpoint.errors import ConfigError
+from forkpoint.ops.head.logprobs import _parts, token_logprobs, token_logprobs_reference
 
 TOKENS, VOCAB, WIDTH = 23, 37, 8
 SYNCS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "item")
@@ -394,7 +394,7 @@ def test_cuda_without_syncs_and_within_the_error_bars(dtype, bias, autocast, kee
 @pytest.mark.parametrize("vocab", [37, 4096, 10_001])
 def test_the_fused_softmax_in_one_pass(vocab, scaled, entropy):
     """Whole blocks masked at either end, logits that are sure of a token, any vocabulary."""
-    from forkpoint.engine.head_triton import softmax_gradient_, softmax_stats
+    from forkpoint.ops.head.triton_softmax import softmax_gradient_, softmax_stats
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(vocab)

@@ -8,8 +8,8 @@ import torch
 from test_delta_rule_gpu import pytestmark as gpu_marks
 from test_delta_rule_gpu import with_fla as with_fla
 
+from benchmarks.steps.hybrid import QWEN35_4B, TINY, make_model
 from forkpoint import Config, Rollout, RolloutBatch, wrap
-from forkpoint.bench.hybrid import QWEN35_4B, TINY, make_model
 from forkpoint.losses import GRPO
 
 VOCAB = 8192

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.shapes import SHAPES, make_group, make_model
 from forkpoint import Config, wrap
-from forkpoint.bench.shapes import SHAPES, make_group, make_model
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.guard import Step
-from forkpoint.engine.views import batch_denominators
 from forkpoint.losses import GRPO, GSPO
+from forkpoint.losses.views import batch_denominators
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.shapes import SHAPES, make_group, make_model
 from forkpoint import Config, wrap
-from forkpoint.bench.shapes import SHAPES, make_group, make_model
 from forkpoint.losses import GRPO
 
 pytestmark = [

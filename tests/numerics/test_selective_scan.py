@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from forkpoint import UnsupportedError
+from forkpoint.layout import Level, StateLayout
 from forkpoint.ops.recurrence import Sequences, StateTable
 from forkpoint.ops.selective_scan import chunked, reference, selective_scan
-from forkpoint.plan.recurrence import Level, StateLayout
 
 NAMES = ("x", "a", "b", "c", "initial")
 RAGGED = [1, 70, 64, 3, 130, 1, 128]

@@ -44,7 +44,7 @@ PLANNED_BARS = {
 }
 COLD_MS, WARM_MS = 50.0, 10.0
 SLOWER = 6
-"""Tests allow for so much slower machines; benchmarks/align.py prints the times."""
+"""Tests allow for so much slower machines; `python -m benchmarks align` prints the times."""
 
 
 @st.composite

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from forkpoint.bench.attention_alternatives import dense_lengths, runs_of, sum_of_copies
-from forkpoint.bench.attention_cases import Case
-from forkpoint.bench.shapes import make_group, make_model
-from forkpoint.bench.steps import Dense, Stepper, Timed, best_dense
+from benchmarks.attention.alternatives import dense_lengths, runs_of, sum_of_copies
+from benchmarks.attention.cases import Case
+from benchmarks.shapes import make_group, make_model
+from benchmarks.steps.stepper import Dense, Stepper, Timed, best_dense
 from forkpoint.plan import make_plan
 
 

@@ -1,24 +1,22 @@
 """Plots are drawn from rows: a bar is what the row says."""
 
 import json
-import runpy
 from pathlib import Path
 
 import pytest
+
+from benchmarks.attention.plot import rates
+from benchmarks.plots import draw_all, read_rows
+from forkpoint.errors import ConfigError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROWS = BENCHMARKS / "results" / "attention-h200.jsonl"
 
 
-@pytest.fixture(scope="module")
-def script() -> dict:
-    return runpy.run_path(str(BENCHMARKS / "plot_attention.py"))
-
-
 @pytest.mark.parametrize("suite", ["dualkv", "prompt-caching"])
-def test_bars_are_the_rates_of_the_rows(script: dict, suite: str) -> None:
+def test_bars_are_the_rates_of_the_rows(suite: str) -> None:
     rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-    found = script["rates"](rows, suite)
+    found = rates(rows, suite)
     last = {row["case"]: row["command"] for row in rows}
     shown = 0
     for row in rows:
@@ -31,20 +29,22 @@ def test_bars_are_the_rates_of_the_rows(script: dict, suite: str) -> None:
     assert shown > 4
 
 
-def test_ways_without_a_rate_of_their_own_compare_by_time(script: dict) -> None:
+def test_ways_without_a_rate_of_their_own_compare_by_time() -> None:
     values = {"fa4/forward": 2.0, "fa4/forward_rate": 600.0, "dense_fa4/forward": 6.0}
     rows = [
         {"case": "s/c", "metric": metric, "value": value, "command": "now"}
         for metric, value in values.items()
     ]
     rows.insert(0, {"case": "s/c", "metric": "flex/forward", "value": 1.0, "command": "before"})
-    assert script["rates"](rows, "s")["forward"] == {"c": {"fa4": 600.0, "dense_fa4": 200.0}}
+    assert rates(rows, "s")["forward"] == {"c": {"fa4": 600.0, "dense_fa4": 200.0}}
 
 
-def test_a_plot_is_written(script: dict, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-    script["draw"](script["rates"](rows, "dualkv"), "title", tmp_path / "plot.svg")
-    text = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+def test_figures_of_attention_are_drawn_again(tmp_path: Path) -> None:
+    rows = read_rows([ROWS])
+    drawn = draw_all(rows, tmp_path)
+    suites = ("dualkv", "prompt-caching", "ragged", "small")
+    assert [path.name for path in drawn] == [f"attention-{suite}.svg" for suite in suites]
+    text = drawn[0].read_text(encoding="utf-8")
     best = max(
         row["value"]
         for row in rows
@@ -52,3 +52,13 @@ def test_a_plot_is_written(script: dict, tmp_path: Path) -> None:
     )
     shown = text.replace(" ", "")
     assert "forward: TFLOP/s on visible pairs" in text and f">{best:.0f}<" in shown
+    again = draw_all(rows, tmp_path / "again")
+    assert [p.read_bytes() for p in again] == [p.read_bytes() for p in drawn]
+
+
+def test_rows_of_attention_without_their_command_are_refused(tmp_path: Path) -> None:
+    row = {"bench": "attention", "case": "dualkv/a", "metric": "fa4/forward", "value": 1}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match="line 1 is not a row of a benchmark: command is None"):
+        read_rows([path])

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from forkpoint.engine.boundary import Capture, PrefixCache, boundary
-from forkpoint.ops.attention import accumulate_dtype
+from forkpoint.ops.dtypes import accumulate_dtype
 
 KEY = (0, "k")
 # Places 1-3 and 5-6 of a microbatch of 6 tokens, and where they go in an cache of 8.

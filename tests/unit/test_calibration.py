@@ -17,16 +17,16 @@ from forkpoint import Config, ConfigError, Plan, PlanError
 from forkpoint.forest import build_forest
 from forkpoint.plan import make_plan
 from forkpoint.plan.builder import Builder
-from forkpoint.plan.calibration import (
+from forkpoint.plan.planner import _chosen
+from forkpoint.plan.predict import cache_bytes, let_go, microbatches_let_go, peak_bytes
+from forkpoint.plan.pricing.calibration import (
     FOLDER_VARIABLE,
     Calibration,
     Curve,
     calibration_path,
     find_calibration,
 )
-from forkpoint.plan.meters import CountedMeter, Meter
-from forkpoint.plan.planner import _chosen
-from forkpoint.plan.predict import cache_bytes, let_go, microbatches_let_go, peak_bytes
+from forkpoint.plan.pricing.meters import CountedMeter, Meter
 from made_calibrations import SHAPE, flat, group, line, made_up
 from strategies import batches
 

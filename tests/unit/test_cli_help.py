@@ -49,10 +49,6 @@ OPTIONS = {
         *("--model", "--limit-groups", "--limit", "--json"),
         *(*LOSS, *READING, *PLANNING, *RUNTIME),
     },
-    "bench": {
-        *("--suite", "--kernels", "--dtypes", "--output", "--json"),
-        *("--only", "--layers", "--blocks", "--repeats"),
-    },
     "calibrate": {
         *("--model", "--output", "--dtype", "--device", "--blocks", "--max-seconds", "--json"),
     },
@@ -105,6 +101,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], tuple(COMMANDS)),
         (["plna"], ("plna", "plan")),
+        (["bench"], ("no longer a command", "python -m benchmarks")),
         (["plan"], ("FILE", "required")),
         (["replay", "x.jsonl"], ("--model", "required")),
         (["plan", "x.jsonl", "--sharing", "all"], ("all", "--sharing", "none", "group", "tree")),

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from forkpoint import Config, ConfigError, ModelShape, Rollout, RolloutBatch
 from forkpoint.forest import build_forest, sort_rollouts
 from forkpoint.plan import Work
-from forkpoint.plan.cost import dense_work, forest_work, visible_pairs
 from forkpoint.plan.planner import make_plan
+from forkpoint.plan.pricing.cost import dense_work, forest_work, visible_pairs
 
 LLAMA3_8B = {
     "num_hidden_layers": 32,

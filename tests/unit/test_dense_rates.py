@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.steps.dense_rates import Amounts, at_dense_rates
 from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.bench.dense_rates import Amounts, at_dense_rates
 from forkpoint.plan import make_plan
 from plan_shapes import SHAPE as TWO_LAYERS
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from forkpoint.engine.device import on_device
+from forkpoint.device import on_device
 
 CPU = torch.device("cpu")
 

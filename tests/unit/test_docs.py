@@ -10,7 +10,9 @@ import torch
 from docs_runner import Block, blocks, commands, reader, run_file
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted(
+    path for folder in (ROOT, ROOT / "docs", ROOT / "benchmarks") for path in folder.glob("*.md")
+)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 TARGET = re.compile(r"\bmake ([a-z][a-z-]*)")
 

@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "forkpoint"
+BENCHMARKS = ROOT / "benchmarks"
 MODULES = sorted(SOURCE.rglob("*.py"))
+EVERY_FILE = [*MODULES, *sorted(BENCHMARKS.rglob("*.py"))]
 MOST_LINES = 500
 
 # What each part of the core may import of forkpoint, besides itself. What is not listed is the
@@ -26,14 +28,27 @@ CORE = {
     "rollouts": {"batch_tensors", "rollout_fields", "errors"},
     "schema": {"rollouts"},
     "rollout_files": {"rollouts", "errors"},
-    "traces": {"byte_sizes", "rollout_files", "rollouts", "errors"},
+    "dumps": {"byte_sizes", "rollout_files", "rollouts", "errors"},
+    "traces": {"dumps", "byte_sizes", "rollout_files", "rollouts", "errors"},
     "forest": set(),
-    "plan": {"forest", "rollouts", "schema", "config", "errors"},
-    "ops": {"plan", "errors"},
-    "losses": {"rollouts", "rollout_fields", "errors"},
-    "engine": {"ops", "losses", "plan", "forest", "rollouts", "config", "errors"},
+    "layout": {"forest"},
+    "plan": {"layout", "forest", "rollouts", "schema", "config", "errors"},
+    "device": set(),
+    "ops": {"layout", "device", "errors"},
+    "losses": {"device", "forest", "rollouts", "rollout_fields", "errors"},
+    "engine": {
+        "ops",
+        "device",
+        "losses",
+        "plan",
+        "layout",
+        "forest",
+        "rollouts",
+        "config",
+        "errors",
+    },
 }
-WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine"}
+WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"device", "ops", "losses", "engine"}
 LIBRARIES_OF_HOSTS = {"transformers", "peft", "accelerate", "trl", "verl", "torchtitan"}
 TORCH_AND_HOSTS = {"torch", *LIBRARIES_OF_HOSTS}
 
@@ -67,7 +82,7 @@ def not_allowed(path: Path, allowed: set[str]) -> set[str]:
     return {n for n in inside if not any(n == a or n.startswith(f"{a}.") for a in allowed)}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
+@pytest.mark.parametrize("path", EVERY_FILE, ids=relative)
 def test_files_are_short(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MOST_LINES, f"{lines} lines, at most {MOST_LINES}: split it by ideas"
@@ -90,6 +105,74 @@ def test_the_core_knows_no_library_of_models(path: Path) -> None:
 def test_plans_need_no_torch(path: Path) -> None:
     found = {n.partition(".")[0] for n in imports(path)} & TORCH_AND_HOSTS
     assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_the_package_knows_no_benchmark(path: Path) -> None:
+    """They are not in the wheel."""
+    found = {name for name in imports(path) if name.partition(".")[0] == BENCHMARKS.name}
+    assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
+
+
+def module_of(path: Path) -> str:
+    parts = (
+        path.relative_to(SOURCE.parent if SOURCE in path.parents else ROOT).with_suffix("").parts
+    )
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """By module: the modules that it imports, in functions and for type checking as well."""
+    found = {module_of(path): path for path in EVERY_FILE}
+    graph = {}
+    for module, path in found.items():
+        named = set(imports(path))
+        # The import of a name is that of the module which has it.
+        modules = {n if n in found else n.rpartition(".")[0] for n in named}
+        graph[module] = (modules & found.keys()) - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Sets of modules of which each imports, by way of the others, every other."""
+    reached: dict[str, set[str]] = {}
+    for module in graph:
+        seen, todo = set(), [module]
+        while todo:
+            for other in graph[todo.pop()] - seen:
+                seen.add(other)
+                todo.append(other)
+        reached[module] = seen
+    return {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in graph
+        if module in reached[module]
+    }
+
+
+def test_modules_import_in_no_circle() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {frozenset("abc")}
+    found = circles(imported_modules())
+    assert not found, [sorted(circle) for circle in found]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_forwards_are_replaced_in_one_place(path: Path) -> None:
+    """By `Changes.replace_forward`, which records how to put the module's own back."""
+    if path == SOURCE / "engine" / "changes.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        assigned = any(isinstance(t, ast.Attribute) and t.attr == "forward" for t in targets)
+        is_set = (
+            isinstance(node, ast.Call)
+            and (
+                (isinstance(node.func, ast.Attribute) and node.func.attr == "set")
+                or (isinstance(node.func, ast.Name) and node.func.id == "setattr")
+            )
+            and any(isinstance(a, ast.Constant) and a.value == "forward" for a in node.args)
+        )
+        assert not (assigned or is_set), f"{relative(path)}, line {getattr(node, 'lineno', 0)}"
 
 
 def test_core_parts_exist() -> None:

@@ -2,7 +2,7 @@
 
 from torch.autograd.profiler_util import FunctionEventAvg
 
-from forkpoint.bench.kernel_kinds import Spent, by_kind, kind_of
+from benchmarks.kernel_kinds import Spent, by_kind, kind_of
 
 KINDS = {"products": r"gemm|mm$", "rectangles": r"gem", "fills": r"^fill"}
 COMPILED = {"products": r"^triton_mm"}

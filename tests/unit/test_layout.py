@@ -9,29 +9,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, Plan, Rollout, RolloutBatch
-from forkpoint.ops.attention import AttentionTable
-from forkpoint.plan import make_plan
-from forkpoint.plan.layout import (
-    CACHE,
-    COLUMNS,
-    GATHERED,
-    OWN,
+from forkpoint.layout import (
+    FROM_CACHE,
+    FROM_GATHER,
+    FROM_OWN,
+    LAUNCH_COLUMNS,
     Microbatch,
     Reach,
     Table,
     full_table,
     windowed_table,
 )
+from forkpoint.ops.attention import AttentionTable
+from forkpoint.plan import make_plan
 from strategies import COMBINATIONS, batches
 
 EXAMPLES = settings(max_examples=100, derandomize=True, deadline=None)
 
 Slot = tuple[int, int]
-"""(OWN, place of the microbatch) or (CACHE, place of the cache)."""
+"""(FROM_OWN, place of the microbatch) or (FROM_CACHE, place of the cache)."""
 
 
 def launches_of(table: Table) -> list[dict[str, int]]:
-    return [dict(zip(COLUMNS, launch, strict=True)) for launch in table.launches.tolist()]
+    return [dict(zip(LAUNCH_COLUMNS, launch, strict=True)) for launch in table.launches.tolist()]
 
 
 def visible(table: Table, window: int = 0) -> dict[int, Counter[Slot]]:
@@ -51,10 +51,10 @@ def visible(table: Table, window: int = 0) -> dict[int, Counter[Slot]]:
                 for key in keys[first : last + 1]:
                     place = launch["k_begin"] + key
                     source = launch["source"]
-                    if source == GATHERED:
+                    if source == FROM_GATHER:
                         assert table.key_index is not None
                         at = int(table.key_index[place])
-                        source, place = (OWN, at) if at >= 0 else (CACHE, -1 - at)
+                        source, place = (FROM_OWN, at) if at >= 0 else (FROM_CACHE, -1 - at)
                     seen[launch["q_begin"] + query][source, place] += 1
     return seen
 
@@ -68,7 +68,9 @@ def on_path(plan: Plan, microbatch: Microbatch) -> dict[int, list[Slot]]:
         path: list[Slot] = []
         for ancestor in plan.forest.path(segment):
             inside = ancestor in own
-            source, begin = (OWN, own[ancestor]) if inside else (CACHE, plan.cache_of[ancestor])
+            source, begin = (
+                (FROM_OWN, own[ancestor]) if inside else (FROM_CACHE, plan.cache_of[ancestor])
+            )
             path += [(source, begin + i) for i in range(plan.forest.length[ancestor])]
         above = int(plan.forest.start[segment])
         for i in range(plan.forest.length[segment]):
@@ -128,8 +130,8 @@ def test_the_launches_of_a_flat_group_in_one_microbatch() -> None:
     (microbatch,) = plan.microbatches
     table = full_table(plan.forest, microbatch, plan.cache_of)
     assert table.launches.tolist() == [
-        [OWN, 1, 0, 9, 0, 9, 5, 5, 0, 4, 3],
-        [OWN, 0, 5, 9, 0, 3, 4, 3, 8, 10, 1],
+        [FROM_OWN, 1, 0, 9, 0, 9, 5, 5, 0, 4, 3],
+        [FROM_OWN, 0, 5, 9, 0, 3, 4, 3, 8, 10, 1],
     ]
     assert table.cu.tolist() == [*(0, 5, 6, 9), *(0, 5, 6, 9), *(0, 4), *(0, 3)]
 
@@ -164,14 +166,14 @@ def test_the_launches_of_a_flat_group_across_microbatches() -> None:
     )
     parent, child = plan.microbatches
     alone = full_table(plan.forest, parent, plan.cache_of)
-    assert alone.launches.tolist() == [[OWN, 1, 0, 3, 0, 3, 3, 3, 0, 2, 1]]
+    assert alone.launches.tolist() == [[FROM_OWN, 1, 0, 3, 0, 3, 3, 3, 0, 2, 1]]
     table = full_table(plan.forest, child, plan.cache_of)
     assert table.launches.tolist() == [
-        [OWN, 1, 0, 6, 0, 6, 3, 3, 0, 4, 3],
-        [CACHE, 0, 0, 6, 0, 3, 6, 3, 8, 10, 1],
+        [FROM_OWN, 1, 0, 6, 0, 6, 3, 3, 0, 4, 3],
+        [FROM_CACHE, 0, 0, 6, 0, 3, 6, 3, 8, 10, 1],
     ]
     tails = windowed_table(plan.forest, child, plan.cache_of, 3)
-    assert tails.launches.tolist() == [[GATHERED, 1, 0, 6, 0, 12, 3, 5, 0, 4, 3]]
+    assert tails.launches.tolist() == [[FROM_GATHER, 1, 0, 6, 0, 12, 3, 5, 0, 4, 3]]
     assert tails.cu.tolist() == [*(0, 2, 3, 6), *(0, 4, 7, 12)]
     assert tails.key_index is not None
     assert tails.key_index.tolist() == [*(-2, -3, 0, 1), *(-2, -3, 2), *(-2, -3, 3, 4, 5)]
@@ -199,8 +201,8 @@ def test_a_chain_of_microbatches_reads_as_one_slice() -> None:
     assert [microbatch.run_tokens for microbatch in plan.microbatches] == [4, 4, 3]
     last = full_table(plan.forest, plan.microbatches[-1], plan.cache_of)
     assert [(c["source"], c["k_begin"], c["k_end"]) for c in launches_of(last)] == [
-        (OWN, 0, 3),
-        (CACHE, 0, 8),
+        (FROM_OWN, 0, 3),
+        (FROM_CACHE, 0, 8),
     ]
 
 
@@ -227,8 +229,8 @@ def test_keys_of_the_microbatch_do_not_run_on_from_those_of_the_arena() -> None:
         width=0,
     )
     reach = Reach(forest, microbatch, {0: 0})
-    assert reach.above(1) == reach.above(4) == ((CACHE, 0, 3),)
-    assert reach.above(3) == ((CACHE, 0, 3), (OWN, 3, 5))
+    assert reach.above(1) == reach.above(4) == ((FROM_CACHE, 0, 3),)
+    assert reach.above(3) == ((FROM_CACHE, 0, 3), (FROM_OWN, 3, 5))
     table = full_table(forest, microbatch, {0: 0})
-    path = [*((CACHE, i) for i in range(3)), (OWN, 3), (OWN, 4), (OWN, 6)]
+    path = [*((FROM_CACHE, i) for i in range(3)), (FROM_OWN, 3), (FROM_OWN, 4), (FROM_OWN, 6)]
     assert visible(table)[6] == Counter(path)

@@ -16,9 +16,9 @@ from bombs import EMPTY_ZSTD, GOOD, SKIPPABLE, line, long_rollout, with_value
 from bombs import _gzip as gzipped
 from bombs import _zstd as zstded
 from forkpoint import ConfigError, Rollout, RolloutError, load_rollouts
-from forkpoint.traces import compressed, open_rollouts
-from forkpoint.traces.json_lines import parse_object
-from forkpoint.traces.limits import (
+from forkpoint.dumps import compressed
+from forkpoint.dumps.json_lines import parse_object
+from forkpoint.dumps.limits import (
     LEAST_BYTES,
     MIB,
     TIMES_FILE,
@@ -29,6 +29,7 @@ from forkpoint.traces.limits import (
     size_in_bytes,
     tree_bytes,
 )
+from forkpoint.traces import open_rollouts
 
 
 def write(folder: Path, content: bytes, name: str = "x.jsonl") -> Path:
@@ -261,6 +262,6 @@ def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def without(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("forkpoint.traces.containers.parse_object", without)
+    monkeypatch.setattr("forkpoint.dumps.containers.parse_object", without)
     with pytest.raises(RolloutError, match="takes more memory than there is for this process"):
         load_rollouts(write(tmp_path, with_value("1")))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from forkpoint import Config, ConfigError, ModelShape
-from forkpoint.plan.sizes import MOST_LAYERS
+from forkpoint.plan.pricing.sizes import MOST_LAYERS
 
 PLAIN: dict[str, Any] = {
     "num_hidden_layers": 2,

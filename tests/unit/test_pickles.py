@@ -33,10 +33,10 @@ from pickle_writer import (
 )
 
 from forkpoint import RolloutError
-from forkpoint.traces.pickle_machine import Machine
-from forkpoint.traces.pickles import load_pickle, load_torch
-from forkpoint.traces.plain_values import PlainValues
-from forkpoint.traces.torch_tensors import Storage, Tensor
+from forkpoint.dumps.pickle_machine import Machine
+from forkpoint.dumps.pickles import load_pickle, load_torch
+from forkpoint.dumps.plain_values import PlainValues
+from forkpoint.dumps.torch_tensors import Storage, Tensor
 from stand_ins import data_proto
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -375,7 +375,6 @@ def test_an_empty_pickle_of_a_class_is_refused() -> None:
 READ = """
 import sys
 sys.modules["torch"] = None
-from pathlib import Path
 from forkpoint import load_rollouts
 for path in sys.argv[1:]:
     assert load_rollouts(path)

@@ -10,7 +10,7 @@ from hostile_torch_files import FILES
 from pickle_writer import archive
 
 from forkpoint import RolloutError, load_rollouts
-from forkpoint.traces.pickles import load_pickle
+from forkpoint.dumps.pickles import load_pickle
 
 MOST_SECONDS = 60.0
 LIMIT_BYTES = 1 << 18

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, ModelShape, PlanError, Rollout, RolloutBatch
-from forkpoint.plan import make_plan, meters, planner
+from forkpoint.plan import make_plan, planner
 from forkpoint.plan.predict import plan_cost
+from forkpoint.plan.pricing import meters
 from plan_shapes import SHAPE
 from strategies import batches
 

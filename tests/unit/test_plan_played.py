@@ -6,8 +6,8 @@ import pytest
 
 from forkpoint import Config, Plan
 from forkpoint.plan import make_plan
-from forkpoint.plan.measured import MeasuredMeter
 from forkpoint.plan.predict import play
+from forkpoint.plan.pricing.measured import MeasuredMeter
 from made_calibrations import SHAPE, group, line, made_up
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from forkpoint import Config, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import builder, make_plan
 from forkpoint.plan.builder import Builder
-from forkpoint.plan.meters import CountedMeter, labelled_of_microbatches
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import peak_bytes, plan_cost
-from forkpoint.plan.prices import Prices
+from forkpoint.plan.pricing.meters import CountedMeter, labelled_of_microbatches
+from forkpoint.plan.pricing.prices import Prices
 from plan_shapes import SHAPE
 from strategies import batches
 
@@ -69,7 +69,7 @@ def test_the_same_microbatches_are_priced_once() -> None:
         for n in range(4)
     )
     config = Config(memory_budget=10**9)
-    with mock.patch("forkpoint.plan.prices.plan_cost", wraps=plan_cost) as priced:
+    with mock.patch("forkpoint.plan.pricing.prices.plan_cost", wraps=plan_cost) as priced:
         plan = make_plan(batch, replace(SHAPE, windows=(0, 0)), config)
     assert len(plan.candidates) == 9
     microbatches = {

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.strategies import batches
 
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.errors import PlanError
@@ -29,6 +28,7 @@ from forkpoint.plan.program import (
     check_order,
 )
 from forkpoint.plan.program_checks import check_program
+from strategies import batches
 
 
 def three_levels(**config: object) -> Plan:

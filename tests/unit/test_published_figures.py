@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forkpoint.bench.plots import latest, read_rows
+from benchmarks.plots import latest, read_rows
 from forkpoint.replay.trend import LIMIT, trend
 
 ROOT = Path(__file__).parents[2]

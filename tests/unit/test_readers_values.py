@@ -13,10 +13,10 @@ import pytest
 
 import dumps
 from forkpoint import Rollout, RolloutError
-from forkpoint.traces.formats import Format, detect
-from forkpoint.traces.limits import MemoryLimit
-from forkpoint.traces.record import Record, RecordError
-from forkpoint.traces.samples import samples
+from forkpoint.dumps.formats import Format, detect
+from forkpoint.dumps.limits import MemoryLimit
+from forkpoint.dumps.record import Record, RecordError
+from forkpoint.dumps.samples import samples
 
 Make = Callable[[Sequence[Rollout]], dict[str, Any]]
 

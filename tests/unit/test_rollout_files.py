@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import load_rollouts, save_rollouts
+from forkpoint.dumps import compressed
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts import MAX_TOKEN_ID, Rollout, RolloutBatch
-from forkpoint.traces import compressed
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 GOOD = '{"token_ids":[1,2,3],"loss_mask":[0,1,1],"advantage":0.5,"rollout_id":"a"}'

@@ -1,25 +1,18 @@
 """Reading the command line. Imports no torch."""
 
-import contextlib
 import functools
-import io
 import operator
 import sys
 from typing import Annotated, Any
 
-import tyro
-from rich.text import Text
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, subcommand
+from tyro.conf import subcommand
 
 from forkpoint import __version__
-from forkpoint.cli.bench import Bench
-from forkpoint.cli.bench_steps import BENCHES, Steps
-from forkpoint.cli.bench_steps import Plot as PlotBench
 from forkpoint.cli.calibrate import Calibrate
 from forkpoint.cli.demo import Demo
 from forkpoint.cli.doctor import Doctor
-from forkpoint.cli.last_resort import USER_ERROR, say
 from forkpoint.cli.output import write_anything
+from forkpoint.cli.parsing import read_arguments, run_command
 from forkpoint.cli.plan import Plan
 from forkpoint.cli.replay import Replay
 from forkpoint.cli.report import Report
@@ -42,11 +35,11 @@ COMMANDS: dict[str, Any] = {
     "replay": Replay,
     "report": Report,
     "verify": Verify,
-    "bench": Bench,
     "calibrate": Calibrate,
     "doctor": Doctor,
 }
-Command = Demo | Plan | Replay | Report | Verify | Bench | Calibrate | Doctor | Steps | PlotBench
+MOVED = {"bench": "python -m benchmarks, in a checkout of the repository"}
+"""Commands that there were, and how what they did is run now."""
 
 
 def run(arguments: list[str]) -> int:
@@ -55,33 +48,17 @@ def run(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"forkpoint {__version__}")
         return 0
-    command = _parse(arguments)
-    code = command if isinstance(command, int) else command.run()
+    code = run_command(_read, arguments)
     sys.stdout.flush()
     return code
 
 
-def _parse(arguments: list[str]) -> Command | int:
-    """The command, or an exit code where help was asked for or the arguments are wrong."""
-    report = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(report):
-            return _read(arguments)
-    except SystemExit as stop:
-        if not stop.code:
-            return 0
-        say(f"error: {_unframed(report.getvalue())}")
-        return USER_ERROR
-
-
-def _read(arguments: list[str]) -> Command:
-    config = (FlagCreatePairsOff, OmitArgPrefixes)
+def _read(arguments: list[str]) -> Any:
     name = arguments[0] if arguments else ""
-    if name == "bench" and arguments[1:2] and arguments[1] in BENCHES:
-        kind, prog = BENCHES[arguments[1]], f"forkpoint bench {arguments[1]}"
-        return tyro.cli(kind, prog=prog, args=arguments[2:], config=config)
     if name in COMMANDS:
-        return tyro.cli(COMMANDS[name], prog=f"forkpoint {name}", args=arguments[1:], config=config)
+        return read_arguments(COMMANDS[name], arguments[1:], prog=f"forkpoint {name}")
+    if name in MOVED:
+        raise ConfigError(f"forkpoint {name} is no longer a command; run {MOVED[name]}.")
     if name and not name.startswith("-"):
         raise ConfigError(
             f"there is no command {name!r}; there are {', '.join(COMMANDS)}. "
@@ -93,10 +70,4 @@ def _read(arguments: list[str]) -> Command:
         for name, kind in COMMANDS.items()
     ]
     every: Any = functools.reduce(operator.or_, listed)
-    return tyro.cli(every, prog="forkpoint", description=DESCRIPTION, args=arguments, config=config)
-
-
-def _unframed(report: str) -> str:
-    """The text of tyro's report of wrong arguments, without its title, its frame and colours."""
-    lines = [line.strip("│ ") for line in Text.from_ansi(report).plain.splitlines()[1:]]
-    return "\n".join(line for line in lines if line.strip("╰╯─-"))
+    return read_arguments(every, arguments, prog="forkpoint", description=DESCRIPTION)

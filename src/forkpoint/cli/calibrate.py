@@ -11,7 +11,7 @@ from forkpoint.cli.options import DtypeName, Flag, ModelPath
 from forkpoint.cli.output import Output
 
 if TYPE_CHECKING:
-    from forkpoint.plan.calibration import Calibration
+    from forkpoint.plan.pricing.calibration import Calibration
 
 File = DisallowNone[
     Annotated[
@@ -50,9 +50,9 @@ class Calibrate:
     def run(self) -> int:
         out = Output(json_only=self.json)
         with out.waiting("measuring"):
-            from forkpoint.bench.calibrate import Calibrator
+            from forkpoint.calibrate.calibrator import Calibrator
             from forkpoint.cli.models import out_of_memory_explained, shallow_models
-            from forkpoint.plan.calibration import calibration_path
+            from forkpoint.plan.pricing.calibration import calibration_path
 
             make, shape = shallow_models(self.model, dtype=self.dtype, device=self.device)
             compiled = {"auto": None, "compiled": True, "eager": False}[self.blocks]

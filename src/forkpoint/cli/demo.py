@@ -72,10 +72,10 @@ class Demo:
         with out.waiting("making the model"):
             import torch
 
-            from forkpoint.cli.environment import versions
             from forkpoint.cli.models import random_model
             from forkpoint.demo.loop import ENTROPY_BONUS, Loop, Task, summary, train
             from forkpoint.demo.plot import check_folder, draw, write_rows
+            from forkpoint.environment import versions
 
             longest = self.prompt_tokens + self.response_tokens
             config = {**MODEL, "max_position_embeddings": longest}

@@ -32,7 +32,7 @@ class Doctor:
     def run(self) -> int:
         out = Output(json_only=self.json)
         with out.waiting("looking around"):
-            from forkpoint.cli.environment import devices, versions
+            from forkpoint.environment import devices, versions
             from forkpoint.hosts.families import FAMILIES
 
             families = {name: family.model_class for name, family in FAMILIES.items()}

@@ -40,7 +40,7 @@ from forkpoint.cli.output import Output
 from forkpoint.errors import ConfigError, ForkpointError
 from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
-from forkpoint.plan.calibration import Calibration
+from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.traces import RolloutFile
 

@@ -141,9 +141,8 @@ class Replay:
             lengths = batch.lengths[np.concatenate(first)]
             check_work(lengths, self.file, self.model, self.reading)
         with out.waiting("making the model"):
-            from forkpoint.bench.rows import environment
-            from forkpoint.cli.environment import versions
             from forkpoint.cli.models import load_model, out_of_memory_explained
+            from forkpoint.environment import environment, versions
             from forkpoint.replay import replay
 
             optimizer = make_optimizer(training.optimizer, training.lr)

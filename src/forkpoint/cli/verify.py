@@ -69,8 +69,8 @@ class Verify:
         batch = everything.select(int(index) for group in members for index in group)
         check_work(batch.lengths, self.file, self.model, self.reading)
         with out.waiting("making the model"):
-            from forkpoint.cli.environment import versions
             from forkpoint.cli.models import load_model, out_of_memory_explained
+            from forkpoint.environment import versions
             from forkpoint.policy import wrap
 
             # Before a large model is loaded for a file that the loss cannot use.

@@ -25,7 +25,7 @@ from forkpoint.engine.host import Host
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.offload import OffloadedMicrobatch, OffloadStats
 from forkpoint.engine.staging import Staging
-from forkpoint.plan.layout import Microbatch
+from forkpoint.layout import Microbatch
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, Instruction
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention import accumulate_dtype
+from forkpoint.ops.dtypes import accumulate_dtype
 
 Key = tuple[Hashable, str]
 """The module that marks prefix cache, and a name for the tensor within it."""

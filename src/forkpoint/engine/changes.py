@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 
 class Changes:
     """A list of calls that undo changes. The last change is undone first.
@@ -34,6 +36,14 @@ class Changes:
         else:
             self.later(attributes.pop, name, None)
         attributes[name] = value
+
+    def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Let calls of a module run `forward` in place of its own; hooks of the module still run.
+
+        Code of compiled blocks that calls the module needs a method bound to the module: of other
+        callables the compiler looks at which object it is, and compiles each block anew.
+        """
+        self.set(vars(module), "forward", forward)
 
     def undo(self, mark: int = 0) -> None:
         """Undo all changes that were made since the mark; after an interrupt it can be repeated."""

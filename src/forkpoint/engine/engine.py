@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from forkpoint.config import Config
+from forkpoint.device import on_device
 from forkpoint.engine.activations import Activations
 from forkpoint.engine.boundary import PrefixCache
-from forkpoint.engine.device import on_device
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.microbatches import (
@@ -31,10 +31,10 @@ from forkpoint.engine.microbatches import (
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.timing import PhaseTimer
-from forkpoint.engine.views import LossViews, outputs_of
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
+from forkpoint.losses.views import LossViews, outputs_of
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.planner import make_plan
 from forkpoint.plan.program import BACKWARD, LEAF, RECOMPUTE, Instruction, phase_of

@@ -11,7 +11,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.losses.outputs import Head
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.cost import ModelShape
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import Instruction
 from forkpoint.rollouts import RolloutBatch
 

@@ -9,15 +9,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forkpoint.device import on_device
 from forkpoint.engine.boundary import Capture, PrefixCache
-from forkpoint.engine.device import on_device
 from forkpoint.engine.states import MicrobatchStates
 from forkpoint.forest import IntArray
+from forkpoint.layout import (
+    Microbatch,
+    convolution_layout,
+    full_table,
+    state_layout,
+    token_steps,
+    windowed_table,
+)
 from forkpoint.ops.attention import AttentionTable, CacheSlice
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
-from forkpoint.plan.layout import Microbatch, full_table, token_steps, windowed_table
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.recurrence import convolution_layout, state_layout
 from forkpoint.rollouts import RolloutBatch
 
 

@@ -38,7 +38,7 @@ def checkpoint_blocks(
             # A method: of other callables compiled blocks look at which object it is, and are
             # compiled once for every block.
             forward = types.MethodType(_class_forward_recomputed, module)
-        changes.set(vars(module), "forward", forward)
+        changes.replace_forward(module, forward)
 
 
 def _recomputed(forward: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ class CompiledBlocks:
             if vars(block).get("gradient_checkpointing", False) and block.training:
                 changes.set(vars(block), "gradient_checkpointing", False)
                 forward = partial(_checkpointed, block, forward)
-            changes.set(vars(block), "forward", forward)
+            changes.replace_forward(block, forward)
 
 
 def _dynamo_options() -> dict[str, Any]:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forkpoint.engine.head import token_logprobs
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.arguments import CallContext
 from forkpoint.hosts.families import Family
 from forkpoint.losses.outputs import Head
+from forkpoint.ops.head import token_logprobs
 
 
 class ModelHead(Protocol):

@@ -17,9 +17,9 @@ from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.arguments import CallContext, EarlyEnd, taken_context
 from forkpoint.hosts.modules import every_module
-from forkpoint.ops.attention import accumulate_dtype
 from forkpoint.ops.delta_rule import gated_delta_rule
 from forkpoint.ops.delta_rule.kernel import decay_gate
+from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import gathered_inputs, short_convolution
 from forkpoint.ops.selective_scan import selective_scan
 
@@ -240,4 +240,4 @@ def run_recurrences(model: nn.Module, changes: Changes) -> None:
     for module in recurrent_modules(model).values():
         # A method: see `checkpoint_blocks`.
         forward = MethodType(RECURRENT_FORWARDS[type(module).__name__], module)
-        changes.set(vars(module), "forward", forward)
+        changes.replace_forward(module, forward)

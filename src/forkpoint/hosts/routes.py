@@ -24,7 +24,7 @@ it. A model is asked once which of its modules do, so that no family is known by
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,10 +39,13 @@ from forkpoint.hosts.modules import add_hook
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 
-if TYPE_CHECKING:
-    from forkpoint.policy import Policy
-
 TOPK = (torch.topk, torch.Tensor.topk)
+
+
+class Observed(Protocol):
+    """A policy, which tells its observer of every forward and backward before it runs."""
+
+    observer: Callable[[str], None] | None
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class RoutedRun:
     def _replace(self) -> None:
         for router, module in self._modules.items():
             forward = _routed_forward(router, module.forward, self)
-            self._changes.set(vars(module), "forward", forward)
+            self._changes.replace_forward(module, forward)
 
     @property
     def decisions(self) -> int:
@@ -214,7 +217,7 @@ def find_routers(model: nn.Module, changes: Changes) -> tuple[Router, ...]:
 
 
 def follow(
-    run: RoutedRun, policy: "Policy", plan: Plan, batch: RolloutBatch, changes: Changes
+    run: RoutedRun, policy: Observed, plan: Plan, batch: RolloutBatch, changes: Changes
 ) -> None:
     """Tell `run` which tokens each microbatch of the plan runs, when the policy runs it."""
     tokens = dict(zip(plan.microbatch_names, microbatch_tokens(plan, batch), strict=True))

@@ -42,7 +42,7 @@ from forkpoint.hosts.modules import (
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.cost import ModelShape
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import BLOCKS, FORWARD, Instruction
 from forkpoint.rollouts import RolloutBatch, short
 
@@ -266,7 +266,7 @@ class TransformersHost:
             current.__enter__()
         for config in configurations(self.causal):
             changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
-        changes.set(vars(self.causal), "forward", self._causal_forward)
+        changes.replace_forward(self.causal, self._causal_forward)
         run_recurrences(self.causal, changes)
         if self._compiles and compiled:
             self._blocks.enter(changes)

@@ -1,9 +1,9 @@
 """Plans: which microbatches run, in which order, and what they keep. Imports no torch."""
 
-from forkpoint.plan.cost import ModelShape as ModelShape
-from forkpoint.plan.cost import Work as Work
 from forkpoint.plan.estimate import Estimate as Estimate
 from forkpoint.plan.models import MODELS as MODELS
 from forkpoint.plan.plan import Plan as Plan
 from forkpoint.plan.planner import make_plan as make_plan
-from forkpoint.plan.totals import Totals as Totals
+from forkpoint.plan.pricing.cost import ModelShape as ModelShape
+from forkpoint.plan.pricing.cost import Work as Work
+from forkpoint.plan.pricing.totals import Totals as Totals

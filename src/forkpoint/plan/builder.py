@@ -9,10 +9,7 @@ from forkpoint.config import Config
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
 from forkpoint.plan.cache import place_boundaries
-from forkpoint.plan.calibration import Calibration
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.cost import ModelShape, Work, dense_work, forest_work
-from forkpoint.plan.meters import EFFICIENT_TOKENS, Meter
 from forkpoint.plan.packing import (
     microbatches_across,
     microbatches_mixed,
@@ -20,7 +17,10 @@ from forkpoint.plan.packing import (
 )
 from forkpoint.plan.plan import Plan, fingerprint
 from forkpoint.plan.predict import keep_logits, let_go, microbatches_let_go
-from forkpoint.plan.prices import Prices
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
+from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, Meter
+from forkpoint.plan.pricing.prices import Prices
 from forkpoint.plan.program import Program
 from forkpoint.rollouts import RolloutBatch
 

@@ -12,7 +12,7 @@ Layers that carry a state keep one for the segment's end, which only its own chi
 from dataclasses import replace
 
 from forkpoint.forest import Forest
-from forkpoint.plan.layout import Microbatch
+from forkpoint.layout import Microbatch
 
 
 def place_boundaries(

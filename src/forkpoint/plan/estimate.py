@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
-from forkpoint.plan.cost import ModelShape, Work, dense_work, forest_work
+from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
 from forkpoint.rollouts import RolloutBatch
 
 MODES = ("none", "group", "tree")

@@ -7,14 +7,14 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from forkpoint.plan.plan import Plan
+from forkpoint.plan.contents import PlanContents
 
 MOST_ROWS = 24
 MOST_SEGMENTS = 40
 MOST_LEVELS = 12
 
 
-def explain(plan: Plan, *, width: int) -> str:
+def explain(plan: PlanContents, *, width: int) -> str:
     """Render what runs, what is saved, why this plan was chosen and what was refused."""
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
     # No title of the table, which would be broken where the table ends.
@@ -25,7 +25,7 @@ def explain(plan: Plan, *, width: int) -> str:
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
-def _summary(plan: Plan) -> Table:
+def _summary(plan: PlanContents) -> Table:
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -56,7 +56,7 @@ def _summary(plan: Plan) -> Table:
     return table
 
 
-def _candidates(plan: Plan) -> Table:
+def _candidates(plan: PlanContents) -> Table:
     """What was looked at, by its predicted speed-up; without dense among it, by its cost."""
     costs = {(c.sharing, c.boundary): c.cost for c in plan.candidates}
     chosen = plan.sharing, plan.boundary
@@ -77,7 +77,7 @@ def _candidates(plan: Plan) -> Table:
     return table
 
 
-def _microbatches(plan: Plan) -> Table:
+def _microbatches(plan: PlanContents) -> Table:
     table = Table(title=f"microbatches in visiting order ({plan.leaf_layout} leaf_layout)")
     policies = {microbatch.checkpointing for microbatch in plan.microbatches} - {"none"}
     if policies:
@@ -110,7 +110,7 @@ def _microbatches(plan: Plan) -> Table:
     return table
 
 
-def _tree(plan: Plan) -> Tree | Text:
+def _tree(plan: PlanContents) -> Tree | Text:
     forest = plan.forest
     if len(forest) == 0:
         return Text("no edges: every rollout is one token long")

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, SortedRollouts, build_forest
-from forkpoint.plan.layout import Microbatch
+from forkpoint.layout import Microbatch
 
 
 @dataclass

@@ -8,10 +8,10 @@ from forkpoint.config import Config
 from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
 from forkpoint.plan.builder import Builder, cost_with_preference
-from forkpoint.plan.calibration import Calibration
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.cost import ModelShape
 from forkpoint.plan.plan import Candidate, Plan
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts import RolloutBatch
 
 # Auto prefers the simpler of two plans whose costs differ by less than this.

@@ -8,9 +8,9 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from forkpoint.plan.cost import ModelShape
-from forkpoint.plan.meters import CountedMeter, Meter, TokenMeter, labelled_of_microbatches
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter, labelled_of_microbatches
 from forkpoint.plan.program import BACKWARD, FORWARD, HEAD, PHASES, phase_of
 from forkpoint.rollouts import RolloutBatch
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from forkpoint.errors import PlanError
-from forkpoint.plan.layout import Microbatch
+from forkpoint.layout import Microbatch
 
 SCORE, FORWARD, RECOMPUTE, BACKWARD = "score", "forward", "recompute", "backward"
 OPERATIONS = (SCORE, FORWARD, RECOMPUTE, BACKWARD)

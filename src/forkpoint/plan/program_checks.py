@@ -3,7 +3,7 @@
 from collections import Counter
 
 from forkpoint.errors import PlanError
-from forkpoint.plan.plan import Plan
+from forkpoint.plan.contents import PlanContents
 from forkpoint.plan.program import (
     BACKWARD,
     BLOCKS,
@@ -19,7 +19,7 @@ from forkpoint.plan.program import (
 REMEDY = "Make the plan again."
 
 
-def check_program(plan: Plan) -> None:
+def check_program(plan: PlanContents) -> None:
     """Refuse a program that would not compute the step of its plan.
 
     Raises:
@@ -48,7 +48,7 @@ def check_program(plan: Plan) -> None:
 
 
 def _check_each(
-    plan: Plan, scores: tuple[Instruction, ...], training: tuple[Instruction, ...]
+    plan: PlanContents, scores: tuple[Instruction, ...], training: tuple[Instruction, ...]
 ) -> None:
     """Each microbatch has its forward and backward, and goes as far as it must."""
     every = {microbatch.index for microbatch in plan.microbatches}

@@ -7,21 +7,21 @@ planner gives.
 """
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 
 from forkpoint.config import Activations, Boundary, Checkpointing, LeafLayout, Sharing
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.forest import Forest, IntArray
+from forkpoint.layout import Microbatch, segment_widths
 from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.cost import ModelShape, Work
-from forkpoint.plan.layout import Microbatch, segment_widths
-from forkpoint.plan.plan import JSON_VERSION, Candidate, Plan
+from forkpoint.plan.contents import JSON_VERSION, Candidate, PlanContents
+from forkpoint.plan.pricing.cost import ModelShape, Work
+from forkpoint.plan.pricing.sizes import MOST_LAYERS
 from forkpoint.plan.program import ENDS, IDLE, OPERATIONS, Instruction, Program
 from forkpoint.plan.program_checks import REMEDY, check_program
-from forkpoint.plan.sizes import MOST_LAYERS
 from forkpoint.rollouts import short
 from forkpoint.schema import (
     SchemaError,
@@ -37,6 +37,8 @@ from forkpoint.schema import (
     whole,
     whole_numbers,
 )
+
+P = TypeVar("P", bound=PlanContents)
 
 MOST_TOKENS = 2**40
 """Of a batch. Products of two positions are then counted without overflow."""
@@ -145,7 +147,7 @@ PLAN = record(
 )
 
 
-def read_plan(given: Any) -> Plan:
+def read_plan(given: Any, kind: type[P]) -> P:
     """The plan that JSON values describe.
 
     Raises:
@@ -158,16 +160,16 @@ def read_plan(given: Any) -> Plan:
             f"{JSON_VERSION}; make the plan again."
         )
     try:
-        return plan_of(given, "")
+        return plan_of(given, "", kind)
     except SchemaError as error:
         raise PlanError(f"this plan is damaged: {error}. Make the plan again.") from None
 
 
-def plan_of(given: Any, field: str) -> Plan:
+def plan_of(given: Any, field: str, kind: type[P]) -> P:
     """The check of a field that holds a plan. Raises SchemaError for what is none."""
     values = PLAN(given, field)
     try:
-        plan = Plan(**_values(values))
+        plan = kind(**_values(values))
         _check_forest(plan)
         _check_microbatches(plan)
         _check_places(plan)
@@ -214,7 +216,7 @@ def _require(held: Any, message: str) -> None:
         raise SchemaError(message)
 
 
-def _check_forest(plan: Plan) -> None:
+def _check_forest(plan: PlanContents) -> None:
     """Every rollout is the path of one segment, and no segment has other owners."""
     forest, rollouts = plan.forest, plan.rollouts
     segments, owners = len(forest), len(forest.order)
@@ -267,7 +269,7 @@ def _check_forest(plan: Plan) -> None:
     )
 
 
-def _check_microbatches(plan: Plan) -> None:
+def _check_microbatches(plan: PlanContents) -> None:
     """Each segment lies in one microbatch, and microbatches nest in visiting order."""
     forest, microbatches = plan.forest, plan.microbatches
     placed = sorted(segment for microbatch in microbatches for segment in microbatch.segments)
@@ -349,7 +351,7 @@ def _check_layout(forest: Forest, microbatch: Microbatch) -> None:
     )
 
 
-def _check_places(plan: Plan) -> None:
+def _check_places(plan: PlanContents) -> None:
     """Prefix cache lies in the cache where the planner puts it."""
     microbatches, places, states = place_boundaries(plan.forest, list(plan.microbatches))
     _require(
@@ -362,7 +364,7 @@ def _check_places(plan: Plan) -> None:
     )
 
 
-def _check_counts(plan: Plan) -> None:
+def _check_counts(plan: PlanContents) -> None:
     """Counts agree with the forest, and pairs are counted for every window."""
     forest = plan.forest
     ends = forest.leaf[forest.leaf >= 0]

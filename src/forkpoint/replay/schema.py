@@ -7,6 +7,7 @@ import math
 from typing import Any, get_args
 
 from forkpoint.config import Boundary, Sharing
+from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import PHASES
 from forkpoint.plan.written import BYTES, FINGERPRINT, MOST_TOKENS, plan_of
 from forkpoint.replay.rates import Schedule
@@ -25,6 +26,12 @@ from forkpoint.schema import (
     tree,
     whole,
 )
+
+
+def _plan(given: Any, field: str) -> Plan:
+    """The check of a field that holds a plan."""
+    return plan_of(given, field, Plan)
+
 
 SCHEMA = 1
 MANIFEST, ROWS, PLANS = "manifest.json", "rows.jsonl", "plans.jsonl"
@@ -173,7 +180,7 @@ PLANNED = record(
         "rollout_ids": array(text),
         "group_ids": array(or_null(text)),
         "trained_tokens": TOKENS,
-        "plans": record({"shared": plan_of, "dense": plan_of}, optional=("dense",)),
+        "plans": record({"shared": _plan, "dense": _plan}, optional=("dense",)),
     }
 )
 

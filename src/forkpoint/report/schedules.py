@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from forkpoint.forest import IntArray
+from forkpoint.layout import Microbatch
 from forkpoint.plan import Plan
-from forkpoint.plan.cost import Work, visible_pairs
-from forkpoint.plan.layout import Microbatch
 from forkpoint.plan.predict import cache_bytes
+from forkpoint.plan.pricing.cost import Work, visible_pairs
 from forkpoint.plan.program import BACKWARD, FORWARD, HEAD, SCORE, phase_of
 from forkpoint.replay.records import StepRecord
 from forkpoint.report.figure import Choice, Figure, Table

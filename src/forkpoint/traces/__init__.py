@@ -1,9 +1,9 @@
-"""Rollouts as trainers write them, and traces of training: recorded by any loop, read by batch.
+"""Traces of training, recorded by any loop and read by batch; readers of any file of rollouts.
 
 Imports no torch; torch files are read without it.
 """
 
-from forkpoint.traces.formats import FORMATS as FORMATS
+from forkpoint.dumps.formats import FORMATS as FORMATS
 from forkpoint.traces.reader import RolloutFile as RolloutFile
 from forkpoint.traces.reader import Skipped as Skipped
 from forkpoint.traces.reader import load_rollouts as load_rollouts

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forkpoint.dumps.json_lines import parse_strictly
+from forkpoint.dumps.limits import MemoryLimit, json_bytes
 from forkpoint.errors import TraceError
 from forkpoint.rollouts import short
 from forkpoint.traces.fields import BATCH, HEADER, Problem, check_counts, check_fields
-from forkpoint.traces.json_lines import parse_strictly
-from forkpoint.traces.limits import MemoryLimit, json_bytes
 
 SCHEMA = 1
 """The version that is written. Older ones that can be read would be listed in `read_lines`."""

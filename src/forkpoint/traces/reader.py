@@ -10,14 +10,14 @@ from typing import Literal
 
 import numpy as np
 
+from forkpoint.dumps.containers import container_of, parts
+from forkpoint.dumps.formats import Format, detect, named, of_another_format
+from forkpoint.dumps.limits import MemoryLimit, MemorySize, shown, size_in_bytes
+from forkpoint.dumps.record import Record, RecordError
+from forkpoint.dumps.samples import samples
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollout_files import as_path
 from forkpoint.rollouts import Rollout, short
-from forkpoint.traces.containers import container_of, parts
-from forkpoint.traces.formats import Format, detect, named, of_another_format
-from forkpoint.traces.limits import MemoryLimit, MemorySize, shown, size_in_bytes
-from forkpoint.traces.record import Record, RecordError
-from forkpoint.traces.samples import samples
 from forkpoint.traces.trace import Trace, is_trace, refuse_part_of_trace
 
 OnError = Literal["raise", "skip"]

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from forkpoint.dumps.limits import MemoryLimit
 from forkpoint.errors import ConfigError, TraceError
 from forkpoint.rollout_files import as_path, check_extras
 from forkpoint.rollouts import Rollout, RolloutBatch, short
 from forkpoint.traces import manifest, shard
 from forkpoint.traces.kept import settings_of, split_inputs
-from forkpoint.traces.limits import MemoryLimit
 from forkpoint.traces.lock import LOCK, FolderLock
 
 _TEMPORARY = ".tmp"

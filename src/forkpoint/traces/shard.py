@@ -17,12 +17,12 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from forkpoint.dumps import tensors
+from forkpoint.dumps.json_lines import parse_strictly
+from forkpoint.dumps.limits import ROLLOUT_BYTES, MemoryLimit, json_bytes
 from forkpoint.errors import RolloutError, TraceError
 from forkpoint.rollouts import Rollout, RolloutBatch, short
-from forkpoint.traces import tensors
 from forkpoint.traces.fields import SHARD, Problem, check_fields
-from forkpoint.traces.json_lines import parse_strictly
-from forkpoint.traces.limits import ROLLOUT_BYTES, MemoryLimit, json_bytes
 
 LOSS_INPUT = "loss_inputs."
 ARRAYS = frozenset({"token_ids", "offsets", "loss_mask", "temperatures"})

@@ -20,7 +20,7 @@ def argument_kind(
 ARGUMENTS = (
     argument_kind(
         "No command",
-        message="Expected one of {demo, plan, replay, report, verify, bench, calibrate, doctor}\n"
+        message="Expected one of {demo, plan, replay, report, verify, calibrate, doctor}\n"
         ".\n"
         "For full helptext, run forkpoint --help",
         means="forkpoint is several commands.",
@@ -136,14 +136,5 @@ ARGUMENTS = (
         "For full helptext, see forkpoint replay --help",
         means="The option takes a number.",
         remedy="Give one, such as 1e-5.",
-    ),
-    argument_kind(
-        "A benchmark that there is none of",
-        *("bench", "training"),
-        message="invalid choice 'training' for argument 'what'. Expected one of ('attention',\n"
-        "'hybrid').\n"
-        "For full helptext, run forkpoint bench --help",
-        means="What can be measured so far is attention.",
-        remedy="forkpoint replay measures whole steps.",
     ),
 )

@@ -53,6 +53,14 @@ OPTIONS = (
         remedy="Begin with forkpoint demo, or forkpoint plan FILE.",
     ),
     option_kind(
+        "A command that has moved",
+        argv=("bench", "attention"),
+        message="forkpoint bench is no longer a command; run python -m benchmarks, in a checkout "
+        "of the repository.",
+        means="Benchmarks are not part of the package.",
+        remedy="python -m benchmarks --help lists them.",
+    ),
+    option_kind(
         "A batch beyond the last one",
         argv=("plan", "ok.jsonl", "--batch-rollouts", "4", "--batch", "3"),
         message="batch is 3, and ok.jsonl is read as 3 batches; it takes a whole number from 0 to "
@@ -256,37 +264,6 @@ OPTIONS = (
         message="groups is 0; it takes a whole number of at least 1.",
         means="The rollouts of the demo are made up by these counts.",
         remedy="Give 1 or more.",
-    ),
-    option_kind(
-        "A kernel to measure that there is none of",
-        argv=("bench", "attention", "--kernels", "flashy"),
-        message="kernels has 'flashy'; allowed are fa4, cudnn, fa2, cpu_flash, reference.",
-        means="Kernels are measured by name.",
-        remedy="Leave --kernels out to measure all that run here.",
-    ),
-    option_kind(
-        "Nothing to measure",
-        argv=("bench", "attention", "--dtypes"),
-        message="dtypes names none, so there is nothing to measure; name at least one.",
-        means="--dtypes takes the names that follow it, and none does.",
-        remedy="Leave it out to measure both.",
-    ),
-    option_kind(
-        "A file of results where none can be",
-        argv=("bench", "attention", "--output", "none/attention.jsonl"),
-        message="output is none/attention.jsonl, which is a folder or lies in none; give the path "
-        "of a file to append to, in a folder that exists.",
-        means="It is looked at before anything is measured, not after.",
-        remedy="Make the folder, or name another.",
-    ),
-    option_kind(
-        "A benchmark without a GPU",
-        argv=("bench", "attention"),
-        prepare=lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False),
-        message="bench attention measures GPU kernels, and torch sees no CUDA device here; run it "
-        "on a machine with one (bench hybrid --suite smoke runs anywhere).",
-        means="Its kernels are those of GPUs.",
-        remedy="forkpoint doctor shows what torch sees.",
     ),
     option_kind(
         "A GPU that is not there",

@@ -1,17 +1,10 @@
 """Attention of packed microbatches over shared prefixes: one composition over stock kernels."""
 
-from forkpoint.ops.attention.kernel import Kernel, accumulate_dtype
+from forkpoint.layout import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
+from forkpoint.ops.attention.kernel import Kernel
 from forkpoint.ops.attention.operator import shared_attention
 from forkpoint.ops.attention.registry import KERNELS, select_kernel
-from forkpoint.ops.attention.table import (
-    FROM_CACHE,
-    FROM_GATHER,
-    FROM_OWN,
-    LAUNCH_COLUMNS,
-    AttentionTable,
-    CacheSlice,
-    Launch,
-)
+from forkpoint.ops.attention.table import AttentionTable, CacheSlice, Launch
 
 __all__ = [
     "FROM_CACHE",
@@ -23,7 +16,6 @@ __all__ = [
     "CacheSlice",
     "Kernel",
     "Launch",
-    "accumulate_dtype",
     "select_kernel",
     "shared_attention",
 ]

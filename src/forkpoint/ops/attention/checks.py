@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import accumulate_dtype
-from forkpoint.ops.attention.table import FROM_CACHE, FROM_GATHER, FROM_OWN, Launch
+from forkpoint.layout import FROM_CACHE, FROM_GATHER, FROM_OWN
+from forkpoint.ops.attention.table import Launch
+from forkpoint.ops.dtypes import accumulate_dtype
 
 
 def check_tensors(

@@ -24,8 +24,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Kernel, accumulate_dtype
+from forkpoint.ops.attention.kernel import Kernel
 from forkpoint.ops.attention.table import Launch
+from forkpoint.ops.dtypes import accumulate_dtype
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.attention.table import Launch
+from forkpoint.ops.choice import no_refusal
 
 
 class Forward(Protocol):
@@ -69,10 +70,6 @@ class Asked(NamedTuple):
     """Whether query heads share key-value heads."""
 
 
-def _no_refusal(*_: object) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     """A kernel by name, its pair of functions, and what has been shown of it; the rest is False."""
@@ -83,13 +80,13 @@ class Kernel:
     device_types: tuple[str, ...] | None
     """Types of device it runs on; None is any."""
     dtypes: tuple[torch.dtype, ...]
-    refuses_head_dims: Callable[[int, int], str | None] = _no_refusal
+    refuses_head_dims: Callable[[int, int], str | None] = no_refusal
     """Why a head dim D with value dim E cannot be served ("it needs ..."), or None."""
-    refuses_device: Callable[[torch.device], str | None] = _no_refusal
+    refuses_device: Callable[[torch.device], str | None] = no_refusal
     """Why a device of the right type cannot be served (package missing, old chip), or None."""
-    refuses: Callable[[Asked], str | None] = _no_refusal
+    refuses: Callable[[Asked], str | None] = no_refusal
     """Why it cannot serve what the claims below, each by itself, would let it, or None."""
-    refuses_launch: Callable[[Launch], str | None] = _no_refusal
+    refuses_launch: Callable[[Launch], str | None] = no_refusal
     """Why a launch cannot be served, beyond what is below ("it needs ..."), or None."""
     softcap: bool = False
     window: bool = False
@@ -140,8 +137,3 @@ class Kernel:
         if launch.causal and longer and not self.causal_offset:
             return "it has no causal mask for more keys than queries, and a launch needs it"
         return self.refuses_launch(launch)
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse, of sums over launches and of boundary gradients: float32, or float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

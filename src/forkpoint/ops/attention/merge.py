@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import accumulate_dtype
+from forkpoint.ops.dtypes import accumulate_dtype
 
 
 class Part(NamedTuple):

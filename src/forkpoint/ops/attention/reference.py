@@ -7,8 +7,9 @@ mathematics. Computes in float32 (float64 for float64) and returns that.
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Kernel, accumulate_dtype
+from forkpoint.ops.attention.kernel import Kernel
 from forkpoint.ops.attention.table import Launch
+from forkpoint.ops.dtypes import accumulate_dtype
 
 
 def forward(

@@ -8,6 +8,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.ops.attention import cpu_flash, cudnn, fa2, fa4, reference
 from forkpoint.ops.attention.kernel import Kernel
 from forkpoint.ops.attention.table import Launch
+from forkpoint.ops.choice import AUTO, able_kernels, choose_kernel
 
 KERNELS: tuple[Kernel, ...] = (
     fa4.KERNEL,
@@ -36,7 +37,7 @@ def launch_kernel(
     Raises UnsupportedError as `select_kernel`, and where a named kernel cannot serve the launch.
     """
     asked = (device, dtype, head_dim, value_dim, softcap, window, deterministic, grouped)
-    if name != "auto":
+    if name != AUTO:
         chosen = select_kernel(name, *asked)
         refusal = chosen.launch_refusal(launch)
         if refusal is not None:
@@ -61,7 +62,7 @@ def _serves(kernel: Kernel, launch: Launch, refusals: list[str]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _able(*asked) -> tuple[Kernel, ...]:
-    return tuple(kernel for kernel in KERNELS if kernel.refusal(*asked) is None)
+    return able_kernels(KERNELS, asked)
 
 
 @lru_cache(maxsize=1024)
@@ -81,35 +82,8 @@ def select_kernel(
     Raises UnsupportedError for a name that is none, for a named kernel that cannot serve, and where
     no kernel can; the message has the reason and what can serve instead.
     """
-    refusals = {
-        kernel.name: kernel.refusal(
-            device, dtype, head_dim, value_dim, softcap, window, deterministic, grouped
-        )
-        for kernel in KERNELS
-    }
-    able = [kernel for kernel in KERNELS if refusals[kernel.name] is None]
-    if name == "auto" and able:
-        return able[0]
-    for kernel in able:
-        if kernel.name == name:
-            return kernel
-    can_serve = ", ".join(repr(kernel.name) for kernel in able) or "none"
-    if name == "auto":
-        reasons = "; ".join(f"{kernel}: {why}" for kernel, why in refusals.items())
-        raise UnsupportedError(
-            f"No attention kernel can serve {dtype} on {device} with head dims {head_dim} and "
-            f"{value_dim}. {reasons}."
-        )
-    if name not in refusals:
-        known = ", ".join(repr(kernel.name) for kernel in KERNELS)
-        raise UnsupportedError(
-            f"There is no attention kernel {name!r}; there are 'auto', {known}. "
-            f"Able to serve here: {can_serve}."
-        )
-    raise UnsupportedError(
-        f"Attention kernel {name!r} cannot serve: {refusals[name]}. "
-        f"Able to serve here: {can_serve}. Name one of these, or leave the choice to 'auto'."
-    )
+    asked = (device, dtype, head_dim, value_dim, softcap, window, deterministic, grouped)
+    return choose_kernel("attention", KERNELS, name, asked)
 
 
 def forget_choices() -> None:

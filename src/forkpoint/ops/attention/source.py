@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import accumulate_dtype
-from forkpoint.ops.attention.table import FROM_CACHE, FROM_OWN, Launch
+from forkpoint.layout import FROM_CACHE, FROM_OWN
+from forkpoint.ops.attention.table import Launch
+from forkpoint.ops.dtypes import accumulate_dtype
 
 
 class RowSum:

@@ -13,23 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LAUNCH_COLUMNS: tuple[str, ...] = (
-    "source",
-    "causal",
-    "q_begin",
-    "q_end",
-    "k_begin",
-    "k_end",
-    "max_q",
-    "max_k",
-    "cu_q_at",
-    "cu_k_at",
-    "count",
-)
-"""Columns of the launch table, in order; `AttentionTable.from_numpy` says what they mean."""
-
-FROM_OWN, FROM_CACHE, FROM_GATHER = 0, 1, 2
-"""Where the keys of a launch come from: the values of its column `source`."""
+from forkpoint.device import to_device
+from forkpoint.layout import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +179,6 @@ def read_launches(launches: Tensor, cu_cpu: Tensor, cu_device: Tensor) -> list[L
             )
         )
     return found
-
-
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on the device, by an asynchronous copy where that is another than the CPU."""
-    if torch.device(device).type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _check(launches: np.ndarray, cu: np.ndarray, key_index: np.ndarray | None) -> None:

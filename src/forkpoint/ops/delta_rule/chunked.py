@@ -14,8 +14,8 @@ gradient of 0 is NaN.
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import accumulate_dtype
 from forkpoint.ops.delta_rule.kernel import DeltaKernel, by_value_head, normalized
+from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import Sequences
 
 CHUNK = 64

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forkpoint.ops.attention.table import to_device
+from forkpoint.device import to_device
 from forkpoint.ops.recurrence import StateTable
 
 CHUNK = 64

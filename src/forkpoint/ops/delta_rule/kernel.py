@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from forkpoint.ops.choice import no_refusal
 from forkpoint.ops.recurrence import Sequences
 
 NORM_EPS = 1e-6
@@ -35,10 +36,6 @@ class DeltaScan(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
-def _no_refusal(*_: object) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeltaKernel:
     """A kernel by name, its function, and what has been shown of it; the rest is refused."""
@@ -50,9 +47,9 @@ class DeltaKernel:
     dtypes: tuple[torch.dtype, ...]
     scan_levels: Callable[..., tuple[Tensor, Tensor | None]] | None = None
     """(inputs, table, initial) -> what `over_levels` gives with `scan`, in fewer launches."""
-    refuses_head_dims: Callable[[int, int], str | None] = _no_refusal
+    refuses_head_dims: Callable[[int, int], str | None] = no_refusal
     """Why a key dim D with value dim E cannot be served ("it needs ..."), or None."""
-    refuses_device: Callable[[torch.device], str | None] = _no_refusal
+    refuses_device: Callable[[torch.device], str | None] = no_refusal
     """Why a device of the right type cannot be served (package missing, old chip), or None."""
     deterministic: bool = False
     """Its backward gives the same bits each time."""

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import accumulate_dtype
 from forkpoint.ops.delta_rule.registry import select_delta_kernel
+from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import StateTable, over_levels
 
 

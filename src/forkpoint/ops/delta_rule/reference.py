@@ -10,8 +10,8 @@ token after the other, sequence by sequence; every other kernel is tested agains
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import accumulate_dtype
 from forkpoint.ops.delta_rule.kernel import DeltaKernel, by_value_head, normalized
+from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import Sequences
 
 

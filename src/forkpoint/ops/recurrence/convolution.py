@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from forkpoint.ops.attention.kernel import accumulate_dtype
-from forkpoint.ops.attention.table import to_device
-from forkpoint.plan.recurrence import NOTHING, ConvolutionLayout
+from forkpoint.device import to_device
+from forkpoint.layout import NOTHING, ConvolutionLayout
+from forkpoint.ops.dtypes import accumulate_dtype
 
 
 class _Source:

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.table import to_device
+from forkpoint.device import to_device
+from forkpoint.layout import Level, StateLayout
 from forkpoint.ops.recurrence.sequences import Sequences
-from forkpoint.plan.recurrence import Level, StateLayout
 
 Scan = Callable[..., tuple[Tensor, Tensor | None]]
 """(*inputs_T, initial_S or None, sequences, final) -> (output_T, final_S or None)"""

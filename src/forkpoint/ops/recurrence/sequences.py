@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forkpoint.ops.attention.table import to_device
+from forkpoint.device import to_device
 
 
 class Chunks:

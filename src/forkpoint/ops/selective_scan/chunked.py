@@ -8,7 +8,7 @@ Every exponent is at most 0: see `ops.delta_rule.chunked`.
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import accumulate_dtype
+from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import Sequences
 
 CHUNK = 64

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention.kernel import accumulate_dtype
+from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import StateTable, over_levels
 from forkpoint.ops.selective_scan import chunked, reference
 

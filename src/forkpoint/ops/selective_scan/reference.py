@@ -9,7 +9,7 @@ multiplied by its time step). One token after the other, sequence by sequence.
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import accumulate_dtype
+from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import Sequences
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks of forkpoint, run from a checkout: `python -m benchmarks NAME`."""

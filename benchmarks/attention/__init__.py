@@ -1,0 +1,1 @@
+"""Shared-prefix attention on one GPU, beside its alternatives."""

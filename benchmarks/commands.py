@@ -1,0 +1,80 @@
+"""The benchmarks by name, and their command line."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from forkpoint.cli.last_resort import guarded
+from forkpoint.cli.output import Output, write_anything
+from forkpoint.cli.parsing import read_arguments, run_command
+from forkpoint.errors import ConfigError
+
+COMMANDS = {
+    "attention": "attention.compare:Attention",
+    "profile-attention": "attention.profile:ProfileAttention",
+    "fa4-tiles": "attention.fa4_tiles:Fa4Tiles",
+    "step-grid": "steps.step_grid:StepGrid",
+    "policy-update": "steps.policy_update:PolicyUpdate",
+    "memory": "steps.memory:Memory",
+    "capacity": "steps.capacity:Capacity",
+    "tree": "steps.tree:Tree",
+    "hybrid": "steps.hybrid:Hybrid",
+    "plan-variants": "steps.plan_variants:PlanVariants",
+    "profile-step": "steps.profile:ProfileStep",
+    "self-check": "steps.self_check:SelfCheck",
+    "expert-routes": "steps.expert_routes:ExpertRoutes",
+    "forest": "planning.forest:ForestOfAMillion",
+    "batches": "planning.batches:Batches",
+    "plan-scale": "planning.plan_scale:PlanScale",
+    "align": "planning.align:Align",
+    "delta-rule-gradients": "delta_rule.gradients:DeltaRuleGradients",
+    "stock-hybrid": "delta_rule.stock_hybrid:StockHybrid",
+    "plot": "plots:Plot",
+}
+"""Names, and where the class of each lies. Only the one that runs is imported."""
+
+
+def command(name: str) -> Any:
+    """The class of a command, whose fields are its options and whose `run` runs it."""
+    module, _, kind = COMMANDS[name].partition(":")
+    return getattr(importlib.import_module(f"benchmarks.{module}"), kind)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one benchmark; `argv` are its arguments, by default those of the process.
+
+    Returns the exit code: 0 done, 1 a figure misses its bar or a check failed, 2 an error in what
+    was given, 70 a defect, 130 interrupted.
+    """
+    return guarded(_run, argv)
+
+
+def _run(arguments: list[str]) -> int:
+    write_anything(sys.stdout)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        _list()
+        return 0
+    code = run_command(_read, arguments)
+    sys.stdout.flush()
+    return code
+
+
+def _read(arguments: list[str]) -> Any:
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise ConfigError(
+            f"there is no benchmark {name!r}; there are {', '.join(COMMANDS)}. "
+            "python -m benchmarks --help says what each measures."
+        )
+    return read_arguments(command(name), rest, prog=f"python -m benchmarks {name}")
+
+
+def _list() -> None:
+    table = Table(show_header=False, box=None)
+    for name in COMMANDS:
+        table.add_row(name, (command(name).__doc__ or "").split("\n\n")[0])
+    out = Output(json_only=False)
+    out.show("usage: python -m benchmarks NAME [OPTIONS]; NAME --help lists its options", table)

@@ -1,0 +1,1 @@
+"""Gradients of the gated delta rule, as an operation and in stock models."""

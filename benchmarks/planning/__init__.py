@@ -1,0 +1,1 @@
+"""Batches, forests, plans and schedules common to ranks: the work before a step."""

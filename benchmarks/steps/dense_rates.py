@@ -1,0 +1,77 @@
+"""What a plan would take if each kind of its work ran at the rates that dense training reaches.
+
+The counted bound takes every FLOP to cost the same. They do not: attention reaches fewer a second
+than matrix products, and the head makes its logits twice. A shared step has more visible pairs and
+more labelled tokens for each token that it runs than a dense one, so that even where everything is
+as fast as densely it stays below the counted bound. How far is computed here from a dense step's
+profile, and what is left is ours.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from forkpoint.forest import IntArray
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.cost import visible_pairs
+from forkpoint.plan.pricing.meters import labelled_of_microbatches
+from forkpoint.rollouts import RolloutBatch
+
+ATTENTION = "attention"
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much work of each kind a plan runs; a row without labels ends within its last layer."""
+
+    tokens: float
+    """Tokens times layers."""
+    pairs: float
+    """Visible pairs (query, key) times layers."""
+    labelled: int
+
+    @classmethod
+    def of(cls, plan: Plan, batch: RolloutBatch) -> "Amounts":
+        """What the plan of this batch runs; the plan has a shape."""
+        shape, forest = plan.shape, plan.forest
+        assert shape is not None
+        token_edge: IntArray = forest.token_edges(batch.offsets)
+        labelled = labelled_of_microbatches(plan, token_edge, batch.loss_mask)
+        tokens = pairs = 0.0
+        for row in plan.microbatches:
+            ends_early = not labelled[row.index]
+            tokens += row.run_tokens * (shape.layers - ends_early)
+            segments = list(row.segments)
+            windows = shape.windows[:-1] if ends_early else shape.windows
+            each = {
+                w: visible_pairs(forest.start[segments], forest.length[segments], w)
+                for w in set(windows)
+            }
+            pairs += sum(each[w] for w in windows)
+        return cls(tokens, pairs, sum(labelled))
+
+
+def at_dense_rates(
+    dense: tuple[Amounts, Mapping[str, float]],
+    few_labels: tuple[Amounts, Mapping[str, float]],
+    wanted: Amounts,
+) -> dict[str, float]:
+    """Milliseconds of each kind for `wanted`, at the rates of a dense step.
+
+    Args:
+        dense: what a dense step runs, and milliseconds of its kinds of kernels, one of them
+            "attention".
+        few_labels: the same of a step on the same tokens with fewer labels; what the two differ by
+            is the head's.
+        wanted: what the other plan runs.
+    """
+    (amounts, spent), (less, without) = dense, few_labels
+    assert amounts.tokens == less.tokens and amounts.labelled > less.labelled
+    found: dict[str, float] = {}
+    for kind, ms in spent.items():
+        head = (ms - without[kind]) / (amounts.labelled - less.labelled)
+        rest = ms - head * amounts.labelled
+        if kind == ATTENTION:
+            found[kind] = ms * wanted.pairs / amounts.pairs
+        else:
+            found[kind] = rest * wanted.tokens / amounts.tokens + head * wanted.labelled
+    return found

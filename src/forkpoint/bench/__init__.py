@@ -1,1 +1,0 @@
-"""Measurements of forkpoint beside its alternatives: `forkpoint bench`."""

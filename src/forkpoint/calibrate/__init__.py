@@ -1,0 +1,1 @@
+"""Measurements of a device that plans are priced by: `forkpoint calibrate`."""

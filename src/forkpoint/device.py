@@ -1,0 +1,32 @@
+"""Names of devices, and copies of tensors and arrays to them."""
+
+import platform
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's model; of a CPU its architecture and how many threads torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{platform.machine() or 'cpu'}, {threads} thread{'s' * (threads > 1)}"
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on the device, by an asynchronous copy where that is another than the CPU."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The array as a tensor there, of its own dtype or another; the host waits for no copy.
+
+    A copy from memory that is not pinned would have it wait for all that the device has to do.
+    """
+    host = torch.as_tensor(np.ascontiguousarray(values), device="cpu")
+    host = host if dtype is None else host.to(dtype)
+    return to_device(host, device) if host.numel() else torch.empty_like(host, device=device)

@@ -1,0 +1,160 @@
+"""Files of records: JSON lines, parquet, safetensors, torch files and pickles, told by content.
+
+Each gives the tables or samples that it holds, with where each stands. Imports no torch, and
+pyarrow only for parquet.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from forkpoint.dumps import parquet
+from forkpoint.dumps.compressed import COMPRESSED
+from forkpoint.dumps.json_lines import json_lines, parse_object
+from forkpoint.dumps.limits import MemoryLimit
+from forkpoint.dumps.record import RecordError
+from forkpoint.dumps.tensors import open_tensors
+from forkpoint.errors import RolloutError
+from forkpoint.rollouts import short
+
+Part = tuple[str, Mapping[str, Any] | RecordError]
+"""Where something stands, and what it is, or why it cannot be read."""
+
+SHARED = "meta_info"
+"""A key under which a table has what its samples share."""
+_ZIP_MAGIC = b"PK\x03\x04"
+_PICKLE_MAGICS = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""Text, though no JSON lines; the reader of lines says what to do."""
+_TORCH_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
+"""What files of torch before 1.6 hold near their beginning."""
+_MOST_LISTS = 8
+"""How deeply samples or batches may lie in lists of lists."""
+_PART_BYTES = 64
+
+
+def container_of(path: Path) -> str:
+    """Which kind of file it is, from its first bytes.
+
+    Raises RolloutError where it is missing, empty, a folder, or of a kind that is refused.
+    """
+    if not path.exists():
+        raise RolloutError(f"{path} does not exist. Give the path of a file of rollouts.")
+    if path.is_dir():
+        raise RolloutError(
+            f"{path} is a directory. Give the path of one file of rollouts in it, or the folder of "
+            "a recorded trace."
+        )
+    if not path.is_file():
+        raise RolloutError(
+            f"{path} is a pipe or a device, of which nothing can be read twice, and files are: to "
+            "see of which kind they are, and then for the rollouts. Write it to a file first."
+        )
+    with path.open("rb") as file:
+        head = file.read(64)
+    length = int.from_bytes(head[:8], "little")
+    if head[8:9] == b"{" and 2 <= length <= path.stat().st_size:
+        return "safetensors"
+    if head.startswith(parquet.MAGIC):
+        return "parquet"
+    if head.startswith(_ZIP_MAGIC):
+        return "torch"
+    if head.startswith(_PICKLE_MAGICS):
+        return "torch" if _TORCH_MAGIC in head else "pickle"
+    if path.suffix == ".safetensors":
+        raise RolloutError(
+            f"{path} is no safetensors file, or cut short: its header would have {length} bytes, "
+            f"and the file has {path.stat().st_size}. Copy or write the file again."
+        )
+    if path.suffix in (".parquet", ".pt", ".pth", ".pkl", ".pickle"):
+        raise RolloutError(
+            f"{path} is no {path.suffix[1:]} file: it begins with {short(head[:8])}. Copy or write "
+            "the file again."
+        )
+    if path.suffix == ".bin":
+        raise RolloutError(
+            f"{path}: binary transport files (prime-rl's msgpack) have no names of fields, and "
+            "their order changes between versions. Decode them with the trainer's own classes and "
+            "write each sample as one JSON object a line with msgspec.structs.asdict."
+        )
+    if b"\0" in head and not head.startswith((*COMPRESSED, *_UTF_16)):
+        raise RolloutError(
+            f"{path} is of no kind that is read: it begins with {short(head[:8])}. Give JSON lines "
+            "(plain, gzip or zstd), parquet, safetensors, a torch file or a pickle."
+        )
+    return "JSON lines"
+
+
+def parts(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
+    """What a file holds, in its order. What it takes is charged to `memory` while it is used.
+
+    Raises RolloutError, naming the file, where the file as a whole cannot be read, or takes more
+    memory than it may.
+    """
+    if container == "JSON lines":
+        yield from _json(path, memory)
+    elif container == "parquet":
+        yield from parquet.rows(path, memory)
+    elif container == "safetensors":
+        yield str(path), open_tensors(path, memory)
+    else:
+        yield from _unpickled(path, container, memory)
+
+
+def _unpickled(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
+    """The tables or samples of a torch file or a pickle, built in the memory that is left."""
+    from forkpoint.dumps.pickles import read_file
+
+    size_bytes = path.stat().st_size
+    with memory.holding(size_bytes, "the bytes of the file"):
+        loaded, taken_bytes = read_file(path, torch=container == "torch", most=memory.left_bytes)
+        with memory.holding(taken_bytes, "the values in the file"):
+            given = 0
+            for part in _tables(loaded, str(path), 0):
+                given += _PART_BYTES
+                memory.check_inflation(memory.disk_bytes, given, "samples")
+                yield part
+
+
+def _json(path: Path, memory: MemoryLimit) -> Iterator[Part]:
+    for number, line in json_lines(path, memory):
+        where = f"{path}, line {number}"
+        try:
+            record: Mapping[str, Any] | RecordError = parse_object(line, where)
+        except RolloutError as error:
+            record = RecordError.of(error, "JSON")
+        yield where, record
+
+
+def _tables(value: Any, where: str, depth: int) -> Iterator[Part]:
+    """The tables or samples in what was loaded: one, several in a list, or under known keys."""
+    samples = value.get("samples") if isinstance(value, Mapping) else value
+    if isinstance(samples, list):
+        if depth == _MOST_LISTS:
+            yield where, RecordError(where, "record", "lies in too many lists of lists.")
+            return
+        for n, item in enumerate(samples):
+            yield from _tables(item, f"{where}, item {n}", depth + 1)
+    elif isinstance(value, Mapping) and isinstance(value.get("rollout_data"), Mapping):
+        yield where, value["rollout_data"]  # slime's train data, before it wrote samples
+    elif isinstance(value, Mapping) and isinstance(value.get("batch"), Mapping):
+        yield where, _batch(value, where)
+    elif isinstance(value, Mapping):
+        yield where, value
+    else:
+        yield (
+            where,
+            RecordError(where, "record", f"is {short(value)}; a batch is a dict of its fields."),
+        )
+
+
+def _batch(value: Mapping[str, Any], where: str) -> Mapping[str, Any] | RecordError:
+    """The fields of a batch whose tensors, arrays and settings are apart, as verl's are."""
+    found: dict[str, Any] = {}
+    for name in (SHARED, "batch", "non_tensor_batch"):
+        fields = value.get(name)
+        if fields is not None and not isinstance(fields, Mapping):
+            message = f"{name} is {short(fields)}; it takes a dict of the batch's fields."
+            return RecordError(where, name, message)
+        found |= fields or {}
+    return found

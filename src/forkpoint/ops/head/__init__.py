@@ -1,0 +1,5 @@
+"""Log-probs and entropies of chosen tokens from hidden states, with few logits alive at a time."""
+
+from forkpoint.ops.head.logprobs import token_logprobs, token_logprobs_reference
+
+__all__ = ["token_logprobs", "token_logprobs_reference"]

@@ -1,0 +1,382 @@
+"""Log-probs and entropies of chosen tokens from hidden states, with few logits alive at a time.
+
+A vocabulary is a hundred times wider than a hidden state, so the logits of a long microbatch are
+the largest tensor of a training step. Here few exist at a time, unless there is room to keep them
+for the backward, which saves a third of its products. The forward goes over chunks of tokens and
+keeps a few numbers per token (the largest logit, the sum of exponentials, the entropy). With these
+every logit's gradient is known by itself, so that the backward can go over slices of the
+vocabulary: the weight's gradient is then one product over all tokens for each slice, where chunks
+of tokens would add to all of it again and again, in a float32 copy of the largest weight there is.
+The result is that of a linear layer followed by a log-softmax in float32. On CUDA logits are read
+once each way (triton_softmax), where there is Triton and neither a bias, whose gradient is a sum of
+unrounded ones, nor a softcap.
+"""
+
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forkpoint.errors import ConfigError
+
+# exp(-1e4) is exactly 0 in float32 and in float64, so raising a smaller log-probability to this
+# changes no result; it keeps 0 * -inf (NaN) out of the entropy where a vocabulary entry is masked.
+_NO_PROBABILITY = -1e4
+
+
+class _Options(NamedTuple):
+    entropy: bool
+    softcap: float | None
+    logit_scale: float | None
+    chunk_tokens: int
+    matmul_dtype: torch.dtype | None  # None: no autocast, the operands' own
+    softmax_dtype: torch.dtype
+    fused: bool
+    keeps: bool
+
+
+def token_logprobs(
+    hidden_TC: Tensor,
+    weight_VC: Tensor,
+    labels_T: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature_T: Tensor | None = None,
+    entropy: bool = False,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    chunk_tokens: int = 1024,
+    keep_logits: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The log-prob of each label under its token's next-token distribution, and its entropy.
+
+    With `z = hidden_TC @ weight_VC.T + bias_V`, then `z * logit_scale`, then
+    `softcap * tanh(z / softcap)`, then `z / temperature_T` (each where given), the distribution of
+    token i is `softmax(z_i)`; both results are of this, temperature included.
+
+    The product is computed in the operands' dtype (under autocast in autocast's, as by a linear
+    layer; float64 stays), everything after it in float32, or float64 for float64 operands. No
+    tensor has more than `chunk_tokens` x V elements of logits, forward or backward, unless the
+    product is kept, in its own dtype. The results can be differentiated once, by `hidden_TC`,
+    `weight_VC` and `bias_V`; a gradient nobody needs is not computed. Hidden and bias gradients are
+    summed in float32 (float64 for float64).
+
+    Args:
+        hidden_TC: floating point, [T, C]; T may be 0.
+        weight_VC: the head's weight, [V, C], of hidden's dtype except under autocast.
+        labels_T: int64 [T], each in [0, V). There is no ignored label: leave such tokens out.
+        bias_V: [V], of the weight's dtype.
+        temperature_T: [T], positive; it gets no gradient.
+        entropy: whether entropies are wanted; they cost one more pass over the logits.
+        softcap: positive bound of the logits (Gemma 2's final_logit_softcapping).
+        logit_scale: factor of the logits (Cohere's logit_scale).
+        chunk_tokens: how many tokens' logits exist at a time.
+        keep_logits: keep all of them for the backward, T x V, instead of computing them again.
+
+    Returns:
+        log-probs [T] and entropies [T] (None unless asked for), in float32 (float64 for float64).
+
+    Raises:
+        ConfigError: for a chunk_tokens below 1 or a softcap that is not positive.
+    """
+    if chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens is {chunk_tokens}; it takes a whole number of at least 1.")
+    if softcap is not None and softcap <= 0:
+        raise ConfigError(f"softcap is {softcap}; it takes a positive number, or None for no cap.")
+    assert hidden_TC.ndim == 2 and labels_T.shape == hidden_TC.shape[:1], "one label per token"
+    assert temperature_T is None or temperature_T.shape == labels_T.shape, "one temperature a token"
+    double = hidden_TC.dtype == torch.float64
+    device_type = hidden_TC.device.type
+    autocast = torch.is_autocast_enabled(device_type) and not double
+    options = _Options(
+        entropy=entropy,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        chunk_tokens=chunk_tokens,
+        matmul_dtype=torch.get_autocast_dtype(device_type) if autocast else None,
+        softmax_dtype=torch.float64 if double else torch.float32,
+        fused=not double and bias_V is None and softcap is None and _fuses(hidden_TC.device),
+        keeps=keep_logits
+        and torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (hidden_TC, weight_VC, bias_V)),
+    )
+    return _TokenLogprobs.apply(hidden_TC, weight_VC, bias_V, labels_T, temperature_T, options)
+
+
+def token_logprobs_reference(
+    hidden_TC: Tensor,
+    weight_VC: Tensor,
+    labels_T: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature_T: Tensor | None = None,
+    entropy: bool = False,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`token_logprobs` in plain PyTorch with all logits alive: the yardstick of its tests."""
+    logits_TV = F.linear(hidden_TC, weight_VC, bias_V)
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    if logit_scale is not None:
+        logits_TV = logits_TV * logit_scale
+    if softcap is not None:
+        logits_TV = softcap * torch.tanh(logits_TV / softcap)
+    if temperature_T is not None:
+        logits_TV = logits_TV / temperature_T[:, None]
+    logprobs_TV = logits_TV.log_softmax(-1)
+    logprobs_T = logprobs_TV.gather(-1, labels_T[:, None]).squeeze(-1)
+    return logprobs_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1) if entropy else None
+
+
+def _fuses(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TC: Tensor,
+        weight_VC: Tensor,
+        bias_V: Tensor | None,
+        labels_T: Tensor,
+        temperature_T: Tensor | None,
+        options: _Options,
+    ) -> tuple[Tensor, Tensor | None]:
+        logprobs_T = hidden_TC.new_empty(labels_T.shape, dtype=options.softmax_dtype)
+        max_T, sum_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
+        entropies_T = torch.empty_like(logprobs_T) if options.entropy else None
+        weight = _cast(weight_VC, options)
+        bias = None if bias_V is None else _cast(bias_V, options)
+        scale_T = _scale(labels_T, temperature_T, options) if options.fused else None
+        kept_TV = F.linear(_cast(hidden_TC, options), weight, bias) if options.keeps else None
+        for chunk in _chunks(labels_T, options):
+            if kept_TV is None:
+                product_cV = F.linear(_cast(hidden_TC[chunk], options), weight, bias)
+            else:
+                product_cV = kept_TV[chunk]
+            if options.fused:
+                from forkpoint.ops.head.triton_softmax import softmax_stats
+
+                softmax_stats(
+                    product_cV,
+                    labels_T[chunk],
+                    None if scale_T is None else scale_T[chunk],
+                    logprobs_T[chunk],
+                    max_T[chunk],
+                    sum_T[chunk],
+                    None if entropies_T is None else entropies_T[chunk],
+                    _NO_PROBABILITY,
+                )
+                continue
+            temperature_c = None if temperature_T is None else temperature_T[chunk]
+            logits_cV, _ = _logits(product_cV, temperature_c, options)
+            # The maximum comes off first: a log-sum-exp of logits as they are is rounded at their
+            # size, and of 1 - p, where the model is sure of a token, only that would be left.
+            max_T[chunk] = logits_cV.amax(-1)
+            logits_cV.sub_(max_T[chunk, None])
+            sum_T[chunk] = logits_cV.exp().sum(-1)
+            label_logits_c = logits_cV.gather(-1, labels_T[chunk, None]).squeeze(-1)
+            logprobs_T[chunk] = label_logits_c - sum_T[chunk].log()
+            if entropies_T is not None:
+                logprobs_cV = logits_cV.sub_(sum_T[chunk, None].log()).clamp_(min=_NO_PROBABILITY)
+                entropies_T[chunk] = logprobs_cV.exp().mul_(logprobs_cV).sum(-1).neg_()
+        ctx.save_for_backward(
+            hidden_TC, weight_VC, bias_V, labels_T, temperature_T, max_T, sum_T, entropies_T
+        )
+        ctx.options = options
+        # Not among the saved tensors: the backward overwrites it, and lets it go.
+        ctx.kept_TV = kept_TV
+        ctx.set_materialize_grads(False)
+        return logprobs_T, entropies_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator's type)
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        grad_logprobs_T, grad_entropies_T = grad_outputs
+        hidden_TC, weight_VC, bias_V, labels_T, _, max_T, *_ = ctx.saved_tensors
+        options: _Options = ctx.options
+        kept_TV, ctx.kept_TV = ctx.kept_TV, None
+        assert (kept_TV is not None) == options.keeps, "logits are kept for one backward"
+        if grad_logprobs_T is None:
+            grad_logprobs_T = torch.zeros_like(max_T)
+        gradients_T = grad_logprobs_T, grad_entropies_T
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Kept logits need no parts where one kernel turns them into their gradient in place.
+        whole = options.keeps and options.fused
+        parts = _parts(len(labels_T), len(weight_VC), options.chunk_tokens)
+        parts = [slice(0, len(weight_VC))] if whole else parts
+        several = needs_hidden and len(parts) > 1
+        grad_hidden_TC = _zeros(hidden_TC, options) if several else None
+        grad_weight_VC = torch.empty_like(weight_VC) if needs_weight else None
+        grad_bias_V = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
+        # Backward may be called under autocast or outside it; what counts is where forward ran.
+        with torch.autocast(hidden_TC.device.type, enabled=False):
+            hidden = _cast(hidden_TC, options)
+            for part in parts:
+                weight = _cast(weight_VC[part], options)
+                bias = None if bias_V is None else _cast(bias_V[part], options)
+                if kept_TV is None:
+                    product_Tv = F.linear(hidden, weight, bias)
+                else:
+                    product_Tv = kept_TV if whole else kept_TV[:, part]
+                gradient = _fused_gradient if options.fused else _gradient
+                grad_Tv = gradient(ctx, part, product_Tv, *gradients_T)
+                del product_Tv
+                if grad_bias_V is not None:
+                    grad_bias_V[part] = grad_Tv.sum(0)
+                grad_Tv = grad_Tv.to(hidden.dtype)
+                if needs_hidden and not several:
+                    grad_hidden_TC = grad_Tv @ weight
+                elif grad_hidden_TC is not None:
+                    _add_product(grad_hidden_TC, grad_Tv, weight)
+                if grad_weight_VC is not None:
+                    _put_product(grad_weight_VC[part], grad_Tv.T, hidden)
+        return (
+            None if grad_hidden_TC is None else grad_hidden_TC.to(hidden_TC.dtype),
+            grad_weight_VC,
+            grad_bias_V,
+            *(None, None, None),
+        )
+
+
+def _gradient(
+    ctx: Any,
+    part: slice,
+    product_Tv: Tensor,
+    grad_logprobs_T: Tensor,
+    grad_entropies_T: Tensor | None,
+) -> Tensor:
+    """The gradient of a part of the logits as the linear layer left them."""
+    *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
+    options: _Options = ctx.options
+    logits_Tv, tanh_Tv = _logits(product_Tv, temperature_T, options)
+    # d logprob / d logit_j = [j is the label] - p_j
+    # d entropy / d logit_j = -p_j * (log p_j + entropy)
+    factor_T1 = grad_logprobs_T[:, None]
+    logits_Tv.sub_(max_T[:, None])
+    if grad_entropies_T is None:
+        grad_Tv = logits_Tv.exp_().mul_(-factor_T1 / sum_T[:, None])
+    else:
+        logprobs_Tv = logits_Tv.sub_(sum_T[:, None].log())
+        grad_Tv = logprobs_Tv.clamp_(min=_NO_PROBABILITY).exp()
+        logprobs_Tv.add_(entropies_T[:, None]).mul_(grad_entropies_T[:, None])
+        grad_Tv.mul_(logprobs_Tv.add_(factor_T1).neg_())
+    inside_T1 = ((labels_T >= part.start) & (labels_T < part.stop))[:, None]
+    at_T1 = (labels_T[:, None] - part.start).clamp_(0, product_Tv.shape[1] - 1)
+    grad_Tv.scatter_add_(-1, at_T1, factor_T1 * inside_T1)
+    # Back through the temperature, the cap and the scale.
+    if temperature_T is not None:
+        grad_Tv.div_(temperature_T[:, None])
+    if tanh_Tv is not None:
+        grad_Tv.mul_(tanh_Tv.square_().neg_().add_(1))
+    if options.logit_scale is not None:
+        grad_Tv.mul_(options.logit_scale)
+    return grad_Tv
+
+
+def _fused_gradient(
+    ctx: Any,
+    part: slice,
+    product_Tv: Tensor,
+    grad_logprobs_T: Tensor,
+    grad_entropies_T: Tensor | None,
+) -> Tensor:
+    """The same by one kernel, in the dtype of the logits, which it overwrites."""
+    from forkpoint.ops.head.triton_softmax import softmax_gradient_
+
+    *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
+    return softmax_gradient_(
+        product_Tv,
+        labels_T,
+        part.start,
+        _scale(labels_T, temperature_T, ctx.options),
+        max_T,
+        sum_T,
+        None if grad_entropies_T is None else entropies_T,
+        grad_logprobs_T.contiguous(),
+        None if grad_entropies_T is None else grad_entropies_T.contiguous(),
+        _NO_PROBABILITY,
+    )
+
+
+def _scale(labels_T: Tensor, temperature_T: Tensor | None, options: _Options) -> Tensor | None:
+    """What each token's logits are multiplied by, float32; None for nothing."""
+    if temperature_T is not None:
+        return (options.logit_scale or 1.0) / temperature_T.float()
+    if options.logit_scale is not None:
+        return torch.full(
+            labels_T.shape, options.logit_scale, dtype=torch.float32, device=labels_T.device
+        )
+    return None
+
+
+def _chunks(labels_T: Tensor, options: _Options) -> list[slice]:
+    size = options.chunk_tokens
+    return [slice(start, start + size) for start in range(0, len(labels_T), size)]
+
+
+def _parts(tokens: int, vocab: int, chunk_tokens: int) -> list[slice]:
+    """Slices of the vocabulary, about equal: each for all tokens has no more logits than a chunk.
+
+    Unless they are narrow, their widths are multiples of 64, as matrix products like them.
+    """
+    widest = max(1, chunk_tokens * vocab // max(1, tokens))
+    widest -= widest % 64 if widest >= 64 else 0
+    if widest >= vocab:
+        return [slice(0, vocab)]
+    width = -(-vocab // -(-vocab // widest))
+    width = min(widest, -(-width // 64) * 64)
+    return [slice(begin, min(vocab, begin + width)) for begin in range(0, vocab, width)]
+
+
+def _cast(operand: Tensor, options: _Options) -> Tensor:
+    return operand if options.matmul_dtype is None else operand.to(options.matmul_dtype)
+
+
+def _zeros(like: Tensor, options: _Options) -> Tensor:
+    return like.new_zeros(like.shape, dtype=options.softmax_dtype)
+
+
+def _logits(
+    product_cV: Tensor, temperature_c: Tensor | None, options: _Options
+) -> tuple[Tensor, Tensor | None]:
+    """A chunk's logits, the caller's to overwrite, and the cap's tanh for its derivative.
+
+    A product that is kept stays as it is; any other may be overwritten as well.
+    """
+    logits_cV = product_cV.to(options.softmax_dtype, copy=options.keeps)
+    tanh_cV = None
+    if options.logit_scale is not None:
+        logits_cV.mul_(options.logit_scale)
+    if options.softcap is not None:
+        tanh_cV = logits_cV.div_(options.softcap).tanh_()
+        logits_cV = tanh_cV * options.softcap
+    if temperature_c is not None:
+        logits_cV.div_(temperature_c[:, None])
+    return logits_cV, tanh_cV
+
+
+def _add_product(sum_TC: Tensor, left_Tv: Tensor, right_vC: Tensor) -> None:
+    """sum_TC += left_Tv @ right_vC, rounding no product to 16 bits where the device can add it."""
+    if sum_TC.dtype == right_vC.dtype:
+        sum_TC.addmm_(left_Tv, right_vC)
+    elif sum_TC.is_cuda:
+        torch.addmm(sum_TC, left_Tv, right_vC, out_dtype=sum_TC.dtype, out=sum_TC)
+    else:
+        sum_TC += left_Tv @ right_vC
+
+
+def _put_product(out_vC: Tensor, left_vT: Tensor, right_TC: Tensor) -> None:
+    """out_vC = left_vT @ right_TC, rounded to 16 bits no more than the device has to."""
+    if out_vC.dtype == right_TC.dtype:
+        torch.mm(left_vT, right_TC, out=out_vC)
+    elif out_vC.is_cuda and out_vC.dtype == torch.float32:
+        torch.mm(left_vT, right_TC, out_dtype=out_vC.dtype, out=out_vC)
+    else:
+        out_vC.copy_(left_vT @ right_TC)

@@ -1,0 +1,328 @@
+"""A plan: microbatches, what each reads from outside itself, and the order of forwards and
+backwards."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from forkpoint.errors import PlanError
+from forkpoint.forest import Forest, IntArray
+from forkpoint.layout import Microbatch
+from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.pricing.cost import ModelShape, Work
+from forkpoint.plan.program import (
+    BACKWARD,
+    Instruction,
+    Program,
+    check_order,
+    score_program,
+    step_program,
+    waits_for,
+)
+from forkpoint.rollouts import RolloutBatch
+
+JSON_VERSION = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination that the planner looked at."""
+
+    sharing: str
+    boundary: str
+    cost: float | None
+    """Predicted cost of the step, in the plan's cost_unit."""
+    refused: str | None = None
+    """Why there is no such plan."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlanContents:
+    """The fields of a plan, and what follows from them alone."""
+
+    sharing: str
+    boundary: str
+    leaf_layout: str
+    max_microbatch_tokens: int
+    forest: Forest
+    microbatches: tuple[Microbatch, ...]
+    """In visiting order."""
+    program: Program
+    """What `forward_backward` runs. Where a loss couples rollouts of several microbatches a pass of
+    scores comes first."""
+    cache_tokens: int
+    """The most tokens whose prefix cache exists at once."""
+    cache_states: int
+    """The most segments whose final state, in layers that carry one, exists at once."""
+    rollouts: int
+    logical_tokens: int
+    """Tokens as given."""
+    unique_tokens: int
+    """Distinct (path, token) pairs of the whole batch."""
+    labelled: int
+    """Distinct edges whose label some rollout trains on."""
+    dense: Work
+    shared: Work
+    fingerprint: str
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    """What the host can do that the plan was made for."""
+    shape: ModelShape | None = None
+    cost: float = 0.0
+    """What the step is predicted to cost; plans are compared by it."""
+    cost_unit: str = "tokens"
+    """ms where a calibration is at hand, else FLOPs, else (without a model shape) tokens."""
+    predicted_ms: float | None = None
+    """Time of a step; None without a calibration."""
+    predicted_peak_bytes: int | None = None
+    """Activations, prefix cache and its gradients at the worst moment; not weights."""
+    rests_on: str = ""
+    """The calibration that the predictions are made from; without one they are counted."""
+    candidates: tuple[Candidate, ...] = ()
+    reason: str = ""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Edges run, padding not counted."""
+        return sum(microbatch.tokens for microbatch in self.microbatches)
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens that go through the model, padding included."""
+        return sum(microbatch.run_tokens for microbatch in self.microbatches)
+
+    @property
+    def bound(self) -> float:
+        """The counted speed-up over dense: FLOPs where the shape is known, else tokens."""
+        if not self.shared.tokens:
+            return 1.0
+        if self.shape is None:
+            return self.dense.tokens / self.shared.tokens
+        return self.dense.step_flops(self.shape) / self.shared.step_flops(self.shape)
+
+    @cached_property
+    def cache_of(self) -> dict[int, int]:
+        """First cache place of every segment whose prefix cache other microbatches read."""
+        return {
+            segment: begin
+            for microbatch in self.microbatches
+            for segment, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True)
+            if begin >= 0
+        }
+
+    @cached_property
+    def state_of(self) -> dict[int, int]:
+        """State place of every segment that a segment of another microbatch starts from."""
+        return {
+            segment: place
+            for microbatch in self.microbatches
+            for segment, place in zip(microbatch.segments, microbatch.state_index, strict=True)
+            if place >= 0
+        }
+
+    @cached_property
+    def microbatch_names(self) -> tuple[str, ...]:
+        """By microbatch: "prefix" where others read its prefix cache, "leaf" where none does, and
+        its index."""
+        return tuple(
+            f"{'prefix' if microbatch.children else 'leaf'} {microbatch.index}"
+            for microbatch in self.microbatches
+        )
+
+    @cached_property
+    def score_program(self) -> Program:
+        """What `policy.score` runs: every microbatch's forward, without a graph."""
+        early = self.capabilities.leaves_early
+        return score_program(self.microbatches, leaves_early=early)
+
+    def event(self, instruction: Instruction) -> str:
+        """An instruction in words, such as "forward prefix 0"."""
+        name = "idle" if instruction.idle else self.microbatch_names[instruction.microbatch]
+        return f"{instruction.operation} {name}"
+
+    def events(self, *, backward: bool = True) -> tuple[str, ...]:
+        """What runs, in order and in words: "forward prefix 0", "forward leaf 1",
+        "backward leaf 1", "backward prefix 0".
+
+        "recompute prefix 0" is the forward that computes activations again which were not kept.
+        "score leaf 1" is a forward without a graph. Without `backward`: the events of
+        `policy.score`.
+        """
+        program = self.program if backward else self.score_program
+        return tuple(self.event(instruction) for instruction in program.instructions)
+
+    def waits_for(self) -> tuple[tuple[int, ...], ...]:
+        """For each instruction of the program, the positions of those that it waits for.
+
+        An order that keeps to them computes the same: see `check_order`.
+        """
+        forest = self.forest
+        of = {segment: m.index for m in self.microbatches for segment in m.segments}
+        parents = [
+            frozenset(
+                of[int(forest.parent[segment])]
+                for segment in microbatch.segments
+                if forest.parent[segment] >= 0
+            )
+            - {microbatch.index}
+            for microbatch in self.microbatches
+        ]
+        return waits_for(
+            self.program, self.microbatches, parents, lambda segment: int(forest.length[segment])
+        )
+
+    def reordered(self, order: Sequence[int]) -> Self:
+        """The plan whose program runs its instructions in another order.
+
+        Args:
+            order: positions in the present program, in the order in which they are to run.
+
+        Raises:
+            PlanError: an instruction would run before one that it waits for.
+        """
+        check_order(self.waits_for(), order)
+        chosen = [self.program.instructions[at] for at in order]
+        backwards = [at for at, i in enumerate(chosen) if i.operation == BACKWARD]
+        for at in backwards:
+            chosen[at] = chosen[at]._replace(last_backward=at == backwards[-1])
+        return replace(self, program=Program(tuple(chosen)))
+
+    def microbatch_of_rollouts(self, loss_mask: np.ndarray, offsets: IntArray) -> IntArray:
+        """[N] the one microbatch that holds all trained tokens of each rollout.
+
+        -1 where there are none, -2 where they lie in several microbatches.
+        """
+        microbatch_of_segment = np.full(len(self.forest), -1, np.int64)
+        for microbatch in self.microbatches:
+            microbatch_of_segment[list(microbatch.segments)] = microbatch.index
+        before = np.concatenate([[0], np.cumsum(loss_mask, dtype=np.int64)])
+        found = np.full(self.rollouts, -1, np.int64)
+        for rollout, segment in self.forest.levels():
+            begin = np.asarray(offsets, np.int64)[rollout] + 1 + self.forest.start[segment]
+            trained = before[begin + self.forest.length[segment]] > before[begin]
+            rollout, microbatch = rollout[trained], microbatch_of_segment[segment[trained]]
+            known = found[rollout]
+            found[rollout] = np.where((known == -1) | (known == microbatch), microbatch, -2)
+        return found
+
+    def check_batch(self, batch: RolloutBatch) -> None:
+        """Refuse a batch that this plan was not made for.
+
+        Raises:
+            PlanError: tokens, lengths, masks or temperatures differ from those planned.
+        """
+        found = fingerprint(batch)
+        if found != self.fingerprint:
+            raise PlanError(
+                f"this plan was made for a batch with fingerprint {self.fingerprint}, and this "
+                f"batch has {found}: their tokens, masks, groups or temperatures differ. Make a "
+                "plan for this batch."
+            )
+
+    def check_host(self, capabilities: Capabilities) -> None:
+        """Refuse a host that cannot do what this plan asks for.
+
+        Raises:
+            PlanError: the plan leaves the last block early and the host does not, or a
+                microbatch has a length that the host does not take.
+        """
+        if self.capabilities.leaves_early and not capabilities.leaves_early:
+            raise PlanError(
+                "this plan leaves the last block of the model early, and the model cannot be left "
+                "early now: it checkpoints itself (gradient_checkpointing). Make the plan again "
+                "with policy.plan, in the state in which the model is trained."
+            )
+        multiple = capabilities.length_multiple
+        for microbatch in self.microbatches:
+            if not microbatch.width and microbatch.run_tokens % multiple:
+                raise PlanError(
+                    f"{self.microbatch_names[microbatch.index]} of this plan has "
+                    f"{microbatch.run_tokens} tokens, and the model takes multiples of {multiple}. "
+                    "Make the plan again with policy.plan."
+                )
+
+    def check_coupling(self, batch: RolloutBatch, coupling: IntArray) -> None:
+        """Refuse a loss that needs a pass of scores, which this plan does not have.
+
+        Args:
+            batch: the rollouts.
+            coupling: int64 [N], which rollouts the loss couples (same entry).
+
+        Raises:
+            PlanError: rollouts that the loss couples have trained tokens in several microbatches,
+                and the program begins with no pass of scores.
+        """
+        if not self.program.has_scores and self.splits(batch, coupling):
+            raise PlanError(
+                "this plan has one pass, and the loss couples rollouts whose trained tokens lie in "
+                "several microbatches, so that it needs a pass of scores first. Make the plan "
+                "for this loss: policy.plan(batch, loss)."
+            )
+
+    def splits(self, batch: RolloutBatch, coupling: IntArray) -> bool:
+        """Whether trained tokens of rollouts that a loss couples lie in several microbatches.
+
+        coupling: int64 [N], which rollouts the loss couples (same entry).
+        """
+        microbatches = self.microbatch_of_rollouts(batch.loss_mask, batch.offsets)
+        if (microbatches == -2).any():
+            return True
+        trained = microbatches >= 0
+        pairs = np.unique(np.stack([coupling[trained], microbatches[trained]]), axis=1)
+        return len(np.unique(pairs[0])) < pairs.shape[1]
+
+    def with_microbatches(self, microbatches: Iterable[Microbatch]) -> Self:
+        """The plan with other microbatches, and the program of these."""
+        plan = replace(self, microbatches=tuple(microbatches))
+        return plan.with_program(scores=self.program.has_scores)
+
+    def with_program(self, *, scores: bool) -> Self:
+        """The plan with the program of its microbatches, which begins with scores or does not."""
+        early = self.capabilities.leaves_early
+        program = step_program(self.microbatches, scores=scores, leaves_early=early)
+        return replace(self, program=program)
+
+    def to_json(self) -> str:
+        """The plan as JSON; `Plan.from_json` reads it back."""
+        values: dict[str, Any] = {"version": JSON_VERSION}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "forest":
+                value = {f.name: getattr(value, f.name).tolist() for f in fields(value)}
+            elif item.name in ("microbatches", "candidates"):
+                value = [asdict(entry) for entry in value]
+            elif item.name == "program":
+                value = [list(instruction) for instruction in value.instructions]
+            elif isinstance(value, Work | ModelShape | Capabilities):
+                value = asdict(value)
+            values[item.name] = value
+        return json.dumps(values)
+
+
+# Batches cannot be written to, so each is read once.
+_fingerprints: WeakKeyDictionary[RolloutBatch, str] = WeakKeyDictionary()
+
+
+def fingerprint(batch: RolloutBatch) -> str:
+    """A digest of everything that decides which rollouts may share and which edges are trained."""
+    if batch not in _fingerprints:
+        _fingerprints[batch] = _fingerprint(batch)
+    return _fingerprints[batch]
+
+
+def _fingerprint(batch: RolloutBatch) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for array in (
+        batch.token_ids,
+        batch.offsets,
+        batch.loss_mask,
+        batch.group_index,
+        batch.temperatures,
+    ):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Prices of plans: counted FLOPs and bytes, and milliseconds where a device was calibrated."""

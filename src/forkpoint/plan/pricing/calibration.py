@@ -1,0 +1,268 @@
+"""What was measured of a device and a model shape, as a file. Imports no torch.
+
+`forkpoint calibrate` writes these files (calibrate/calibrator.py says how each figure is measured);
+`forkpoint.plan.pricing.measured` prices plans by them.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from forkpoint.errors import ConfigError
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.sizes import MOST_LAYERS
+from forkpoint.plan.written import SHAPE, shape_of
+from forkpoint.rollouts import short
+from forkpoint.schema import (
+    Check,
+    SchemaError,
+    array,
+    flag,
+    mapping,
+    number,
+    one_of,
+    parse_json,
+    record,
+    text,
+    whole,
+)
+
+SCHEMA = 1
+FOLDER_VARIABLE = "FORKPOINT_CALIBRATIONS"
+MOST_BYTES = 1 << 24
+CURVES = ("block", "rest", "head", "causal", "rectangle", "part")
+RATES = ("causal", "rectangle")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A forward and a backward figure over a size; `at` ascends."""
+
+    at: tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def time(self, size: float, *, backward: bool) -> float:
+        """Milliseconds: between points on the line, above them in proportion, below as the least.
+
+        A size of 0 takes none.
+        """
+        if size <= 0:
+            return 0.0
+        values = self.backward if backward else self.forward
+        if size > self.at[-1]:
+            return values[-1] * size / self.at[-1]
+        return _interpolated(size, self.at, values)
+
+    def rate(self, size: float, *, backward: bool) -> float:
+        """A rate: between points by the logarithm of the size, and beyond them that of the ends."""
+        values = self.backward if backward else self.forward
+        return _interpolated(math.log2(max(size, 1.0)), self._at_log2, values)
+
+    @cached_property
+    def _at_log2(self) -> tuple[float, ...]:
+        return tuple(map(math.log2, self.at))
+
+
+def _interpolated(x: float, at: Sequence[float], values: Sequence[float]) -> float:
+    """Between points on the line, beyond them as the nearest.
+
+    numpy's takes as long for one number as for a thousand, and a plan is priced by thousands.
+    """
+    if x <= at[0]:
+        return values[0]
+    if x >= at[-1]:
+        return values[-1]
+    above = bisect_right(at, x)
+    low, high = at[above - 1], at[above]
+    slope = (values[above] - values[above - 1]) / (high - low)
+    return slope * (x - low) + values[above - 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """One device and model shape, as measured."""
+
+    device: str
+    versions: Mapping[str, str]
+    compiled: bool
+    shape: ModelShape
+    """Of the model that was asked for; it was measured with fewer layers."""
+    measured_layers: tuple[int, int]
+    block: Curve
+    """Tokens of a microbatch: ms of one decoder block without its attention."""
+    rest: Curve
+    """Tokens of a microbatch: ms of what is done once a microbatch, the head not counted."""
+    head: Curve
+    """Labelled tokens: ms of the head."""
+    causal: Curve
+    """Length of a segment: visible pairs (query, key) a ms, of causal attention in one layer."""
+    rectangle: Curve
+    """Length of the keys: the same of attention to an ancestor."""
+    part: Curve
+    """Tokens that have it: ms of a further launch in one layer, its call and its merge."""
+    out_bytes_per_ms: float
+    back_bytes_per_ms: float
+    kept_bytes: Mapping[str, tuple[float, float]]
+    """For each policy of checkpointing: bytes a token that one block keeps for the backward, and
+    that all of a microbatch does besides."""
+    working_bytes: tuple[float, float]
+    """What a backward needs at most beyond what was kept: bytes for a microbatch with a head, and
+    bytes a token besides; zeros where the device does not say."""
+    seconds: float
+    """How long it took to measure."""
+
+    def describe(self) -> str:
+        compiled = "compiled" if self.compiled else "not compiled"
+        return f"measured on {self.device}, blocks {compiled}, torch {self.versions.get('torch')}"
+
+    def check_shape(self, shape: ModelShape) -> None:
+        """Refuse a model that this was not measured for.
+
+        Raises:
+            ConfigError: sizes differ, in more than the number of layers and their windows.
+        """
+        wanted, found = _comparable(shape), _comparable(self.shape)
+        if wanted != found:
+            wrong = ", ".join(
+                f"{name} {found[name]} (the model has {wanted[name]})"
+                for name in found
+                if found[name] != wanted[name]
+            )
+            raise ConfigError(
+                f"this calibration was measured for another model: {wrong}. Run forkpoint "
+                "calibrate for this model."
+            )
+
+    def check_device(self, device: str, *, compiled: bool) -> None:
+        """Refuse another device than this was measured on, or blocks compiled otherwise.
+
+        Raises:
+            ConfigError: with both values.
+        """
+        if (device, compiled) != (self.device, self.compiled):
+            here = f"{device}, blocks {'compiled' if compiled else 'not compiled'}"
+            raise ConfigError(
+                f"this calibration was {self.describe()}, and here is {here}: its times say "
+                "nothing of that. Run forkpoint calibrate here, or give no calibration."
+            )
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+        # Whole or not at all: policies find the file by themselves, and refuse half of one.
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(text + "\n", encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> "Calibration":
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: there is no such file, or it is damaged, or of another kind or version.
+        """
+        try:
+            if path.stat().st_size > MOST_BYTES:
+                raise SchemaError(f"not a calibration (it has more than {MOST_BYTES} bytes)")
+            values = parse_json(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"the calibration {path} cannot be read ({error.strerror}). Give a file that "
+                "forkpoint calibrate wrote, or None."
+            ) from None
+        except SchemaError as error:
+            raise ConfigError(
+                f"{path} is {error}. Give a file that forkpoint calibrate wrote."
+            ) from None
+        schema = values.get("schema") if isinstance(values, dict) else None
+        if type(schema) is not int or schema != SCHEMA:
+            raise ConfigError(
+                f"{path} has schema {short(schema)} and this forkpoint reads calibrations of "
+                f"schema {SCHEMA}; run forkpoint calibrate again."
+            )
+        try:
+            found = _FIELDS(values, "")
+            del found["schema"]
+            return cls(**{**found, "shape": shape_of(found["shape"])})
+        except (ConfigError, SchemaError) as error:
+            raise ConfigError(
+                f"the calibration {path} is damaged: {str(error).rstrip('.')}. Run forkpoint "
+                "calibrate again."
+            ) from None
+
+
+# What no measurement gives is refused, so that no plan rests on it.
+_NUMBER, _POSITIVE = number(0), number(0, above=True)
+_PAIR = array(_NUMBER, length=2)
+
+
+def _curve(figure: Check) -> Check:
+    fields = record({"at": array(_POSITIVE), "forward": array(figure), "backward": array(figure)})
+
+    def check(value: Any, field: str) -> Curve:
+        curve = Curve(**fields(value, field))
+        sizes = {len(curve.at), len(curve.forward), len(curve.backward)}
+        if len(sizes) > 1 or 0 in sizes:
+            raise SchemaError(f"{field} has no or not equally many sizes and figures")
+        if any(a >= b for a, b in pairwise(curve.at)):
+            raise SchemaError(f"{field}.at is {short(curve.at)}, which does not ascend")
+        return curve
+
+    return check
+
+
+_FIELDS = record(
+    {
+        "schema": one_of(SCHEMA),
+        "device": text,
+        "versions": mapping(text),
+        "compiled": flag,
+        "shape": SHAPE,
+        "measured_layers": array(whole(0, MOST_LAYERS), length=2),
+        **{name: _curve(_POSITIVE if name in RATES else _NUMBER) for name in CURVES},
+        "out_bytes_per_ms": _POSITIVE,
+        "back_bytes_per_ms": _POSITIVE,
+        "kept_bytes": record(dict.fromkeys(("none", "selective", "full"), _PAIR)),
+        "working_bytes": _PAIR,
+        "seconds": _NUMBER,
+    }
+)
+
+
+def _comparable(shape: ModelShape) -> dict[str, Any]:
+    differ = ("layers", "windows", "checkpointed", "compiled")
+    return {k: v for k, v in asdict(shape).items() if k not in differ}
+
+
+def calibration_path(device: str, shape: ModelShape, *, compiled: bool) -> Path:
+    """Where the calibration of a device and model shape is looked for.
+
+    The folder is that of the environment variable FORKPOINT_CALIBRATIONS, or `forkpoint` in the
+    user's cache folder.
+    """
+    given = os.environ.get(FOLDER_VARIABLE)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(given) if given else cache / "forkpoint" / "calibrations"
+    key = json.dumps([_comparable(shape), compiled], sort_keys=True)
+    digest = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
+    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "unknown"
+    return folder / f"{name}-{digest}.json"
+
+
+def find_calibration(device: str, shape: ModelShape, *, compiled: bool) -> Calibration | None:
+    """The calibration of this device and model shape, if one lies where it is looked for."""
+    path = calibration_path(device, shape, compiled=compiled)
+    return Calibration.load(path) if path.is_file() else None

@@ -1,0 +1,326 @@
+"""Counted floating-point operations, bytes and tokens of a batch for a model shape.
+
+The bound of every speed-up is defined here and nowhere else: FLOPs of dense training over FLOPs of
+the edges run, attention on visible pairs, the head on labelled tokens only on both sides, and
+nothing of ours (recomputation, zero roots, padding) counted as useful.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from forkpoint.errors import ConfigError
+from forkpoint.forest import Forest, IntArray
+from forkpoint.plan.pricing.hybrid import recurrent_kinds, recurrent_shape
+from forkpoint.plan.pricing.sizes import MOST_LAYERS, REMEDY, count, needed, size
+from forkpoint.rollouts import short
+
+# A backward runs two matrix products for each one of the forward; attention's runs five for two.
+LINEAR_BACKWARD = 2.0
+ATTENTION_BACKWARD = 2.5
+
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "attention")
+"""Values of a configuration's layer_types; hybrids of Granite write the last for the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What the counts need to know of a decoder with attention and gated MLP blocks."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    intermediate: int
+    vocab: int
+    windows: tuple[int, ...] = field(default=())
+    """One entry a layer that attends: how many positions a query sees, itself included; 0 sees
+    all."""
+    attention_parameters: int | None = None
+    """Weights of one layer's attention, where they are not those of q, k, v and o projections."""
+    attention_activations: int = 0
+    """What one token keeps besides q, k, v and output in a layer that attends."""
+    recurrent_layers: int = 0
+    """Layers that carry a state along the path in place of attention."""
+    recurrent_parameters: int = 0
+    """Multiply-adds of one token in one of them, its MLP apart."""
+    recurrent_activations: int = 0
+    """Elements that its forward leaves for its backward, for one token."""
+    state_elements: int = 0
+    """Elements of its state at the end of a segment, kept in float32."""
+    tail_elements: int = 0
+    """Elements of the last inputs of its convolution there."""
+    dtype_bytes: int = 2
+    checkpointed: bool = False
+    """Whether blocks keep only their inputs between forward and backward."""
+    compiled: bool = False
+    """Whether blocks are compiled, which keeps less: see `activation_bytes`."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "vocab"):
+            size(f"the model's {name}", getattr(self, name))
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"the model has {self.heads} query heads and {self.kv_heads} key-value heads; each "
+                "key-value head serves equally many query heads, so the first number is a multiple "
+                "of the second. Correct num_attention_heads or num_key_value_heads."
+            )
+        if not self.windows:
+            object.__setattr__(self, "windows", (0,) * self.attention_layers)
+        if len(self.windows) != self.attention_layers:
+            raise ConfigError(
+                f"windows has {len(self.windows)} entries for {self.attention_layers} layers; give "
+                "one each."
+            )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **changes: Any) -> "ModelShape":
+        """Read the shape from a transformers configuration as a mapping (a config.json).
+
+        Raises:
+            ConfigError: a size that the counts need is missing or no size, or a kind of layer is
+                not known.
+        """
+        names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        width = "moe_intermediate_size" if _only_experts(config) else "intermediate_size"
+        missing = [n for n in (*names, width) if config.get(n) is None]
+        if missing:
+            raise ConfigError(
+                f"the model configuration lacks {', '.join(missing)}; forkpoint counts FLOPs of "
+                "decoders described by these keys. Give the config.json that save_pretrained wrote."
+            )
+        layers, hidden, heads, vocab = (size(n, config[n]) for n in names)
+        size(names[0], layers, MOST_LAYERS)
+        # A window of 0 is none; the others may be left out, not 0.
+        optional = ("head_dim", "num_key_value_heads")
+        given = {n: size(n, config[n]) for n in optional if config.get(n) is not None}
+        head_dim = given.get("head_dim") or hidden // heads
+        window = count(config, "sliding_window")
+        # Without kinds of layers, a window is that of all of them.
+        given_kinds = config.get("layer_types") or ["sliding_attention"] * layers
+        if not isinstance(given_kinds, list | tuple):
+            raise ConfigError(f"layer_types is {short(given_kinds)}; it takes a list. {REMEDY}")
+        kinds = list(given_kinds)
+        if len(kinds) != layers:
+            raise ConfigError(
+                f"layer_types has {len(kinds)} entries and num_hidden_layers is {layers}; there is "
+                "one for each layer. Give the config.json that save_pretrained wrote."
+            )
+        known = (*ATTENTION_KINDS, *recurrent_kinds(config))
+        if "mamba" in known:
+            known = (*known, "attention")  # as older versions of transformers name these
+        for kind in kinds:
+            if kind not in known:
+                raise ConfigError(
+                    f"layer_types has {short(kind)}; of this model forkpoint counts layers of "
+                    f"{', '.join(known)}. Take a model of these alone."
+                )
+        recurrent = recurrent_shape(config, kinds)
+        kinds = [kind for kind in kinds if kind not in recurrent_kinds(config)]
+        if config.get("use_sliding_window") is False:
+            window = 0
+        return cls(
+            **{
+                "layers": layers,
+                "hidden": hidden,
+                "heads": heads,
+                "kv_heads": given.get("num_key_value_heads", heads),
+                "head_dim": head_dim,
+                "value_dim": head_dim,
+                "intermediate": _active_intermediate(config, layers),
+                "vocab": vocab,
+                "windows": tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+                **(_latent_attention(config) if config.get("kv_lora_rank") else {}),
+                **recurrent,
+                **changes,
+            }
+        )
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of the blocks' matrix products, each used once a token."""
+        attention = self.attention_parameters
+        if attention is None:
+            attention = self.hidden * self.head_dim * (self.heads + self.kv_heads)
+            attention += self.value_dim * self.hidden * (self.kv_heads + self.heads)
+        mixers = self.attention_layers * attention
+        mixers += self.recurrent_layers * self.recurrent_parameters
+        return mixers + self.layers * 3 * self.hidden * self.intermediate
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers - self.recurrent_layers
+
+    @property
+    def boundary_bytes_per_token(self) -> int:
+        """K and V of one token in all layers that attend."""
+        return self.attention_layers * self.boundary_elements * self.dtype_bytes
+
+    @property
+    def boundary_gradient_bytes_per_token(self) -> int:
+        """The float32 (float64 for a float64 model) gradients of one token's K and V."""
+        return self.attention_layers * self.boundary_elements * max(4, self.dtype_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """What all recurrent layers keep of the end of one segment, with its gradients."""
+        wide = max(4, self.dtype_bytes)
+        elements = 2 * self.state_elements * wide + self.tail_elements * (self.dtype_bytes + wide)
+        return self.recurrent_layers * elements
+
+    @property
+    def boundary_elements(self) -> int:
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """What one token's forward leaves for its backward, all layers together."""
+        return self.activation_bytes("none")
+
+    def activation_bytes(self, checkpointing: str) -> int:
+        """Bytes that one token's forward leaves for its backward, counted tensor by tensor.
+
+        A block keeps the inputs of its two norms and of its seven matrix products, q, k and v as
+        attention reads them, attention's output, and the gate's, the up's and their product's
+        values; a norm computed in float32 keeps that copy as well. Compiled code computes the norms
+        and the gate's activation again instead. A checkpointed block keeps its input, and one block
+        at a time is whole while it is recomputed. Checkpointing "selective" leaves out what an MLP
+        keeps but its input, and one MLP at a time is whole.
+        """
+        attention = (self.heads + self.kv_heads) * self.head_dim
+        values = (self.heads + self.kv_heads) * self.value_dim
+        attends = 2 * attention + values + self.attention_activations
+        blocks = [
+            (self.attention_layers, attends),
+            (self.recurrent_layers, self.recurrent_activations),
+        ]
+        norm_copies = 2 * self.hidden * 4 if self.dtype_bytes < 4 and not self.compiled else 0
+        mlp = (3 if self.compiled else 4) * self.intermediate
+        rest = (4 * self.hidden + mlp) * self.dtype_bytes + norm_copies
+        sizes = [(layers, rest + mixer * self.dtype_bytes) for layers, mixer in blocks if layers]
+        if self.checkpointed or checkpointing == "full":
+            inputs = self.layers * self.hidden * self.dtype_bytes
+            return inputs + max(size for _, size in sizes)
+        every = sum(layers * size for layers, size in sizes)
+        if checkpointing == "selective":
+            return every - (self.layers - 1) * mlp * self.dtype_bytes
+        return every
+
+    def repeated_flops_share(self, checkpointing: str) -> float:
+        """The share of a forward of the blocks that a checkpointed backward runs again."""
+        if self.checkpointed or checkpointing == "full":
+            return 1.0
+        if checkpointing == "selective":
+            # All of an MLP but its last product, whose output the backward does not need.
+            return self.layers * 2 * self.hidden * self.intermediate / self.linear_parameters
+        return 0.0
+
+
+def _active_intermediate(config: Mapping[str, Any], layers: int) -> int:
+    """The MLP's width that one token goes through, as the mean over layers.
+
+    In mixtures of experts these are the experts that a token is routed to, and the shared ones.
+    """
+    dense = 0 if _only_experts(config) else needed(config, "intermediate_size")
+    routed = count(config, "num_experts_per_tok")
+    if not routed:
+        return count(config, "shared_intermediate_size", dense)
+    width = count(config, "moe_intermediate_size", dense)
+    expert = (routed + count(config, "n_shared_experts")) * width
+    if config.get("num_local_experts") == 0:
+        expert = 0
+    for shared in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        expert += count(config, shared)
+    first = min(layers, count(config, "first_k_dense_replace"))
+    return (first * dense + (layers - first) * expert) // layers
+
+
+def _only_experts(config: Mapping[str, Any]) -> bool:
+    """Whether no layer has an MLP of its own, so that the configuration has no width for one."""
+    experts = config.get("num_experts_per_tok") and config.get("moe_intermediate_size")
+    return bool(experts) and "intermediate_size" not in config
+
+
+def _latent_attention(config: Mapping[str, Any]) -> dict[str, int]:
+    """Multi-head latent attention: keys and values are expanded from a low rank for every head."""
+    hidden, heads = needed(config, "hidden_size"), needed(config, "num_attention_heads")
+    nope, rope, value = (
+        needed(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    latent, q_rank = needed(config, "kv_lora_rank"), count(config, "q_lora_rank")
+    queries = heads * (nope + rope)
+    weights = q_rank * (hidden + queries) if q_rank else hidden * queries
+    weights += hidden * (latent + rope) + latent * heads * (nope + value)
+    return {
+        "kv_heads": heads,
+        "head_dim": nope + rope,
+        "value_dim": value,
+        "attention_parameters": weights + heads * value * hidden,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Tokens, visible pairs and labelled tokens; enough to count FLOPs for any model shape."""
+
+    tokens: int
+    pairs: dict[int, int]
+    """For each window in use (0 is none): visible (query, key) pairs of one layer and head."""
+    labelled: int
+
+    def __add__(self, other: "Work") -> "Work":
+        """Both, one after the other; their windows must be the same."""
+        assert set(self.pairs) == set(other.pairs)
+        return Work(
+            tokens=self.tokens + other.tokens,
+            pairs={window: self.pairs[window] + other.pairs[window] for window in self.pairs},
+            labelled=self.labelled + other.labelled,
+        )
+
+    def forward_flops(self, shape: ModelShape) -> float:
+        return self._flops(shape, 1.0, 1.0)
+
+    def step_flops(self, shape: ModelShape) -> float:
+        """Forward and backward."""
+        return self._flops(shape, 1.0 + LINEAR_BACKWARD, 1.0 + ATTENTION_BACKWARD)
+
+    def _flops(self, shape: ModelShape, linear: float, attention: float) -> float:
+        dense = 2.0 * (self.tokens * shape.linear_parameters)
+        head = 2.0 * self.labelled * shape.hidden * shape.vocab
+        per_pair = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
+        pairs = sum(self.pairs[window] for window in shape.windows)
+        return linear * (dense + head) + attention * per_pair * pairs
+
+
+def visible_pairs(start: IntArray, length: IntArray, window: int) -> int:
+    """Pairs (query, key) that causal attention visits for runs of tokens on their paths.
+
+    Args:
+        start: [S] tokens before each run on its path.
+        length: [S] tokens of each run.
+        window: how many positions a query sees, itself included; 0 sees all.
+    """
+    start, length = np.asarray(start, np.int64), np.asarray(length, np.int64)
+    if not window:
+        return int((length * start + length * (length + 1) // 2).sum())
+    # Position p sees min(p + 1, window): count those still below the window, then the full ones.
+    growing = np.clip(window - start, 0, length)
+    below = growing * start + growing * (growing + 1) // 2
+    return int((below + (length - growing) * window).sum())
+
+
+def dense_work(edges: IntArray, labelled: int, windows: tuple[int, ...]) -> Work:
+    """Work of running every rollout on its own; `edges` [N] are tokens less one, at least 0."""
+    starts = np.zeros_like(edges)
+    pairs = {window: visible_pairs(starts, edges, window) for window in {0, *windows}}
+    return Work(tokens=int(edges.sum()), pairs=pairs, labelled=labelled)
+
+
+def forest_work(forest: Forest, labelled: int, windows: tuple[int, ...]) -> Work:
+    """Work of running each edge of a forest once."""
+    pairs = {window: visible_pairs(forest.start, forest.length, window) for window in {0, *windows}}
+    return Work(tokens=forest.edges, pairs=pairs, labelled=labelled)

@@ -1,0 +1,122 @@
+"""What the plans that are tried for one batch cost.
+
+Many combinations and lengths of microbatches come to the same microbatches; these are priced once.
+"""
+
+import math
+from dataclasses import replace
+from hashlib import blake2b
+
+import numpy as np
+
+from forkpoint.forest import Forest, IntArray
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.predict import peak_bytes, plan_cost
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.measured import MeasuredMeter
+from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter, labelled_of_segments
+from forkpoint.rollouts import RolloutBatch
+
+
+class Prices:
+    """Meters and costs of one batch's plans."""
+
+    def __init__(
+        self,
+        batch: RolloutBatch,
+        shape: ModelShape | None,
+        coupling: IntArray | None,
+        calibration: Calibration | None,
+    ) -> None:
+        self.batch: RolloutBatch = batch
+        self.shape: ModelShape | None = shape
+        self.coupling: IntArray | None = coupling
+        self.calibration: Calibration | None = calibration
+        self._labelled_of: dict[bytes, IntArray] = {}
+        self._meter_of: dict[bytes, Meter] = {}
+        self._cost_of: dict[tuple[object, ...], tuple[float, int | None]] = {}
+
+    def labelled(self, forest: Forest) -> IntArray:
+        """[S] of each segment, how many of its edges have a label that some rollout trains on."""
+        key = _key_of_forest(forest)
+        if key not in self._labelled_of:
+            edges = forest.token_edges(self.batch.offsets)
+            self._labelled_of[key] = labelled_of_segments(forest, edges, self.batch.loss_mask)
+        return self._labelled_of[key]
+
+    def meter(self, plan: Plan) -> Meter:
+        """Prices of the microbatches of a plan, and of those that differ from it only in what is
+        kept."""
+        if plan.shape is None:
+            return TokenMeter()
+        key = _key_of_microbatches(plan)
+        if key not in self._meter_of:
+            every = self.labelled(plan.forest)
+            labelled = [
+                int(every[list(microbatch.segments)].sum()) for microbatch in plan.microbatches
+            ]
+            self._meter_of[key] = (
+                CountedMeter(plan, labelled)
+                if self.calibration is None
+                else MeasuredMeter(self.calibration, plan, labelled)
+            )
+        return self._meter_of[key]
+
+    def splits(self, plan: Plan) -> bool:
+        """Whether the loss couples rollouts across microbatches, so that scores come first."""
+        return self.coupling is not None and plan.splits(self.batch, self.coupling)
+
+    def priced(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
+        """The plan with its cost and its peak, by a meter of its microbatches.
+
+        Beyond a budget of bytes its cost is infinite: nobody asks what it would be.
+        """
+        key = (
+            _key_of_microbatches(plan),
+            *(
+                (microbatch.activations, microbatch.keeps_logits)
+                for microbatch in plan.microbatches
+            ),
+        )
+        if key not in self._cost_of:
+            peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
+            fits = budget is None or peak is None or peak <= budget
+            cost = plan_cost(plan, self.batch, meter) if fits else math.inf
+            self._cost_of[key] = cost, peak
+        cost, peak = self._cost_of[key]
+        measured = isinstance(meter, MeasuredMeter)
+        return replace(
+            plan,
+            cost=cost,
+            cost_unit=meter.unit,
+            predicted_ms=cost if measured else None,
+            predicted_peak_bytes=peak,
+            rests_on=self.calibration.describe() if measured and self.calibration else "",
+        )
+
+
+def _key_of_forest(forest: Forest) -> bytes:
+    """The same for forests of one batch with the same segments."""
+    key = blake2b(digest_size=16)
+    for column in (forest.parent, forest.start, forest.length, forest.owner_begin, forest.leaf):
+        key.update(len(column).to_bytes(8))
+        key.update(np.ascontiguousarray(column).data)
+    return key.digest()
+
+
+def _key_of_microbatches(plan: Plan) -> bytes:
+    """The same for plans with the same microbatches over the same segments, wherever activations
+    are."""
+    key = blake2b(_key_of_forest(plan.forest), digest_size=16)
+    for microbatch in plan.microbatches:
+        numbers = (
+            microbatch.parent,
+            microbatch.width,
+            microbatch.run_tokens,
+            len(microbatch.segments),
+        )
+        key.update(
+            np.array((*numbers, *microbatch.segments, *microbatch.cache_begin), np.int64).data
+        )
+    return key.digest()
