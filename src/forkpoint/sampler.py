@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import is_of_compiler
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
@@ -128,6 +129,8 @@ class Sampler:
         except (ForkpointError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            if is_of_compiler(error):
+                raise
             self.changes.undo(mark)
             self.run = None
             self.stock(self.ids_NW)  # raises what the model raises by itself

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from forkpoint.dense import DenseRun, dense_run
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, follow
@@ -68,9 +69,11 @@ def verify(
 
     Raises as `Policy.forward_backward`.
     """
-    step = Step(policy.host.device)
-    return step.run(
-        lambda: _verify(policy, batch, loss, denominators, step.changes, hold_routes=hold_routes)
+    return run_or_fall_back(
+        policy.host,
+        lambda step: _verify(
+            policy, batch, loss, denominators, step.changes, hold_routes=hold_routes
+        ),
     )
 
 

@@ -1,10 +1,12 @@
 """Reading the command line. Imports no torch."""
 
 import contextlib
+import difflib
 import functools
 import io
 import operator
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import tyro
@@ -12,7 +14,7 @@ from rich.text import Text
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, subcommand
 
 from forkpoint import __version__
-from forkpoint.cli.bench import Bench
+from forkpoint.cli.bench import SUITES, Bench
 from forkpoint.cli.bench_steps import BENCHES, Steps
 from forkpoint.cli.bench_steps import Plot as PlotBench
 from forkpoint.cli.calibrate import Calibrate
@@ -55,7 +57,7 @@ def run(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"forkpoint {__version__}")
         return 0
-    command = _parse(arguments)
+    command = _parse(arguments or ["--help"])
     code = command if isinstance(command, int) else command.run()
     sys.stdout.flush()
     return code
@@ -76,15 +78,23 @@ def _parse(arguments: list[str]) -> Command | int:
 
 def _read(arguments: list[str]) -> Command:
     config = (FlagCreatePairsOff, OmitArgPrefixes)
-    name = arguments[0] if arguments else ""
+    name = arguments[0]
+    if name == "bench" and arguments[1:2] and not arguments[1].startswith("-"):
+        known = (*SUITES, *BENCHES)
+        if arguments[1] not in known:
+            raise ConfigError(
+                f"there is no bench {arguments[1]!r}{_suggested(arguments[1], known)}; there are "
+                f"{', '.join(known)}. forkpoint bench --help says what each measures."
+            )
     if name == "bench" and arguments[1:2] and arguments[1] in BENCHES:
         kind, prog = BENCHES[arguments[1]], f"forkpoint bench {arguments[1]}"
         return tyro.cli(kind, prog=prog, args=arguments[2:], config=config)
     if name in COMMANDS:
         return tyro.cli(COMMANDS[name], prog=f"forkpoint {name}", args=arguments[1:], config=config)
-    if name and not name.startswith("-"):
+    if not name.startswith("-"):
         raise ConfigError(
-            f"there is no command {name!r}; there are {', '.join(COMMANDS)}. "
+            f"there is no command {name!r}{_suggested(name, COMMANDS)}; there are "
+            f"{', '.join(COMMANDS)}. "
             "forkpoint --help says what each does."
         )
     # No command: tyro shows the list, with the first sentence of each, or says what is wrong.
@@ -94,6 +104,16 @@ def _read(arguments: list[str]) -> Command:
     ]
     every: Any = functools.reduce(operator.or_, listed)
     return tyro.cli(every, prog="forkpoint", description=DESCRIPTION, args=arguments, config=config)
+
+
+def _suggested(word: str, known: Iterable[str]) -> str:
+    """The known word that a mistyped one is most like, as part of a message; nothing if none is."""
+    lower = {name.lower(): name for name in known}
+    # Half of the letters in order: "repaly", "veryfy", "pln".
+    found = difflib.get_close_matches(word.lower().lstrip("_-"), lower, n=1, cutoff=0.5)
+    if not found:
+        found = [name for name in lower if len(word) > 2 and name.startswith(word.lower())][:1]
+    return f" (did you mean {lower[found[0]]!r}?)" if found else ""
 
 
 def _unframed(report: str) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.losses.outputs import Head
 from forkpoint.plan.cost import ModelShape
@@ -28,6 +29,9 @@ class HeadOutputs:
 
 class Host(Protocol):
     """A model that the engine can run microbatches through."""
+
+    compiling: Compiling
+    """Whether its blocks are compiled. A host that compiles nothing has Compiling(False)."""
 
     @property
     def model(self) -> nn.Module:

@@ -1,5 +1,6 @@
 """Decoder blocks compiled one by one, in place while microbatches run."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +9,14 @@ import torch
 from torch import nn
 
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import Compiling
+
+_log = logging.getLogger("forkpoint")
+
+ANNOUNCEMENT = (
+    "compiling the model's %d decoder blocks (once: forwards now, backwards at the first backward; "
+    "seconds on a GPU, a minute on some CPUs). Config(compile_blocks=False) runs them eagerly."
+)
 
 
 class CompiledBlocks:
@@ -22,12 +31,16 @@ class CompiledBlocks:
     eagerly, for compilation gives up where it meets a checkpoint around what is left out.
     """
 
-    def __init__(self, blocks: nn.ModuleList) -> None:
+    def __init__(self, blocks: nn.ModuleList, compiling: Compiling) -> None:
         self.blocks = blocks
+        self.compiling = compiling
         self._compiled: dict[nn.Module, Callable] = {}
 
     def enter(self, changes: Changes) -> None:
         """Let the blocks' forwards be the compiled ones, until the changes are undone."""
+        if not self.compiling.announced:
+            self.compiling.announced = True
+            _log.warning(ANNOUNCEMENT, len(self.blocks))
         config = torch._dynamo.config
         for name, value in _dynamo_options().items():
             changes.later(setattr, config, name, getattr(config, name))

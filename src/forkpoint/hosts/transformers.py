@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.boundary import boundary
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.host import HeadOutputs
 from forkpoint.engine.microbatches import MicrobatchContext
 from forkpoint.errors import UnsupportedError
@@ -130,7 +131,7 @@ class TransformersHost:
     """
 
     def __init__(self, model: nn.Module, *, compile_blocks: bool | None = None) -> None:
-        """`compile_blocks` None compiles on CUDA."""
+        """`compile_blocks` as in Config."""
         self._model = model
         self.causal: PreTrainedModel = _causal_model(model)
         self.family: Family = FAMILIES[self.causal.config.model_type]
@@ -145,9 +146,10 @@ class TransformersHost:
             list_once(changes)
             self._check_model()
         refusals.check_rotary_buffers(self.causal)  # here alone: it waits for the device
-        self._blocks = CompiledBlocks(cast(nn.ModuleList, self.causal.base_model.layers))
-        on_cuda = self.device.type == "cuda"
-        self._compiles = on_cuda if compile_blocks is None else compile_blocks
+        self.compiling: Compiling = Compiling(compile_blocks)
+        self._blocks = CompiledBlocks(
+            cast(nn.ModuleList, self.causal.base_model.layers), self.compiling
+        )
         size = next(self.causal.parameters()).element_size()
         self._recomputes = False
         self._changes: Changes | None = None
@@ -164,7 +166,7 @@ class TransformersHost:
     @property
     def shape(self) -> ModelShape:
         checkpointed = refusals.checkpointed(self.causal)
-        return replace(self._shape, checkpointed=checkpointed, compiled=self._compiles)
+        return replace(self._shape, checkpointed=checkpointed, compiled=self.compiles)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -174,7 +176,7 @@ class TransformersHost:
     @property
     def compiles(self) -> bool:
         """Whether its blocks are compiled."""
-        return self._compiles
+        return self.compiling.reason_for_eager(self.device, self._embedding.dtype) is None
 
     @property
     def head(self) -> Head:
@@ -266,7 +268,7 @@ class TransformersHost:
             changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
         changes.set(vars(self.causal), "forward", self._causal_forward)
         run_recurrences(self.causal, changes)
-        if self._compiles and compiled:
+        if compiled and self.compiles:
             self._blocks.enter(changes)
         changes.set(vars(self), "_changes", changes)
 
