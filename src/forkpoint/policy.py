@@ -21,7 +21,6 @@ from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.engine.views import batch_denominators, check_range
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
-from forkpoint.hosts.modules import list_once
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.outputs import PerToken
@@ -165,10 +164,11 @@ class Policy:
         taken back; see Config.restore_grads. `last_step.gradients` says which of these it is, and
         so does a note on the exception.
         """
-        return self._run(
+        return run_or_fall_back(
+            self.host,
             lambda step: self._run_step(
                 step, batch, loss, denominators, scale, plan, announced=True
-            )
+            ),
         )
 
     def _run_step(
@@ -184,7 +184,7 @@ class Policy:
     ) -> StepStats:
         """The work of `forward_backward`, for `step.run`. `announced`: with notes, and as
         `last_step`."""
-        list_once(step.changes)
+        self.host.prepare(step.changes)
         _check_batch(batch)
         loss = as_loss(loss)
         loss.check_head(self.host.head)
@@ -280,7 +280,7 @@ class Policy:
         """The second half of `logprobs`."""
 
         def work(step: Step) -> None:
-            list_once(step.changes)
+            self.host.prepare(step.changes)
             self.host.check(batch, training=True)
             step.notes = True
             self.last_step = step.outcome
@@ -321,7 +321,7 @@ class Policy:
         training: bool,
     ) -> Scores:
         """The work of `score`, for `step.run`; with `training` what a step refuses is refused."""
-        list_once(step.changes)
+        self.host.prepare(step.changes)
         _check_batch(batch)
         check_range(batch, self.host.loss_dtype)
         if entropy and self.host.head == "values":

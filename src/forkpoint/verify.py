@@ -87,6 +87,7 @@ def _verify(
     hold_routes: bool,
 ) -> VerifyReport:
     model = policy.host.model
+    policy.host.prepare(changes)
     dtype = compute_dtype(model, policy.host.device)
     routes = None
     for p in model.parameters():
@@ -247,6 +248,9 @@ def _reference(
     changes: Changes,
 ) -> DenseRun:
     twin = copy.deepcopy(policy.host.model).to(dtype)
+    for module in twin.modules():
+        # It computes in one dtype, and functions are not copied: they call the model itself.
+        vars(module).pop("forward", None)
     mark = changes.mark
     _run_plainly(twin, dtype, changes)
     with torch.enable_grad(), torch.autocast(policy.host.device.type, enabled=False):

@@ -30,6 +30,7 @@ from forkpoint.engine.microbatches import MicrobatchContext, MicrobatchInputs, p
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.timing import PhaseTimer
+from forkpoint.engine.untrained import add_zero_gradients
 from forkpoint.engine.views import LossViews, outputs_of
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
@@ -126,7 +127,7 @@ class Engine:
         else:
             result = self._replay(step, plan, batch, loss, views, prepared, scale)
         step.changes.undo(mark)
-        guard.add_sums()
+        self._end(guard, prepared)
         if constant is None:
             return result
         return replace(result, loss=result.loss + constant)
@@ -147,7 +148,7 @@ class Engine:
         guard = self._begin(step)
         result = self._weighted(step, plan, batch, prepared, weights)
         step.changes.undo(mark)
-        guard.add_sums()
+        self._end(guard, prepared)
         return result
 
     def _begin(self, step: Step) -> GradientGuard:
@@ -162,6 +163,12 @@ class Engine:
             guard.sums.collect(step.changes)
         self.host.enter(step.changes)
         return guard
+
+    def _end(self, guard: GradientGuard, prepared: list[MicrobatchInputs]) -> None:
+        """All backwards are done, and the model is as it was."""
+        if not any(len(inputs.trained_tokens) for inputs in prepared):
+            add_zero_gradients(self.host, guard)
+        guard.add_sums()
 
     def _prepare(self, plan: Plan, batch: RolloutBatch) -> list[MicrobatchInputs]:
         return prepare_microbatches(plan, batch, self.host.device)

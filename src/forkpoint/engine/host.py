@@ -70,6 +70,14 @@ class Host(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
+    def prepare(self, changes: Changes) -> None:
+        """Take off what users have put around the model that a step replaces or does not need.
+
+        Called first in every step and comparison, until whose changes are undone nothing else may
+        change the model.
+        """
+        ...
+
     def check(self, batch: RolloutBatch, *, training: bool) -> int:
         """Refuse what has not been shown exact, in the model's present state and for this batch.
 
@@ -85,3 +93,11 @@ class Host(Protocol):
         ...
 
     def forward(self, context: MicrobatchContext) -> HeadOutputs: ...
+
+    def empty_outputs(self) -> Tensor:
+        """Of the model's own forward on one token, the outputs of no token: [1, 0, width].
+
+        Its graph reaches the parameters that ordinary training reaches. Called while the model is
+        not entered.
+        """
+        ...

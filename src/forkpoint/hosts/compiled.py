@@ -10,6 +10,7 @@ from torch import nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
+from forkpoint.hosts.coverings import set_forward
 
 _log = logging.getLogger("forkpoint")
 
@@ -46,11 +47,13 @@ class CompiledBlocks:
             changes.later(setattr, config, name, getattr(config, name))
             setattr(config, name, value)
         for block in self.blocks:
+            covered = set_forward(block)
             if block not in self._compiled:
-                self._compiled[block] = torch.compile(
-                    block.forward, dynamic=True, options=_options()
-                )
+                own = covered.own if covered else block.forward
+                self._compiled[block] = torch.compile(own, dynamic=True, options=_options())
             forward = self._compiled[block]
+            if covered:
+                forward = covered.around(forward)
             if vars(block).get("gradient_checkpointing", False) and block.training:
                 changes.set(vars(block), "gradient_checkpointing", False)
                 forward = partial(_checkpointed, block, forward)

@@ -19,15 +19,6 @@ def argument_kind(
 
 ARGUMENTS = (
     argument_kind(
-        "No command",
-        message="Expected one of {demo, plan, replay, report, verify, bench, calibrate, doctor}\n"
-        ".\n"
-        "For full helptext, run forkpoint --help",
-        means="forkpoint is several commands.",
-        remedy="Begin with forkpoint demo, or forkpoint plan FILE.",
-        named_in_message=True,
-    ),
-    argument_kind(
         "A misspelt option",
         *("plan", "ok.jsonl", "--sharng", "tree"),
         message="Unrecognized options: --sharng, tree\n"
@@ -136,14 +127,5 @@ ARGUMENTS = (
         "For full helptext, see forkpoint replay --help",
         means="The option takes a number.",
         remedy="Give one, such as 1e-5.",
-    ),
-    argument_kind(
-        "A benchmark that there is none of",
-        *("bench", "training"),
-        message="invalid choice 'training' for argument 'what'. Expected one of ('attention',\n"
-        "'hybrid').\n"
-        "For full helptext, run forkpoint bench --help",
-        means="What can be measured so far is attention.",
-        remedy="forkpoint replay measures whole steps.",
     ),
 )

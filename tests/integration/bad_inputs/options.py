@@ -9,6 +9,8 @@ from steps import forked_batch
 from bad_inputs.kind import Kind
 from forkpoint import Config, Policy, losses, wrap
 from forkpoint.cli.app import COMMANDS
+from forkpoint.cli.bench import SUITES
+from forkpoint.cli.bench_steps import BENCHES
 from forkpoint.errors import ConfigError
 from forkpoint.losses import Denominators
 from forkpoint.testing import tiny_model
@@ -51,6 +53,22 @@ OPTIONS = (
         "says what each does.",
         means="The first word is the command.",
         remedy="Begin with forkpoint demo, or forkpoint plan FILE.",
+    ),
+    option_kind(
+        "A mistyped command",
+        argv=("paln", "ok.jsonl"),
+        message="there is no command 'paln' (did you mean 'plan'?); there are "
+        f"{', '.join(COMMANDS)}. forkpoint --help says what each does.",
+        means="The first word is the command; nothing is guessed.",
+        remedy="Take the one that is suggested.",
+    ),
+    option_kind(
+        "A mistyped bench",
+        argv=("bench", "atention"),
+        message="there is no bench 'atention' (did you mean 'attention'?); there are "
+        f"{', '.join((*SUITES, *BENCHES))}. forkpoint bench --help says what each measures.",
+        means="The word after bench says what is measured.",
+        remedy="Take the one that is suggested.",
     ),
     option_kind(
         "A batch beyond the last one",
