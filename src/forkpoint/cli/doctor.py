@@ -58,6 +58,7 @@ class Doctor:
             ),
             _table("model families", families.items()),
             *(f"self-test: {test}" for test in (eager, compiled)),
+            *_compiled_by_default(),
         )
         for test in (eager, compiled):
             if not test.report.passed:
@@ -175,9 +176,25 @@ def self_test(*, compile_blocks: bool) -> SelfTest:
     )
     config = Config(sharing="tree", boundary="across", compile_blocks=compile_blocks)
     policy = wrap(model, config)
+    policy.host.compiling.announced = True  # the command says itself what it is doing
     report = policy.verify(RolloutBatch(rollouts), GRPO())
     blocks = "compiled blocks" if compile_blocks else "eager blocks"
     return SelfTest(blocks, report, policy.host.compiling.failure)
+
+
+def _compiled_by_default() -> list[str]:
+    """Whose blocks are compiled on the best device here, and why others' are not."""
+    import torch
+
+    from forkpoint.engine.compiling import Compiling
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines: dict[str, list[str]] = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        reason = Compiling(None).reason_for_eager(device, dtype)
+        text = "compiled" if reason is None else f"eager, because {reason}"
+        lines.setdefault(text, []).append(str(dtype).removeprefix("torch."))
+    return [f"blocks of {', '.join(names)} models: {text}" for text, names in lines.items()]
 
 
 def _role(kernel: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ class Compiling:
         if self.asked:
             return None
         if device.type != "cuda":
-            return "by default they are compiled on CUDA alone"
+            return "by default they are compiled on CUDA alone (Config.compile_blocks)"
         if dtype == torch.float64:
             return (
                 "the model is float64, and torch's compiler fails at gradients of float64 norms on "
