@@ -106,7 +106,7 @@ def commands(options: argparse.Namespace, device: str) -> list[list[str]]:
     found = [
         [*cli],
         [*cli, "doctor"],
-        [*cli, "demo", "--steps", str(options.demo_steps)],
+        [*cli, "demo", *shlex.split(options.demo)],
         [*cli, "plan", file],
         [*cli, "plan", file, *model, "--dtype", options.dtype, *planning],
         [*cli, "verify", file, *model, *runtime, "--limit-groups", "1", *planning],
@@ -133,7 +133,9 @@ def main() -> int:
     parser.add_argument("--response-tokens", type=int, default=32)
     parser.add_argument("--steps", type=int, default=10, help="steps of replay")
     parser.add_argument("--loop-steps", type=int, default=5, help="steps of the training loop")
-    parser.add_argument("--demo-steps", type=int, default=5)
+    parser.add_argument(
+        "--demo", default="--steps 5 --groups 2 --prompt-tokens 128", help="its options, quoted"
+    )
     parser.add_argument("--planning", default="", help="options of plan, verify and replay, quoted")
     parser.add_argument("--only", nargs="*", help="words of the commands to run, such as verify")
     parser.add_argument("--most-lines", type=int, default=60, help="shown of each output")

@@ -103,6 +103,7 @@ def check_exact(policy: Policy, dense: dict[str, Tensor | None], accumulated: bo
     clear_gradients(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backward", "after", "accumulated"),
     [(False, 0, False), (False, 2, True), (True, 0, False), (True, 2, False), (True, 2, True)],
@@ -144,6 +145,7 @@ def test_it_fails_in_the_sample_before_the_first_step(
     assert len(log()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["score", "logprobs", "backward", "verify"])
 def test_other_calls_fall_back(
     model: nn.Module,
@@ -202,6 +204,7 @@ def test_an_error_that_remains_is_not_the_compiler_s(
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_gradients_that_were_lost_are_not_added_to(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, log: Callable[[], list[str]]
 ) -> None:
