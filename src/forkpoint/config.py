@@ -63,7 +63,8 @@ class Config:
     are. auto keeps them where memory_budget leaves room, and computes them again where there is no
     budget."""
     compile_blocks: bool | None = None
-    """Whether decoder blocks are compiled, each on its own; None does so on CUDA."""
+    """Whether decoder blocks are compiled, each on its own; None does so on CUDA, but not for
+    float64 models. Where the compiler fails, blocks run eagerly and a line of the log says so."""
     grad_accumulation_dtype: Literal["parameter", "float32"] = "parameter"
     """What the gradients of a step's microbatches are summed in: each parameter's own dtype, in
     `.grad`, or float32, which is added to `.grad` at the end and takes 4 bytes a parameter until

@@ -53,7 +53,8 @@ def dense_run(
 
     Of a critic (a token classifier of one label) values take the place of log-probs. They come
     first without a graph; the loss's gradient by them then weighs each rollout's own, so that one
-    rollout's graph exists at a time. Leaves `.grad` as it was.
+    rollout's graph exists at a time. Where no token is trained, every parameter that the forward
+    reads has a gradient of zeros. Leaves `.grad` as it was.
 
     entering: called before each forward of the model (and the backward that belongs to it) with the
         tokens that it runs: int64, positions in the batch's flat tokens.
@@ -99,6 +100,13 @@ def dense_run(
                 )
                 if isinstance(total, Tensor) and total.requires_grad:
                     total.backward()
+        if not batch.loss_mask.any():
+            # Ordinary training multiplies every token's loss by the mask: all gradients are zeros.
+            with torch.enable_grad():
+                ids = torch.as_tensor(batch.token_ids[:1].copy(), device=weight.device)
+                empty = model(input_ids=ids[None], use_cache=False, return_dict=True).logits[:, :0]
+            if empty.requires_grad:
+                empty.sum().backward()
         gradients = {
             name: None if p.grad is None else p.grad.detach() for name, p in parameters.items()
         }

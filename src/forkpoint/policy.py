@@ -13,13 +13,13 @@ from forkpoint.config import Config
 from forkpoint.device import device_name
 from forkpoint.differentiable import Differentiable, Pending, Weights
 from forkpoint.engine.engine import Engine
+from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step
 from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.engine.host import Host
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
-from forkpoint.hosts.modules import list_once
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.outputs import PerToken
@@ -28,10 +28,11 @@ from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
 from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.selfcheck import self_check
+from forkpoint.stats_text import scores_line, step_line
 from forkpoint.verify import VerifyReport, verify
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Scores(PerToken):
     """`logprobs`, and `entropies` where asked for, or a critic's `values`, flat over the batch.
 
@@ -44,10 +45,16 @@ class Scores(PerToken):
     plan: Plan
     events: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return scores_line(self.per_token, self.plan)
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class StepStats(PerToken):
-    """What a step did, and the model's `logprobs` or `values` before it as in `Scores`."""
+    """What a step did, and the model's `logprobs` or `values` before it as in `Scores`.
+
+    Printed, it is one line of text.
+    """
 
     loss: float
     logical_tokens: int
@@ -69,6 +76,9 @@ class StepStats(PerToken):
     """[T] by name; entries outside the loss mask are 0."""
     offload: OffloadStats | None = None
     """What was copied to the host's memory and back; None where the plan offloads nothing."""
+
+    def __repr__(self) -> str:
+        return step_line(self.loss, self.plan, self.phase_ms, self.peak_memory_bytes)
 
 
 MOST_STATES = 64
@@ -158,9 +168,11 @@ class Policy:
         taken back; see Config.restore_grads. `last_step.gradients` says which of these it is, and
         so does a note on the exception.
         """
-        step = Step(self.host.device)
-        return step.run(
-            lambda: self._run_step(step, batch, loss, denominators, scale, plan, announced=True)
+        return run_or_fall_back(
+            self.host,
+            lambda step: self._run_step(
+                step, batch, loss, denominators, scale, plan, announced=True
+            ),
         )
 
     def _run_step(
@@ -176,7 +188,7 @@ class Policy:
     ) -> StepStats:
         """The work of `forward_backward`, for `step.run`. `announced`: with notes, and as
         `last_step`."""
-        list_once(step.changes)
+        self.host.prepare(step.changes)
         _check_batch(batch)
         loss = as_loss(loss)
         loss.check_head(self.host.head)
@@ -195,11 +207,12 @@ class Policy:
         if announced:
             step.notes = True
             self.last_step = step.outcome
-        engine = Engine(self.host, self.config, self._staging_of(plan))
+        engine = Engine(self.host, self._restoring(), self._staging_of(plan))
         engine.observer = self.observer
         result = engine.forward_backward(
             step, plan, batch, loss, denominators or batch_denominators(batch), factor
         )
+        self.host.compiling.proven = self.host.compiles
         cuda = self.host.device.type == "cuda"
         # What a device has failed at is raised here at the latest: it is waited for.
         return StepStats(
@@ -251,9 +264,10 @@ class Policy:
         gradients of some tensors alone (torch.autograd.grad) or of gradients (create_graph), where
         it runs a second time, and where weights have changed since.
         """
-        step = Step(self.host.device)
         training = torch.is_grad_enabled()
-        scored = step.run(lambda: self._score(step, batch, entropy, plan, training=training))
+        scored = run_or_fall_back(
+            self.host, lambda step: self._score(step, batch, entropy, plan, training=training)
+        )
         names = (self.host.head, "entropies") if entropy else (self.host.head,)
         values = tuple(scored.per_token[name] for name in names)
         if training:
@@ -268,20 +282,26 @@ class Policy:
 
     def _backward(self, batch: RolloutBatch, plan: Plan, weights: Weights) -> None:
         """The second half of `logprobs`."""
-        step = Step(self.host.device)
 
-        def work() -> None:
-            list_once(step.changes)
+        def work(step: Step) -> None:
+            self.host.prepare(step.changes)
             self.host.check(batch, training=True)
             step.notes = True
             self.last_step = step.outcome
-            engine = Engine(self.host, self.config, self._staging_of(plan))
+            engine = Engine(self.host, self._restoring(), self._staging_of(plan))
             engine.observer = self.observer
             engine.backward(step, plan, batch, weights)
+            self.host.compiling.proven = self.host.compiles
             if self.host.device.type == "cuda":
                 torch.cuda.synchronize(self.host.device)  # what the device fails at is raised here
 
-        step.run(work)
+        run_or_fall_back(self.host, work)
+
+    def _restoring(self) -> Config:
+        """The configuration, with gradients restored while a compiled backward may yet fail."""
+        if not self.host.compiles or self.host.compiling.proven:
+            return self.config
+        return replace(self.config, restore_grads=True)
 
     def score(
         self, batch: RolloutBatch, *, entropy: bool = False, plan: Plan | None = None
@@ -291,8 +311,9 @@ class Policy:
         Of a critic the values, which advantages are estimated with. Raises as `forward_backward`,
         and UnsupportedError where a critic is asked for entropies.
         """
-        step = Step(self.host.device)
-        return step.run(lambda: self._score(step, batch, entropy, plan, training=False))
+        return run_or_fall_back(
+            self.host, lambda step: self._score(step, batch, entropy, plan, training=False)
+        )
 
     def _score(
         self,
@@ -304,7 +325,7 @@ class Policy:
         training: bool,
     ) -> Scores:
         """The work of `score`, for `step.run`; with `training` what a step refuses is refused."""
-        list_once(step.changes)
+        self.host.prepare(step.changes)
         _check_batch(batch)
         check_range(batch, self.host.loss_dtype)
         if entropy and self.host.head == "values":
@@ -379,14 +400,15 @@ class Policy:
 
     def _calibration(self) -> Calibration | None:
         """The one that the configuration names or, without, the one of this device and model."""
+        # Where the compiler has failed, prices of compiled blocks still choose plans.
+        compiled = self.host.compiles or self.host.compiling.failure is not None
         given = self.config.calibration
         if given is not None:
             found = Calibration.load(Path(given))
-            found.check_device(device_name(self.host.device), compiled=self.host.compiles)
+            found.check_device(device_name(self.host.device), compiled=compiled)
             return found
         if self._kept.found is None:
-            device = device_name(self.host.device)
-            shape, compiled = self.host.shape, self.host.compiles
+            device, shape = device_name(self.host.device), self.host.shape
             self._kept.found = (find_calibration(device, shape, compiled=compiled),)
         return self._kept.found[0]
 

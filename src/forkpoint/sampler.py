@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import is_of_compiler
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
@@ -20,6 +21,7 @@ from forkpoint.engine.microbatches import microbatch_tokens
 from forkpoint.errors import ForkpointError, UnsupportedError
 from forkpoint.forest import IntArray
 from forkpoint.hosts.arguments import CONTEXT_ARGUMENT
+from forkpoint.hosts.coverings import autocasts_of
 from forkpoint.hosts.modules import ATTENTION_NAME, add_hook, configurations
 from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers
 from forkpoint.hosts.routes import microbatch_tokens as routed_tokens
@@ -128,6 +130,8 @@ class Sampler:
         except (ForkpointError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            if is_of_compiler(error):
+                raise
             self.changes.undo(mark)
             self.run = None
             self.stock(self.ids_NW)  # raises what the model raises by itself
@@ -268,8 +272,14 @@ def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
     """The dtype a step computes in: the narrowest of the parameters, or autocast's, if narrower."""
     dtypes = {p.dtype for p in model.parameters()}
     # Autocast leaves float64 alone.
-    if torch.is_autocast_enabled(device.type) and dtypes != {torch.float64}:
-        dtypes.add(torch.get_autocast_dtype(device.type))
+    if dtypes != {torch.float64}:
+        if torch.is_autocast_enabled(device.type):
+            dtypes.add(torch.get_autocast_dtype(device.type))
+        dtypes |= {
+            autocast.fast_dtype
+            for autocast in autocasts_of(model)
+            if autocast._enabled and autocast.device == device.type
+        }
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 

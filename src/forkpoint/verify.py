@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forkpoint.dense import DenseRun, dense_run
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
 from forkpoint.errors import UnsupportedError
@@ -102,9 +103,11 @@ def verify(
 
     Raises as `Policy.forward_backward`.
     """
-    step = Step(policy.host.device)
-    return step.run(
-        lambda: _verify(policy, batch, loss, denominators, step.changes, hold_routes=hold_routes)
+    return run_or_fall_back(
+        policy.host,
+        lambda step: _verify(
+            policy, batch, loss, denominators, step.changes, hold_routes=hold_routes
+        ),
     )
 
 
@@ -118,6 +121,7 @@ def _verify(
     hold_routes: bool,
 ) -> VerifyReport:
     model = policy.host.model
+    policy.host.prepare(changes)
     dtype = compute_dtype(model, policy.host.device)
     routes = None
     for p in model.parameters():
@@ -278,6 +282,9 @@ def _reference(
     changes: Changes,
 ) -> DenseRun:
     twin = copy.deepcopy(policy.host.model).to(dtype)
+    for module in twin.modules():
+        # It computes in one dtype, and functions are not copied: they call the model itself.
+        vars(module).pop("forward", None)
     mark = changes.mark
     _run_plainly(twin, dtype, changes)
     with torch.enable_grad(), torch.autocast(policy.host.device.type, enabled=False):

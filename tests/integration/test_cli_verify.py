@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 import torch
 from commands import Shell, changed, made_up_rollouts, write_rollouts
+from torch._functorch import config as functorch_config
+from torch._inductor import compile_fx
+from torch._inductor.exc import InductorError
 
 from forkpoint import RolloutBatch, losses
 from forkpoint.cli.losses import CLASSES, LossOptions, coupling
@@ -133,9 +136,12 @@ def test_doctor(shell: Shell) -> None:
     result = done.result
     assert set(result) == {
         *("command", "passed", "versions", "devices", "kernels", "families", "self_test"),
-        "delta_rule_kernels",
+        *("delta_rule_kernels", "compiled_self_test"),
     }
     assert result["passed"] and result["self_test"]["passed"]
+    compiled = result["compiled_self_test"]
+    assert compiled["passed"] and compiled["compiler_failure"] is None
+    assert (result["self_test"]["dtype"], compiled["dtype"]) == ("float64", "float32")
     assert result["self_test"]["computed_tokens"] < result["self_test"]["logical_tokens"]
     assert result["versions"]["torch"] == torch.__version__
     assert {"forkpoint", "python", "transformers", "numpy", "triton"} <= set(result["versions"])
@@ -155,7 +161,9 @@ def test_doctor(shell: Shell) -> None:
     delta = {(k["device"], k["kernel"]): k for k in result["delta_rule_kernels"]}
     assert delta["cpu", "chunked"]["auto"] and not delta["cpu", "reference"]["refusal"]
     assert "runs on cuda" in delta["cpu", "fla"]["refusal"]
-    for word in ("self-test: passed", "LlamaForCausalLM", torch.__version__, "cpu_flash"):
+    for blocks in ("eager", "compiled"):
+        assert f"self-test: passed with {blocks} blocks" in done.out
+    for word in ("LlamaForCausalLM", torch.__version__, "cpu_flash"):
         assert word in done.out
 
 
@@ -164,3 +172,22 @@ def test_doctor_fails(shell: Shell) -> None:
     done = shell("doctor")
     assert done.code == 1
     assert done.result["passed"] is False and "self-test: FAILED" in done.out
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+def test_doctor_where_the_compiler_fails(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said in one line, and is no failed check: steps then run eagerly."""
+    torch._dynamo.reset()
+    error = InductorError(RuntimeError("no ptxas\nin sight"), None)
+
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(compile_fx, "_compile_fx_inner", failing)
+    with functorch_config.patch(enable_autograd_cache=False):
+        done = shell("doctor")
+    torch._dynamo.reset()
+    assert done.code == 0
+    assert done.result["compiled_self_test"]["compiler_failure"] == "RuntimeError: no ptxas"
+    (line,) = [line for line in done.out.splitlines() if "with compiled blocks" in line]
+    assert "The compiler failed here (RuntimeError: no ptxas), so blocks ran eagerly" in line

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forkpoint import wrap
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import Compiling
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.testing import lifted_upcasts, tiny_model
 
@@ -146,7 +147,7 @@ def test_compiled_blocks_get_their_own_forwards_back() -> None:
     blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
     own = types.MethodType(nn.Linear.forward, blocks[0])
     blocks[0].forward = own
-    compiled = CompiledBlocks(blocks)
+    compiled = CompiledBlocks(blocks, Compiling(True))
     for _ in range(2):
         with pytest.raises(KeyError), Changes() as changes:
             compiled.enter(changes)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from bad_inputs.models import MODELS, ModelKind, mixed_precision
+from bad_inputs.models import MODELS, ModelKind
 from bad_inputs.states import STATES, StateKind
 from steps import ACROSS, clear_gradients, forked_batch, model_state, step_error
 from torch import nn
@@ -69,15 +68,17 @@ def test_a_class_whose_code_was_patched(model: nn.Module, monkeypatch: pytest.Mo
         wrap(model)
 
 
-def test_accelerates_mixed_precision_can_be_undone(model: nn.Module) -> None:
-    """Its unwrap_model leaves a forward on the instance, which then is the class's own."""
-    prepared = mixed_precision(model)
-    unwrapped = Accelerator(cpu=True).unwrap_model(prepared, keep_fp32_wrapper=False)
-    assert "forward" in vars(unwrapped)
-    state = model_state(unwrapped)
-    assert step_error(unwrapped, BATCH, losses.GRPO()) < 1e-5
-    clear_gradients(unwrapped)
-    assert model_state(unwrapped) == state
+MENDED = {k.name: k for k in MODELS if isinstance(k, ModelKind) and k.mend}
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_remedies_work(model: nn.Module, name: str) -> None:
+    """What the message says to do makes a model that trains exactly."""
+    kind = MENDED[name]
+    assert kind.mend is not None
+    mended = kind.mend(kind.change(model))
+    with torch.compiler.set_stance("force_eager"):
+        assert step_error(mended, BATCH, losses.GRPO()) < 1e-10
 
 
 # States in which nothing runs --------------------------------------------------------------------

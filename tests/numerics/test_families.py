@@ -253,3 +253,20 @@ def test_router_jitter_is_refused() -> None:
             module.jitter_noise = 0.1
     with pytest.raises(UnsupportedError, match="jitter"):
         wrap(model).forward_backward(batch(), GRPO())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_without_trained_tokens_gives_zeros(family: str) -> None:
+    """To the parameters that ordinary training gives zeros, and to no others."""
+    model = build(family)
+    untrained = RolloutBatch(
+        [Rollout([*range(1, 9), end], [False] * 9, advantage=1.0) for end in (9, 10)]
+    )
+    wrap(model, Config(sharing="tree", self_check=False)).forward_backward(untrained, GRPO())
+    found = {name: p.grad for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = None
+    wanted = dense_run(model, untrained, GRPO()).gradients
+    assert [n for n, g in found.items() if g is None] == [n for n, g in wanted.items() if g is None]
+    assert sum(g is not None for g in found.values()) > len(found) / 2
+    assert not any(bool(g.any()) for g in found.values() if g is not None)

@@ -70,6 +70,13 @@ def test_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"• {name} +\w", text), f"{name} is not listed with what it does"
 
 
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = help_of(capsys)
+    assert main([]) == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == (wanted, "")
+
+
 @pytest.mark.parametrize("command", OPTIONS)
 def test_the_options_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, command)
@@ -99,9 +106,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], tuple(COMMANDS)),
-        (["plna"], ("plna", "plan")),
         (["bench"], ("no longer a command", "python -m benchmarks")),
+        (["plna"], ("plna", "did you mean 'plan'?")),
+        (["Verfy", "x"], ("Verfy", "did you mean 'verify'?")),
+        (["train"], ("train", *COMMANDS)),
         (["plan"], ("FILE", "required")),
         (["replay", "x.jsonl"], ("--model", "required")),
         (["plan", "x.jsonl", "--sharing", "all"], ("all", "--sharing", "none", "group", "tree")),

@@ -1,8 +1,10 @@
 """Reading the command line. Imports no torch."""
 
+import difflib
 import functools
 import operator
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from tyro.conf import subcommand
@@ -48,7 +50,7 @@ def run(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"forkpoint {__version__}")
         return 0
-    code = run_command(_read, arguments)
+    code = run_command(_read, arguments or ["--help"])
     sys.stdout.flush()
     return code
 
@@ -61,7 +63,8 @@ def _read(arguments: list[str]) -> Any:
         raise ConfigError(f"forkpoint {name} is no longer a command; run {MOVED[name]}.")
     if name and not name.startswith("-"):
         raise ConfigError(
-            f"there is no command {name!r}; there are {', '.join(COMMANDS)}. "
+            f"there is no command {name!r}{_suggested(name, COMMANDS)}; there are "
+            f"{', '.join(COMMANDS)}. "
             "forkpoint --help says what each does."
         )
     # No command: tyro shows the list, with the first sentence of each, or says what is wrong.
@@ -71,3 +74,13 @@ def _read(arguments: list[str]) -> Any:
     ]
     every: Any = functools.reduce(operator.or_, listed)
     return read_arguments(every, arguments, prog="forkpoint", description=DESCRIPTION)
+
+
+def _suggested(word: str, known: Iterable[str]) -> str:
+    """The known word that a mistyped one is most like, as part of a message; nothing if none is."""
+    lower = {name.lower(): name for name in known}
+    # Half of the letters in order: "repaly", "veryfy", "pln".
+    found = difflib.get_close_matches(word.lower().lstrip("_-"), lower, n=1, cutoff=0.5)
+    if not found:
+        found = [name for name in lower if len(word) > 2 and name.startswith(word.lower())][:1]
+    return f" (did you mean {lower[found[0]]!r}?)" if found else ""

@@ -38,7 +38,11 @@ class Doctor:
             families = {name: family.model_class for name, family in FAMILIES.items()}
             kernels = list_kernels([entry["device"] for entry in devices()])
             delta_kernels = list_delta_kernels([entry["device"] for entry in devices()])
-            report = self_test()
+        with out.waiting("checking gradients with eager blocks"):
+            eager = self_test(compile_blocks=False)
+        with out.waiting("checking gradients with compiled blocks"):
+            compiled = self_test(compile_blocks=True)
+        passed = eager.report.passed and compiled.report.passed
         out.show(
             _table("versions", versions().items()),
             _table("devices", [(d["device"], _about(d)) for d in devices()]),
@@ -53,25 +57,29 @@ class Doctor:
                 for of, listed in (("attention", kernels), ("delta-rule", delta_kernels))
             ),
             _table("model families", families.items()),
-            f"self-test: {'passed' if report.passed else 'FAILED'}; a tiny model's gradients, "
-            f"shared and dense, differ by {report.shared_error:.1e} of their norm (allowed "
-            f"{report.allowed:.0e})",
+            *(f"self-test: {test}" for test in (eager, compiled)),
+            *_compiled_by_default(),
         )
-        if not report.passed:
-            out.show(report.table(width=out.width))
+        for test in (eager, compiled):
+            if not test.report.passed:
+                out.show(test.report.table(width=out.width))
         out.result(
             {
                 "command": "doctor",
-                "passed": report.passed,
+                "passed": passed,
                 "versions": versions(),
                 "devices": devices(),
                 "kernels": kernels,
                 "delta_rule_kernels": delta_kernels,
                 "families": families,
-                "self_test": report.to_dict(),
+                "self_test": eager.report.to_dict(),
+                "compiled_self_test": {
+                    **compiled.report.to_dict(),
+                    "compiler_failure": compiled.failure,
+                },
             }
         )
-        return 0 if report.passed else 1
+        return 0 if passed else 1
 
 
 def list_kernels(devices: list[str]) -> list[dict[str, Any]]:
@@ -116,8 +124,37 @@ def _listed(
     return found
 
 
-def self_test() -> "VerifyReport":
-    """Gradients of a tiny float64 model, shared and dense, on the best device here."""
+@dataclass(frozen=True)
+class SelfTest:
+    """A comparison of a tiny model's gradients, shared and dense."""
+
+    blocks: str
+    """"eager blocks" or "compiled blocks"."""
+    report: "VerifyReport"
+    failure: str | None
+    """The compiler's error, where it failed and blocks ran eagerly instead."""
+
+    def __str__(self) -> str:
+        verdict = "passed" if self.report.passed else "FAILED"
+        text = (
+            f"{verdict} with {self.blocks} ({self.report.dtype}); a tiny model's gradients, shared "
+            f"and dense, differ by {self.report.shared_error:.1e} of their norm (allowed "
+            f"{self.report.allowed:.0e})"
+        )
+        if self.failure is None:
+            return text
+        return (
+            f"{text}. The compiler failed here ({self.failure}), so blocks ran eagerly, as they do "
+            "in steps; without compilation steps take longer"
+        )
+
+
+def self_test(*, compile_blocks: bool) -> SelfTest:
+    """Gradients of a tiny model, shared and dense, on the best device here.
+
+    In float64 with eager blocks; in float32 with compiled ones, for those of float64 models are
+    not compiled on CUDA.
+    """
     import torch
 
     from forkpoint.config import Config
@@ -127,7 +164,7 @@ def self_test() -> "VerifyReport":
     from forkpoint.testing import tiny_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = tiny_model("qwen3", dtype=torch.float64)
+    model = tiny_model("qwen3", dtype=torch.float32 if compile_blocks else torch.float64)
     model.to(device)  # pyright: ignore[reportArgumentType]  (a decorator of transformers)
     rollouts = synthetic_rollouts(
         groups=2,
@@ -137,8 +174,27 @@ def self_test() -> "VerifyReport":
         response_tokens=8,
         vocab_size=model.config.vocab_size,
     )
-    policy = wrap(model, Config(sharing="tree", boundary="across"))
-    return policy.verify(RolloutBatch(rollouts), GRPO())
+    config = Config(sharing="tree", boundary="across", compile_blocks=compile_blocks)
+    policy = wrap(model, config)
+    policy.host.compiling.announced = True  # the command says itself what it is doing
+    report = policy.verify(RolloutBatch(rollouts), GRPO())
+    blocks = "compiled blocks" if compile_blocks else "eager blocks"
+    return SelfTest(blocks, report, policy.host.compiling.failure)
+
+
+def _compiled_by_default() -> list[str]:
+    """Whose blocks are compiled on the best device here, and why others' are not."""
+    import torch
+
+    from forkpoint.engine.compiling import Compiling
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines: dict[str, list[str]] = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        reason = Compiling(None).reason_for_eager(device, dtype)
+        text = "compiled" if reason is None else f"eager, because {reason}"
+        lines.setdefault(text, []).append(str(dtype).removeprefix("torch."))
+    return [f"blocks of {', '.join(names)} models: {text}" for text, names in lines.items()]
 
 
 def _role(kernel: dict[str, Any]) -> str:

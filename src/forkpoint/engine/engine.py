@@ -31,6 +31,7 @@ from forkpoint.engine.microbatches import (
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.timing import PhaseTimer
+from forkpoint.engine.untrained import add_zero_gradients
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
@@ -138,7 +139,7 @@ class Engine:
             if before is not None:
                 result = _after(before, result)
         step.changes.undo(mark)
-        guard.add_sums()
+        self._end(guard, prepared)
         if constant is None:
             return result
         return replace(result, loss=result.loss + constant)
@@ -159,7 +160,7 @@ class Engine:
         guard = self._begin(step)
         result = self._weighted(step, plan, batch, prepared, weights)
         step.changes.undo(mark)
-        guard.add_sums()
+        self._end(guard, prepared)
         return result
 
     def _begin(self, step: Step) -> GradientGuard:
@@ -174,6 +175,12 @@ class Engine:
             guard.sums.collect(step.changes)
         self.host.enter(step.changes)
         return guard
+
+    def _end(self, guard: GradientGuard, prepared: list[MicrobatchInputs]) -> None:
+        """All backwards are done, and the model is as it was."""
+        if not any(len(inputs.trained_tokens) for inputs in prepared):
+            add_zero_gradients(self.host, guard)
+        guard.add_sums()
 
     def _prepare(self, plan: Plan, batch: RolloutBatch) -> list[MicrobatchInputs]:
         return prepare_microbatches(plan, batch, self.host.device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.losses.outputs import Head
 from forkpoint.plan.capabilities import Capabilities
@@ -35,6 +36,9 @@ class Host(Protocol):
     so are the options of kernels. The state alone changes: the host reads ancestors from it and
     writes prefix cache to it.
     """
+
+    compiling: Compiling
+    """Whether its blocks are compiled. A host that compiles nothing has Compiling(False)."""
 
     @property
     def model(self) -> nn.Module:
@@ -77,6 +81,14 @@ class Host(Protocol):
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def prepare(self, changes: Changes) -> None:
+        """Take off what users have put around the model that a step replaces or does not need.
+
+        Called first in every step and comparison, until whose changes are undone nothing else may
+        change the model.
+        """
+        ...
 
     def check(self, batch: RolloutBatch, *, training: bool) -> int:
         """Refuse what has not been shown exact, in the model's present state and for this batch.
@@ -122,5 +134,13 @@ class Host(Protocol):
             gradients: one for each of `tensors`.
             last: whether it is the step's last backward. A host that reduces gradients over ranks
                 does so in this one alone.
+        """
+        ...
+
+    def empty_outputs(self) -> Tensor:
+        """Of the model's own forward on one token, the outputs of no token: [1, 0, width].
+
+        Its graph reaches the parameters that ordinary training reaches. Called while the model is
+        not entered.
         """
         ...

@@ -1,5 +1,6 @@
 """Decoder blocks compiled one by one, in place while microbatches run."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +9,15 @@ import torch
 from torch import nn
 
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import Compiling
+from forkpoint.hosts.coverings import set_forward
+
+_log = logging.getLogger("forkpoint")
+
+ANNOUNCEMENT = (
+    "compiling the model's %d decoder blocks (once: forwards now, backwards at the first backward; "
+    "seconds on a GPU, a minute on some CPUs). Config(compile_blocks=False) runs them eagerly."
+)
 
 
 class CompiledBlocks:
@@ -22,22 +32,28 @@ class CompiledBlocks:
     eagerly, for compilation gives up where it meets a checkpoint around what is left out.
     """
 
-    def __init__(self, blocks: nn.ModuleList) -> None:
+    def __init__(self, blocks: nn.ModuleList, compiling: Compiling) -> None:
         self.blocks = blocks
+        self.compiling = compiling
         self._compiled: dict[nn.Module, Callable] = {}
 
     def enter(self, changes: Changes) -> None:
         """Let the blocks' forwards be the compiled ones, until the changes are undone."""
+        if not self.compiling.announced:
+            self.compiling.announced = True
+            _log.warning(ANNOUNCEMENT, len(self.blocks))
         config = torch._dynamo.config
         for name, value in _dynamo_options().items():
             changes.later(setattr, config, name, getattr(config, name))
             setattr(config, name, value)
         for block in self.blocks:
+            covered = set_forward(block)
             if block not in self._compiled:
-                self._compiled[block] = torch.compile(
-                    block.forward, dynamic=True, options=_options()
-                )
+                own = covered.own if covered else block.forward
+                self._compiled[block] = torch.compile(own, dynamic=True, options=_options())
             forward = self._compiled[block]
+            if covered:
+                forward = covered.around(forward)
             if vars(block).get("gradient_checkpointing", False) and block.training:
                 changes.set(vars(block), "gradient_checkpointing", False)
                 forward = partial(_checkpointed, block, forward)

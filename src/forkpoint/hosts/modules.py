@@ -29,6 +29,13 @@ def list_once(changes: Changes) -> None:
         _walks.set({})
 
 
+def forget_lists() -> None:
+    """Make each list once more: what the model consists of has changed."""
+    walks = _walks.get()
+    if walks is not None:
+        walks.clear()
+
+
 def every_module(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Its modules by name, itself as ""."""
     return _listed("modules", model)

@@ -128,6 +128,12 @@ def place_of(function: Any) -> str:
     return _place(code)
 
 
+def name_of(function: Any) -> str:
+    """The module and name of a callable, without the address that its repr has."""
+    name = getattr(function, "__qualname__", None)
+    return repr(function) if name is None else f"{function.__module__}.{name}"
+
+
 def _place(code: types.CodeType) -> str:
     return f"{code.co_qualname} of {code.co_filename}, line {code.co_firstlineno}"
 

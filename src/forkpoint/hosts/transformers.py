@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.boundary import boundary
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.host import HeadOutputs
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.errors import UnsupportedError
@@ -25,6 +26,7 @@ from forkpoint.hosts import refusals
 from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, CallContext, EarlyEnd, taken_context
 from forkpoint.hosts.checkpointing import checkpoint_blocks
 from forkpoint.hosts.compiled import CompiledBlocks
+from forkpoint.hosts.coverings import Coverings, entered, set_forward, uncompiled
 from forkpoint.hosts.families import FAMILIES, Family
 from forkpoint.hosts.fingerprint import Fingerprint
 from forkpoint.hosts.heads import LogprobHead, ModelHead, ValueHead
@@ -132,8 +134,18 @@ class TransformersHost:
     """
 
     def __init__(self, model: nn.Module, *, compile_blocks: bool | None = None) -> None:
-        """`compile_blocks` None compiles on CUDA."""
+        """`compile_blocks` as in Config."""
+        model = uncompiled(model)
         self._model = model
+        self._coverings = Coverings()
+        self._autocasts: tuple[torch.autocast, ...] = ()
+        with Changes() as changes:
+            if isinstance(model, nn.Module):
+                self.prepare(changes)
+            self._look_at(model, compile_blocks)
+
+    def _look_at(self, model: nn.Module, compile_blocks: bool | None) -> None:
+        """Refuse a model that has not been shown exact, and find its parts."""
         self.causal: PreTrainedModel = _causal_model(model)
         self.family: Family = FAMILIES[self.causal.config.model_type]
         critic = type(self.causal).__name__ == self.family.critic_class
@@ -143,13 +155,12 @@ class TransformersHost:
         self._fingerprint = Fingerprint(model)
         self._checked: tuple[int, bool] | None = None
         self._check_idle()
-        with Changes() as changes:
-            list_once(changes)
-            self._check_model()
+        self._check_model()
         refusals.check_rotary_buffers(self.causal)  # here alone: it waits for the device
-        self._blocks = CompiledBlocks(cast(nn.ModuleList, self.causal.base_model.layers))
-        on_cuda = self.device.type == "cuda"
-        self._compiles = on_cuda if compile_blocks is None else compile_blocks
+        self.compiling: Compiling = Compiling(compile_blocks)
+        self._blocks = CompiledBlocks(
+            cast(nn.ModuleList, self.causal.base_model.layers), self.compiling
+        )
         size = next(self.causal.parameters()).element_size()
         self._recomputes = False
         self._changes: Changes | None = None
@@ -166,7 +177,7 @@ class TransformersHost:
     @property
     def shape(self) -> ModelShape:
         checkpointed = refusals.checkpointed(self.causal)
-        return replace(self._shape, checkpointed=checkpointed, compiled=self._compiles)
+        return replace(self._shape, checkpointed=checkpointed, compiled=self.compiles)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -176,7 +187,7 @@ class TransformersHost:
     @property
     def compiles(self) -> bool:
         """Whether its blocks are compiled."""
-        return self._compiles
+        return self.compiling.reason_for_eager(self.device, self._embedding.dtype) is None
 
     @property
     def head(self) -> Head:
@@ -198,6 +209,10 @@ class TransformersHost:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(every_parameter(self.model))
+
+    def prepare(self, changes: Changes) -> None:
+        list_once(changes)
+        self._coverings.take_off(self.model, changes)
 
     def check(self, batch: RolloutBatch, *, training: bool) -> int:
         self._check_idle()
@@ -266,9 +281,11 @@ class TransformersHost:
             current.__enter__()
         for config in configurations(self.causal):
             changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
+        covered = set_forward(self.causal)
+        changes.set(vars(self), "_autocasts", covered.autocasts if covered else ())
         changes.replace_forward(self.causal, self._causal_forward)
         run_recurrences(self.causal, changes)
-        if self._compiles and compiled:
+        if compiled and self.compiles:
             self._blocks.enter(changes)
         changes.set(vars(self), "_changes", changes)
 
@@ -335,14 +352,27 @@ class TransformersHost:
         if tensors:
             torch.autograd.backward(tensors, gradients)
 
-    def _causal_forward(
+    def empty_outputs(self) -> Tensor:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with Changes() as changes:
+            for config in configurations(self.model):
+                if config._attn_implementation == ATTENTION_NAME:  # which runs in steps alone
+                    changes.set(vars(config), "_attn_implementation_internal", "eager")
+            return self.model(input_ids=token, use_cache=False, return_dict=True).logits[:, :0]
+
+    def _causal_forward(self, *args: Any, **kwargs: Any) -> HeadOutputs:
+        """Stands in for the causal model's forward, under the autocast that is set around that."""
+        with entered(self._autocasts):
+            return self._decoder_and_head(*args, **kwargs)
+
+    def _decoder_and_head(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
         forkpoint_context: CallContext,
         **kwargs: Any,
     ) -> HeadOutputs:
-        """Stands in for the causal model's forward: its decoder, then the head on chosen places."""
+        """The decoder, then the head on chosen places."""
         kwargs.pop("return_dict", None)  # what peft's models of other tasks than language ask for
         assert not any(value is not None for value in kwargs.values()), kwargs
         top = self.causal.base_model(
@@ -376,7 +406,7 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedError(
             f"{type(inner).__module__}.{type(inner).__name__} is not a transformers model; wrap "
-            "the model itself, before torch.compile, DistributedDataParallel or the like."
+            "the model itself, before DistributedDataParallel or the like."
         )
     family = FAMILIES.get(inner.config.model_type)
     stock = type(inner).__module__.startswith("transformers.models.")

@@ -19,15 +19,6 @@ def argument_kind(
 
 ARGUMENTS = (
     argument_kind(
-        "No command",
-        message="Expected one of {demo, plan, replay, report, verify, calibrate, doctor}\n"
-        ".\n"
-        "For full helptext, run forkpoint --help",
-        means="forkpoint is several commands.",
-        remedy="Begin with forkpoint demo, or forkpoint plan FILE.",
-        named_in_message=True,
-    ),
-    argument_kind(
         "A misspelt option",
         *("plan", "ok.jsonl", "--sharng", "tree"),
         message="Unrecognized options: --sharng, tree\n"

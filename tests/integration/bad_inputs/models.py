@@ -7,6 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
 from peft import (
     IA3Config,
     LoraConfig,
@@ -30,7 +36,7 @@ from transformers import (
 from bad_inputs.kind import FAMILY_CLASSES, Kind
 from forkpoint import wrap
 from forkpoint.errors import UnsupportedError
-from forkpoint.testing import tiny_model
+from forkpoint.testing import Watching, tiny_model
 
 Change = Callable[[Any], Any]
 
@@ -40,12 +46,21 @@ class ModelKind(Kind):
     """A model, made by `change` of a tiny Llama, that cannot be wrapped."""
 
     change: Change
+    mend: Change | None = None
+    """What the remedy says, done: it makes a model that trains exactly."""
     in_place: bool = False
     """Whether the model itself is changed, so that a policy made before must notice."""
 
 
 def model_kind(
-    name: str, change: Change, *, message: str, means: str, remedy: str, in_place: bool = False
+    name: str,
+    change: Change,
+    *,
+    message: str,
+    means: str,
+    remedy: str,
+    mend: Change | None = None,
+    in_place: bool = False,
 ) -> ModelKind:
     def call() -> None:
         changed = change(tiny_model("llama"))
@@ -63,6 +78,7 @@ def model_kind(
         remedy=remedy,
         call=call,
         change=change,
+        mend=mend,
         in_place=in_place,
     )
 
@@ -86,16 +102,6 @@ def namesake(model: Any) -> nn.Module:
     return kind(model.config)
 
 
-def compiled_in_place(model: nn.Module) -> nn.Module:
-    model.get_submodule("model.layers.1").compile(backend="eager")
-    return model
-
-
-def compiled_decoder(model: Any) -> nn.Module:
-    model.model = torch.compile(model.model, backend="eager")
-    return model
-
-
 def never_filled(model: Any) -> nn.Module:
     model.model.rotary_emb.inv_freq.fill_(torch.nan)
     return model
@@ -117,15 +123,63 @@ def replaced(path: str, module: nn.Module) -> Change:
     return change
 
 
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def own(path: str) -> Change:
+    """Puts the family's own module back."""
+    return lambda model: replaced(path, tiny_model("llama").get_submodule(path))(model)
+
+
+def loaded(model: Any) -> nn.Module:
+    """The same weights in the family's own class."""
+    plain = LlamaForCausalLM(model.config).double()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
 def instance_forward(model: nn.Module) -> nn.Module:
     mlp = model.get_submodule("model.layers.1.mlp")
-    mlp.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    mlp.forward = doubled  # type: ignore[method-assign]
     return model
 
 
-def mixed_precision(model: nn.Module) -> nn.Module:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    return accelerator.prepare_model(model.float(), evaluation_mode=True)
+class MyHook(ModelHook):
+    """Of the user's own: it could do anything."""
+
+
+def hooked(hook: ModelHook) -> Change:
+    def change(model: nn.Module) -> nn.Module:
+        add_hook_to_module(model.get_submodule("model.layers.1.mlp"), hook)
+        return model
+
+    return change
+
+
+def unhooked(model: nn.Module) -> nn.Module:
+    return remove_hook_from_module(model, recurse=True)
+
+
+def hooked_compiled(model: Any) -> nn.Module:
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    model.model.layers[1].register_forward_hook(Watching(lambda *_: None))
+    return model
+
+
+def hooked_within(model: Any) -> nn.Module:
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    model.model.layers[1]._orig_mod.register_forward_hook(Watching(lambda *_: None))
+    return model
+
+
+def prepared(model: Any) -> Any:
+    return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+
+
+def without_forward(model: Any) -> nn.Module:
+    del model.get_submodule("model.layers.1.mlp").forward
+    return model
 
 
 class Params4bit(nn.Parameter):
@@ -188,7 +242,7 @@ MODELS: tuple[Kind, ...] = (
         "A module that is no transformers model",
         lambda _: nn.Linear(2, 2),
         message="torch.nn.modules.linear.Linear is not a transformers model; wrap the model "
-        "itself, before torch.compile, DistributedDataParallel or the like.",
+        "itself, before DistributedDataParallel or the like.",
         means="Only models of transformers have been shown exact.",
         remedy="docs/adding-a-model.md says how another library is entered.",
     ),
@@ -196,16 +250,17 @@ MODELS: tuple[Kind, ...] = (
         "DataParallel",
         lambda m: nn.DataParallel(m),
         message="torch.nn.parallel.data_parallel.DataParallel is not a transformers model; wrap "
-        "the model itself, before torch.compile, DistributedDataParallel or the like.",
+        "the model itself, before DistributedDataParallel or the like.",
         means="It splits the rows of a batch over devices, and forkpoint runs one packed "
         "microbatch.",
         remedy="Wrap the model inside it.",
+        mend=lambda m: m.module,
     ),
     Kind(
         name="DistributedDataParallel",
         error=UnsupportedError,
         message="torch.nn.parallel.distributed.DistributedDataParallel is not a transformers "
-        "model; wrap the model itself, before torch.compile, DistributedDataParallel or "
+        "model; wrap the model itself, before DistributedDataParallel or "
         "the like.",
         means="It averages gradients in its first backward, and a step has several.",
         remedy="Wrap the model inside it, and average .grad after the step.",
@@ -232,23 +287,6 @@ MODELS: tuple[Kind, ...] = (
         call=in_process_group(lambda model, mesh: fully_shard(model, mesh=mesh)),
     ),
     model_kind(
-        "A compiled model",
-        lambda m: torch.compile(m, backend="eager"),
-        message="torch._dynamo.eval_frame.OptimizedModule is not a transformers model; wrap the "
-        "model itself, before torch.compile, DistributedDataParallel or the like.",
-        means="The compiled code would not see how rows read one another.",
-        remedy="Wrap first; Config(compile_blocks=True) compiles the decoder blocks.",
-    ),
-    model_kind(
-        "A module that was compiled in place",
-        compiled_in_place,
-        message="model.layers.1 was compiled in place by Module.compile(), which has not been "
-        "shown exact here. Wrap the model without compiling it.",
-        means="The compiled code would not see how rows read one another.",
-        remedy="Leave compile() out; Config(compile_blocks=True) compiles the decoder blocks.",
-        in_place=True,
-    ),
-    model_kind(
         "Rotary frequencies that were never filled",
         never_filled,
         message="buffer model.rotary_emb.inv_freq is not finite, so no gradient would be, in "
@@ -258,16 +296,7 @@ MODELS: tuple[Kind, ...] = (
         means="Buffers that no checkpoint holds are computed when a model is made. Filling its "
         "parameters alone leaves them out.",
         remedy="Make the model with from_pretrained or from_config, on the device.",
-    ),
-    model_kind(
-        "A compiled decoder",
-        compiled_decoder,
-        message="model runs torch._dynamo.eval_frame.OptimizedModule, which has not been shown "
-        "exact; use the modules of transformers.models.llama as they are (wrap the model "
-        "before compiling, quantizing or patching it).",
-        means="The compiled code would not see how rows read one another.",
-        remedy="Leave it out; Config(compile_blocks=True) compiles the decoder blocks.",
-        in_place=True,
+        mend=lambda m: LlamaForCausalLM._from_config(m.config).double(),
     ),
     model_kind(
         "Another family",
@@ -286,6 +315,7 @@ MODELS: tuple[Kind, ...] = (
         "as critics their ForTokenClassification with one label.",
         means="A subclass may do anything, and what it does has not been looked at.",
         remedy="Load its weights into the family's own class.",
+        mend=loaded,
     ),
     model_kind(
         "A model with a family's name and other code",
@@ -295,6 +325,7 @@ MODELS: tuple[Kind, ...] = (
         "critics their ForTokenClassification with one label.",
         means="Code that came with a checkpoint (trust_remote_code) is not the library's.",
         remedy="Load it without trust_remote_code.",
+        mend=loaded,
     ),
     model_kind(
         "A decoder without its head",
@@ -304,6 +335,7 @@ MODELS: tuple[Kind, ...] = (
         "subclasses of them, and as critics their ForTokenClassification with one label.",
         means="Log-probs need the head.",
         remedy="Wrap the model for causal language modelling.",
+        mend=lambda _: tiny_model("llama"),
     ),
     model_kind(
         "A classifier",
@@ -320,9 +352,10 @@ MODELS: tuple[Kind, ...] = (
         replaced("model.layers.1.mlp", MyMLP()),
         message="model.layers.1.mlp runs bad_inputs.models.MyMLP, which has not been shown exact; "
         "use the modules of transformers.models.llama as they are (wrap the model before "
-        "compiling, quantizing or patching it).",
+        "quantizing or patching it).",
         means="It may let tokens see one another, as this one does.",
         remedy="Put the family's own module back.",
+        mend=own("model.layers.1.mlp"),
         in_place=True,
     ),
     model_kind(
@@ -330,9 +363,10 @@ MODELS: tuple[Kind, ...] = (
         replaced("model.layers.1.mlp.act_fn", nn.BatchNorm1d(4)),
         message="model.layers.1.mlp.act_fn runs torch.nn.modules.batchnorm.BatchNorm1d, which has "
         "not been shown exact; use the modules of transformers.models.llama as they are "
-        "(wrap the model before compiling, quantizing or patching it).",
+        "(wrap the model before quantizing or patching it).",
         means="Its result for a shared token would depend on which tokens lie in the row.",
         remedy="Use norms that look at one token, such as LayerNorm.",
+        mend=replaced("model.layers.1.mlp.act_fn", nn.LayerNorm(48).double()),
         in_place=True,
     ),
     model_kind(
@@ -340,9 +374,10 @@ MODELS: tuple[Kind, ...] = (
         replaced("model.layers.1.mlp.act_fn", nn.Softmax(dim=1)),
         message="model.layers.1.mlp.act_fn runs torch.nn.modules.activation.Softmax, which has not "
         "been shown exact; use the modules of transformers.models.llama as they are (wrap the "
-        "model before compiling, quantizing or patching it).",
+        "model before quantizing or patching it).",
         means="Along that dimension it is a softmax over the tokens of the row.",
         remedy="Put the family's own activation back.",
+        mend=own("model.layers.1.mlp.act_fn"),
         in_place=True,
     ),
     model_kind(
@@ -350,31 +385,67 @@ MODELS: tuple[Kind, ...] = (
         replaced("model.layers.1.mlp", nn.LSTM(32, 32)),
         message="model.layers.1.mlp runs torch.nn.modules.rnn.LSTM, which has not been shown "
         "exact; use the modules of transformers.models.llama as they are (wrap the model "
-        "before compiling, quantizing or patching it).",
+        "before quantizing or patching it).",
         means="Its state would run on from one rollout of a row to the next.",
         remedy="Put the family's own module back.",
+        mend=own("model.layers.1.mlp"),
         in_place=True,
     ),
     model_kind(
         "A forward set on an instance",
         instance_forward,
-        message="model.layers.1.mlp has a forward of its own, set on the instance (as accelerate's "
-        "mixed precision and offloading do), which forkpoint cannot look into. Undo it "
-        "(accelerate: unwrap_model with keep_fp32_wrapper=False), and put torch.autocast "
-        "around the step instead.",
+        message="model.layers.1.mlp has a forward of its own, set on the instance "
+        "(bad_inputs.models.doubled), which forkpoint cannot look into. Remove it while the model "
+        "trains here (del module.forward), and put torch.autocast around the step where it was "
+        "for mixed precision.",
         means="A function set on a module cannot be told from one that mixes tokens.",
         remedy="Remove the attribute: del module.forward.",
+        mend=without_forward,
         in_place=True,
     ),
     model_kind(
-        "A model prepared for mixed precision by accelerate",
-        mixed_precision,
-        message="the model has a forward of its own, set on the instance (as accelerate's mixed "
-        "precision and offloading do), which forkpoint cannot look into. Undo it "
-        "(accelerate: unwrap_model with keep_fp32_wrapper=False), and put torch.autocast "
-        "around the step instead.",
-        means="accelerate replaces forward on the instance.",
-        remedy="torch.autocast around the step does the same and is exact.",
+        "A hook of one's own by accelerate",
+        hooked(MyHook()),
+        message="model.layers.1.mlp has a hook of accelerate that does more than align devices or "
+        "is not accelerate's own (bad_inputs.models.MyHook), which has not been shown exact. "
+        "Remove it: accelerate.hooks.remove_hook_from_module(model, recurse=True), with the model "
+        "on one device.",
+        means="It may change what goes into a module and what comes out of it.",
+        remedy="accelerate.hooks.remove_hook_from_module(model, recurse=True).",
+        mend=unhooked,
+        in_place=True,
+    ),
+    model_kind(
+        "A hook on a compiled module",
+        hooked_compiled,
+        message="model.layers.1 is what torch.compile returned, and has a hook of its own. "
+        "Compiled code is taken off while a step runs, and this with it. Set it on the module "
+        "within (module._orig_mod), or before torch.compile.",
+        means="The hook would not run.",
+        remedy="module._orig_mod.register_forward_hook(...).",
+        mend=lambda _: hooked_within(tiny_model("llama")),
+        in_place=True,
+    ),
+    model_kind(
+        "A compiled model that accelerate prepared",
+        lambda m: prepared(torch.compile(m, backend="eager")),
+        message="the model is what torch.compile returned, and has a forward of its own. Compiled "
+        "code is taken off while a step runs, and this with it. Set it on the module within "
+        "(module._orig_mod), or before torch.compile.",
+        means="Its mixed precision would be lost.",
+        remedy="Prepare the model first, and compile it then.",
+        mend=lambda _: torch.compile(prepared(tiny_model("llama")), backend="eager"),
+    ),
+    model_kind(
+        "Weights that accelerate offloads",
+        hooked(AlignDevicesHook("cpu", offload=True, weights_map=None)),
+        message="model.layers.1.mlp has a hook of accelerate that does more than align devices or "
+        "is not accelerate's own (accelerate.hooks.AlignDevicesHook), which has not been shown "
+        "exact. Remove it: accelerate.hooks.remove_hook_from_module(model, recurse=True), with the "
+        "model on one device.",
+        means="A module's weights are in memory only while its own forward runs.",
+        remedy="Load the model without offloading.",
+        mend=unhooked,
         in_place=True,
     ),
     model_kind(
@@ -385,6 +456,7 @@ MODELS: tuple[Kind, ...] = (
         means="Their values mean something else, and the kernels that run over them have not "
         "been shown exact.",
         remedy="Load the model in bfloat16 or float32.",
+        mend=weight(nn.Parameter(torch.ones(48, 32).double())),
         in_place=True,
     ),
     model_kind(
@@ -395,6 +467,7 @@ MODELS: tuple[Kind, ...] = (
         "torch.bfloat16, torch.float16.",
         means="They are quantized weights.",
         remedy="Load the model in bfloat16 or float32.",
+        mend=weight(nn.Parameter(torch.ones(48, 32).double())),
         in_place=True,
     ),
     model_kind(
@@ -404,6 +477,7 @@ MODELS: tuple[Kind, ...] = (
         "LoRA, or DoRA.",
         means="It puts tokens before every row that no rollout has.",
         remedy="Use LoRA, or DoRA.",
+        mend=lambda _: lora(tiny_model("llama")),
     ),
     model_kind(
         "Prefix tuning",
@@ -412,6 +486,7 @@ MODELS: tuple[Kind, ...] = (
         "LoRA, or DoRA.",
         means="It puts keys and values before every row that no rollout has.",
         remedy="Use LoRA, or DoRA.",
+        mend=lambda _: lora(tiny_model("llama"), use_dora=True),
     ),
     model_kind(
         "Another kind of adapter",
@@ -420,6 +495,7 @@ MODELS: tuple[Kind, ...] = (
         "DoRA.",
         means="It has not been compared with dense training.",
         remedy="Use LoRA, or DoRA.",
+        mend=lambda _: lora(tiny_model("llama")),
         in_place=True,
     ),
     model_kind(
@@ -430,6 +506,7 @@ MODELS: tuple[Kind, ...] = (
         "of these.",
         means="Whether it acts on a token depends on tokens of the row before it.",
         remedy="Leave alora_invocation_tokens out.",
+        mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
         in_place=True,
     ),
     model_kind(
@@ -439,6 +516,7 @@ MODELS: tuple[Kind, ...] = (
         "from a plain torch.nn.Linear. Leave lm_head out of adapters and quantization.",
         means="Log-probs are computed in chunks from the head's weight itself.",
         remedy='Take "lm_head" out of target_modules.',
+        mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
         in_place=True,
     ),
     model_kind(
@@ -449,6 +527,7 @@ MODELS: tuple[Kind, ...] = (
         "quantization.",
         means="peft puts a module around the head that chooses between two.",
         remedy='Take "lm_head" out of modules_to_save.',
+        mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
         in_place=True,
     ),
     model_kind(

@@ -61,6 +61,14 @@ OPTIONS = (
         remedy="python -m benchmarks --help lists them.",
     ),
     option_kind(
+        "A mistyped command",
+        argv=("paln", "ok.jsonl"),
+        message="there is no command 'paln' (did you mean 'plan'?); there are "
+        f"{', '.join(COMMANDS)}. forkpoint --help says what each does.",
+        means="The first word is the command; nothing is guessed.",
+        remedy="Take the one that is suggested.",
+    ),
+    option_kind(
         "A batch beyond the last one",
         argv=("plan", "ok.jsonl", "--batch-rollouts", "4", "--batch", "3"),
         message="batch is 3, and ok.jsonl is read as 3 batches; it takes a whole number from 0 to "

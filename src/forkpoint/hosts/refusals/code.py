@@ -12,12 +12,14 @@ from transformers.modeling_layers import GenericForTokenClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.coverings import has_accelerate_hook, is_device_warning, set_forward
 from forkpoint.hosts.modules import every_module
 from forkpoint.hosts.origins import (
     defined_functions,
     foreign_code,
     is_defined_as,
     is_of_compiler,
+    name_of,
     place_of,
 )
 
@@ -58,8 +60,9 @@ OVER_TOKENS = (
 )
 
 
-CHECKED_ELSEWHERE = ("forward", "_gradient_checkpointing_func")
-"""Attributes of modules that are called, and that checks of their own look at."""
+CHECKED_ELSEWHERE = ("forward", "_gradient_checkpointing_func", "_old_forward", "_original_forward")
+"""Attributes of modules that are called, and that checks of their own look at. The last two are
+accelerate's, for putting a forward back."""
 
 
 def check_modules(
@@ -86,21 +89,11 @@ def _check_module(where: str, module: nn.Module, allowed: tuple[str, ...], famil
             raise UnsupportedError(
                 f"{where} runs {code}.{part.__qualname__}, which has not been shown exact; use "
                 f"the modules of transformers.models.{family} as they are (wrap the model "
-                "before compiling, quantizing or patching it)."
+                "before quantizing or patching it)."
             )
     attributes = vars(module)
-    if "forward" in attributes and not _is_its_class_s(attributes["forward"], kind):
-        raise UnsupportedError(
-            f"{where} has a forward of its own, set on the instance (as accelerate's mixed "
-            "precision and offloading do), which forkpoint cannot look into. Undo it "
-            "(accelerate: unwrap_model with keep_fp32_wrapper=False), and put torch.autocast "
-            "around the step instead."
-        )
-    if attributes.get("_compiled_call_impl") is not None:
-        raise UnsupportedError(
-            f"{where} was compiled in place by Module.compile(), which has not been shown "
-            "exact here. Wrap the model without compiling it."
-        )
+    if "forward" in attributes and set_forward(module) is None:
+        raise UnsupportedError(_about_forward(where, module))
     for adapter, variant in attributes.get("lora_variant", {}).items():
         if not type(variant).__name__.startswith("Dora"):
             raise UnsupportedError(
@@ -108,7 +101,9 @@ def _check_module(where: str, module: nn.Module, allowed: tuple[str, ...], famil
                 "plain LoRA and DoRA have been shown exact, so use one of these."
             )
     for name, value in attributes.items():
-        if name not in CHECKED_ELSEWHERE and callable(value):
+        if name in CHECKED_ELSEWHERE or not callable(value):
+            continue
+        if not is_device_warning(value):
             _check_callable(f"{where}.{name}", kind, value)
 
 
@@ -128,14 +123,22 @@ def _check_callable(where: str, kind: type, value: Any) -> None:
         )
 
 
-def _is_its_class_s(forward: Any, kind: type[nn.Module]) -> bool:
-    """Whether an instance's forward is one of its class: accelerate's unwrap_model leaves such."""
-    function: Any = kind.forward
-    while function is not None:
-        if getattr(forward, "__func__", None) is function:
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
+def _about_forward(where: str, module: nn.Module) -> str:
+    """The message about a forward that is set on a module and not known."""
+    if has_accelerate_hook(module):
+        hook = vars(module)["_hf_hook"]
+        return (
+            f"{where} has a hook of accelerate that does more than align devices or is not "
+            f"accelerate's own ({type(hook).__module__}.{type(hook).__qualname__}), which has not "
+            "been shown exact. Remove it: accelerate.hooks.remove_hook_from_module(model, "
+            "recurse=True), with the model on one device."
+        )
+    return (
+        f"{where} has a forward of its own, set on the instance "
+        f"({name_of(vars(module)['forward'])}), which forkpoint cannot look into. Remove it while "
+        "the model trains here (del module.forward), and put torch.autocast around the step where "
+        "it was for mixed precision."
+    )
 
 
 def _check_class(where: str, kind: type) -> None:

@@ -1,7 +1,6 @@
 """Conditions of training: no randomness, no router losses, gradients that arrive whole."""
 
 import functools
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_module, every_parameter
+from forkpoint.hosts.origins import name_of
 
 
 def check_routers(causal: PreTrainedModel) -> None:
@@ -46,7 +46,7 @@ def check_checkpointing(causal: PreTrainedModel) -> None:
         function = getattr(module, "_gradient_checkpointing_func", None)
         if not isinstance(function, functools.partial):
             raise UnsupportedError(
-                f"{name} is checkpointed by {_name_of(function)}, which has not been shown "
+                f"{name} is checkpointed by {name_of(function)}, which has not been shown "
                 "exact. Enable checkpointing by the model's own method, with use_reentrant=False."
             )
         # Without the argument torch checkpoints reentrantly.
@@ -58,12 +58,6 @@ def check_checkpointing(causal: PreTrainedModel) -> None:
                 'gradient_checkpointing_kwargs={"use_reentrant": False} (in newer transformers '
                 "activation_checkpointing_kwargs)."
             )
-
-
-def _name_of(function: Any) -> str:
-    """Its module and name, without the address that its repr has."""
-    name = getattr(function, "__qualname__", None)
-    return repr(function) if name is None else f"{function.__module__}.{name}"
 
 
 def check_random(model: nn.Module) -> None:

@@ -1,0 +1,32 @@
+"""Gradients of a step that trains on no token: zeros, as ordinary training gives.
+
+An ordinary loop multiplies the loss of every token by the loss mask. Where the mask is zero
+everywhere, each parameter that the model's forward reads gets a gradient of zeros and not None. An
+optimizer tells the two apart: it skips a parameter without a gradient, and otherwise applies
+momentum and weight decay. A step without trained tokens ends its forwards early, so it does not
+reach all of these parameters by itself.
+"""
+
+import torch
+
+from forkpoint.engine.guard import GradientGuard
+from forkpoint.engine.host import Host
+
+
+def add_zero_gradients(host: Host, guard: GradientGuard) -> None:
+    """Set `.grad` to zeros where it is None and the model's forward reads the parameter.
+
+    Args:
+        host: the model, which must not be entered.
+        guard: of the step; it takes the zeros back if the step fails.
+    """
+    parameters = guard.parameters
+    with torch.enable_grad():
+        empty = host.empty_outputs()
+    if not empty.requires_grad:
+        return
+    found = torch.autograd.grad(empty, parameters, torch.zeros_like(empty), allow_unused=True)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is not None and parameter.grad is None:
+            guard.touched = True
+            parameter.grad = torch.zeros_like(parameter)

@@ -1,0 +1,33 @@
+"""Statistics of steps and scores as one line of text."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from forkpoint.plan import Plan
+
+
+def step_line(
+    loss: float, plan: Plan, phase_ms: Mapping[str, float], peak_memory_bytes: int | None
+) -> str:
+    """The line that `print(stats)` writes after a step.
+
+    The memory is CUDA's peak in GiB; it is left out on the CPU (None).
+    """
+    parts = [f"loss={loss:.6g}", _plan_text(plan), f"{sum(phase_ms.values()):,.1f} ms"]
+    if peak_memory_bytes is not None:
+        parts.append(f"peak memory {peak_memory_bytes / 2**30:.2f} GiB")
+    return f"StepStats({', '.join(parts)})"
+
+
+def scores_line(per_token: Mapping[str, Tensor], plan: Plan) -> str:
+    """The line that `print(scores)` writes."""
+    return f"Scores({' and '.join(per_token)}, {_plan_text(plan)})"
+
+
+def _plan_text(plan: Plan) -> str:
+    count = len(plan.microbatches)
+    return (
+        f"computed {plan.computed_tokens:,} of {plan.logical_tokens:,} tokens in {count:,} "
+        f"microbatch{'' if count == 1 else 'es'}, {plan.sharing} + {plan.boundary}"
+    )

@@ -1,0 +1,258 @@
+"""Models as people hold them: compiled, prepared by accelerate, with forwards set on them.
+
+Every step is compared with ordinary training of the same model, and leaves what was put around it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+)
+from accelerate.utils import convert_outputs_to_fp32
+from host_models import BATCH, LOSS, checkpointing, lora, quiet_peft
+from steps import ACROSS, clear_gradients, gradients, model_state, relative_distance
+from torch import Tensor
+
+from forkpoint import Policy, wrap
+from forkpoint.losses.base import LossBatch, LossOutputs
+from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+
+pytestmark = quiet_peft
+Change = Callable[[Any], Any]
+
+
+def never(*_: object) -> Callable[..., Any]:
+    """A compiler that is never asked, since what users compile does not run in a step."""
+    raise AssertionError("code that the user has compiled ran in a step")
+
+
+def error_of(model: Any, policy: Policy) -> float:
+    """The distance of a step's gradients from ordinary training's, which runs uncompiled."""
+    clear_gradients(model)
+    with lifted_upcasts(model):
+        policy.forward_backward(BATCH, LOSS)
+        found = gradients(model)
+        with torch.compiler.set_stance("force_eager"):
+            dense = dense_run(model, BATCH, LOSS)
+    clear_gradients(model)
+    return relative_distance(found, dense.gradients)
+
+
+def compile_model(model: Any) -> Any:
+    model.compile(backend=never)
+    return model
+
+
+def compile_blocks(model: Any) -> Any:
+    for block in model.model.layers:
+        block.compile(backend=never)
+    return model
+
+
+def replace_blocks(model: Any) -> Any:
+    """As regional compilation is often written."""
+    layers = model.model.layers
+    for index, block in enumerate(layers):
+        layers[index] = torch.compile(block, backend=never)
+    return model
+
+
+def replace_decoder(model: Any) -> Any:
+    model.model = torch.compile(model.model, backend=never)
+    return model
+
+
+def compile_forward(model: Any) -> Any:
+    model.forward = torch.compile(model.forward, backend=never)
+    return model
+
+
+def compile_inside_and_out(model: Any) -> Any:
+    replace_blocks(model)
+    replace_decoder(model)
+    model.model._orig_mod.layers[1]._orig_mod.mlp.compile(backend=never)
+    return torch.compile(model, backend=never)
+
+
+def align(model: Any, **options: Any) -> Any:
+    """As dispatch_model does."""
+    for module in model.modules():
+        if module is not model and not list(module.children()):
+            add_hook_to_module(module, AlignDevicesHook("cpu", **options))
+    add_hook_to_module(model, AlignDevicesHook("cpu", io_same_device=True))
+    return model
+
+
+def align_blocks(model: Any) -> Any:
+    block = model.model.layers[1]
+    add_hook_to_module(block, AlignDevicesHook("cpu"))
+    add_hook_to_module(block, ModelHook(), append=True)
+    assert isinstance(block._hf_hook, SequentialHook)
+    return model
+
+
+def autocast_forward(model: Any) -> Any:
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    return model
+
+
+def autocast_block(model: Any) -> Any:
+    block = model.model.layers[1]
+    block.forward = torch.autocast("cpu", torch.bfloat16)(block.forward)
+    return model
+
+
+def float32_mlp(model: Any) -> Any:
+    mlp = model.model.layers[1].mlp
+    mlp.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(mlp.forward))
+    return model
+
+
+def compiled_autocast_block(model: Any) -> Any:
+    autocast_block(model)
+    block = model.model.layers[1]
+    block.forward = torch.compile(block.forward, backend=never)
+    add_hook_to_module(block, AlignDevicesHook("cpu"))
+    return model
+
+
+def prepare(model: Any, **options: Any) -> Any:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", **options)
+    return accelerator.prepare_model(model)
+
+
+def adapt_and_prepare(model: Any) -> Any:
+    return prepare(lora(model))
+
+
+def prepare_and_adapt(model: Any) -> Any:
+    return lora(prepare(model))
+
+
+def compile_and_adapt(model: Any) -> Any:
+    replace_blocks(model)
+    adapted = lora(model)
+    adapted.compile(backend=never)
+    return adapted
+
+
+def unprepared(model: Any) -> Any:
+    return Accelerator(cpu=True).unwrap_model(prepare(model), keep_fp32_wrapper=False)
+
+
+CHANGES: dict[str, Change] = {
+    "model.compile()": compile_model,
+    "block.compile()": compile_blocks,
+    "torch.compile(model)": lambda m: torch.compile(m, backend=never),
+    "layers[i] = torch.compile(layers[i])": replace_blocks,
+    "model.model = torch.compile(model.model)": replace_decoder,
+    "model.forward = torch.compile(model.forward)": compile_forward,
+    "compiled inside and out": compile_inside_and_out,
+    "LoRA around compiled blocks, compiled": compile_and_adapt,
+    "hooks of accelerate": align,
+    "hooks of accelerate, on a block": align_blocks,
+    "accelerate's mixed precision": prepare,
+    "accelerate's mixed precision, unwrapped": unprepared,
+    "accelerate's mixed precision around LoRA": adapt_and_prepare,
+    "LoRA around accelerate's mixed precision": prepare_and_adapt,
+    "autocast around the model": autocast_forward,
+    "autocast around a block": autocast_block,
+    "float32 outputs of an MLP": float32_mlp,
+    "autocast, compiled, hooked": compiled_autocast_block,
+}
+every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+@every_change
+def test_steps_are_exact_and_leave_it(change: Change, later: bool) -> None:
+    """Whether it was done before or after the model was wrapped."""
+    model: Any = tiny_model("llama")
+    policy = wrap(model, ACROSS) if later else None
+    changed = change(model)
+    if policy is None or any("LoRA" in name for name, c in CHANGES.items() if c is change):
+        policy = wrap(changed, ACROSS)
+    state = model_state(changed)
+    assert error_of(policy.host.model, policy) < 1e-10
+    assert model_state(changed) == state
+    policy.score(BATCH)
+    assert model_state(changed) == state
+    assert policy.verify(BATCH, LOSS).passed
+    assert model_state(changed) == state
+
+
+@every_change
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_it_is_put_back_after_an_exception(change: Change, error: type[BaseException]) -> None:
+    changed = change(tiny_model("llama"))
+    policy, state = wrap(changed, ACROSS), model_state(changed)
+
+    def loss(outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        raise error("mine")
+
+    with pytest.raises(error, match="mine"):
+        policy.forward_backward(BATCH, loss)
+    assert model_state(changed) == state
+    assert all(p.grad is None for p in changed.parameters())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [prepare, autocast_forward, adapt_and_prepare, prepare_and_adapt],
+    ids=lambda c: c.__name__,
+)
+def test_mixed_precision_is_that_of_ordinary_training(change: Change) -> None:
+    """The same bits as the plain model's under autocast, and within the bars of verify."""
+    plain: Any = tiny_model("llama", dtype=torch.float32)
+    changed = change(tiny_model("llama", dtype=torch.float32))
+    if "adapt" in change.__name__:
+        plain = lora(plain)
+    policy = wrap(changed, ACROSS)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = wrap(plain, ACROSS).forward_backward(BATCH, LOSS)
+    stats = policy.forward_backward(BATCH, LOSS)
+    assert torch.equal(stats.logprobs, wanted.logprobs)
+    assert not torch.equal(
+        stats.logprobs, wrap(tiny_model("llama", dtype=torch.float32), ACROSS).score(BATCH).logprobs
+    )
+    for ours, theirs in zip(changed.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+    report = policy.verify(BATCH, LOSS)
+    assert report.passed and (report.dtype, report.reference_dtype) == ("bfloat16", "float32")
+    assert report.dense_error > 1e-4, "dense training was not in bfloat16"
+
+
+def test_nothing_is_looked_at_again_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put back does not look like another model at the next step."""
+    model = compiled_autocast_block(compile_blocks(tiny_model("llama", dtype=torch.float32)))
+    policy = wrap(model, ACROSS)
+    policy.forward_backward(BATCH, LOSS)
+    number = policy.host.check(BATCH, training=True)
+    policy.forward_backward(BATCH, LOSS)
+    assert policy.host.check(BATCH, training=True) == number
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+def test_blocks_of_a_compiled_model_are_compiled_by_forkpoint() -> None:
+    model = compiled_autocast_block(compile_blocks(tiny_model("llama", num_hidden_layers=2)))
+    policy = wrap(model, replace(ACROSS, compile_blocks=True))
+    state = model_state(model)
+    assert error_of(model, policy) < 1e-10
+    assert model_state(model) == state and policy.host.compiles
+
+
+def test_with_checkpointing() -> None:
+    model = compile_blocks(align(tiny_model("llama")))
+    checkpointing(model, use_reentrant=False)
+    assert error_of(model, wrap(model, ACROSS)) < 1e-10
+    plain = autocast_block(compile_model(tiny_model("llama")))
+    assert error_of(plain, wrap(plain, replace(ACROSS, checkpointing="full"))) < 1e-10
