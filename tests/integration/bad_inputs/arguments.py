@@ -20,8 +20,7 @@ def argument_kind(
 ARGUMENTS = (
     argument_kind(
         "No command",
-        message="Expected one of {demo, plan, replay, report, verify, calibrate, doctor}\n"
-        ".\n"
+        message="Expected one of {demo, plan, replay, report, verify, calibrate, doctor}.\n"
         "For full helptext, run forkpoint --help",
         means="forkpoint is several commands.",
         remedy="Begin with forkpoint demo, or forkpoint plan FILE.",
