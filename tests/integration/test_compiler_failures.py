@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forkpoint.engine.views import LossViews, batch_denominators
 from steps import ACROSS, clear_gradients, forked_batch, gradients, model_state, relative_distance
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
@@ -22,6 +21,7 @@ from forkpoint.engine.compiling import Compiling, is_of_compiler
 from forkpoint.engine.guard import CLEARED
 from forkpoint.errors import UnsupportedError
 from forkpoint.losses.base import LossBatch, LossOutputs
+from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 
 BATCH = forked_batch()
