@@ -30,7 +30,8 @@ CORE = {
     "forest": set(),
     "plan": {"forest", "rollouts", "schema", "config", "errors"},
     "ops": {"plan", "errors"},
-    "losses": {"rollouts", "rollout_fields", "errors"},
+    "argument_names": set(),
+    "losses": {"argument_names", "rollouts", "rollout_fields", "errors"},
     "engine": {"ops", "losses", "plan", "forest", "rollouts", "config", "errors"},
 }
 WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"ops", "losses", "engine"}

@@ -19,6 +19,7 @@ from forkpoint.cli.calibrate import Calibrate
 from forkpoint.cli.demo import Demo
 from forkpoint.cli.doctor import Doctor
 from forkpoint.cli.last_resort import USER_ERROR, say
+from forkpoint.cli.losses import explained_options
 from forkpoint.cli.output import write_anything
 from forkpoint.cli.plan import Plan
 from forkpoint.cli.replay import Replay
@@ -46,6 +47,7 @@ COMMANDS: dict[str, Any] = {
     "calibrate": Calibrate,
     "doctor": Doctor,
 }
+OF_A_LOSS = ("replay", "verify")
 Command = Demo | Plan | Replay | Report | Verify | Bench | Calibrate | Doctor | Steps | PlotBench
 
 
@@ -70,7 +72,10 @@ def _parse(arguments: list[str]) -> Command | int:
     except SystemExit as stop:
         if not stop.code:
             return 0
-        say(f"error: {_unframed(report.getvalue())}")
+        lines = [_unframed(report.getvalue())]
+        if arguments[0:1] and arguments[0] in OF_A_LOSS:
+            lines += explained_options(arguments)
+        say("error: " + "\n".join(lines))
         return USER_ERROR
 
 
