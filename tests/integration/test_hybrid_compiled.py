@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hybrids import HYBRIDS, tiny_hybrid
+from pairwise import FULL
 from steps import clear_gradients, forked_batch, gradients, relative_distance
 from transformers import PreTrainedModel
 
@@ -51,6 +52,7 @@ def compiled_graphs(model: PreTrainedModel, configs: list[Config]) -> list[int]:
     return counts
 
 
+@pytest.mark.usefixtures("graphs_alone")
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_steps_of_compiled_blocks_are_those_of_dense_training(family: str) -> None:
     """However microbatches are laid out and kept; lengths that change compile nothing more."""
@@ -59,6 +61,15 @@ def test_steps_of_compiled_blocks_are_those_of_dense_training(family: str) -> No
     assert counts[0] < 20 and len(set(counts)) == 1, counts
 
 
+@pytest.mark.parametrize("family", HYBRIDS if FULL else ["qwen3_5_text"])
+def test_steps_of_generated_code_are_those_of_dense_training(family: str) -> None:
+    """Inductor's code; at other lengths and layouts as well."""
+    model = tiny_hybrid(family, kinds=("linear_attention", "full_attention"))
+    counts = compiled_graphs(model, [ACROSS, WITHIN])
+    assert counts[0] < 20 and len(set(counts)) == 1, counts
+
+
+@pytest.mark.usefixtures("graphs_alone")
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "granitemoehybrid"])
 def test_models_that_checkpoint_themselves(family: str) -> None:
     hybrid = family in HYBRIDS
