@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from pairwise import FULL
 
 SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"

@@ -11,7 +11,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from pairwise import pairwise
 from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch
 from yardstick import Variant, gradient_faults, label, measure, step_faults, truth, value_faults
 
@@ -23,6 +22,7 @@ from forkpoint.plan import make_plan
 from forkpoint.plan.layout import Microbatch
 from forkpoint.plan.predict import splits
 from forkpoint.testing import Watching, lifted_upcasts
+from pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")
 

@@ -24,6 +24,7 @@ from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
 from forkpoint.testing import dense_run, lifted_upcasts
+from pairwise import pairwise
 
 EVERY = tuple(product(("none", "group", "tree"), ("within", "across", "mixed")))
 CONFIGS: tuple[Config, ...] = (
@@ -62,21 +63,21 @@ def check(model: PreTrainedModel, expected: Truth, loss: Any, configs: Any) -> N
 # Exact -------------------------------------------------------------------------------------------
 
 
+STEPS: dict[tuple[str, bool], list[Config]] = {}
+for _loss, _checkpointed, _config in pairwise(
+    ("grpo", "gspo", "dpo", "coupled"), (False, True), CONFIGS
+):
+    STEPS.setdefault((_loss, _checkpointed), []).append(_config)
+
+
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(
-    ("loss", "checkpointed"),
-    [
-        *((loss, False) for loss in ("grpo", "gspo", "dpo", "coupled")),
-        *((loss, True) for loss in ("grpo", "coupled")),
-    ],
-)
+@pytest.mark.parametrize(("loss", "checkpointed"), STEPS)
 def test_steps_are_those_of_dense_training(loss: str, checkpointed: bool) -> None:
     """Forks four deep, responses of one token, prefixes shorter than the convolution."""
     batch = paired_batch() if loss == "dpo" else acceptance_batch()
     expected = truth(tiny_hybrid("qwen3_5_text"), batch, LOSSES[loss])
     model = tiny_hybrid("qwen3_5_text", checkpointed=checkpointed)
-    configs = [*CONFIGS[6:13], CONFIGS[-1]] if checkpointed else CONFIGS
-    check(model, expected, LOSSES[loss], configs)
+    check(model, expected, LOSSES[loss], STEPS[loss, checkpointed])
 
 
 def test_limits_of_time_steps() -> None:

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from hybrids import HYBRIDS, tiny_hybrid
-from pairwise import FULL
 from steps import clear_gradients, forked_batch, gradients, relative_distance
 from transformers import PreTrainedModel
 
 from forkpoint import Config, wrap
 from forkpoint.losses import GRPO
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from pairwise import FULL
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
