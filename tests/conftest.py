@@ -1,4 +1,4 @@
-"""What tests of several folders share."""
+"""Fixtures for tests of several folders."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

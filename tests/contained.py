@@ -29,7 +29,7 @@ MOST_WALL_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did.
+    """Result of a command.
 
     code: its exit code; minus the signal that ended it; DEFECT for an exception of another kind
         than the command line answers, whose traceback is at the end of `err`.
@@ -67,7 +67,7 @@ def run(
 
 
 def contained(call: Any, address_bytes: int) -> Outcome:
-    """What a call of no arguments did, whose result is its exit code, in a process of its own."""
+    """Outcome of a call of no arguments, whose result is its exit code, in a process of its own."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         sys.stdout.flush()
         child = os.fork()

@@ -129,7 +129,7 @@ def commands(block: Block) -> list[tuple[int, str, str]]:
 
 
 def reader(folder: Path) -> dict[str, Any]:
-    """What the documents take for granted: rollouts.jsonl and config.json in the folder, a model.
+    """Names that the documents take for granted, and the files rollouts.jsonl and config.json.
 
     Two groups of four rollouts over a vocabulary of 61 tokens, and a Llama of three layers.
     """

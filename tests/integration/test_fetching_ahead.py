@@ -46,7 +46,7 @@ def waves_batch(prompt: int = 24, response: int = 10) -> RolloutBatch:
 
 @dataclass
 class Log:
-    """What a step did, in order: its events, and within them layers and fetches."""
+    """Record of a step, in order: its events, and within them layers and fetches."""
 
     entries: list[str] = field(default_factory=list)
     inputs: dict[str, list[StorageWeakRef]] = field(default_factory=dict)

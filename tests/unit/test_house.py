@@ -93,6 +93,40 @@ def test_plans_need_no_torch(path: Path) -> None:
     assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
 
 
+# Files whose docstrings are still to be written anew. No file joins this list.
+BEGIN_WITH_WHAT = (
+    *("src/forkpoint/ops/", "src/forkpoint/traces/", "src/forkpoint/bench/", "benchmarks/"),
+    *(f"src/forkpoint/plan/{n}.py" for n in ("plan", "predict", "builder", "align", "written")),
+    *(f"src/forkpoint/engine/{n}.py" for n in ("engine", "activations", "microbatches", "host")),
+    *("src/forkpoint/plan/planner.py", "src/forkpoint/hosts/transformers.py"),
+    "src/forkpoint/policy.py",
+)
+WRITTEN = [
+    path
+    for folder in ("src", "tests", "benchmarks", "scripts")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if not relative(path).startswith(BEGIN_WITH_WHAT)
+]
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and texts of docstrings, those below attributes and constants too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    found = [
+        f"{relative(path)}, line {line}: {text[:60]}"
+        for path in WRITTEN
+        for line, text in docstrings(path)
+        if re.match(r"What\b", text)
+    ]
+    assert not found, "these begin with What:\n" + "\n".join(found)
+
+
 def test_core_parts_exist() -> None:
     """A part that is renamed must not silently drop out of the rules."""
     assert set(CORE) | WITHOUT_TORCH <= {part_of(path) for path in MODULES}

@@ -1,4 +1,4 @@
-"""What holds of every plan: thousands of random batches, every combination, small microbatches.
+"""Properties of every plan: thousands of random batches, every combination, small microbatches.
 
 What is expected is written out from the tokens alone: an edge is a tuple of a rollout's tokens up
 to the edge's label, and who owns it is a set.

@@ -56,7 +56,7 @@ Number = DisallowNone[Annotated[float | None, Own]]
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What is minimised. An option that the loss does not have is refused.
+    """Loss that is minimised. An option that the loss does not have is refused.
 
     Attributes:
         loss: grpo is the clipped policy gradient; ppo, dapo, bnpo and dr_grpo are the same with

@@ -1,4 +1,4 @@
-"""What a device is called in files that are looked up by it, and how arrays get there."""
+"""Names of devices in files that are looked up by them, and copies of arrays to a device."""
 
 import platform
 

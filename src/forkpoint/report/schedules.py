@@ -183,7 +183,7 @@ def _events(plan: Plan, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _held(plan: Plan, events: list[dict[str, Any]]) -> list[int]:
-    """What is held during each event, as counted: bytes, or tokens without a model shape.
+    """Memory held during each event, as counted: bytes, or tokens without a model shape.
 
     The cache lasts the whole step. Activations are held from a row's forward to its backward, but
     for microbatches that are offloaded or computed again: of those, while they run themselves. A
