@@ -3,6 +3,7 @@
 from itertools import combinations, product
 
 import pytest
+
 from pairwise import pairwise
 
 OPTIONS = (("a", "b"), (0, 1, 2), (None, 7), tuple("wxyz"))

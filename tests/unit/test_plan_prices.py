@@ -26,7 +26,7 @@ def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple
     return plan_cost(plan, batch, coupling, meter), peak_bytes(plan, meter, SHAPE)
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True, deadline=None)
 @given(
     batch=batches(),
     share=st.floats(0.3, 1.2),
