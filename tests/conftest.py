@@ -54,6 +54,20 @@ def without_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def checked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Public operations are called with tensors of the shapes that their names say (shapes.py)."""
+    import importlib
+
+    from shapes import OPERATIONS, holders, shapes_checked
+
+    for (module, name), documented in OPERATIONS.items():
+        function = getattr(importlib.import_module(module), name)
+        checked = shapes_checked(function, documented)
+        for holder in holders(name, function):
+            monkeypatch.setattr(holder, name, checked)
+
+
+@pytest.fixture
 def graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled blocks are traced and differentiated as ever, and no code is generated for them.
 

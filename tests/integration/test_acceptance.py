@@ -24,7 +24,7 @@ from forkpoint.plan.predict import splits
 from forkpoint.testing import Watching, lifted_upcasts
 from pairwise import pairwise
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "checked_shapes")
 
 SHARINGS: tuple[Sharing, ...] = ("none", "group", "tree")
 BOUNDARIES: tuple[Boundary, ...] = ("within", "across", "mixed")

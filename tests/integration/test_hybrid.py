@@ -26,6 +26,8 @@ from forkpoint.plan import make_plan
 from forkpoint.testing import dense_run, lifted_upcasts
 from pairwise import pairwise
 
+pytestmark = pytest.mark.usefixtures("checked_shapes")
+
 EVERY = tuple(product(("none", "group", "tree"), ("within", "across", "mixed")))
 CONFIGS: tuple[Config, ...] = (
     *(Config(sharing=s, boundary=b) for s, b in EVERY),

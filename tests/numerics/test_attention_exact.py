@@ -17,7 +17,7 @@ from forkpoint.ops.attention import CacheSlice, accumulate_dtype, shared_attenti
 
 KERNELS = ("reference", "cpu_flash")
 SCALE = 0.3
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "checked_shapes")
 
 
 def run(

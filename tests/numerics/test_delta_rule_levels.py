@@ -18,6 +18,8 @@ from forkpoint.ops.delta_rule import fla_levels
 from forkpoint.ops.recurrence import StateTable
 from forkpoint.plan.recurrence import Level, StateLayout
 
+pytestmark = pytest.mark.usefixtures("checked_shapes")
+
 HEADS, DIM = 2, 3
 
 

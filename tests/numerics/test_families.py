@@ -24,6 +24,8 @@ from forkpoint.ops.attention.table import AttentionTable
 from forkpoint.testing import PLAIN_ATTENTION, dense_run, lifted_upcasts, tiny_model
 from pairwise import pairwise
 
+pytestmark = pytest.mark.usefixtures("checked_shapes")
+
 BAR = 1e-10
 WINDOW = 7
 MOE = {"num_experts_per_tok": 2}
