@@ -36,11 +36,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "batches.jsonl"
 
 Case = tuple[Callable[[], object], bool]
-"""What is timed, and whether the bar is for it."""
+"""Cases that are timed, and whether the bar is for them."""
 
 
 def cases(lengths: str) -> dict[str, Case]:
-    """What is timed, over tensors that are made once.
+    """Calls that are timed, over tensors that are made once.
 
     lengths: "full" for rollouts of 8,192 tokens, "ragged" for 2,049 to 8,192, padded on the right.
     """

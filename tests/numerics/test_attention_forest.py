@@ -14,8 +14,6 @@ from torch import Tensor
 
 from forkpoint.ops.attention import FROM_CACHE, FROM_GATHER, FROM_OWN, AttentionTable
 
-pytestmark = pytest.mark.usefixtures("checked_shapes")
-
 
 @dataclass
 class Forest:

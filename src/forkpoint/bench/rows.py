@@ -28,7 +28,7 @@ class ResultRow:
     p20: float | None = None
     p80: float | None = None
     baseline: str | None = None
-    """What a ratio is taken over."""
+    """Baseline that a ratio is taken over."""
     bound: float | None = None
     """The counted bound of a speed-up."""
     note: str | None = None
@@ -74,7 +74,7 @@ def _named(word: str) -> str:
 
 
 def _commit() -> str:
-    """What FORKPOINT_COMMIT says, for copies of a checkout; else the checkout's commit.
+    """Commit by FORKPOINT_COMMIT, for copies of a checkout; else the checkout's commit.
 
     "-dirty" where its sources differ from that, and "unknown" where there is no checkout.
     """
