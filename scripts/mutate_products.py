@@ -4,9 +4,11 @@
     python scripts/mutate_products.py --changes 10 --seed 1
     python scripts/mutate_products.py --list              the changes, without running tests
     python scripts/mutate_products.py --drawn-only        without whole products
+    python scripts/mutate_products.py --lines             lines that whole products alone run
 
 A change is one of those of scripts/mutate_losses.py (an operator, a comparison, a condition, a
-number, a detach()) in a file of engine, plan, ops, losses or hosts. It runs the tests whose options
+number, a detach()) in a line of engine, plan, ops, losses or hosts that the drawn rows run. It runs
+the tests whose options
 are drawn by `tests/pairwise.py`, with the rows that `make test` draws. Only a change that survives
 these runs them with whole products, as `make test-full` does. Exits with 1 if a whole product finds
 a change that the drawn rows do not.
@@ -17,14 +19,16 @@ import ast
 import importlib
 import importlib.abc
 import importlib.util
+import json
 import os
 import random
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import mutate_losses
 from mutate_losses import IMPORTED_BEFORE, ROOT, Change, changes_of
@@ -54,6 +58,13 @@ TESTS = (
 )
 FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "granitemoehybrid")
 """Families that differ in what their layers read; all of them take too long for every change."""
+IMPORTED_BESIDES = (
+    "peft",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_5.modeling_qwen3_5",
+    "transformers.models.gemma2.modeling_gemma2",
+    "transformers.models.granitemoehybrid.modeling_granitemoehybrid",
+)
 SECONDS = 3600
 
 
@@ -63,6 +74,10 @@ class Placed:
 
     module: str
     change: Change
+
+    @property
+    def path(self) -> Path:
+        return SOURCE.parent / Path(*self.module.split(".")).with_suffix(".py")
 
     @property
     def name(self) -> str:
@@ -105,8 +120,7 @@ def run(placed: Placed | None, *, full: bool) -> str:
     if child == 0:
         os.environ["FORKPOINT_FULL_PRODUCTS"] = "1" if full else "0"
         if placed is not None:
-            path = SOURCE.parent / Path(*placed.module.split(".")).with_suffix(".py")
-            sys.meta_path.insert(0, _Changed(placed.module, placed.change.tree, path))
+            sys.meta_path.insert(0, _Changed(placed.module, placed.change.tree, placed.path))
         _run_here(writing)
     os.close(writing)
     with os.fdopen(reading) as pipe:
@@ -115,7 +129,45 @@ def run(placed: Placed | None, *, full: bool) -> str:
     return found or ("it did not end" if status else "")
 
 
-def _run_here(writing: int) -> None:
+def lines_run(*, full: bool) -> set[tuple[str, int]]:
+    """File and line of all that the tests run in files that may be changed.
+
+    Raises RuntimeError where a test fails without any change.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.environ["FORKPOINT_FULL_PRODUCTS"] = "1" if full else "0"
+        seen: set[tuple[str, int]] = set()
+        wanted = {str(SOURCE / folder / f"{n}.py") for folder, ns in CHANGED.items() for n in ns}
+
+        def of_file(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+            seen.add((frame.f_code.co_filename, frame.f_lineno))
+            return of_file
+
+        def of_call(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+            if frame.f_code.co_filename not in wanted:
+                return None
+            # A function whose every line was seen is not traced again.
+            code = frame.f_code
+            lines = {line for *_, line in code.co_lines() if line is not None}
+            if all((code.co_filename, line) in seen for line in lines):
+                return None
+            return of_file(frame, event, None)
+
+        sys.settrace(of_call)
+        threading.settrace(of_call)
+        _run_here(writing, seen)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        found = json.loads(pipe.read() or '"the tests did not end"')
+    os.waitpid(child, 0)
+    if isinstance(found, str):
+        raise RuntimeError(f"without any change: {found}")
+    return {(file, line) for file, line in found}
+
+
+def _run_here(writing: int, seen: set[tuple[str, int]] | None = None) -> None:
     import signal
     import tempfile
 
@@ -134,7 +186,11 @@ def _run_here(writing: int) -> None:
         options += ["-k", f"not (test_gradients_equal_dense and ({others}))"]
         code = pytest.main([*options, *(str(ROOT / test) for test in TESTS)], plugins=[first])
     found = (first.test or f"pytest ended with {code}") if code else ""
-    os.write(writing, found.encode())
+    sys.settrace(None)
+    if seen is not None:
+        found = json.dumps(found or sorted(seen))
+    with os.fdopen(writing, "w") as pipe:
+        pipe.write(found)
     os._exit(0)
 
 
@@ -153,19 +209,24 @@ def main() -> int:
     parser.add_argument("--changes", type=int, default=40, help="changes that are drawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="the changes, without running tests")
+    parser.add_argument(
+        "--lines", action="store_true", help="the lines that whole products alone run"
+    )
     parser.add_argument("--drawn-only", action="store_true", help="without whole products")
     chosen = parser.parse_args()
-    every = list(all_changes())
+    for name in (*IMPORTED_BEFORE, *IMPORTED_BESIDES):
+        importlib.import_module(name)
+    ran = lines_run(full=False)
+    if chosen.lines:
+        only = sorted(lines_run(full=True) - ran)
+        print("\n".join(f"{Path(file).relative_to(ROOT)}:{line}" for file, line in only))
+        print(f"{len(ran)} lines run by the drawn rows, {len(only)} by whole products alone")
+        return 1 if only else 0
+    every = [p for p in all_changes() if (str(p.path), p.change.line) in ran]
     changes = random.Random(chosen.seed).sample(every, min(chosen.changes, len(every)))
     if chosen.list:
         print("\n".join(placed.name for placed in changes))
         return 0
-    for name in IMPORTED_BEFORE:
-        importlib.import_module(name)
-    failing = run(None, full=False)
-    if failing:
-        print(f"without any change {failing} fails")
-        return 2
     lost = []
     for n, placed in enumerate(changes, start=1):
         begun = time.monotonic()
