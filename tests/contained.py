@@ -23,7 +23,7 @@ from typing import Any
 
 SOURCE = Path(__file__).parents[1] / "src"
 DEFECT = 70
-PRELOADED = "forkpoint.cli.app,docstring_parser,rich.console,rich.table,rich.progress"
+PRELOADED = "forkpoint.cli.app,docstring_parser,rich.console,rich.table,asyncio,unittest.mock"
 """Modules that every command imports: once, in place of a quarter of a second a command."""
 MOST_WALL_SECONDS = 300.0
 """After which a command is killed; the bar is on the processor's time, whatever runs besides."""

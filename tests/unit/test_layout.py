@@ -22,9 +22,10 @@ from forkpoint.plan.layout import (
     full_table,
     windowed_table,
 )
+from pairwise import FULL
 from strategies import COMBINATIONS, batches
 
-EXAMPLES = settings(max_examples=100, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=500 if FULL else 50, derandomize=True, deadline=None)
 
 Slot = tuple[int, int]
 """(OWN, place of the microbatch) or (CACHE, place of the cache)."""

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, Plan, PlanError, RolloutBatch
 from forkpoint.plan import make_plan
+from pairwise import FULL
 from strategies import COMBINATIONS, batches
 
-EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=1000 if FULL else 100, derandomize=True, deadline=None)
 
 Prefix = tuple[int, ...]
 
