@@ -15,7 +15,7 @@ QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py tests/unit/test
 FUZZ_SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick fuzz check format errors-page test-gpu test-wheel test-versions bench-forest clean
+.PHONY: help demo test test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions bench-forest clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,8 +23,11 @@ help:  ## this list
 demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; plot in demo-output/
 	@$(bin)/forkpoint demo
 
-test: $(ready)  ## all tests that need no GPU
+test: $(ready)  ## all tests that need no GPU, with options in pairs (tests/pairwise.py)
 	@$(pytest) -m "not gpu and not multi_gpu" -n $(WORKERS) --dist worksteal
+
+test-full: $(ready)  ## all tests that need no GPU, with whole products of options; an hour or more
+	@FORKPOINT_FULL_PRODUCTS=1 $(pytest) -m "not gpu and not multi_gpu" -n $(WORKERS) --dist worksteal
 
 test-quick: $(ready)  ## the fast tests alone, for every save
 	@$(pytest) -q -m "not gpu and not multi_gpu and not slow" -n $(WORKERS) --dist worksteal $(QUICK)

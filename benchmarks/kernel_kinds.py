@@ -13,7 +13,7 @@ looked at in lower case."""
 
 @dataclass
 class Spent:
-    """What kernels of one kind took."""
+    """Time of the kernels of one kind."""
 
     us: float = 0.0
     launches: int = 0

@@ -76,7 +76,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 POSITIONS = 1 << 20
 SCALE_TINY = 64
-"""What lengths are divided by with the tiny model."""
+"""Divisor of lengths with the tiny model."""
 
 
 def make_model(

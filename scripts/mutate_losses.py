@@ -168,7 +168,7 @@ def _walk(tree: ast.Module) -> Iterator[tuple[ast.expr, str, str | None]]:
 def _variants(
     node: ast.expr, scope: str, field: str | None, defaults: Defaults, choices: Choices
 ) -> Iterator[tuple[str, ast.expr]]:
-    """What a place may become: a description, and the expression in its place."""
+    """Variants of a place: a description, and the expression in its place."""
     text = ast.unparse(node)
     where = "" if field is None else f"default of {field}: "
     if isinstance(node, ast.Constant) and not isinstance(node.value, str):

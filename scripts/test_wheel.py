@@ -139,7 +139,7 @@ def environment(folder: Path) -> Path:
 
 
 def run(*command: object, cwd: Path | None = None) -> str:
-    """What a command prints; raises SystemExit with its output where it fails."""
+    """Output of a command; raises SystemExit with its output where it fails."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run(
         [str(word) for word in command],

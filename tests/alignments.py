@@ -1,4 +1,4 @@
-"""What an alignment must be, checked without the code that makes it; and shapes to draw."""
+"""Rules of an alignment, checked without the code that makes it; and shapes to draw."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,9 +1,12 @@
-"""What tests of several folders share."""
+"""Fixtures for tests of several folders."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from pairwise import FULL
 
 SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
 
@@ -48,6 +51,38 @@ def without_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sample runs before a step, for tests that count what runs."""
     monkeypatch.setattr("forkpoint.policy.self_check", lambda *_, **__: None)
+
+
+@pytest.fixture
+def checked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Public operations are called with tensors of the shapes that their names say (shapes.py)."""
+    import importlib
+
+    from shapes import OPERATIONS, holders, shapes_checked
+
+    for (module, name), documented in OPERATIONS.items():
+        function = getattr(importlib.import_module(module), name)
+        checked = shapes_checked(function, documented)
+        for holder in holders(name, function):
+            monkeypatch.setattr(holder, name, checked)
+
+
+@pytest.fixture
+def graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled blocks are traced and differentiated as ever, and no code is generated for them.
+
+    Inductor takes ten times as long as everything before it. With FORKPOINT_FULL_PRODUCTS it runs.
+    """
+    if FULL:
+        return
+    import torch
+
+    compiler = torch.compile
+
+    def traced(function: Callable[..., Any], *, dynamic: bool, options: Any) -> Callable[..., Any]:
+        return compiler(function, dynamic=dynamic, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", traced)
 
 
 @pytest.fixture(autouse=True)

@@ -23,13 +23,15 @@ from typing import Any
 
 SOURCE = Path(__file__).parents[1] / "src"
 DEFECT = 70
+PRELOADED = "forkpoint.cli.app,docstring_parser,rich.console,rich.table,asyncio,unittest.mock"
+"""Modules that every command imports: once, in place of a quarter of a second a command."""
 MOST_WALL_SECONDS = 300.0
 """After which a command is killed; the bar is on the processor's time, whatever runs besides."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did.
+    """Result of a command.
 
     code: its exit code; minus the signal that ended it; DEFECT for an exception of another kind
         than the command line answers, whose traceback is at the end of `err`.
@@ -46,7 +48,7 @@ class Outcome:
 
 
 def run(
-    commands: Iterable[list[str]], *, address_bytes: int, imports: str = "forkpoint.cli"
+    commands: Iterable[list[str]], *, address_bytes: int, imports: str = PRELOADED
 ) -> list[Outcome]:
     """The outcomes of commands of forkpoint, each with at most `address_bytes` of address space
     besides what an interpreter has that has imported `imports`."""
@@ -67,7 +69,7 @@ def run(
 
 
 def contained(call: Any, address_bytes: int) -> Outcome:
-    """What a call of no arguments did, whose result is its exit code, in a process of its own."""
+    """Outcome of a call of no arguments, whose result is its exit code, in a process of its own."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         sys.stdout.flush()
         child = os.fork()

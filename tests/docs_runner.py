@@ -7,13 +7,18 @@ run. A block that cannot run here is preceded by `<!-- not run: why -->`.
 """
 
 import doctest
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
+import traceback
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -96,19 +101,86 @@ def _run_console(block: Block, path: Path, folder: Path, namespace: dict[str, An
         "COLUMNS": "100",
     }
     for line, command, shown in commands(block):
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-            check=False,
-        )
+        if (argv := plain_arguments(command)) is not None:
+            done = _forkpoint(argv, folder)
+        else:
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=COMMAND_SECONDS,
+                check=False,
+            )
         where = f"{path.name}, line {line}: {command}\n"
         assert done.returncode == 0, f"{where}exit status {done.returncode}\n{done.stderr}"
         same = not shown or doctest.OutputChecker().check_output(shown, done.stdout, OUTPUT_FLAGS)
         assert same, f"{where}printed\n{done.stdout}\nand the document shows\n{shown}"
+
+
+def plain_arguments(command: str) -> list[str] | None:
+    """The arguments of a command of forkpoint; None for others, and where bash has work to do."""
+    if re.search(r"[|&;<>$`*?(){}\[\]~#!]", command):
+        return None
+    words = shlex.split(command)
+    return words[1:] if words[0] == "forkpoint" else None
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """An interpreter that has imported what commands import, and forks for each of them.
+
+    To import torch and transformers takes longer than most commands do.
+    """
+    return subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+        text=True,
+    )
+
+
+def _forkpoint(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps([argv, str(folder)]) + "\n")
+    server.stdin.flush()
+    return subprocess.CompletedProcess(argv, *json.loads(server.stdout.readline()))
+
+
+def _serve(answers: IO[str]) -> None:
+    """Run commands, one JSON array of arguments and folder a line; answer with code and texts."""
+    import transformers  # noqa: F401
+
+    from forkpoint.cli import main
+
+    for line in sys.stdin:
+        argv, folder = json.loads(line)
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    os.chdir(folder)
+                    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                    os.dup2(out.fileno(), 1)
+                    os.dup2(err.fileno(), 2)
+                    code = main(argv)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read().decode("utf-8", "replace"))
+        answers.write(json.dumps([code, *texts]) + "\n")
+        answers.flush()
 
 
 def commands(block: Block) -> list[tuple[int, str, str]]:
@@ -132,7 +204,7 @@ def commands(block: Block) -> list[tuple[int, str, str]]:
 
 
 def reader(folder: Path) -> dict[str, Any]:
-    """What the documents take for granted: rollouts.jsonl and config.json in the folder, a model.
+    """Names that the documents take for granted, and the files rollouts.jsonl and config.json.
 
     Two groups of four rollouts over a vocabulary of 61 tokens, and a Llama of three layers.
     """
@@ -155,3 +227,7 @@ def reader(folder: Path) -> dict[str, Any]:
     model = tiny_model("llama", dtype=torch.float32)
     model.config.to_json_file(folder / "config.json")
     return {"__name__": "__docs__", "model": model}
+
+
+if __name__ == "__main__":
+    _serve(sys.stdout)

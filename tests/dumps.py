@@ -286,7 +286,7 @@ def slime_critic(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def slime_train_data(table: dict[str, Any], version: int) -> dict[str, Any]:
-    """What save_debug_train_data writes of it: a rank's columns, or since version 2 samples."""
+    """Data that save_debug_train_data writes: a rank's columns, or since version 2 samples."""
     columns = {
         name: [torch.tensor(row) if isinstance(row, list) else row for row in column]
         for name, column in table.items()
@@ -311,7 +311,7 @@ def slime_train_data(table: dict[str, Any], version: int) -> dict[str, Any]:
 
 
 def slime_samples(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """What save_debug_rollout_data writes; rewards are advantages to be, and 1 apart here."""
+    """Data that save_debug_rollout_data writes; rewards are advantages to be, and 1 apart here."""
     samples = []
     for n, rollout in enumerate(rollouts):
         own = prompt_of(rollout)

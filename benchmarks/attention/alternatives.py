@@ -1,4 +1,4 @@
-"""What shared-prefix attention is compared with: what users have without it."""
+"""Alternatives to shared-prefix attention: what users have without it."""
 
 from collections.abc import Callable, Sequence
 from functools import cache

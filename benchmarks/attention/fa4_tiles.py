@@ -32,7 +32,7 @@ FORWARDS: dict[str, dict[str, Any]] = {
     " 160 nopack": {"tile_mn": (128, 160), "pack_gqa": False},
 }
 OTHER_DIMS = ("", " nopack")
-"""What heads of other dims than 128 are measured with."""
+"""Options that heads of other dims than 128 are measured with."""
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ class _Attempt:
         return False
 
     def predicted_bytes(self, tokens: int) -> int:
-        """What activations and prefix cache are predicted to take, at this way's best share."""
+        """Bytes predicted for activations and prefix cache, at this way's best share."""
         return min(self._predicted(tokens, share) for share in self.way.shares)
 
     def _predicted(self, tokens: int, share: float) -> int:

@@ -70,7 +70,7 @@ def cell_rows(
 
 
 def _time_prediction(bench: str, case: str, timed: Timed) -> Iterator[ResultRow]:
-    """What the planner predicted, beside what was measured. Nothing without a calibration."""
+    """Predictions of the planner, beside the measurements. None without a calibration."""
     plan = timed.plan
     if plan.predicted_ms is None:
         return

@@ -1,4 +1,4 @@
-"""What a plan would take if each kind of its work ran at the rates that dense training reaches.
+"""Time of a plan if each kind of its work ran at the rates that dense training reaches.
 
 The counted bound takes every FLOP to cost the same. They do not: attention reaches fewer a second
 than matrix products, and the head makes its logits twice. A shared step has more visible pairs and
@@ -31,7 +31,7 @@ class Amounts:
 
     @classmethod
     def of(cls, plan: Plan, batch: RolloutBatch) -> "Amounts":
-        """What the plan of this batch runs; the plan has a shape."""
+        """Work of the plan of this batch; the plan has a shape."""
         shape, forest = plan.shape, plan.forest
         assert shape is not None
         token_edge: IntArray = forest.token_edges(batch.offsets)

@@ -38,7 +38,7 @@ class Timed:
     """The most that the device held during any of them."""
     stats: StepStats | None = None
     planning_ms: float | None = None
-    """What making the plan took, which `ms` leaves out; None where the plan was given."""
+    """Milliseconds for making the plan, which `ms` leaves out; None where the plan was given."""
 
     @property
     def typical_ms(self) -> float:
@@ -89,7 +89,7 @@ class Stepper:
 
     @property
     def budget_bytes(self) -> int | None:
-        """What activations may take on this device; None on a CPU, where nobody says."""
+        """Bytes that activations may take on this device; None on a CPU, where nobody says."""
         if not self.cuda:
             return None
         _, total = torch.cuda.mem_get_info(self.device)
@@ -166,7 +166,7 @@ class Dense:
 
     @property
     def note(self) -> str:
-        """What stands for the whole, for the rows of figures."""
+        """Note on the sample that stands for the whole, for the rows of figures."""
         run = f"{self.rollouts} rollouts, scaled by {self.scale:.4g}"
         return f"{run}; microbatches of at most {self.row_tokens} tokens"
 
@@ -176,7 +176,7 @@ class Dense:
         return self.scaled(self.timed.typical_ms)
 
     def scaled(self, ms: float) -> float:
-        """What so long a pass over the sample, a step or its log-probs alone, is for all rollouts.
+        """Time for all rollouts by that of a pass over the sample, a step or its log-probs alone.
 
         What comes before a step's first row is there once, and not scaled.
         """

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from forkpoint import traces as traces
 from forkpoint.config import Config as Config
+from forkpoint.errors import ArgumentError as ArgumentError
 from forkpoint.errors import ConfigError as ConfigError
 from forkpoint.errors import ForkpointError as ForkpointError
 from forkpoint.errors import PlanError as PlanError
@@ -20,6 +21,7 @@ from forkpoint.traces import load_rollouts as load_rollouts
 from forkpoint.traces import record as record
 
 __all__ = [
+    "ArgumentError",
     "Config",
     "ConfigError",
     "ForkpointError",

@@ -21,7 +21,7 @@ class Config:
     """How a batch is planned and run. Unknown names and values outside the lists are refused."""
 
     sharing: Literal["auto", "none", "group", "tree"] = "auto"
-    """What may share: nothing (dense), rollouts of one group, or any rollouts of the batch."""
+    """Who may share tokens: nobody (dense), rollouts of one group, or any rollouts of the batch."""
     boundary: Literal["auto", "within", "across", "mixed"] = "auto"
     """Where a fork lies: inside one packed microbatch, between a parent microbatch and its child
     microbatches, or either, so that subtrees that fit in what is left of a microbatch stay whole
@@ -42,7 +42,7 @@ class Config:
     memory of the host, or nowhere, so that a second forward makes them again. auto keeps what
     fits."""
     checkpointing: Checkpointing = "none"
-    """What a microbatch's own backward computes again: nothing, the MLPs, or whole decoder
+    """Recomputation in a microbatch's own backward: nothing, the MLPs, or whole decoder
     blocks."""
     host_memory: MemorySize | None = None
     """The most memory of the host, written likewise, that offloaded activations may take (pinned,
@@ -66,7 +66,7 @@ class Config:
     """Whether decoder blocks are compiled, each on its own; None does so on CUDA, but not for
     float64 models. Where the compiler fails, blocks run eagerly and a line of the log says so."""
     grad_accumulation_dtype: Literal["parameter", "float32"] = "parameter"
-    """What the gradients of a step's microbatches are summed in: each parameter's own dtype, in
+    """Dtype in which a step sums its microbatches' gradients: each parameter's own dtype, in
     `.grad`, or float32, which is added to `.grad` at the end and takes 4 bytes a parameter until
     then. A step that fails before that leaves gradients as they were, without a copy."""
     self_check: bool = True

@@ -123,7 +123,7 @@ def _all_finite(value: object) -> bool:
 
 
 def _writer(file: BinaryIO, suffix: str) -> AbstractContextManager[Any]:
-    """What compresses into `file`; leaving it ends the compressed stream and keeps `file` open."""
+    """Writer that compresses into `file`; leaving it ends the stream and keeps `file` open."""
     if suffix == ".gz":  # no name and no time, so that equal rollouts make equal files
         return gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0)
     if suffix == ".zst":

@@ -1,4 +1,4 @@
-"""What tests of exactness need: tiny random models, and dense attention written out.
+"""Tools for tests of exactness: tiny random models, and dense attention written out.
 
 With `dense_run` (ordinary training) and `lifted_upcasts` (float64 throughout) they check that a
 family, a kernel or a loss is exact; see docs/adding-a-model.md.

@@ -85,7 +85,7 @@ class VerifyReport:
 
     passed: bool
     dtype: str
-    """What the step computes in: the narrowest of the parameters' dtypes, autocast's under it."""
+    """Dtype of the step's computation: the narrowest of the parameters', or autocast's."""
     reference_dtype: str
     shared_error: float
     """Over all parameters, relative to the norm of the reference gradient."""

@@ -43,7 +43,7 @@ of the loss's gradient by log-probs and entropies, and of what those of single t
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """What ordinary training makes of a batch; log-probs and entropies are flat over it."""
+    """Results of ordinary training on a batch; log-probs and entropies are flat over it."""
 
     loss: float
     logprobs_T: Tensor
@@ -55,7 +55,7 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a case. It is exact if it was not refused and there are no faults."""
+    """Outcome of a case. It is exact if it was not refused and there are no faults."""
 
     refused: str | None = None
     faults: tuple[str, ...] = ()
@@ -289,7 +289,7 @@ def _off(name: str, error: float, bar: float, unit: float = 1.0) -> list[str]:
 
 @dataclass
 class Tally:
-    """What became of many cases."""
+    """Counts over many cases."""
 
     seconds: float = 0.0
     cases: int = 0

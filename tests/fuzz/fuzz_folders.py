@@ -131,7 +131,7 @@ class _Structure(HTMLParser):
 
 
 def faults_of_page(text: str) -> list[str]:
-    """What is in a page that no report has."""
+    """Parts of a page that no report has."""
     page = _Structure()
     page.feed(text)
     faults = [f"element {name}" for name in page.elements - ELEMENTS]
@@ -329,7 +329,7 @@ def _change_bytes(path: Path, rng: random.Random) -> str:
 
 @dataclass
 class Tally:
-    """What came of all cases."""
+    """Counts over all cases."""
 
     cases: int = 0
     calls: int = 0

@@ -36,7 +36,7 @@ def between(random: Generator, low: int, high: int) -> int:
 
 
 def draw_settings(random: Generator, family: str) -> Settings:
-    """What the family's configuration is given, for a model of 1 to 4 layers and width 8 to 32."""
+    """Settings of the family's configuration, for a model of 1 to 4 layers and width 8 to 32."""
     key_heads = between(random, 1, 4)
     heads = key_heads * between(random, 1, 8 // key_heads)
     head_dim = one_of(random, (2, 4, 6, 8, 12, 16))

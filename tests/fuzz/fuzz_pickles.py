@@ -59,7 +59,7 @@ class Watch:
 
 
 def read(path: Path, watch: Watch) -> tuple[str, str]:
-    """What became of a file: an outcome, and what is to be said of a fault."""
+    """Outcome of a file, and the description of a fault."""
     from forkpoint import RolloutError, load_rollouts
     from forkpoint.dumps.pickles import load_pickle, load_torch
 
@@ -221,7 +221,7 @@ class Tally:
 
 
 def fuzz(count: int, seed: int, workers: int, command: tuple[str, ...] = (__file__,)) -> Tally:
-    """What became of so many mutations, read in worker processes.
+    """Outcomes of `count` mutations, read in worker processes.
 
     Args:
         count: how many mutations.

@@ -144,7 +144,7 @@ class Case:
         return [self.scores.logprobs, self.scores.entropies] if self.calls == "score" else []
 
     def faults(self, attempt: Attempt, kinds: set[type], state: dict, last: object) -> list[str]:
-        """What is wrong after the call was interrupted. `last` is `policy.last_step` before it."""
+        """Faults after the call was interrupted. `last` is `policy.last_step` before it."""
         found = self._gradient_faults(attempt, last)
         if isinstance(self.loss, FailingLoss):
             kinds = kinds | {self.loss.error}

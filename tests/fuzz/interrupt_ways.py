@@ -33,10 +33,10 @@ class Timeout(Exception):
 
 @dataclass(eq=False)
 class Attempt:
-    """What became of a call that was to be interrupted."""
+    """Outcome of a call that was to be interrupted."""
 
     error: BaseException | None
-    """What left the call; None where nothing did."""
+    """Exception that left the call; None where there was none."""
     raised: bool
     """Whether an exception was injected."""
     codes: tuple[CodeType, ...]

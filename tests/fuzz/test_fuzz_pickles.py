@@ -42,7 +42,7 @@ BUGS = {
     "ran": "os.system('true')",
     "file not named": "pickles._File._refusal = lambda self, error: RolloutError('damaged')",
 }
-"""What is done at an opcode that does not exist, which only mutations have."""
+"""Action at an opcode that does not exist, which only mutations have."""
 WORKER = """
 import os, sys, time
 sys.path.insert(0, {folder!r})

@@ -56,7 +56,7 @@ def opened(
 
 
 def messages(driver: Any) -> list[str]:
-    """What the page wrote to the console, errors that nobody caught among it."""
+    """Messages of the page on the console, with errors that nobody caught."""
     return [entry["message"] for entry in driver.get_log("browser")]
 
 

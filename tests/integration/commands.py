@@ -29,7 +29,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Done:
-    """What a command did."""
+    """Result of a command."""
 
     code: int
     out: str

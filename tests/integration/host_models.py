@@ -21,9 +21,10 @@ quiet_peft = pytest.mark.filterwarnings(
     # peft with newer transformers
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
-families = pytest.mark.parametrize("family", ["llama", "qwen3"])
-dtypes = pytest.mark.parametrize("dtype", list(BARS), ids=str)
-configs = pytest.mark.parametrize("config", [ACROSS, TREE_IN_ROW], ids=["across", "within"])
+FAMILIES = ("llama", "qwen3")
+CONFIGS = (ACROSS, TREE_IN_ROW)
+families = pytest.mark.parametrize("family", FAMILIES)
+configs = pytest.mark.parametrize("config", CONFIGS, ids=["across", "within"])
 
 
 def lora(model: nn.Module, **options: Any) -> PeftModel:

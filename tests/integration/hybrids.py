@@ -67,7 +67,7 @@ Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 
 def dropped_state_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What children leave for a state never joins their parent's backward."""
+    """The gradients that children leave for a state never join their parent's backward."""
     backward = states._Join.backward
 
     def dropping(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -105,7 +105,7 @@ def inputs_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def input_gradient_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the convolution reads of other rows gets no gradient."""
+    """Inputs of the convolution from other rows get no gradient."""
     inputs = states.MicrobatchStates.inputs
 
     def without(self: states.MicrobatchStates, key: Any) -> tuple[Tensor | None, None]:

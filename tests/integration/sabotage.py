@@ -30,7 +30,7 @@ def wrong_lse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_boundary_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What children leave in the cache never joins their parent's backward."""
+    """The gradients that children leave in the cache never join their parent's backward."""
     monkeypatch.setattr(
         boundary._Inject, "backward", staticmethod(lambda ctx, grad: (grad, None, None))
     )

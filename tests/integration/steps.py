@@ -1,4 +1,4 @@
-"""What the tests of whole steps share: a batch with every kind of fork, and exactness."""
+"""Helpers for tests of whole steps: a batch with every kind of fork, and exactness."""
 
 import math
 from contextlib import nullcontext

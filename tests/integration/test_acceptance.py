@@ -2,6 +2,7 @@
 
 One scenario (see scenarios.py) under every combination of sharing and boundary, in float64: loss,
 log-probs, entropies and every parameter's gradient within 1e-10 of a dense run by the stock model.
+Models, losses, plans and kernels are combined three at a time (see pairwise.py).
 """
 
 from dataclasses import replace
@@ -20,8 +21,9 @@ from forkpoint.losses import GRPO, GSPO, Denominators
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
 from forkpoint.testing import Watching, lifted_upcasts
+from pairwise import pairwise
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "checked_shapes")
 
 SHARINGS: tuple[Sharing, ...] = ("none", "group", "tree")
 BOUNDARIES: tuple[Boundary, ...] = ("within", "across", "mixed")
@@ -40,6 +42,49 @@ CONFIGS: tuple[Config, ...] = (
 )
 VARIANTS = [Variant(*v) for v in product(("llama", "qwen3"), (None, 7), (False, True))]
 CHECKPOINTED = [replace(variant, checkpointed=True) for variant in VARIANTS]
+
+Steps = dict[tuple[Variant, str], list[Config]]
+
+
+def grouped(rows: list[tuple[str, int | None, bool, bool, str, Config, str]]) -> Steps:
+    """The plans of each model and loss."""
+    found: Steps = {}
+    for *variant, loss, config, kernel in rows:
+        found.setdefault((Variant(*variant), loss), []).append(
+            replace(config, attention_kernel=kernel)
+        )
+    return found
+
+
+MODELS = (("llama", "qwen3"), (None, 7), (False, True), (False, True))
+STEPS = grouped(
+    pairwise(
+        *MODELS,
+        ("grpo", "gspo", "dpo", "coupled"),
+        CONFIGS,
+        ("cpu_flash", "reference"),
+        strength=3,
+    )
+)
+OF_ENTROPIES = grouped(
+    pairwise(
+        *MODELS,
+        ("likelihood", "entropy", "rollout_entropy", "coupled_entropy"),
+        CONFIGS,
+        ("cpu_flash", "reference"),
+        keep=lambda row: row[:4] in (("llama", None, False, False), ("qwen3", 7, True, True)),
+    )
+)
+SCORED = {
+    variant: configs
+    for (variant, _), configs in grouped(
+        pairwise(*MODELS, ("grpo",), CONFIGS, ("cpu_flash", "reference"))
+    ).items()
+}
+WAYS = {"one microbatch", "microbatch by microbatch", "replayed"}
+NEVER = {"grpo": {"replayed"}, "coupled": {"microbatch by microbatch"}}
+"""A loss of single tokens is never replayed, one over the whole batch never goes microbatch by
+microbatch."""
 
 
 def check_steps(variant: Variant, loss: str, configs: list[Config]) -> set[str]:
@@ -76,32 +121,29 @@ def check_steps(variant: Variant, loss: str, configs: list[Config]) -> set[str]:
     return ways
 
 
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "dpo", "coupled"])
-@pytest.mark.parametrize("variant", [*VARIANTS, *CHECKPOINTED], ids=str)
+@pytest.mark.parametrize(("variant", "loss"), STEPS, ids=str)
 def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
-    configs = list(CONFIGS)
-    if loss == "grpo" and not variant.checkpointed:
-        kernels = ("cpu_flash", "reference")
-        configs = [replace(c, attention_kernel=k) for c, k in product(CONFIGS, kernels)]
-    ways = check_steps(variant, loss, configs)
-    # A loss of single tokens is never replayed, one over the whole batch never goes microbatch by
-    # microbatch.
-    never = {"grpo": {"replayed"}, "coupled": {"microbatch by microbatch"}}.get(loss, set())
-    assert ways == {"one microbatch", "microbatch by microbatch", "replayed"} - never
+    ways = check_steps(variant, loss, STEPS[variant, loss])
+    assert ways <= WAYS - NEVER.get(loss, set())
 
 
-@pytest.mark.parametrize("loss", ["likelihood", "entropy", "rollout_entropy", "coupled_entropy"])
-@pytest.mark.parametrize("variant", [VARIANTS[0], CHECKPOINTED[-1]], ids=str)
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "dpo", "coupled"])
+def test_losses_meet_microbatches_in_every_way(loss: str) -> None:
+    ways = check_steps(VARIANTS[0], loss, list(CONFIGS[::4]))
+    assert ways == WAYS - NEVER.get(loss, set())
+
+
+@pytest.mark.parametrize(("variant", "loss"), OF_ENTROPIES, ids=str)
 def test_weights_and_gradients_of_entropies(variant: Variant, loss: str) -> None:
-    check_steps(variant, loss, list(CONFIGS))
+    check_steps(variant, loss, OF_ENTROPIES[variant, loss])
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, CHECKPOINTED[-1]], ids=str)
+@pytest.mark.parametrize("variant", SCORED, ids=str)
 def test_scores_are_those_of_a_dense_forward(variant: Variant) -> None:
     expected, model = truth(replace(variant, checkpointed=False), "grpo"), variant.build()
     faults = []
     with lifted_upcasts(model):
-        for config in CONFIGS:
+        for config in SCORED[variant]:
             scores = wrap(model, config).score(expected.batch, entropy=True)
             assert scores.entropies is not None
             name = label(config, scores.plan)

@@ -1,4 +1,4 @@
-"""What commands have in common: the JSON line, what they read, and how they end."""
+"""Common behaviour of commands: the JSON line, the files that they read, and how they end."""
 
 import json
 import math

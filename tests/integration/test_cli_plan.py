@@ -149,7 +149,7 @@ def test_plan_needs_no_torch(rollouts: Path, config: Path) -> None:
 
 
 def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> None:
-    """What is shown of a stream is the sum of its batches' plans; one of them where asked for."""
+    """The table of a stream is the sum of its batches' plans, or one of them where asked for."""
     made = made_up_rollouts(groups=6)
     file = write_rollouts(tmp_path / "six.jsonl", made)
     done = shell("plan", file, "--model", config, "--batch-rollouts", 6)

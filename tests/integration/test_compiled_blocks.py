@@ -1,4 +1,4 @@
-"""What compiled blocks do between their graphs, where attention runs outside of them."""
+"""Work of compiled blocks between their graphs, where attention runs outside of them."""
 
 from dataclasses import replace
 

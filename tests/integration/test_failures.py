@@ -8,6 +8,7 @@ in the loss, in autograd or between events. What must hold then is the same ever
 import functools
 import gc
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.losses.base import LossBatch, LossOutputs
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("without_sample", "without_lists")
 
@@ -225,12 +227,24 @@ def began_before(event: str) -> bool:
     return EVENTS.index(event) >= EVENTS.index("backward leaf 3")
 
 
-GRADS = [
-    pytest.param(ACROSS, False, id="none"),
-    pytest.param(ACROSS, True, id="accumulated"),
-    pytest.param(RESTORING, True, id="restoring"),
-    pytest.param(SUMMING, True, id="summing"),
-]
+GRADS = {
+    "none": (ACROSS, False),
+    "accumulated": (ACROSS, True),
+    "restoring": (RESTORING, True),
+    "summing": (SUMMING, True),
+}
+
+
+def everywhere(names: str, places: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Every error at every place, over every state of `.grad`, in pairs."""
+    rows = pairwise(places, tuple(GRADS), ERRORS)
+    return pytest.mark.parametrize(
+        (*names.split(), "config", "accumulated", "error"),
+        [
+            pytest.param(*place, *GRADS[grads], error, id=f"{place}-{grads}-{error.__name__}")
+            for place, grads, error in rows
+        ],
+    )
 
 
 def test_the_events_are_these(model: nn.Module) -> None:
@@ -241,19 +255,7 @@ def test_the_events_are_these(model: nn.Module) -> None:
     assert {stats.plan.microbatch_names[i] for i in leaves} == {"leaf 3", "leaf 6"}
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize(("config", "accumulated"), GRADS)
-@pytest.mark.parametrize(
-    "event",
-    [
-        "forward prefix 0",
-        "forward leaf 3",
-        "forward prefix 5",
-        "backward leaf 3",
-        "backward prefix 2",
-        "backward prefix 0",
-    ],
-)
+@everywhere("event", [(EVENTS[at],) for at in (0, 3, 8, 4, 5, 13)])
 def test_error_in_the_model(
     model: nn.Module,
     injector: Injector,
@@ -276,9 +278,7 @@ def test_error_in_the_model(
     )
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize(("config", "accumulated"), GRADS)
-@pytest.mark.parametrize("event", ["forward prefix 1", "forward leaf 3", "forward prefix 5"])
+@everywhere("event", [(EVENTS[at],) for at in (1, 3, 8)])
 def test_error_in_the_loss(
     model: nn.Module,
     injector: Injector,
@@ -300,10 +300,8 @@ def test_error_in_the_loss(
     )
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize(("config", "accumulated"), GRADS)
 # An error before the first backward touches nothing; the mark after the last event ends the pass.
-@pytest.mark.parametrize(("event", "began"), [(0, False), (4, False), (5, True), (14, True)])
+@everywhere("event began", [(0, False), (4, False), (5, True), (14, True)])
 def test_error_between_events(
     model: nn.Module,
     injector: Injector,
@@ -327,10 +325,8 @@ def test_error_between_events(
     )
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize(("config", "accumulated"), GRADS)
-@pytest.mark.parametrize(
-    ("place", "event", "began"),
+@everywhere(
+    "place event began",
     [
         ("forward", 0, False),  # the pass that scores has the 7 forwards and a last mark
         ("forward", 6, False),

@@ -56,7 +56,7 @@ def microbatch_of(event: str) -> str:
 
 @dataclass
 class Log:
-    """What a step did, in order: its events, and within them layers and fetches."""
+    """Record of a step, in order: its events, and within them layers and fetches."""
 
     entries: list[str] = field(default_factory=list)
     inputs: dict[str, list[StorageWeakRef]] = field(default_factory=dict)

@@ -74,6 +74,7 @@ def test_a_step_is_the_rounded_sum_of_its_microbatches() -> None:
     assert sum(errors["parameter"]) > 1.5 * sum(errors["float32"])
 
 
+@pytest.mark.usefixtures("graphs_alone")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 @pytest.mark.parametrize("name", CONFIGS)
 def test_they_are_those_of_ordinary_sums(name: str) -> None:

@@ -8,11 +8,10 @@ import torch
 from host_models import (
     BARS,
     BATCH,
+    CONFIGS,
+    FAMILIES,
     LOSS,
     TREE_IN_ROW,
-    configs,
-    dtypes,
-    families,
     lora,
     quiet_peft,
 )
@@ -21,6 +20,7 @@ from steps import ACROSS, clear_gradients, step_error
 
 from forkpoint import Config, wrap
 from forkpoint.testing import tiny_model
+from pairwise import pairwise
 
 pytestmark = quiet_peft
 
@@ -40,10 +40,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@configs
-@dtypes
-@pytest.mark.parametrize("adapter", ADAPTERS)
-@families
+@pytest.mark.parametrize(
+    ("family", "adapter", "dtype", "config"),
+    pairwise(FAMILIES, tuple(ADAPTERS), tuple(BARS), CONFIGS),
+    ids=str,
+)
 def test_adapters_on_a_frozen_base(
     family: str, adapter: str, dtype: torch.dtype, config: Config
 ) -> None:

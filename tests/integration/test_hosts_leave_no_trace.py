@@ -36,7 +36,7 @@ pytestmark = quiet_peft
 
 
 def use(model: PreTrainedModel) -> list[torch.Tensor]:
-    """What people do with a model besides training it."""
+    """Uses of a model besides training it."""
     ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     with torch.no_grad():
         logits = model(input_ids=ids).logits

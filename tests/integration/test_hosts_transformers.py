@@ -14,11 +14,12 @@ import torch
 from host_models import (
     BARS,
     BATCH,
+    CONFIGS,
+    FAMILIES,
     LOSS,
     checkpointing,
     configs,
     count_calls,
-    dtypes,
     families,
     frozen_below,
     lora,
@@ -32,6 +33,7 @@ from forkpoint import Config, wrap
 from forkpoint.ops.attention import KERNELS, registry
 from forkpoint.ops.attention.kernel import Asked
 from forkpoint.testing import Watching, dense_run, lifted_upcasts, tiny_model
+from pairwise import pairwise
 
 pytestmark = quiet_peft
 
@@ -102,10 +104,11 @@ STATES: list[Callable[[nn.Module], nn.Module]] = [
 ]
 
 
-@configs
-@dtypes
-@pytest.mark.parametrize("state", STATES)
-@families
+@pytest.mark.parametrize(
+    ("family", "state", "dtype", "config"),
+    pairwise(FAMILIES, STATES, tuple(BARS), CONFIGS),
+    ids=str,
+)
 def test_states_of_a_model(
     family: str, state: Callable[[nn.Module], nn.Module], dtype: torch.dtype, config: Config
 ) -> None:

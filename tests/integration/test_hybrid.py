@@ -24,6 +24,9 @@ from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
 from forkpoint.testing import dense_run, lifted_upcasts
+from pairwise import pairwise
+
+pytestmark = pytest.mark.usefixtures("checked_shapes")
 
 EVERY = tuple(product(("none", "group", "tree"), ("within", "across", "mixed")))
 CONFIGS: tuple[Config, ...] = (
@@ -62,21 +65,38 @@ def check(model: PreTrainedModel, expected: Truth, loss: Any, configs: Any) -> N
 # Exact -------------------------------------------------------------------------------------------
 
 
+STEPS: dict[tuple[str, bool], list[Config]] = {}
+# Losses, checkpoints and the parts of a plan, three at a time, in plans of CONFIGS.
+for _loss, _checkpointed, _sharing, _boundary, _layout, _limit in pairwise(
+    ("grpo", "gspo", "dpo", "coupled"),
+    (False, True),
+    ("none", "group", "tree"),
+    ("within", "across", "mixed"),
+    ("packed", "padded"),
+    (None, TIGHT, CHAIN),
+    keep=lambda row: any(
+        row[2:] == (c.sharing, c.boundary, c.leaf_layout, c.max_microbatch_tokens) for c in CONFIGS
+    ),
+    strength=3,
+):
+    STEPS.setdefault((_loss, _checkpointed), []).append(
+        Config(
+            sharing=_sharing,
+            boundary=_boundary,
+            leaf_layout=_layout,
+            max_microbatch_tokens=_limit,
+        )
+    )
+
+
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(
-    ("loss", "checkpointed"),
-    [
-        *((loss, False) for loss in ("grpo", "gspo", "dpo", "coupled")),
-        *((loss, True) for loss in ("grpo", "coupled")),
-    ],
-)
+@pytest.mark.parametrize(("loss", "checkpointed"), STEPS)
 def test_steps_are_those_of_dense_training(loss: str, checkpointed: bool) -> None:
     """Forks four deep, responses of one token, prefixes shorter than the convolution."""
     batch = paired_batch() if loss == "dpo" else acceptance_batch()
     expected = truth(tiny_hybrid("qwen3_5_text"), batch, LOSSES[loss])
     model = tiny_hybrid("qwen3_5_text", checkpointed=checkpointed)
-    configs = [*CONFIGS[6:13], CONFIGS[-1]] if checkpointed else CONFIGS
-    check(model, expected, LOSSES[loss], configs)
+    check(model, expected, LOSSES[loss], STEPS[loss, checkpointed])
 
 
 def test_limits_of_time_steps() -> None:
@@ -90,16 +110,23 @@ def test_microbatches_shorter_than_the_convolution() -> None:
     check(model, truth(model, acceptance_batch(), loss), loss, SHORTEST)
 
 
+LONG: dict[str, list[Config]] = {family: [] for family in HYBRIDS}
+for _family, _sharing, _boundary, _limit in pairwise(
+    HYBRIDS,
+    ("group", "tree"),
+    ("within", "across", "mixed"),
+    (None, 200),
+    keep=lambda row: row[2] != "within" or not row[3],
+):
+    LONG[_family].append(Config(sharing=_sharing, boundary=_boundary, max_microbatch_tokens=_limit))
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_segments_longer_than_chunks(family: str) -> None:
     """Prompts of 134 and 74 edges, forks at 60 and 45 more: none a multiple of a chunk of 64."""
     model, loss = tiny_hybrid(family), LOSSES["grpo"]
     expected = truth(model, forked_batch(stretch=15), loss)
-    microbatches = (
-        (s, b, t) for (s, b), t in product(EVERY[3:], (None, 200)) if b != "within" or not t
-    )
-    configs = [Config(sharing=s, boundary=b, max_microbatch_tokens=t) for s, b, t in microbatches]  # type: ignore[arg-type]
-    check(model, expected, loss, configs)
+    check(model, expected, loss, LONG[family])
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])

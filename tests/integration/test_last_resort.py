@@ -1,4 +1,4 @@
-"""What becomes of errors that no command expects: one line, an exit code, and no traceback."""
+"""Errors that no command expects: one line, an exit code, and no traceback."""
 
 import os
 import subprocess

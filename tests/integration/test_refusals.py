@@ -1,4 +1,4 @@
-"""What is refused: by name, with what to do, before anything runs, leaving everything as it was."""
+"""Refusals: by name, with a remedy, before anything runs, leaving everything as it was."""
 
 import copy
 from collections.abc import Callable
@@ -124,7 +124,7 @@ def test_inference_mode(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("family", ["gemma", "gemma3_text", "llama"])
 def test_models_of_embeddings_see_later_tokens(family: str) -> None:
-    """What is refused there does let the stock model see them."""
+    """The stock model does see them."""
     given = {"is_causal": False} if family == "llama" else {"use_bidirectional_attention": True}
     model = tiny_model(family, layer_types=["full_attention"] * 3, **given)
     ids = torch.tensor([[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]])

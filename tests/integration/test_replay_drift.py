@@ -104,7 +104,7 @@ def means(monkeypatch: pytest.MonkeyPatch, *, biased: bool) -> list[float]:
 
 
 def test_one_sided_rounding_is_a_trend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the bar is there for: a unit in the last place a step, always downwards."""
+    """A drift that the bar must find: a unit in the last place a step, always downwards."""
     found = trend(means(monkeypatch, biased=True))
     assert not found.is_noise and found.slope < 0
 

@@ -248,7 +248,7 @@ def test_every_state_comes_back(dtype: torch.dtype, optimizer: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("optimizer", OTHERS.values(), ids=OTHERS)
 def test_every_optimizer_of_torch_comes_back(optimizer: Any, tmp_path: Path) -> None:
-    """What a checkpoint has of each is what the check of checkpoints expects of it."""
+    """A checkpoint has the entries of each optimizer that the check of checkpoints expects."""
     stopped_and_resumed(torch.float32, optimizer, tmp_path)
 
 
@@ -359,7 +359,7 @@ def test_a_disk_without_room(processes: Any, tmp_path: Path) -> None:
 
 
 def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
-    """What has the name of our folder for files that are written, and is none."""
+    """Files and links of others stay, also under the names of our own folders."""
     folder = tmp_path / "run"
     (folder / SAVING).mkdir(parents=True)
     (folder / SAVING / "thesis.txt").write_text("mine")

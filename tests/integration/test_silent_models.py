@@ -1,4 +1,4 @@
-"""What would be silently wrong is refused by name, and found by a sample without the lists."""
+"""Models that would train wrongly without an error: refused by name, and found by the sample."""
 
 import copy
 import sys

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, Callable[[Any], None]]] = {
 }  # fmt: skip
 
 READ_WHEN_MADE = {"logit_scale of the configuration", "softcap of the configuration"}
-"""What the model's modules read of the configuration when they are made: a change has no effect."""
+"""Settings that modules read when they are made: a later change has no effect."""
 
 
 def stock_logprobs(model: Any, batch: RolloutBatch) -> Tensor:

@@ -143,7 +143,7 @@ def make_case_inputs(case: Case) -> Inputs:
 def attend(
     case: Case, x: Inputs, table: AttentionTable, *, deterministic: bool = False
 ) -> dict[str, Tensor]:
-    """What the operator computes: o, lse and gradients by name. It waits for no device itself."""
+    """Results of the operator: o, lse and gradients by name. It waits for no device itself."""
     cache = None
     if x.cache_k is not None and x.cache_v is not None:
         wide = accumulate_dtype(case.dtype)

@@ -27,12 +27,12 @@ SHARED = {
     "latents": "expanded keys and values",
     "states": "keys and values, states and convolution inputs",
 }
-"""What later microbatches read, where it is more than keys and values, by feature."""
+"""Tensors that later microbatches read, where they are more than keys and values, by feature."""
 EXPERTS_REFUSE = "router losses, router jitter"
 
 
 def features(model: nn.Module, windows: set[int]) -> list[str]:
-    """What of a family's model asks something of attention, in the docs' words.
+    """Features of a family's model that ask something of attention, in the docs' words.
 
     `windows` are those that its layers asked attention for; 0 is none.
     """

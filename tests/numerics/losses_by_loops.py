@@ -135,7 +135,7 @@ def make_view(batch, tokens=None, *, dtype=torch.float64, device="cpu", denomina
 
 
 def outputs_for(loss, logprobs_T):
-    """What the engine would show: values to a critic's loss, entropies where they are asked for."""
+    """Outputs that the engine would show: values to a critic's loss, entropies if asked for."""
     if loss.reads == "values":
         return LossOutputs(values=logprobs_T)
     entropies_T = entropies_of(logprobs_T) if loss.needs_entropy else None

@@ -18,7 +18,7 @@ from forkpoint.ops.dtypes import accumulate_dtype
 
 KERNELS = ("reference", "cpu_flash")
 SCALE = 0.3
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "checked_shapes")
 
 
 def run(

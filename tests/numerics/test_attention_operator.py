@@ -332,7 +332,7 @@ def test_opcheck(window: int, grads: bool, dtype: torch.dtype) -> None:
 
 
 class Context:
-    """What an engine hands a layer in its call arguments."""
+    """Call arguments that an engine hands a layer."""
 
     def __init__(self, table: AttentionTable, cache: CacheSlice, window: int) -> None:
         self.table = table

@@ -1,4 +1,4 @@
-"""What the kernels of CUDA give the stock functions: by their own signatures, computed on a CPU.
+"""Calls of stock functions by the kernels of CUDA: by their signatures, computed on a CPU.
 
 A stand-in takes the arguments under the names that the stock function gives them, and computes
 what its documentation says by the reference kernel. So a wrong order, window or mask shows without

@@ -139,7 +139,7 @@ def test_a_state_handed_over_is_the_whole() -> None:
 
 
 def test_decay_that_underflows_has_finite_gradients() -> None:
-    """What 5 tokens forget is beyond exp's range in float32: masked before exp, not after."""
+    """The decay of 5 tokens is beyond exp's range in float32: masked before exp, not after."""
     case = Inputs([128], forgets=60.0, dtype=torch.float32)
     found = outcome(chunked.scan, case.make(), case.sequences())
     assert all(torch.isfinite(value).all() for value in found.values())

@@ -24,7 +24,7 @@ def test_the_default_on_a_cpu() -> None:
 
 
 class Machine:
-    """What fla.KERNEL finds out about where it is; Hopper with all it needs, unless changed."""
+    """Surroundings that fla.KERNEL sees: Hopper with all it needs, unless changed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.chip: tuple[int, int] = (9, 0)

@@ -18,6 +18,8 @@ from forkpoint.layout import Level, StateLayout
 from forkpoint.ops.delta_rule import fla_levels
 from forkpoint.ops.recurrence import StateTable
 
+pytestmark = pytest.mark.usefixtures("checked_shapes")
+
 HEADS, DIM = 2, 3
 
 

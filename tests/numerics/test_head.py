@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forkpoint.errors import ConfigError
 from forkpoint.ops.head.logprobs import _parts, token_logprobs, token_logprobs_reference
 
+pytestmark = pytest.mark.usefixtures("checked_shapes")
+
 TOKENS, VOCAB, WIDTH = 23, 37, 8
 SYNCS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "item")
 

@@ -1,4 +1,4 @@
-"""What the losses promise beyond their formulas: which are the same, and what they estimate."""
+"""Promises of the losses beyond their formulas: which are the same, and what they estimate."""
 
 import dataclasses
 import math

@@ -10,6 +10,8 @@ from forkpoint.layout import Level, StateLayout
 from forkpoint.ops.recurrence import Sequences, StateTable
 from forkpoint.ops.selective_scan import chunked, reference, selective_scan
 
+pytestmark = pytest.mark.usefixtures("checked_shapes")
+
 NAMES = ("x", "a", "b", "c", "initial")
 RAGGED = [1, 70, 64, 3, 130, 1, 128]
 HEADS, GROUPS, VALUE_DIM, STATE_DIM = 4, 2, 3, 5

@@ -47,7 +47,7 @@ class Bad:
 
 
 class Made:
-    """What the call of a function gives when it is unpickled, and the state put into that."""
+    """The result of a function that is called on unpickling, and the state that it gets."""
 
     def __init__(self, *how: Any) -> None:
         self.how = how

@@ -583,7 +583,7 @@ def test_select_keeps_cells_and_advantages() -> None:
 
 
 def test_files_traces_and_plans(tmp_path: Path) -> None:
-    """What reads the rollouts one by one, and what reads the flat arrays."""
+    """Readers of the rollouts one by one, and readers of the flat arrays."""
     drawn = next(d for d in map(draw, range(100)) if "advantages" in d.each and len(d.prompts) > 3)
     wanted = drawn.batch(over_completions=False)
     width = max(drawn.lengths)

@@ -1,4 +1,4 @@
-"""What shared training is compared with: dense at its best, and said as it was measured."""
+"""Baselines of shared training: dense at its best, and reported as it was measured."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a plan would take at dense training's rates, by hand."""
+"""Time of a plan at dense training's rates, by hand."""
 
 from dataclasses import replace
 

@@ -51,7 +51,7 @@ def model() -> PreTrainedModel:
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """What the model itself sees: F or B, and the text of the microbatch that it runs."""
+    """Events that the model itself sees: F or B, and the text of the microbatch that it runs."""
     seen: list[str] = []
 
     def forward(_: object, args: tuple[Tensor], output: Tensor) -> None:

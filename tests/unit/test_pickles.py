@@ -1,4 +1,4 @@
-"""What pickle.dump and torch.save write is read as Python and torch read it."""
+"""Files of pickle.dump and torch.save are read as Python and torch read them."""
 
 import gc
 import io
@@ -279,7 +279,7 @@ def test_dtypes_and_devices_are_text() -> None:
 
 
 def test_a_tensordict() -> None:
-    """What tensordict 0.11.0 consolidates: tensors, a nested one, one inside, and a text."""
+    """A consolidated file of tensordict 0.11.0: tensors, a nested one, one inside, and a text."""
     found = load_torch(FIXTURES / "tensordict-consolidated.pt", "x")
     equal(
         found,

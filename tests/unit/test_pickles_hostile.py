@@ -48,7 +48,7 @@ def test_a_hostile_file_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_memory_has_a_bound(name: str, tmp_path: Path) -> None:
-    """What is taken stays below the limit and four times the file, which is held besides."""
+    """Memory stays below the limit and four times the file, which is held besides."""
     path = tmp_path / "x.pkl"
     path.write_bytes(LARGE[name])
     most_bytes = LIMIT_BYTES + 4 * len(LARGE[name])

@@ -1,4 +1,4 @@
-"""What the planner decides and refuses, what may share, and the literal schedule."""
+"""Decisions and refusals of the planner, who may share, and the literal schedule."""
 
 import dataclasses
 from typing import Any
@@ -396,7 +396,7 @@ def test_waves_may_be_shorter_than_other_microbatches() -> None:
 
 @pytest.mark.parametrize(("prompt", "sharing"), [(16, "none"), (256, "group"), (4096, "group")])
 def test_auto_shares_from_the_length_on_where_it_pays(prompt: int, sharing: str) -> None:
-    """What a further launch of attention costs outweighs a few tokens that are computed once."""
+    """The cost of a further launch of attention outweighs a few tokens that are computed once."""
     sizes = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "value_dim": 128}
     shape = ModelShape(layers=32, intermediate=14_336, vocab=128_256, **sizes)
     batch = RolloutBatch(

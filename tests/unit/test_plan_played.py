@@ -1,4 +1,4 @@
-"""What a schedule costs in which copies run beside the computation, by hand."""
+"""Cost of a schedule in which copies run beside the computation, by hand."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_waiting_for_copies_by_hand() -> None:
 
 
 def played(plan: Plan, back_bytes_per_ms: float) -> tuple[float, list[tuple[float, float, int]]]:
-    """What a plan costs whose copies out take no time, and of each microbatch its forward, backward
+    """Cost of a plan whose copies out take no time, and of each microbatch its forward, backward
     and bytes kept."""
     measured = made_up(out_bytes_per_ms=1e15, back_bytes_per_ms=back_bytes_per_ms)
     meter = MeasuredMeter(measured, plan, [0] * (len(plan.microbatches) - 1) + [1])

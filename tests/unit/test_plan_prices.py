@@ -15,6 +15,7 @@ from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import peak_bytes, plan_cost
 from forkpoint.plan.pricing.meters import CountedMeter, labelled_of_microbatches
 from forkpoint.plan.pricing.prices import Prices
+from pairwise import FULL
 from plan_shapes import SHAPE
 from strategies import batches
 
@@ -26,7 +27,7 @@ def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple
     return plan_cost(plan, batch, coupling, meter), peak_bytes(plan, meter, SHAPE)
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=150 if FULL else 60, derandomize=True, deadline=None)
 @given(
     batch=batches(),
     share=st.floats(0.3, 1.2),

@@ -1,4 +1,4 @@
-"""What holds of every plan: thousands of random batches, every combination, small microbatches.
+"""Properties of every plan: thousands of random batches, every combination, small microbatches.
 
 What is expected is written out from the tokens alone: an edge is a tuple of a rollout's tokens up
 to the edge's label, and who owns it is a set.
@@ -16,9 +16,10 @@ from forkpoint import Config, Plan, PlanError, RolloutBatch
 from forkpoint.plan import make_plan
 from forkpoint.plan.program import check_order
 from forkpoint.plan.program_checks import check_program
+from pairwise import FULL
 from strategies import COMBINATIONS, batches
 
-EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=1000 if FULL else 100, derandomize=True, deadline=None)
 
 Prefix = tuple[int, ...]
 

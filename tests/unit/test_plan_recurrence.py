@@ -82,7 +82,7 @@ def paths(plan: Plan, batch: RolloutBatch) -> list[list[int]]:
 def test_every_token_sees_the_inputs_of_its_path(
     batch: RolloutBatch, combination: tuple[str, str, str], microbatch_tokens: int, width: int
 ) -> None:
-    """What convolution and recurrence would read, followed through the schedule."""
+    """Inputs that convolution and recurrence would read, followed through the schedule."""
     sharing, boundary, leaf_layout = combination
     config = Config(
         sharing=sharing,

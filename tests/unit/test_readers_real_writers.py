@@ -32,7 +32,7 @@ def test_a_batch_of_verl(name: str) -> None:
 
 
 def test_lines_of_verl() -> None:
-    """What its trainer's _write_generations logs with rollout_data_dir."""
+    """Lines that its trainer's _write_generations logs with rollout_data_dir."""
     reader = open_rollouts(FIXTURES / "verl-lines.jsonl", tokenizer=lambda text: [*text.encode()])
     found = reader.read()
     assert reader.format == "verl-text"

@@ -1,4 +1,4 @@
-"""What single trainers write besides batches of columns: critics, objects, samples, lines."""
+"""Files of single trainers besides batches of columns: critics, objects, samples, lines."""
 
 import json
 import pickle
@@ -70,7 +70,7 @@ def test_returns_without_values_are_no_critics(make: Any, tmp_path: Path) -> Non
 
 
 def test_a_batch_of_trl() -> None:
-    """What TRL 1.16.0's GRPOTrainer handed to its loss (tests/fixtures/make_trl.py)."""
+    """Inputs that TRL 1.16.0's GRPOTrainer handed to its loss (tests/fixtures/make_trl.py)."""
     values = json.loads((FIXTURES / "trl-batch.json").read_text())
     file = open_rollouts(FIXTURES / "trl-batch.pt")
     found = file.read()

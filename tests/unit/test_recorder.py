@@ -123,7 +123,7 @@ def test_a_disk_that_is_full_for_a_while(room: int, tmp_path: Path) -> None:
 
 
 class Interrupt(BaseException):
-    """What Ctrl-C is, which no test runner knows."""
+    """An interrupt like that of Ctrl-C, which no test runner handles."""
 
 
 class InterruptAt:
@@ -288,7 +288,7 @@ def test_a_file_system_without_locks(
 
 
 def forked(call: Any) -> str:
-    """What a call said in a process that was forked from this one: its result or its error."""
+    """Answer of a call in a process that was forked from this one: its result or its error."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 

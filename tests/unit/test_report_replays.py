@@ -1,4 +1,4 @@
-"""What a report says of replays is what their rows say, in whatever state their folders are."""
+"""Reports of replays agree with their rows, in whatever state the folders are."""
 
 import json
 import math

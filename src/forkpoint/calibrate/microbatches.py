@@ -65,7 +65,7 @@ class Rows:
         return nbytes
 
     def working_bytes(self, host: TransformersHost, sizes: list[int]) -> tuple[float, float]:
-        """What a backward needs besides what is kept: bytes a row, and a token; 0 on a CPU."""
+        """Memory of a backward besides what is kept: bytes a row, and a token; 0 on a CPU."""
         if self.clock.kind != "cuda":
             return 0.0, 0.0
         found = []

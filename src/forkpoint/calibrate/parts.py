@@ -42,7 +42,7 @@ class Parts:
         return curve(sizes, at)
 
     def rectangles(self, sizes: tuple[int, ...]) -> tuple[Curve, Curve]:
-        """What a further launch costs by its queries, and pairs a ms by the length of its keys."""
+        """Costs of a further launch by its queries, and pairs a ms by the length of its keys."""
 
         def added(queries: int, keys: int) -> tuple[float, float]:
             with_it, without = (self._attention_ms(queries, 1, k) for k in (keys, 0))

@@ -42,6 +42,7 @@ COMMANDS: dict[str, Any] = {
 }
 MOVED = {"bench": "python -m benchmarks, in a checkout of the repository"}
 """Commands that there were, and how what they did is run now."""
+OF_A_LOSS = ("replay", "verify")
 
 
 def run(arguments: list[str]) -> int:
@@ -50,7 +51,7 @@ def run(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"forkpoint {__version__}")
         return 0
-    code = run_command(_read, arguments or ["--help"])
+    code = run_command(_read, arguments or ["--help"], _remarks)
     sys.stdout.flush()
     return code
 
@@ -74,6 +75,11 @@ def _read(arguments: list[str]) -> Any:
     ]
     every: Any = functools.reduce(operator.or_, listed)
     return read_arguments(every, arguments, prog="forkpoint", description=DESCRIPTION)
+
+
+def _remarks(arguments: list[str]) -> list[str]:
+    """Lines on options of other libraries' losses, which of ours they mean."""
+    return explained_options(arguments) if arguments[0:1] and arguments[0] in OF_A_LOSS else []
 
 
 def _suggested(word: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""What many batches add up to, as tables, and as what the JSON line has. Imports no torch."""
+"""Sums over many batches, as tables and as fields of the JSON line. Imports no torch."""
 
 from typing import Any
 
@@ -124,7 +124,7 @@ def distribution_table(estimate: Estimate) -> Table:
 
 
 def splits(estimate: Estimate) -> list[dict[str, Any]]:
-    """What batches cut into parts would run, and how much more that is than uncut."""
+    """Tokens that batches cut into parts would run, and how many more than uncut."""
     rows = []
     for split, tokens in _cutting(estimate):
         row: dict[str, Any] = {"kind": split.kind, "count": split.count}

@@ -1,12 +1,14 @@
 """The losses that the command line knows by name, and their main options. Imports no torch."""
 
 import inspect
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from tyro.conf import DisallowNone, arg
 
+from forkpoint.argument_names import Spelling, is_known, meaning
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
 from forkpoint.replay.schema import MOST_NUMBER, MOST_WHOLE_NUMBER, is_too_large
@@ -54,7 +56,7 @@ Number = DisallowNone[Annotated[float | None, Own]]
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What is minimised. An option that the loss does not have is refused.
+    """Loss that is minimised. An option that the loss does not have is refused.
 
     Attributes:
         loss: grpo is the clipped policy gradient; ppo, dapo, bnpo and dr_grpo are the same with
@@ -120,12 +122,7 @@ class LossOptions:
                     "computed in float32."
                 )
             if option not in takes[self.name]:
-                having = ", ".join(name for name, options in takes.items() if option in options)
-                raise ConfigError(
-                    f"the loss {self.name} has no {option}, which was given as {given[option]}; "
-                    f"losses that have it are {having}. Leave --{option.replace('_', '-')} out, or "
-                    "take one of them."
-                )
+                raise ConfigError(self._refused(option, value, takes))
         if self.name == "dr_grpo" and self.max_tokens is None:
             raise ConfigError(
                 "the loss dr_grpo divides by a constant in place of the tokens, and none is given; "
@@ -133,11 +130,61 @@ class LossOptions:
             )
         return getattr(losses, CLASSES[self.name])(**given)
 
+    def _refused(self, option: str, value: object, takes: Mapping[str, set[str]]) -> str:
+        """The message for an option that the loss does not have."""
+        having = ", ".join(name for name, options in takes.items() if option in options)
+        refused = f"the loss {self.name} has no {option}, which was given as {value}; "
+        meant = meaning(CLASSES[self.name], option, value, OPTIONS)
+        if meant is not None:
+            return f"{refused}{meant}, or take a loss that has it: {having}."
+        flag = f"--{option.replace('_', '-')}"
+        return f"{refused}losses that have it are {having}. Leave {flag} out, or take one of them."
+
     def trains(self, batch: RolloutBatch) -> np.ndarray:
         """The tokens that can have a gradient: bool [T]."""
         if self.name in OF_ADVANTAGES and not self.kl and not self.entropy:
             return batch.loss_mask & (batch.advantages != 0)
         return batch.loss_mask
+
+
+def _option(name: str, value: object) -> str:
+    options = {field.name for field in fields(LossOptions)}
+    return (
+        f"--{name.replace('_', '-')} {value}" if name in options else f"{name}={value!r} in Python"
+    )
+
+
+def _loss_options(name: str, **arguments: object) -> str:
+    called = [f"--loss {option}" for option, cls in CLASSES.items() if cls == name]
+    return " ".join([*called[:1], *(_option(n, v) for n, v in arguments.items())])
+
+
+OPTIONS = Spelling(_option, _loss_options)
+
+
+def explained_options(arguments: Sequence[str]) -> list[str]:
+    """A line for each option that only losses of other libraries have: which one is meant."""
+    given = [a for a in arguments if a.startswith("--")]
+    values = dict(zip(arguments, [*arguments[1:], ""], strict=True))
+    values |= {a.partition("=")[0]: a.partition("=")[2] for a in given if "=" in a}
+    loss: Any = values.get("--loss", "grpo")
+    lines = []
+    for option in dict.fromkeys(a.partition("=")[0] for a in given):
+        name = option.removeprefix("--").replace("-", "_")
+        if not is_known(name) or name in {field.name for field in fields(LossOptions)}:
+            continue
+        meant = meaning(CLASSES.get(loss, "GRPO"), name, _value(values[option]), OPTIONS)
+        if meant is not None:
+            lines.append(f"{option}: {meant}")
+    return lines
+
+
+def _value(word: str) -> object:
+    """A number where the word is one."""
+    try:
+        return float(word)
+    except ValueError:
+        return {"true": True, "false": False}.get(word.lower(), word)
 
 
 def coupling(name: LossName, batch: RolloutBatch) -> IntArray | None:

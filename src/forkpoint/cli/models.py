@@ -111,7 +111,7 @@ def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 def shallow_models(
     model: Path, *, dtype: str, device: str, seed: int = 0
 ) -> tuple[Callable[[int], PreTrainedModel], ModelShape]:
-    """What makes models of a configuration with few layers, and the shape of the whole model.
+    """Factory of models of a configuration with few layers, and the shape of the whole model.
 
     Weights are random and made on the device; the models are in training mode.
 

@@ -22,7 +22,7 @@ from forkpoint.traces import RolloutFile, Trace, open_rollouts
 MOST_SEED = 2**63 - 1
 PLAN_ROLLOUT_BYTES = 2560
 PLAN_TOKEN_BYTES = 96
-"""What a batch and its plan take for each rollout and for each of its tokens, besides the rollouts'
+"""Bytes of a batch and its plan for each rollout and for each of its tokens, besides the rollouts'
 own arrays: 1.3 KB and 70 to 90 bytes were measured with `forkpoint plan` and `forkpoint report`."""
 DtypeName = Literal["float32", "bfloat16", "float64"]
 
@@ -67,7 +67,7 @@ Measured = DisallowNone[
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """What shares tokens, and what goes through the model together.
+    """Sharing of tokens, and the tokens that go through the model together.
 
     Attributes:
         sharing: Who may share tokens: nobody (none: ordinary dense training), the rollouts of one
@@ -114,7 +114,7 @@ class Planning:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What decides how much memory the model takes.
+    """Options that decide how much memory the model takes.
 
     Attributes:
         dtype: The dtype of its parameters.

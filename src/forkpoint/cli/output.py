@@ -1,4 +1,4 @@
-"""What a command writes: tables for people, then one JSON line. Imports no torch."""
+"""Output of a command: tables for people, then one JSON line. Imports no torch."""
 
 import codecs
 import io
@@ -29,7 +29,7 @@ _FRAMES = {**dict.fromkeys("─━═╌╍┄┅┈┉", "-"), **dict.fromkeys(
 
 
 def _plainer(error: UnicodeError) -> tuple[str, int]:
-    """What is written for characters that an encoding lacks: frames of tables stay frames."""
+    """Substitutes for characters that an encoding lacks: frames of tables stay frames."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     plainer = (_FRAMES.get(c, "+" if "\u2500" <= c <= "\u257f" else "?") for c in lacking)
@@ -62,7 +62,7 @@ class Output:
     def __init__(self, *, json_only: bool) -> None:
         self.json_only = json_only
         self.facts: dict[str, Any] = {}
-        """What goes into the JSON line besides, at its end."""
+        """Further fields of the JSON line, at its end."""
         self.width: int = NARROW if not sys.stdout.isatty() else Console().width
         self._console = _Console(width=self.width, highlight=False, markup=False)
         self._errors = _Console(stderr=True, highlight=False, markup=False)

@@ -22,10 +22,15 @@ def read_arguments(kind: Any, arguments: list[str], *, prog: str, **options: Any
     return tyro.cli(kind, prog=prog, args=arguments, config=config, **options)
 
 
-def run_command(read: Callable[[list[str]], Any], arguments: list[str]) -> int:
+def run_command(
+    read: Callable[[list[str]], Any],
+    arguments: list[str],
+    remarks: Callable[[list[str]], list[str]] = lambda _: [],
+) -> int:
     """Run the command that `read` makes of the arguments, and return its exit code.
 
-    The exit code is 0 where help was asked for, and 2 where the arguments are wrong.
+    The exit code is 0 where help was asked for, and 2 where the arguments are wrong. `remarks` gives
+    lines to add to the message then.
     """
     report = io.StringIO()
     try:
@@ -34,7 +39,8 @@ def run_command(read: Callable[[list[str]], Any], arguments: list[str]) -> int:
     except SystemExit as stop:
         if not stop.code:
             return 0
-        say(f"error: {_unframed(report.getvalue())}")
+        lines = [_unframed(report.getvalue()), *remarks(arguments)]
+        say("error: " + "\n".join(lines))
         return USER_ERROR
     return command.run()
 

@@ -60,7 +60,7 @@ Rollouts = DisallowNone[
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """What one optimizer step trains on, which is what may share: a batch.
+    """Batch of one optimizer step, within which tokens may be shared.
 
     The batches of a trace are those that were recorded, unless one of these is given.
 
@@ -248,7 +248,7 @@ def by_tokens(rollouts: Iterable[Rollout], tokens: int) -> Iterator[RolloutBatch
 
 
 def _group(rollout: Rollout) -> str | bytes:
-    """What tells the group of a rollout: as a batch does it."""
+    """Key of a rollout's group, as in a batch."""
     if rollout.group_id is not None:
         return rollout.group_id
     mask = rollout.loss_mask

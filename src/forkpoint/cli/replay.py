@@ -77,7 +77,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What is kept on disk while it runs.
+    """Files that are written while it runs.
 
     Attributes:
         output: A folder: rows.jsonl gets a row a step as it goes, and forkpoint report makes a page
@@ -218,7 +218,7 @@ class Replay:
     def _batches(
         self, trace: "Trace | None", batch: RolloutBatch | None
     ) -> "tuple[RolloutBatch | TraceBatches, Loss]":
-        """What is trained on, and the loss: the one asked for, else the one recorded, else GRPO."""
+        """Batches to train on, and the loss: as asked for, else as recorded, else GRPO."""
         objective = self.objective
         if trace is None:
             assert batch is not None

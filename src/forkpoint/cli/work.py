@@ -1,4 +1,4 @@
-"""What no model is run on unless it is asked for: what a small file inflates to. Imports no torch.
+"""Limit on the work that a small file may cause, unless more is asked for. Imports no torch.
 
 A plan takes time in proportion to tokens, a model far more: attention takes it to their square.
 """

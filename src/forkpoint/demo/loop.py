@@ -81,7 +81,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """What one step samples."""
+    """Samples of one step."""
 
     batch: RolloutBatch
     rewards_GN: np.ndarray
@@ -214,7 +214,7 @@ def train(
 
 
 def summary(steps: list[Step]) -> dict[str, Any]:
-    """What the steps add up to, and their lists; ready for JSON."""
+    """Sums over the steps, and their lists; ready for JSON."""
     values: dict[str, Any] = {
         "steps": len(steps),
         "logical_tokens": sum(step.logical_tokens for step in steps),

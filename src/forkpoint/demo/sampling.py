@@ -15,7 +15,7 @@ class Sampled:
 
     token_ids_GNR: Tensor
     logprobs_GNR: Tensor
-    """What the sampler drew each token with, in the dtype of the model."""
+    """Log-probs with which the sampler drew each token, in the dtype of the model."""
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_SKIPPABLE = tuple(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16))
 COMPRESSED = (GZIP_MAGIC, ZSTD_MAGIC, *_ZSTD_SKIPPABLE)
-"""What compressed files begin with. A skippable frame holds nothing; pzstd writes one first."""
+"""First bytes of compressed files. A skippable frame holds nothing; pzstd writes one first."""
 _FRAME_HEADER_BYTES = 18
 _MOST_PIECES = 256
 _USUAL_WINDOW_BYTES = 128 * MIB

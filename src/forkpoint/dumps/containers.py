@@ -27,7 +27,7 @@ _PICKLE_MAGICS = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 """Text, though no JSON lines; the reader of lines says what to do."""
 _TORCH_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
-"""What files of torch before 1.6 hold near their beginning."""
+"""Bytes that files of torch before 1.6 hold near their beginning."""
 _MOST_LISTS = 8
 """How deeply samples or batches may lie in lists of lists."""
 _PART_BYTES = 64
@@ -86,7 +86,7 @@ def container_of(path: Path) -> str:
 
 
 def parts(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
-    """What a file holds, in its order. What it takes is charged to `memory` while it is used.
+    """Contents of a file, in its order. Their memory is charged to `memory` while it is used.
 
     Raises RolloutError, naming the file, where the file as a whole cannot be read, or takes more
     memory than it may.

@@ -37,8 +37,8 @@ ROLLOUT_BYTES = 512
 
 
 def bytes_on_disk(path: Path) -> int:
-    """What a file takes on disk, which a file with holes takes less of than its length; of a
-    folder, what the files in it take."""
+    """Bytes that a file takes on disk, which for a file with holes are fewer than its length; of a
+    folder, the bytes of the files in it."""
     found = path.stat()
     if stat.S_ISDIR(found.st_mode):
         with os.scandir(path) as entries:

@@ -32,7 +32,7 @@ MOST_NAME_BYTES = 256
 MOST_INTEGER_BYTES = 255
 MOST_ARGUMENTS = 16
 _SLICE_BYTES = 1 << 12
-"""What the opcodes in as many bytes take is taken from the budget at once."""
+"""Bytes of opcodes whose cost is taken from the budget at once."""
 _INT4 = struct.Struct("<i").unpack_from
 _SIZE4 = struct.Struct("<I").unpack_from
 _SIZE8 = struct.Struct("<Q").unpack_from

@@ -97,7 +97,7 @@ NAMES: Names = {
 def load_torch(
     source: Path | BinaryIO, where: str, *, limit_bytes: int = DEFAULT_LIMIT_BYTES
 ) -> Any:
-    """What torch.save wrote: dicts, lists, numbers, text, and numpy arrays for tensors.
+    """Value that torch.save wrote: dicts, lists, numbers, text, and numpy arrays for tensors.
 
     Arrays may be views of the file's bytes, which are not to be written to.
 
@@ -115,7 +115,7 @@ def load_torch(
 
 
 def load_pickle(path: Path, *, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> Any:
-    """What pickle.dump wrote. Result, limit and errors are those of `load_torch`."""
+    """Value that pickle.dump wrote. Result, limit and errors are those of `load_torch`."""
     content = _content(path, str(path))
     return _File(content, str(path), "pickle", limit_bytes + _FILE_TIMES * len(content)).pickle()
 

@@ -28,7 +28,7 @@ class RecordError(RolloutError):
     def __init__(self, where: str, field: str, message: str) -> None:
         super().__init__(f"{where}: {message}")
         self.field = field
-        """What was wrong: a field of the record, or "record" for all of it."""
+        """Name of the fault's place: a field of the record, or "record" for all of it."""
 
     @classmethod
     def of(cls, error: RolloutError, field: str) -> "RecordError":

@@ -11,8 +11,8 @@ from forkpoint.dumps.limits import MemoryLimit
 from forkpoint.dumps.record import Record, Row, WrongRows, named
 
 _ROW_BYTES = 32
-"""What a row of a table counts as, and each value that all rows share, in the check of how far a
-file inflates. Rows may be empty, and then take nothing in the file."""
+"""Bytes that a row of a table counts as, and each value that all rows share, when a file is checked
+for inflating. Rows may be empty, and then take nothing in the file."""
 
 
 def samples(

@@ -23,9 +23,9 @@ LAYERS_ALIVE = 2
 
 
 class _Saved:
-    """What autograd keeps in the place of a tensor, and its bytes until it is first asked for."""
+    """Stand-in that autograd keeps for a tensor, and its bytes until it is first asked for."""
 
-    __places__ = ("nbytes", "packed")
+    __slots__ = ("nbytes", "packed")
 
     def __init__(self, packed: Any, nbytes: int) -> None:
         self.packed = packed
@@ -68,7 +68,7 @@ class GivenBack:
         self.saved_bytes: int = 0
         self.asked_bytes: int = 0
         self.grows_bytes: int = 0
-        """What the backward takes for good while it runs: gradients that do not exist before it."""
+        """Bytes that the backward takes for good: gradients that do not exist before it."""
         self._then = then
         self._ahead_bytes = ahead_bytes
         self._told: int | None = None
@@ -130,5 +130,5 @@ class GivenBack:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """What tells a storage from all others that are alive."""
+    """Number that tells a storage from all others that are alive."""
     return tensor.untyped_storage()._cdata

@@ -36,7 +36,7 @@ class GradientSums:
         parameter.grad = before
 
     def missing_bytes(self) -> int:
-        """What the sums that do not exist yet will take."""
+        """Bytes of the sums that do not exist yet."""
         missing = (p for p in self.parameters if p not in self._sums)
         return sum(p.numel() * _sum_dtype(p).itemsize for p in missing)
 

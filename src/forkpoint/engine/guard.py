@@ -38,7 +38,7 @@ ATTEMPTS = 100
 
 
 class StepOutcome:
-    """What a call of `Policy.forward_backward` has done to `.grad`. See `Policy.last_step`."""
+    """Effect of a call of `Policy.forward_backward` to `.grad`. See `Policy.last_step`."""
 
     def __init__(self) -> None:
         self.gradients: Literal["pending", "unchanged", "cleared", "added"] = "pending"
@@ -80,7 +80,7 @@ class GradientGuard:
             self.sums.add_to_gradients()
 
     def missing_bytes(self) -> int:
-        """What gradients, or their sums, will take that do not exist yet."""
+        """Bytes of the gradients, or of their sums, that do not exist yet."""
         if self.sums is not None:
             return self.sums.missing_bytes()
         return sum(p.numel() * p.element_size() for p in self.parameters if p.grad is None)
@@ -110,7 +110,7 @@ class Step:
     def __init__(self, device: torch.device) -> None:
         """`device` is that of the model."""
         self.changes: Changes = Changes()
-        """What is changed while the step runs, and undone at its end in any case."""
+        """Changes for the time of the step, undone at its end in any case."""
         self.guard: GradientGuard | None = None
         """Set before the first backward of a step that adds to gradients."""
         self.outcome: StepOutcome = StepOutcome()

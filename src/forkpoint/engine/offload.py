@@ -24,7 +24,7 @@ from forkpoint.engine.staging import Staging
 
 @dataclass(eq=False)
 class OffloadStats:
-    """What a pass moved. Copies are counted in bytes of storages."""
+    """Traffic of a pass. Copies are counted in bytes of storages."""
 
     out_bytes: int = 0
     back_bytes: int = 0
@@ -35,7 +35,7 @@ class OffloadStats:
     held_back: int = 0
     """Times that a prefetch was left for later, for want of device memory."""
     left_bytes: int = 0
-    """What stayed on the device because the host's memory was at its limit."""
+    """Bytes that stayed on the device because the host's memory was at its limit."""
     host_bytes: int = 0
     """Host memory taken at the end of the pass; it is kept for the next."""
 
@@ -52,7 +52,7 @@ class _Stored:
 
 
 class _View:
-    """What autograd keeps in the place of a tensor: which storage, and how to look at it."""
+    """Stand-in that autograd keeps for a tensor: which storage, and the view of it."""
 
     def __init__(self, stored: _Stored, tensor: Tensor) -> None:
         self.stored = stored

@@ -32,7 +32,7 @@ class Transfers(Protocol):
         ...
 
     def taken_bytes(self, nbytes: int) -> int:
-        """What a buffer of so many bytes takes of the host's memory."""
+        """Bytes of the host's memory that a buffer of `nbytes` takes."""
         ...
 
     def begin_microbatch(self) -> None:
@@ -48,7 +48,7 @@ class Transfers(Protocol):
         ...
 
     def wait(self, arrived: Any) -> None:
-        """What is computed from here on comes after that copy."""
+        """Make everything that is computed from here on wait for that copy."""
         ...
 
     def headroom_bytes(self) -> int | None:

@@ -18,7 +18,7 @@ class PhaseTimer:
         self.held_bytes: list[int] = []
 
     def mark(self, phase: str) -> None:
-        """What follows, up to the next mark, is of this phase."""
+        """Count the time from here to the next mark to this phase."""
         if self.cuda:
             self.held_bytes.append(torch.cuda.memory_allocated(self.device))
             event = torch.cuda.Event(enable_timing=True)
@@ -49,5 +49,5 @@ class PhaseTimer:
         return totals
 
     def allocated_bytes(self) -> tuple[int, ...] | None:
-        """What CUDA held allocated when each mark but the first was set; None on the CPU."""
+        """Bytes that CUDA held allocated at each mark but the first; None on the CPU."""
         return tuple(self.held_bytes[1:]) if self.cuda else None

@@ -1,4 +1,4 @@
-"""What travels in the call arguments of a model's layers, and what among it is refused."""
+"""Call arguments of a model's layers: those that are passed on, and those that are refused."""
 
 from collections.abc import Hashable
 from typing import Any

@@ -61,7 +61,7 @@ class CompiledBlocks:
 
 
 def _dynamo_options() -> dict[str, Any]:
-    """What halves the graphs of a block, and what the host does between them.
+    """Options of Dynamo that halve a block's graphs, and the host's work between them.
 
     Attention is called from a module within the block; without this the graph ends there twice,
     where that module calls it and where the block calls the module.
@@ -71,8 +71,8 @@ def _dynamo_options() -> dict[str, Any]:
 
 
 def _options() -> dict[str, Any] | None:
-    """What keeps torch's compiler from asking whether a microbatch is long, and compiling for each
-    answer.
+    """Options of Inductor against one compilation for long microbatches and one for short
+    ones.
 
     Sums over a microbatch's tokens and over their channels share one kernel from 4,096 tokens on,
     or from twice the channels on; without the checks they always do.

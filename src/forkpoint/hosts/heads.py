@@ -1,4 +1,4 @@
-"""What becomes of a decoder's last hidden states: log-probs of labels, or a critic's values."""
+"""Heads over a decoder's last hidden states: log-probs of labels, or a critic's values."""
 
 from typing import Protocol, cast
 
@@ -28,7 +28,7 @@ class ModelHead(Protocol):
         ...
 
     def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
-        """What it gives for the context's head places, whose last hidden states these are: [n]."""
+        """Outputs for the context's head places, from their last hidden states: [n]."""
         ...
 
 

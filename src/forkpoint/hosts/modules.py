@@ -92,7 +92,7 @@ def add_hook(
 
 
 def _walk(module: nn.Module, name: str, found: list[tuple[str, Any]], seen: set[nn.Module]) -> None:
-    """What `named_modules` gives, in half of its time."""
+    """Modules with their names, as `named_modules` gives them, in half of its time."""
     seen.add(module)
     found.append((name, module))
     begin = f"{name}." if name else ""
@@ -102,7 +102,7 @@ def _walk(module: nn.Module, name: str, found: list[tuple[str, Any]], seen: set[
 
 
 def _parameters(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
-    """What `named_parameters` gives, without another walk through the model."""
+    """Parameters with their names, as of `named_parameters`, without another walk."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for where, module in modules:
         for name, parameter in module._parameters.items():

@@ -59,7 +59,7 @@ class _Piece:
 
 
 class Reach:
-    """What each segment of a microbatch reads outside itself, nearest last."""
+    """Runs that each segment of a microbatch reads outside itself, nearest last."""
 
     def __init__(self, forest: Forest, microbatch: Microbatch, cache_of: dict[int, int]) -> None:
         """`cache_of` maps every segment whose state other microbatches read to its first cache

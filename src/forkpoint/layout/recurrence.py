@@ -46,7 +46,7 @@ class StateLayout:
 
 @dataclass(frozen=True, eq=False)
 class ConvolutionLayout:
-    """What a causal convolution of `width` inputs reads beyond the segment its place lies in.
+    """Inputs that a causal convolution of `width` reads beyond the segment of its place.
 
     Entries of `window` and `tail` are places of the microbatch, NOTHING, or -2 - i for input i of
     the cache, which has `width` - 1 inputs for every state place, oldest first.
@@ -101,7 +101,7 @@ def state_layout(
 def convolution_layout(
     forest: Forest, microbatch: Microbatch, state_of: Mapping[int, int], width: int
 ) -> ConvolutionLayout:
-    """What lies before each segment on its path, as far as a convolution reaches."""
+    """Inputs before each segment on its path, as far as a convolution reaches."""
     before = width - 1
     lengths, keeps = segment_widths(forest, microbatch), microbatch.kept_states
     ends: dict[int, IntArray] = {}

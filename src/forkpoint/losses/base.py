@@ -1,4 +1,4 @@
-"""What a loss is given, what it declares, and how a function becomes one.
+"""Base class of losses, the views that they are called with, and functions as losses.
 
 The engine shows a loss one view of the batch at a time and adds up what the calls return. A loss is
 right for every view because whatever it divides by was fixed over the whole batch beforehand.
@@ -39,7 +39,7 @@ LOSSES_OF: dict[Head, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Denominators:
-    """What means are taken over: counts of the whole batch, over all calls and ranks of a step.
+    """Denominators of means: counts of the whole batch, over all calls and ranks of a step.
 
     A count of 0 is allowed and means that there is nothing to divide.
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import LossBatch
 from forkpoint.losses.policy_loss import PolicyLoss, check_clips, log_ratios, ratios
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class CISPO(PolicyLoss):
     """Clipped importance-sampling-weight policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4

@@ -6,10 +6,12 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import Decomposition, Loss, LossBatch, LossOutputs, check_choice
 from forkpoint.losses.policy_loss import check_clips, clipped_surrogate, log_ratios, ratios
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Loss):
     """Towards a teacher whose log-probs are the reference_logprobs, token-additive.

@@ -6,6 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
+from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import LossBatch, check_number, divide
 from forkpoint.losses.policy_loss import (
     PolicyLoss,
@@ -16,6 +17,7 @@ from forkpoint.losses.policy_loss import (
 )
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class GRPO(PolicyLoss):
     """The clipped policy gradient of GRPO (arXiv 2402.03300, eq. 3), token-additive.
@@ -63,6 +65,7 @@ class GRPO(PolicyLoss):
         )
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class PPO(GRPO):
     """The policy loss of PPO (arXiv 1707.06347, eq. 7), token-additive: GRPO's under its own name.
@@ -74,6 +77,7 @@ class PPO(GRPO):
     """
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class DAPO(GRPO):
     """DAPO's loss (arXiv 2503.14476, eq. 8): the token mean and clip-higher, token-additive.
@@ -87,6 +91,7 @@ class DAPO(GRPO):
     normalize: Literal["token", "rollout"] = field(init=False, repr=False, default="token")
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class BNPO(GRPO):
     """TRL's loss type "bnpo", token-additive: the terms over the trained tokens of the batch.
@@ -101,6 +106,7 @@ class BNPO(GRPO):
     normalize: Literal["token", "rollout"] = field(init=False, repr=False, default="token")
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class DrGRPO(GRPO):
     """Dr. GRPO (arXiv 2503.20783): one constant in place of lengths, token-additive.

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import Decomposition, LossBatch, check_choice
 from forkpoint.losses.policy_loss import (
     PolicyLoss,
@@ -15,6 +16,7 @@ from forkpoint.losses.policy_loss import (
 )
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class GSPO(PolicyLoss):
     """Group sequence policy optimization (arXiv 2507.18071, eq. 5 and 7), rollout-additive.

@@ -7,11 +7,13 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.losses.arguments import explains_arguments_of
 from forkpoint.losses.base import check_choice, check_number
 from forkpoint.losses.given import as_floats, place_of
 from forkpoint.rollouts import RolloutBatch
 
 
+@explains_arguments_of
 def importance_weights(
     batch: RolloutBatch,
     sampler_logprobs: ArrayLike | Tensor,

@@ -5,9 +5,11 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import Decomposition, Loss, LossBatch, LossOutputs, check_choice
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class LogLikelihood(Loss):
     """The negative log-likelihood of the trained tokens, token-additive.

@@ -1,4 +1,4 @@
-"""What a model's head says of tokens: log-probs and entropies of a policy, or a critic's values."""
+"""Outputs of a model's head: log-probs and entropies of a policy, or values of a critic."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -8,7 +8,7 @@ from torch import Tensor
 from forkpoint.errors import ConfigError
 
 Head = Literal["logprobs", "values"]
-"""What a model gives for a token: a language model its log-prob, a critic the value before it."""
+"""Output for a token: the log-prob of a language model, or a critic's value before it."""
 
 MODELS: dict[Head, str] = {"logprobs": "a causal language model", "values": "a critic"}
 REMEDIES: dict[Head, str] = {
@@ -52,7 +52,7 @@ class PerToken:
 
 
 class LossOutputs(PerToken):
-    """What the model says of a view's T tokens: float32 or float64 [T], 0 outside the loss mask.
+    """Outputs of the model for a view's T tokens: float32 or float64 [T], 0 outside the loss mask.
 
     logprobs: of a language model, with a graph.
     entropies: the same for the entropies, or None unless the loss has `needs_entropy`.

@@ -1,4 +1,4 @@
-"""What the losses of the policy-gradient family share: ratios, weights, KL, entropy, the mean."""
+"""Parts that policy-gradient losses share: ratios, weights, KL, entropy, the mean."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -16,7 +16,7 @@ from forkpoint.losses.base import (
 )
 
 LARGEST_LOG_RATIO = 20.0
-"""What a log-ratio counts as at most, a ratio of 5e8: beyond it, exp would soon be infinite in
+"""Bound of a log-ratio from above, a ratio of 5e8: beyond it, exp would soon be infinite in
 float32, and its gradient not a number even where a clip leaves it out."""
 
 
@@ -71,7 +71,7 @@ class PolicyLoss(Loss):
             object.__setattr__(self, "needs_entropy", True)
 
     def objective(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
-        """What is maximised, for each token: [T], finite outside the loss mask too.
+        """Quantity that is maximised, for each token: [T], finite outside the loss mask too.
 
         `logprobs_T` is 0 outside the loss mask.
         """

@@ -6,10 +6,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import LossBatch, check_number
 from forkpoint.losses.policy_loss import PolicyLoss, log_ratios, ratios
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class SAPO(PolicyLoss):
     """Soft adaptive policy optimization (arXiv 2511.20347, eq. 5), token-additive.

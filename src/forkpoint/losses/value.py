@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.losses.arguments import explains_arguments, explains_arguments_of
 from forkpoint.losses.base import (
     Decomposition,
     Loss,
@@ -23,6 +24,7 @@ from forkpoint.losses.outputs import Head
 from forkpoint.rollouts import RolloutBatch
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss(Loss):
     """The regression of a critic's values on returns as PPO implementations clip it,
@@ -81,6 +83,7 @@ class Estimates(NamedTuple):
     returns: NDArray[np.float64]
 
 
+@explains_arguments_of
 def gae(
     batch: RolloutBatch,
     values: ArrayLike | Tensor,

@@ -72,7 +72,7 @@ class LossViews:
 
 
 def batch_denominators(batch: RolloutBatch) -> Denominators:
-    """What the means of a step over this batch alone are taken over."""
+    """Denominators of a step over this batch alone."""
     return Denominators(
         tokens=float(batch.loss_mask.sum()),
         rollouts=float(len(batch)),

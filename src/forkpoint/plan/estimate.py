@@ -1,4 +1,4 @@
-"""What sharing saves on many batches: counts and distributions, added up batch by batch.
+"""Savings of sharing on many batches: counts and distributions, added up batch by batch.
 
 Memory is that of one batch and of a few histograms, however many batches there are. Runs and plans
 nothing. Imports no torch.

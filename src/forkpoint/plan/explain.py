@@ -57,7 +57,7 @@ def _summary(plan: PlanContents) -> Table:
 
 
 def _candidates(plan: PlanContents) -> Table:
-    """What was looked at, by its predicted speed-up; without dense among it, by its cost."""
+    """Plans that were looked at, by predicted speed-up; without a dense one, by cost."""
     costs = {(c.sharing, c.boundary): c.cost for c in plan.candidates}
     chosen = plan.sharing, plan.boundary
     dense = min((c for (sharing, _), c in costs.items() if sharing == "none" and c), default=None)

@@ -22,7 +22,7 @@ DIGESTED = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepInput:
-    """What a step trains on: arguments of `Policy.forward_backward`."""
+    """Inputs of a step: arguments of `Policy.forward_backward`."""
 
     batch: RolloutBatch
     denominators: "Denominators | None" = None

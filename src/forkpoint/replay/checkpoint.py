@@ -44,7 +44,7 @@ class _Loaded:
 
 
 class Checkpoint:
-    """What a step changes: parameters, buffers, optimizer state and random number generators."""
+    """State that a step changes: parameters, buffers, optimizer state, random generators."""
 
     def __init__(self, sides: Mapping[str, Side]) -> None:
         self.sides = sides
@@ -212,7 +212,7 @@ class Checkpoint:
                     kept.check(optimizer, parameters[kept.index], tensor, facts["step"])
 
     def _of_models(self) -> Iterator[tuple[str, Tensor]]:
-        """What training changes of the models, by names in the file."""
+        """Tensors of the models that training changes, by names in the file."""
         for side, (model, _) in self.sides.items():
             for name, tensor in _changing(model):
                 yield f"{side}/model/{name}", tensor
@@ -228,7 +228,7 @@ def model_digest(model: nn.Module) -> str:
 
 
 def _changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What training may change. Frozen parameters are the model's own, whose digest is held."""
+    """Tensors that training may change. Of frozen parameters the model's digest is held."""
     yield from ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     yield from model.named_buffers()
 
@@ -238,7 +238,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _facts(path: Path, text: str | None) -> dict[str, Any]:
-    """What was written beside the state."""
+    """Metadata that was written beside the state."""
     try:
         facts = {} if text is None else parse_json(text)
         schema = facts.get("schema") if isinstance(facts, dict) else None

@@ -47,7 +47,7 @@ MOST_NAMED = 8
 
 
 class State(Protocol):
-    """What is saved and put back: `forkpoint.replay.checkpoint.Checkpoint`."""
+    """State that is saved and put back: `forkpoint.replay.checkpoint.Checkpoint`."""
 
     def write(self, path: Path, facts: Mapping[str, Any]) -> None: ...
     def load(self, path: Path) -> dict[str, Any]: ...

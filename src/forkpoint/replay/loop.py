@@ -286,7 +286,7 @@ def _check_counts(**counts: int | None) -> None:
 
 
 def _model_facts(side: _Side) -> dict[str, Any]:
-    """What must be the same for a replay to go on: sizes by name, and the weights' digest."""
+    """Facts that must be the same for a replay to go on: sizes by name, and a digest."""
     config: Any = getattr(side.model, "config", None)
     return {
         "kind": type(side.model).__name__,
@@ -306,7 +306,7 @@ def _named(loss: Loss) -> str:
 
 
 def _runs_on(host: Host) -> dict[str, Any]:
-    """What decides the last bit of a result besides the numbers that go in."""
+    """Settings that decide the last bit of a result, besides the numbers that go in."""
     device = host.device
     cuda = device.type == "cuda"
     return {

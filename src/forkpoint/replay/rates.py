@@ -14,7 +14,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """What the optimizer's learning rate is multiplied by at each step.
+    """Factor of the optimizer's learning rate at each step.
 
     Raises ConfigError where the steps do not leave room for the schedule.
     """

@@ -198,7 +198,7 @@ def _check_step(
 def _values(
     path: Path, make: Callable[[Any], Any], end: int | None, most_bytes: int | None = None
 ) -> Iterator[Any]:
-    """What `make` makes of the JSON of each line, as errors name file and line.
+    """Objects that `make` makes of the JSON of each line; errors name file and line.
 
     A last line without an end is still being written, or was when its writer ended; it is left.
     """

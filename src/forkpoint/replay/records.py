@@ -1,4 +1,4 @@
-"""What a replay records of every step, as objects and as rows of JSON. Imports no torch."""
+"""Records of every step of a replay, as objects and as rows of JSON. Imports no torch."""
 
 import statistics
 import sys
@@ -29,7 +29,7 @@ class StepRecord:
     """The order of work: `F A0` is row A0's forward, `B A0` its backward."""
     event_ms: tuple[float, ...]
     event_memory_bytes: tuple[int, ...] | None
-    """What CUDA held allocated when each of `events` had been issued, above what it held when the
+    """Bytes that CUDA held allocated once each of `events` was issued, above those held when the
     step began; None on the CPU."""
     sharing: str
     boundary: str
@@ -114,7 +114,7 @@ def read_step(values: Any) -> ReplayStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
-    """What `replay` did."""
+    """Result of `replay`."""
 
     steps: tuple[ReplayStep, ...]
     resumed_at: int | None = None

@@ -44,7 +44,7 @@ _KEEPS: dict[type[Optimizer], Callable[[dict[str, Any]], tuple[str, ...]]] = {
     ),
     Rprop: lambda _: ("step", "prev", "step_size"),
 }
-"""What torch's optimizers keep of a parameter that they have changed, by the options of its group.
+"""State that torch's optimizers keep of a parameter they have changed, by the options of its group.
 Each is one number, or one for each element of the parameter."""
 _ONE_NUMBER = {"step", "eta", "mu", "mu_product"}
 

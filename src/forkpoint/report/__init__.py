@@ -1,4 +1,4 @@
-"""What a replay did, or what a file of rollouts would save, as one HTML page or as plots.
+"""Reports of a replay, or of the savings on a file of rollouts: one HTML page, or plots.
 
 Imports neither torch nor, for the page, matplotlib.
 """

@@ -25,7 +25,7 @@ MOST_NAME_CHARACTERS = 100
 
 
 def replay_chapter(run: Run) -> Chapter:
-    """What a replay did."""
+    """Chapters on the steps of a replay."""
     steps = run.steps
     totals = ReplayReport(steps=steps).to_dict()
     left_out = run.batches - len(run.planned)
@@ -65,7 +65,7 @@ def replay_chapter(run: Run) -> Chapter:
 def rollouts_chapter(
     name: str, batches: Iterable[tuple[RolloutBatch, Plan, Plan]], *, recorded: bool = False
 ) -> Chapter:
-    """What sharing would save on batches, each with its plan and its dense plan; nothing is run.
+    """Chapters on the savings of sharing on batches, from a plan and a dense plan of each.
 
     They are read one at a time, and the first MOST_BATCHES are drawn. `recorded` says that they are
     those of a trace, and not one file taken as one batch.

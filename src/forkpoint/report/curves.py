@@ -11,7 +11,7 @@ from forkpoint.report.figure import Chart, Figure, Series, Table
 LEAST_STEPS = 20
 """Fewer steps say nothing about a trend."""
 UNUSUAL = 4
-"""What is so many times the median is not drawn."""
+"""Multiple of the median from which values are not drawn."""
 DRAWABLE = 1e100
 """Larger numbers are not drawn: their axes would overflow. They are in the table."""
 
@@ -197,10 +197,10 @@ def loss_figure(steps: Sequence[ReplayStep]) -> Figure:
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:
-    """What a scale can show."""
+    """Values that a scale can show."""
     return [value if abs(value) < DRAWABLE else None for value in values]
 
 
 def _positive(values: Sequence[float]) -> list[float | None]:
-    """What a logarithmic scale can show."""
+    """Values that a logarithmic scale can show."""
     return [value if 1 / DRAWABLE < value < DRAWABLE else None for value in values]

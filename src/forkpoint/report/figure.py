@@ -1,4 +1,4 @@
-"""What a report is made of: figures with their numbers. Imports no torch."""
+"""Figures of a report with their numbers. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class Figure:
     charts: tuple[Chart, ...] = ()
     choices: tuple[Choice, ...] = ()
     notes: tuple[str, ...] = field(default=())
-    """What is left out, and how what was not measured was counted."""
+    """Notes on what is left out, and on how unmeasured numbers were counted."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What was shared: the forest of a batch, cut down to what can be drawn. Imports no torch.
+"""Forest of a batch, cut down to a size that can be drawn. Imports no torch.
 
 The largest subtrees by tokens as given are kept; a subtree never has more of them than what it
 hangs on, so what is kept is a forest. Neighbouring subtrees that are left out become one end that

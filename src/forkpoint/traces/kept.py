@@ -1,4 +1,4 @@
-"""What a trace keeps besides rollouts: settings as JSON, loss inputs as arrays or JSON.
+"""Data that a trace keeps besides rollouts: settings as JSON, loss inputs as arrays or JSON.
 
 Imports no torch.
 """
@@ -18,7 +18,7 @@ from forkpoint.rollouts import short
 
 
 def settings_of(model: Any, loss: Any, optimizer: Any, notes: Any) -> dict[str, Any]:
-    """What the header says of how the trace was trained, as JSON."""
+    """Settings of training in the trace's header, as JSON."""
     # A model has its configuration as .config, and a configuration is made a dict by .to_dict().
     config = getattr(model, "config", model)
     config = config.to_dict() if hasattr(config, "to_dict") else config

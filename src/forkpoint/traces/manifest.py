@@ -138,7 +138,7 @@ class Lines:
             yield raw
 
     def _rest(self, file: Any, raw: bytes, error: TraceError) -> Broken:
-        """What is left from a line on that is wrong.
+        """Lines that are left from a wrong line on.
 
         Raises that error where the next line follows this one as it was before it was changed.
         """
@@ -158,7 +158,7 @@ class Lines:
 
 
 def _claimed(raw: bytes) -> Mapping[str, Any]:
-    """What a line says that may be wrong; nothing where it is not even an object."""
+    """Fields of a line that may be wrong; none where it is not even an object."""
     try:
         found = parse_strictly(raw)
     except ValueError:

@@ -25,7 +25,7 @@ MOST_MESSAGES = 10
 MOST_SKIPPED = 100_000
 """Records that are left out at most before the first rollout."""
 _ID_BYTES = 256
-"""What it takes to see a rollout_id again, besides its text."""
+"""Bytes for recognising a rollout_id again, besides its text."""
 _REWARDS = (
     "The file has rewards and no advantages: advantages are the rewards less their group's mean, "
     "over their group's standard deviation (0 where that is 0)."
@@ -35,7 +35,7 @@ _log = logging.getLogger("forkpoint")
 
 @dataclass
 class Skipped:
-    """What was left out of a file, and why.
+    """Records that were left out of a file, and why.
 
     count: how many records.
     fields: how many for each field that was wrong ("JSON" for lines that are no JSON object,

@@ -26,7 +26,7 @@ from forkpoint.traces.fields import SHARD, Problem, check_fields
 
 LOSS_INPUT = "loss_inputs."
 ARRAYS = frozenset({"token_ids", "offsets", "loss_mask", "temperatures"})
-"""What every shard has, and no file that is read as rollouts."""
+"""Field that every shard has, and no file that is read as rollouts."""
 _METADATA = "forkpoint"
 _LOGPROBS_AND_VALUES = ("old_logprobs", "reference_logprobs", "old_values")
 Arrays = dict[str, NDArray[Any]]

@@ -34,7 +34,7 @@ class TraceBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceEntry:
-    """What the manifest says of one batch."""
+    """Entry of the manifest for one batch."""
 
     index: int
     file: str
@@ -84,8 +84,8 @@ class Trace:
         _check_is_trace(path)
         self.entries: list[TraceEntry] = []
         self.broken: str | None = None
-        """What is left out, and why: lines of the manifest that do not follow those before them,
-        and batches whose files a second writer replaced. None where nothing is."""
+        """Batches that are left out, and why: lines of the manifest that do not follow those before
+        them, and batches whose files a second writer replaced. None where nothing is."""
         self._end = 0
         last = manifest.last_shard(path)
         lines = manifest.Lines(self._manifest, memory)
@@ -236,7 +236,7 @@ class Trace:
     def _decoded(
         self, where: Path, entry: TraceEntry
     ) -> tuple[RolloutBatch, shard.Arrays, Mapping[str, Any]]:
-        """What a batch's file holds, which is what was recorded."""
+        """Contents of a batch's file, as they were recorded."""
         try:
             with where.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size

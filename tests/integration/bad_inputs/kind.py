@@ -1,4 +1,4 @@
-"""What one kind of bad input is: how it is met, and what it is answered with."""
+"""One kind of bad input: how it is met, and the answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Kind:
     """
 
     name: str
-    """What is wrong, in a few words: the heading on the page of errors."""
+    """The fault in a few words: the heading on the page of errors."""
     error: type[ForkpointError] | None
     """None where the arguments cannot be read, so that only the command line meets it."""
     message: str
@@ -35,7 +35,7 @@ class Kind:
     """Why it is refused."""
     remedy: str
     call: Callable[[], object] | None = None
-    """What raises it in the library."""
+    """Call that raises it in the library."""
     argv: tuple[str, ...] = ()
     """The command that meets it."""
     prepare: Prepare | None = None
@@ -45,7 +45,7 @@ class Kind:
 
 
 def stock_files() -> None:
-    """What every kind may name."""
+    """Write the files that every kind may name."""
     write_rollouts(Path("ok.jsonl"))
     write_config(Path("ok.json"))
 

@@ -9,7 +9,7 @@ from steps import forked_batch
 from bad_inputs.kind import Kind
 from bad_inputs.rollouts import policy
 from forkpoint import Rollout, RolloutBatch, losses
-from forkpoint.errors import ConfigError, ForkpointError, RolloutError
+from forkpoint.errors import ArgumentError, ConfigError, ForkpointError, RolloutError
 from forkpoint.losses import Loss
 
 BATCH = forked_batch()
@@ -75,6 +75,53 @@ WEIGHTED = RolloutBatch(
 )
 
 LOSSES = (
+    loss_kind(
+        "An argument of TRL or verl",
+        lambda: losses.GRPO(epsilon=0.2, loss_agg_mode="seq-mean-token-mean"),  # type: ignore[call-arg]
+        message="GRPO has no argument epsilon: it is clip here; give clip=0.2. GRPO has no "
+        "argument loss_agg_mode: give normalize='rollout'.",
+        means="The names and values of other libraries are known, and not taken: some of the same "
+        "name have another meaning.",
+        remedy="Give what the message names; docs/losses.md has the table.",
+        error=ArgumentError,
+    ),
+    loss_kind(
+        "An argument whose number has another meaning",
+        lambda: losses.CISPO(epsilon_high=5.0),  # type: ignore[call-arg]
+        message="CISPO has no argument epsilon_high: TRL's cispo bounds weights by it, and "
+        "clip_high is added to 1; give clip_high=4.0.",
+        means="The number would be taken for another one.",
+        remedy="Give the converted number.",
+        error=ArgumentError,
+    ),
+    loss_kind(
+        "An argument that no loss has",
+        lambda: losses.DPO(bata=0.2),  # type: ignore[call-arg]
+        message="DPO has no argument bata; it takes beta, variant, label_smoothing, "
+        "length_normalized. Perhaps beta is meant.",
+        means="It would be ignored.",
+        remedy="Take one of those that are named.",
+        error=ArgumentError,
+    ),
+    Kind(
+        name="An option of TRL or verl",
+        error=None,
+        message="Unrecognized options: --epsilon, 0.3\n"
+        "For full helptext, run forkpoint replay --help\n"
+        "--epsilon: it is clip here; give --clip 0.3",
+        means="The command line has the names of forkpoint's losses.",
+        remedy="Give the option that the last line names.",
+        argv=("replay", "ok.jsonl", "--model", "ok.json", "--epsilon", "0.3"),
+    ),
+    Kind(
+        name="An option whose name another loss has",
+        error=ConfigError,
+        message="the loss grpo has no beta, which was given as 0.04; it is kl here; give --kl "
+        "0.04, or take a loss that has it: dpo, simpo.",
+        means="TRL's beta of GRPO is the coefficient of the KL divergence.",
+        remedy="Give --kl, or --loss dpo if that is the loss.",
+        argv=("replay", "ok.jsonl", "--model", "ok.json", "--beta", "0.04"),
+    ),
     loss_kind(
         "A clip below 0",
         lambda: losses.GRPO(clip=-0.1),

@@ -11,7 +11,10 @@ from forkpoint.plan import MODELS
 
 CLASSES: dict[type[errors.ForkpointError] | None, str] = {
     getattr(errors, name): name
-    for name in ("RolloutError", "TraceError", "ConfigError", "PlanError", "UnsupportedError")
+    for name in (
+        *("RolloutError", "TraceError", "ConfigError", "ArgumentError", "PlanError"),
+        "UnsupportedError",
+    )
 }
 
 HEAD = """\

@@ -1,4 +1,4 @@
-"""What trainers write: the names of their fields, and which entries belong to which tokens.
+"""Formats of trainers: the names of their fields, and which entries belong to which tokens.
 
 A format is a function from a record (one sample) to a rollout. Per-token entries are moved to the
 token that they belong to, and padding goes, so that equal prompts share from the first token on.

@@ -1,4 +1,4 @@
-"""What a format of a trainer is. Imports no torch."""
+"""Formats of trainers: their interface. Imports no torch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

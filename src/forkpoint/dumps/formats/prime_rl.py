@@ -14,7 +14,7 @@ from forkpoint.dumps.record import Record, Row, group_of
 from forkpoint.rollouts import Rollout, short
 
 PADDING_ID = 1
-"""What prime-rl fills microbatches up with, whatever the tokenizer's own padding is."""
+"""Token that prime-rl pads microbatches with, whatever the tokenizer's own padding is."""
 _FLOATS = ("advantages", "inference_logprobs", "temperatures", "ref_logprobs", "rl_weights")
 
 

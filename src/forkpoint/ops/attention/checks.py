@@ -1,4 +1,4 @@
-"""What the operator asserts of its inputs: shapes and numbers on the host only, never a sync."""
+"""Assertions of the operator on its inputs: shapes and numbers on the host only, never a sync."""
 
 from torch import Tensor
 

@@ -140,7 +140,7 @@ class _Call:
     maxsize=8
 )  # the blocks of a microbatch differ only near the starts and ends of its segments
 def _mask(queries: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
-    """What to add to the scores of a block whose last query is at its last key."""
+    """Bias for the scores of a block whose last query is at its last key."""
     hidden = torch.ones(queries, keys, dtype=torch.bool, device="cpu").triu(keys - queries + 1)
     if window:
         hidden |= torch.ones_like(hidden).tril(keys - queries - window)

@@ -45,7 +45,7 @@ TUNED = "4.0.0b36"
 LONG_TILE: int = 192
 SHORT_TILE: int = 128
 LONG_TILE_TIME = 1.4
-"""What a round of tiles of 192 queries takes over one of 128. By whole rounds, where there are
+"""Time of a round of tiles of 192 queries over one of 128. By whole rounds, where there are
 several, 1.36 to 1.48 was measured in a batch and 1.27 to 1.43 with cumulative lengths
 (benchmarks/results/fa4-tiles-h200.jsonl)."""
 
@@ -154,7 +154,7 @@ def _lengths(launch: Launch) -> dict[str, object]:
 def _tile(
     q_THD: Tensor, v_TKE: Tensor, launch: Launch, softcap: float, window: int
 ) -> dict[str, object]:
-    """What to ask of the forward besides its own choice, which for heads of 128 is tiles of 128."""
+    """Options for the forward besides its own choice, which for heads of 128 is tiles of 128."""
     if q_THD.shape[2] != 128 or v_TKE.shape[2] != 128 or softcap or window:
         return {}
     processors = _processors(q_THD.device)

@@ -1,4 +1,4 @@
-"""What a kernel is to the composition: two functions and a record of what they can do."""
+"""Interface of a kernel: two functions and a record of what they can do."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class Backward(Protocol):
 
 
 class Asked(NamedTuple):
-    """What a kernel is asked for, but for its launches."""
+    """Request to a kernel, but for its launches."""
 
     device: torch.device
     dtype: torch.dtype

@@ -9,7 +9,7 @@ from forkpoint.ops.dtypes import accumulate_dtype
 
 
 class Part(NamedTuple):
-    """What one launch's forward returned for the queries q_begin to q_begin + len(o)."""
+    """Result of one launch's forward for the queries q_begin to q_begin + len(o)."""
 
     q_begin: int
     o_THE: Tensor

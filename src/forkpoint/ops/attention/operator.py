@@ -113,7 +113,7 @@ def attend(
     kernel: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What the operator computes, arguments as in `shared_attention`; o and lse."""
+    """Forward of the operator, arguments as in `shared_attention`; gives o and lse."""
     check_tensors(q, k, v, cache_k, cache_v, cache_grad_k, cache_grad_v, sinks)
     calls = read_launches(launches, cu_cpu, cu_device)
     cache_tokens_ = 0 if cache_k is None else len(cache_k)

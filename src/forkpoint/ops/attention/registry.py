@@ -87,6 +87,6 @@ def select_kernel(
 
 
 def forget_choices() -> None:
-    """What was chosen is kept; call this where KERNELS has changed."""
+    """Forget the choices that are kept; call this where KERNELS has changed."""
     _able.cache_clear()
     select_kernel.cache_clear()

@@ -76,7 +76,7 @@ class Source:
         self.grad: RowSum = RowSum(own_TKD)
 
     def read(self, launch: Launch) -> Tensor:
-        """What the launch reads: a view, or, if it gathers, a copy."""
+        """Keys or values that the launch reads: a view, or, if it gathers, a copy."""
         if launch.source == FROM_OWN:
             return self._microbatch[launch.k_begin : launch.k_end]
         if launch.source == FROM_CACHE:

@@ -1,4 +1,4 @@
-"""What the attention of one microbatch reads: its launches, and prefix cache of other microbatches.
+"""Inputs of one microbatch's attention: its launches, and prefix cache of other microbatches.
 
 Built once a microbatch and used by all of its layers and passes. Plain objects of tensors, no
 dataclasses: FSDP copies dataclasses that it meets in call arguments, and Python numbers that change

@@ -93,7 +93,7 @@ def scan(
 def scan_levels(
     inputs: tuple[Tensor, ...], table: StateTable, initial_SGDE: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What `over_levels` gives; with versions whose inner functions are known, by these."""
+    """Results of `over_levels`, by inner functions in versions where these are known."""
     _chunk_gated_delta_rule()
     if _knows_inside():
         return fla_levels.scan_levels(inputs, table, initial_SGDE)
@@ -162,7 +162,7 @@ def _refuses_device(device: torch.device) -> str | None:
 
 
 def _wants_for_tilelang() -> str | None:
-    """What to do so that flash-linear-attention calls tilelang on Hopper; None if it does."""
+    """Advice for flash-linear-attention to call tilelang on Hopper; None if it does."""
     if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
         return "unset FLA_DISABLE_BACKEND_DISPATCH, so that it calls tilelang there"
     if find_spec("tilelang") is None:

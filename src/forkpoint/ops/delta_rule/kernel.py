@@ -1,4 +1,4 @@
-"""What a kernel of the gated delta rule is: one differentiable function and a record of it."""
+"""Interface of a kernel of the gated delta rule: one differentiable function and a record of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

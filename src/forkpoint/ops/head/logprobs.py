@@ -306,7 +306,7 @@ def _fused_gradient(
 
 
 def _scale(labels_T: Tensor, temperature_T: Tensor | None, options: _Options) -> Tensor | None:
-    """What each token's logits are multiplied by, float32; None for nothing."""
+    """Factor of each token's logits, float32; None where there is none."""
     if temperature_T is not None:
         return (options.logit_scale or 1.0) / temperature_T.float()
     if options.logit_scale is not None:

@@ -1,4 +1,4 @@
-"""What the head does with a chunk of logits, in one pass over them each way.
+"""Kernels of the head for a chunk of logits: one pass over them each way.
 
 Elementwise operations of torch read and write a chunk in float32 a dozen times, which for a large
 vocabulary takes as long as a third of the matrix products. Here the forward reads the logits once,

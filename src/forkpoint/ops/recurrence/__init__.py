@@ -1,4 +1,4 @@
-"""What layers that carry a state along the path have in common: levels, chunks, convolution."""
+"""Parts shared by layers that carry a state along the path: levels, chunks, convolution."""
 
 from forkpoint.ops.recurrence.convolution import (
     ConvolutionTable,

@@ -34,7 +34,7 @@ class _Source:
         self.inverse: Tensor = tensor(inverse)
 
     def sums(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """What has been read of each of `rows`, added up in `dtype`."""
+        """Sums in `dtype` over the reads of each of `rows`."""
         total = grad.new_zeros((len(self.rows), *grad.shape[1:]), dtype=dtype)
         return total.index_add_(0, self.inverse, grad.index_select(0, self.to).to(dtype))
 
@@ -74,7 +74,7 @@ def gathered_inputs(
     cache_AC: Tensor | None = None,
     cache_grad_AC: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a convolution needs beyond the microbatch, and what other microbatches need of it.
+    """Inputs of a convolution from other microbatches, and those that they need of this one.
 
     Args:
         x_TC: [T, C] inputs of the microbatch's tokens.

@@ -1,4 +1,4 @@
-"""What was measured of a device and a model shape, as a file. Imports no torch.
+"""Measurements of a device for a model shape, as a file. Imports no torch.
 
 `forkpoint calibrate` writes these files (calibrate/calibrator.py says how each figure is measured);
 `forkpoint.plan.pricing.measured` prices plans by them.
@@ -116,7 +116,7 @@ class Calibration:
     """For each policy of checkpointing: bytes a token that one block keeps for the backward, and
     that all of a microbatch does besides."""
     working_bytes: tuple[float, float]
-    """What a backward needs at most beyond what was kept: bytes for a microbatch with a head, and
+    """Most that a backward needs beyond what was kept: bytes for a microbatch with a head, and
     bytes a token besides; zeros where the device does not say."""
     seconds: float
     """How long it took to measure."""

@@ -27,7 +27,7 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention", "attention")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What the counts need to know of a decoder with attention and gated MLP blocks."""
+    """Sizes of a decoder with attention and gated MLP blocks that the counts need."""
 
     layers: int
     hidden: int
@@ -43,7 +43,7 @@ class ModelShape:
     attention_parameters: int | None = None
     """Weights of one layer's attention, where they are not those of q, k, v and o projections."""
     attention_activations: int = 0
-    """What one token keeps besides q, k, v and output in a layer that attends."""
+    """Numbers that one token keeps besides q, k, v and output in a layer that attends."""
     recurrent_layers: int = 0
     """Layers that carry a state along the path in place of attention."""
     recurrent_parameters: int = 0
@@ -167,7 +167,7 @@ class ModelShape:
 
     @property
     def state_bytes(self) -> int:
-        """What all recurrent layers keep of the end of one segment, with its gradients."""
+        """Bytes that all recurrent layers keep of the end of one segment, with its gradients."""
         wide = max(4, self.dtype_bytes)
         elements = 2 * self.state_elements * wide + self.tail_elements * (self.dtype_bytes + wide)
         return self.recurrent_layers * elements
@@ -178,7 +178,7 @@ class ModelShape:
 
     @property
     def activation_bytes_per_token(self) -> int:
-        """What one token's forward leaves for its backward, all layers together."""
+        """Bytes that one token's forward leaves for its backward, all layers together."""
         return self.activation_bytes("none")
 
     def activation_bytes(self, checkpointing: str) -> int:

@@ -1,4 +1,4 @@
-"""What a plan's microbatches take by a calibration.
+"""Time and memory of a plan's microbatches by a calibration.
 
 A microbatch's time is the sum of its blocks' products by how many tokens it has, of its attention
 launches by their visible pairs and lengths, of its head by labelled tokens, and of the rest.

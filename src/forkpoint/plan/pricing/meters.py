@@ -57,11 +57,11 @@ class Meter(Protocol):
         ...
 
     def kept_bytes(self, microbatch: Microbatch) -> int:
-        """What a microbatch keeps between its forward and its backward."""
+        """Cost of what a microbatch keeps between its forward and its backward."""
         ...
 
     def working_bytes(self, microbatch: Microbatch) -> int:
-        """What its backward needs besides, at most."""
+        """Most that its backward needs besides."""
         ...
 
 
@@ -160,7 +160,7 @@ class TokenMeter:
 
 
 def logits_bytes(microbatch: Microbatch, shape: ModelShape, labelled: int) -> int:
-    """What a microbatch's kept logits take, as the head's product leaves them."""
+    """Bytes of a microbatch's kept logits, as the head's product leaves them."""
     return labelled * shape.vocab * shape.dtype_bytes if microbatch.keeps_logits else 0
 
 

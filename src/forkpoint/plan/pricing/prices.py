@@ -1,4 +1,4 @@
-"""What the plans that are tried for one batch cost.
+"""Costs of the plans that are tried for one batch.
 
 Many combinations and lengths of microbatches come to the same microbatches; these are priced once.
 """

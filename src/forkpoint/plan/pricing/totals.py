@@ -1,4 +1,4 @@
-"""What the plans of many batches add up to, in the memory of a few numbers. Imports no torch."""
+"""Sums over the plans of many batches, in the memory of a few numbers. Imports no torch."""
 
 from collections import Counter
 
