@@ -43,8 +43,8 @@ OPERATIONS: dict[tuple[str, str], Documented] = {
     ("forkpoint.ops.selective_scan", "selective_scan"): Documented(("TGE", "KGED")),
     ("forkpoint.ops.recurrence", "gathered_inputs"): Documented(("TC", "FWC", "K?C")),
     ("forkpoint.ops.recurrence", "short_convolution"): Documented(("TC",)),
-    ("forkpoint.engine.head", "token_logprobs"): Documented(("T", "T")),
-    ("forkpoint.engine.head", "token_logprobs_reference"): Documented(("T", "T")),
+    ("forkpoint.ops.head", "token_logprobs"): Documented(("T", "T")),
+    ("forkpoint.ops.head", "token_logprobs_reference"): Documented(("T", "T")),
 }
 """The public operations by module and name."""
 

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from forkpoint.engine.head import token_logprobs
+from forkpoint.ops.head import token_logprobs
 from torch import Tensor
 
 from shapes import OPERATIONS, SUFFIX, Documented, ShapeMismatch, shapes_checked

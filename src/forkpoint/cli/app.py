@@ -13,6 +13,7 @@ from forkpoint import __version__
 from forkpoint.cli.calibrate import Calibrate
 from forkpoint.cli.demo import Demo
 from forkpoint.cli.doctor import Doctor
+from forkpoint.cli.losses import explained_options
 from forkpoint.cli.output import write_anything
 from forkpoint.cli.parsing import read_arguments, run_command
 from forkpoint.cli.plan import Plan

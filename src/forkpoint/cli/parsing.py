@@ -29,8 +29,8 @@ def run_command(
 ) -> int:
     """Run the command that `read` makes of the arguments, and return its exit code.
 
-    The exit code is 0 where help was asked for, and 2 where the arguments are wrong. `remarks` gives
-    lines to add to the message then.
+    The exit code is 0 where help was asked for, and 2 where the arguments are wrong. `remarks`
+    gives lines to add to the message then.
     """
     report = io.StringIO()
     try:

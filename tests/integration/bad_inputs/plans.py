@@ -15,7 +15,7 @@ from forkpoint import Config, Plan, RolloutBatch, losses, wrap
 from forkpoint.errors import ConfigError, ForkpointError, PlanError, UnsupportedError
 from forkpoint.ops.attention import select_kernel
 from forkpoint.plan import make_plan
-from forkpoint.plan.plan import JSON_VERSION
+from forkpoint.plan.contents import JSON_VERSION
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.testing import tiny_model
 
