@@ -24,7 +24,7 @@ class ResultRow:
     p20: float | None = None
     p80: float | None = None
     baseline: str | None = None
-    """What a ratio is taken over."""
+    """The denominator of a ratio."""
     bound: float | None = None
     """The counted bound of a speed-up."""
     bar: float | None = None

@@ -28,7 +28,7 @@ KINDS = {
 
 
 def kernels_of(call: Callable[[], object]) -> list[tuple[str, Spent]]:
-    """What one call's kernels took by kind, the longest first; others stand by their names."""
+    """Times of one call's kernels by kind, the longest first; others stand by their names."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

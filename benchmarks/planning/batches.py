@@ -28,11 +28,11 @@ PROCESSES = 5
 BAR_MS = 200.0
 
 Case = tuple[Callable[[], object], bool]
-"""What is timed, and whether the bar is for it."""
+"""The case that is timed, and whether the bar is for it."""
 
 
 def cases(lengths: str) -> dict[str, Case]:
-    """What is timed, over tensors that are made once.
+    """The cases that are timed, over tensors that are made once.
 
     lengths: "full" for rollouts of 8,192 tokens, "ragged" for 2,049 to 8,192, padded on the right.
     """

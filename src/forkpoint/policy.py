@@ -51,7 +51,7 @@ class Scores(PerToken):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepStats(PerToken):
-    """What a step did, and the model's `logprobs` or `values` before it as in `Scores`.
+    """Results of a step, and the model's `logprobs` or `values` before it as in `Scores`.
 
     Printed, it is one line of text.
     """
@@ -69,13 +69,13 @@ class StepStats(PerToken):
     event_ms: tuple[float, ...]
     """Of each of `events`."""
     event_memory_bytes: tuple[int, ...] | None
-    """What CUDA held allocated when each of `events` had been issued; None on the CPU."""
+    """Bytes that CUDA held allocated when each of `events` had been issued; None on the CPU."""
     peak_memory_bytes: int | None
     """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
     per_token: Mapping[str, Tensor]
     """[T] by name; entries outside the loss mask are 0."""
     offload: OffloadStats | None = None
-    """What was copied to the host's memory and back; None where the plan offloads nothing."""
+    """Copies to the host's memory and back; None where the plan offloads nothing."""
 
     def __repr__(self) -> str:
         return step_line(self.loss, self.plan, self.phase_ms, self.peak_memory_bytes)
@@ -86,7 +86,7 @@ MOST_STATES = 64
 
 
 class _Kept:
-    """What the policies of one model share, whatever their options."""
+    """Objects that the policies of one model share, whatever their options."""
 
     def __init__(self) -> None:
         self.staging: Staging | None = None
@@ -107,12 +107,12 @@ class Policy:
         self.observer: Callable[[str], None] | None = None
         """Called with each event of a step before it runs: for measurements."""
         self.last_step: StepOutcome | None = None
-        """What the last call of `forward_backward` that began to run has done to `.grad`: another
+        """The effect on `.grad` of the last call of `forward_backward` that began to run: another
         object for every call, made once its arguments have been checked and its plan made."""
         self._kept: _Kept = _Kept()
 
     def plan(self, batch: RolloutBatch, loss: Loss | LossFunction | None = None) -> Plan:
-        """What would run for a batch.
+        """Make the plan of a batch.
 
         Args:
             batch: the rollouts.

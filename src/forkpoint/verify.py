@@ -45,7 +45,7 @@ LEAST_PART = 0.01
 
 
 class StepFigures(Protocol):
-    """What is compared of a step: see `forkpoint.StepStats`."""
+    """The parts of a step that are compared: see `forkpoint.StepStats`."""
 
     @property
     def loss(self) -> float: ...

@@ -232,7 +232,7 @@ def test_mixed_precision_is_that_of_ordinary_training(change: Change) -> None:
 
 
 def test_nothing_is_looked_at_again_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is put back does not look like another model at the next step."""
+    """Code that is put back does not look like another model at the next step."""
     model = compiled_autocast_block(compile_blocks(tiny_model("llama", dtype=torch.float32)))
     policy = wrap(model, ACROSS)
     policy.forward_backward(BATCH, LOSS)

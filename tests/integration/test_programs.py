@@ -113,7 +113,7 @@ def test_any_order_that_keeps_to_the_dependencies_is_exact(name: str, way: str, 
     ("name", "loss"), [("llama", "grpo"), ("llama", "gspo"), ("qwen3_moe", "gspo")]
 )
 def test_programs_aligned_with_those_of_other_ranks_are_exact(name: str, loss: str) -> None:
-    """What another rank adds to the common shape changes nothing: idle slots, recomputes, heads."""
+    """Idle slots, recomputes and heads that other ranks need change nothing."""
     batch = forked_batch()
     plans = {
         way: wrap(model(name), config).plan(batch, LOSSES[loss]) for way, config in CONFIGS.items()

@@ -73,7 +73,7 @@ MENDED = {k.name: k for k in MODELS if isinstance(k, ModelKind) and k.mend}
 
 @pytest.mark.parametrize("name", MENDED)
 def test_remedies_work(model: nn.Module, name: str) -> None:
-    """What the message says to do makes a model that trains exactly."""
+    """The remedy of the message makes a model that trains exactly."""
     kind = MENDED[name]
     assert kind.mend is not None
     mended = kind.mend(kind.change(model))

@@ -5,9 +5,9 @@ import inspect
 
 import pytest
 import torch
-from forkpoint.ops.head import token_logprobs
 from torch import Tensor
 
+from forkpoint.ops.head import token_logprobs
 from shapes import OPERATIONS, SUFFIX, Documented, ShapeMismatch, shapes_checked
 
 

@@ -79,7 +79,7 @@ class Activations:
         self.stats.host_bytes = self._staging.held_bytes
 
     def hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
-        """What saved tensors of a forward or a recompute pass through."""
+        """The hooks that saved tensors of a forward or a recompute pass through."""
         if not instruction.records:
             return _drop, _dropped
         if instruction.idle:
@@ -106,7 +106,7 @@ class Activations:
     def _telling_follower(
         self, microbatch: int, offloaded: OffloadedMicrobatch | None
     ) -> GivenBack | None:
-        """What tells the microbatch that follows this one, which may be offloaded itself."""
+        """The counter that tells the microbatch after this one, which may be offloaded itself."""
         if microbatch not in self._follower:
             return None
         following = self._open[self._follower[microbatch]]

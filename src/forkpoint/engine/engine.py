@@ -46,7 +46,7 @@ MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a pass over a plan gives: T is the batch's tokens, entries not trained are 0."""
+    """Results of a pass over a plan: T is the batch's tokens, entries not trained are 0."""
 
     loss: Tensor
     per_token: dict[str, Tensor]
@@ -56,7 +56,7 @@ class StepResult:
     event_ms: tuple[float, ...]
     event_memory_bytes: tuple[int, ...] | None
     offload: OffloadStats | None = None
-    """What was copied to the host's memory and back; None where the plan offloads nothing."""
+    """Copies to the host's memory and back; None where the plan offloads nothing."""
 
 
 class Engine:
@@ -80,7 +80,7 @@ class Engine:
         graph: bool = False,
         compiled: bool = True,
     ) -> StepResult:
-        """What the head gives of every trained token (and entropies).
+        """Outputs of the head for every trained token (and entropies).
 
         `step` is the one whose `run` calls this, here and in `forward_backward`. With `graph`
         forwards record one, as those of a step with backwards do; it is dropped.
@@ -453,8 +453,8 @@ def _idle(device: torch.device) -> tuple[Plan, MicrobatchInputs]:
 def _roots(
     value: Tensor | None, others: tuple[Tensor, ...], scale: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What a microbatch's one backward starts from: its loss, or what the host names, with
-    zeros."""
+    """Tensors and gradients that a microbatch's one backward starts from: its loss, or the host's
+    roots with zeros."""
     if value is not None and value.requires_grad:
         return [value], [torch.full_like(value, scale)]
     tensors = [x for x in others if x.requires_grad]

@@ -1,4 +1,4 @@
-"""What the engine asks of a model, whatever library it comes from."""
+"""The interface of a model to the engine, whatever library it comes from."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from forkpoint.rollouts import RolloutBatch
 
 @dataclass(frozen=True, eq=False)
 class HeadOutputs:
-    """What one microbatch's forward gives back."""
+    """Outputs of one microbatch's forward."""
 
     per_token: Mapping[str, Tensor]
     """float32 (float64 for a float64 model) [n], for the inputs' head places, by name: what the
     host's `head` says, and "entropies" where they were asked for. Empty where the forward ended
     before the head."""
     roots: tuple[Tensor, ...]
-    """What a backward starts from, with zero gradients, where no token is trained."""
+    """Tensors that a backward starts from, with zero gradients, where no token is trained."""
 
 
 class Host(Protocol):
@@ -50,7 +50,7 @@ class Host(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the model can do in its present state. Plans ask for nothing else."""
+        """Abilities of the model in its present state. Plans ask for nothing else."""
         ...
 
     @property
@@ -69,7 +69,7 @@ class Host(Protocol):
 
     @property
     def head(self) -> Head:
-        """What the model gives for a token: "logprobs", or "values" of a critic."""
+        """Name of the model's output for a token: "logprobs", or "values" of a critic."""
         ...
 
     @property

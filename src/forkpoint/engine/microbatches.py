@@ -61,8 +61,8 @@ class KernelOptions:
 
 
 class MicrobatchState:
-    """What changes while a microbatch runs: the prefix cache that it reads and writes, and its
-    tables, which are made when a layer first asks for them.
+    """The mutable part of a microbatch that runs: the prefix cache that it reads and writes, and
+    its tables, which are made when a layer first asks for them.
 
     A plain object: FSDP copies dataclasses that it meets in call arguments, and what is captured
     would land in the copy.
@@ -113,8 +113,8 @@ class MicrobatchState:
         return CacheSlice(k, v, grad_k, grad_v)
 
     def states(self, width: int, device: torch.device) -> MicrobatchStates:
-        """What layers that carry a state need, with a convolution of `width`; built once a
-        microbatch."""
+        """States and tables of layers that carry a state, with a convolution of `width`. They are
+        built once a microbatch."""
         if width not in self._states:
             forest, microbatch, state_of = (
                 self._plan.forest,

@@ -19,7 +19,7 @@ HARMLESS_ARGUMENTS = frozenset(
 
 
 class CallContext:
-    """What the layers of a model find in their call arguments while a microbatch runs.
+    """The microbatch that runs, as layers of a model find it in their call arguments.
 
     A plain object: FSDP copies dataclasses that it meets in call arguments.
     """

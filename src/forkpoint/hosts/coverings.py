@@ -1,4 +1,4 @@
-"""What users put around a model's forwards: compiled code, autocast, hooks of accelerate.
+"""Wrappers that users put around a model's forwards: compiled code, autocast, hooks of accelerate.
 
 Compiled code and accelerate's hooks are taken off while a step runs, and put back: forkpoint
 compiles blocks itself, and hooks that align devices do nothing on one device. Autocast, and
@@ -155,7 +155,7 @@ class Coverings:
         if before is not attributes["forward"]:
             forward = known.around(known.own)
             self._forwards[module] = (attributes["forward"], forward)
-        changes.set(attributes, "forward", forward)
+        changes.replace_forward(module, forward)
 
 
 def is_compiled_module(module: Any) -> bool:

@@ -124,7 +124,7 @@ class Builder:
         return self._forests[sharing]
 
     def _as(self, sharing: str) -> str:
-        """What comes to the same for this batch."""
+        """The sharing that comes to the same for this batch."""
         return "tree" if sharing == "group" and self.one_group else sharing
 
     def build(self, sharing: str, boundary: str) -> Plan:
@@ -187,8 +187,7 @@ class Builder:
         )
 
     def _remedy(self, boundary: str, tokens: int) -> str:
-        """What may help where microbatches of so many tokens are too much; nothing that is so
-        already."""
+        """A remedy that may help where microbatches of so many tokens are too much."""
         config, shape = self.config, self.shape
         whole = boundary == "within" and tokens <= self.longest
         if (

@@ -1,4 +1,4 @@
-"""What a host can do, so that plans ask it for nothing else."""
+"""Capabilities of hosts, so that plans ask them for nothing else."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from forkpoint.errors import PlanError
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a host can do with a microbatch."""
+    """Abilities of a host with a microbatch."""
 
     leaves_early: bool = True
     """Whether a forward can end in the last block, once this has computed what later tokens read

@@ -54,8 +54,8 @@ class PlanContents:
     microbatches: tuple[Microbatch, ...]
     """In visiting order."""
     program: Program
-    """What `forward_backward` runs. Where a loss couples rollouts of several microbatches a pass of
-    scores comes first."""
+    """The instructions that `forward_backward` runs. A pass of scores comes first where a loss
+    couples rollouts of several microbatches."""
     cache_tokens: int
     """The most tokens whose prefix cache exists at once."""
     cache_states: int
@@ -71,10 +71,10 @@ class PlanContents:
     shared: Work
     fingerprint: str
     capabilities: Capabilities = field(default_factory=Capabilities)
-    """What the host can do that the plan was made for."""
+    """Capabilities of the host that the plan was made for."""
     shape: ModelShape | None = None
     cost: float = 0.0
-    """What the step is predicted to cost; plans are compared by it."""
+    """Predicted cost of the step; plans are compared by it."""
     cost_unit: str = "tokens"
     """ms where a calibration is at hand, else FLOPs, else (without a model shape) tokens."""
     predicted_ms: float | None = None
@@ -136,7 +136,7 @@ class PlanContents:
 
     @cached_property
     def score_program(self) -> Program:
-        """What `policy.score` runs: every microbatch's forward, without a graph."""
+        """The instructions that `policy.score` runs: a forward of every microbatch."""
         early = self.capabilities.leaves_early
         return score_program(self.microbatches, leaves_early=early)
 
@@ -146,7 +146,7 @@ class PlanContents:
         return f"{instruction.operation} {name}"
 
     def events(self, *, backward: bool = True) -> tuple[str, ...]:
-        """What runs, in order and in words: "forward prefix 0", "forward leaf 1",
+        """Events of the step, in order and in words: "forward prefix 0", "forward leaf 1",
         "backward leaf 1", "backward prefix 0".
 
         "recompute prefix 0" is the forward that computes activations again which were not kept.

@@ -13,10 +13,13 @@ from forkpoint.schema import SchemaError, parse_json
 
 @dataclass(frozen=True, eq=False)
 class Plan(PlanContents):
-    """What will run for one batch. Made by `forkpoint.plan.make_plan`; needs no torch."""
+    """The complete program of a step on one batch.
+
+    Made by `forkpoint.plan.make_plan`; needs no torch.
+    """
 
     def explain(self, *, width: int = 100) -> str:
-        """What runs, what is saved, why this was chosen and what was refused, as text."""
+        """A description as text: what runs, what is saved, why it was chosen, what was refused."""
         return explain(self, width=width)
 
     @classmethod

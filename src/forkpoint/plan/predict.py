@@ -1,4 +1,4 @@
-"""What a plan is predicted to cost and to hold, and what is not kept to make it fit.
+"""Predictions of a plan's time and memory, and the choice of activations that are not kept.
 
 The schedule is played with a meter's prices: each forward and backward takes its time, and copies
 of offloaded microbatches run beside, one at a time in each direction.
@@ -29,7 +29,7 @@ class Played:
 
 
 def play(plan: Plan, meter: Meter) -> Played:
-    """What a step costs: computation in order, and waiting for copies that are not done by then.
+    """Cost of a step: computation in order, and waiting for copies that are not done by then.
 
     A copy out begins with its microbatch's forward and is over when its bytes are through. A
     microbatch comes
@@ -78,8 +78,8 @@ class _Backward:
     work: float
     saved_bytes: int
     has_bytes: int
-    """What its microbatch has on the device at most: all that it saved, or what is fetched ahead of
-    it."""
+    """Bytes that its microbatch has on the device at most: all that it saved, or what is fetched
+    ahead of it."""
     alive_bytes: int
     """Of that, what layers at work hold on to."""
 
@@ -149,7 +149,7 @@ def microbatches_let_go(plan: Plan, meter: Meter, shape: ModelShape, budget: int
     """
     room = budget - cache_bytes(plan, shape)
     holds: list[int] = []
-    """What each microbatch keeps while microbatches below it run."""
+    """Bytes that each microbatch keeps while microbatches below it run."""
     opened: list[int] = []
     cheapest: list[tuple[float, int]] = []
     held = 0

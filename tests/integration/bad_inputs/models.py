@@ -47,7 +47,7 @@ class ModelKind(Kind):
 
     change: Change
     mend: Change | None = None
-    """What the remedy says, done: it makes a model that trains exactly."""
+    """The remedy, done: it makes a model that trains exactly."""
     in_place: bool = False
     """Whether the model itself is changed, so that a policy made before must notice."""
 
