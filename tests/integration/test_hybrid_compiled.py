@@ -52,7 +52,7 @@ def compiled_graphs(model: PreTrainedModel, configs: list[Config]) -> list[int]:
     return counts
 
 
-# Experts and a gated delta rule here, its code below, and Mamba-2 where models checkpoint themselves.
+# Experts and a gated delta rule; its code is below, Mamba-2 where models checkpoint themselves.
 @pytest.mark.usefixtures("graphs_alone")
 @pytest.mark.parametrize("family", HYBRIDS if FULL else ["qwen3_next"])
 def test_steps_of_compiled_blocks_are_those_of_dense_training(family: str) -> None:
