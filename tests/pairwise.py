@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
+from forkpoint import Config
+
 FULL = os.environ.get("FORKPOINT_FULL_PRODUCTS", "0") not in ("", "0")
 CANDIDATES = 40
 """Rows that are tried for each that is taken."""
@@ -59,3 +61,11 @@ def _parts(row: Sequence[int], strength: int) -> Iterable[tuple[tuple[int, int],
 
 def _values(options: Sequence[Sequence[Any]], row: Sequence[int]) -> Row:
     return tuple(values[place] for values, place in zip(options, row, strict=True))
+
+
+def id_of(value: Any) -> str:
+    """A short name of a value for the name of a test; the same in every process."""
+    if isinstance(value, Config):
+        limit = f"-{value.max_microbatch_tokens}" if value.max_microbatch_tokens else ""
+        return f"{value.sharing}-{value.boundary}-{value.leaf_layout}{limit}"
+    return getattr(value, "__name__", str(value))

@@ -20,7 +20,7 @@ from steps import ACROSS, clear_gradients, step_error
 
 from forkpoint import Config, wrap
 from forkpoint.testing import tiny_model
-from pairwise import pairwise
+from pairwise import id_of, pairwise
 
 pytestmark = quiet_peft
 
@@ -43,7 +43,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("family", "adapter", "dtype", "config"),
     pairwise(FAMILIES, tuple(ADAPTERS), tuple(BARS), CONFIGS),
-    ids=str,
+    ids=id_of,
 )
 def test_adapters_on_a_frozen_base(
     family: str, adapter: str, dtype: torch.dtype, config: Config
