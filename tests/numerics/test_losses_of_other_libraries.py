@@ -179,7 +179,10 @@ def follow(name: str, arguments: dict[str, object], more: dict[str, object]) -> 
     return getattr(losses, taken[0] if taken else name)(**found, **more)
 
 
-@pytest.mark.parametrize(("name", "arguments", "there", "more"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "arguments", "there", "more"),
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in CASES],
+)
 def test_the_loss_that_is_named_is_the_loss_there(name, arguments, there, more) -> None:
     loss = follow(name, arguments, more)
     batch = make_batch()
