@@ -2,7 +2,7 @@
 
 The seeds are fixed, so that an unchanged commit passes every time. `make fuzz` tries fresh ones.
 
-FORKPOINT_FUZZ_CASES: how many cases all shards together try; 240 by default.
+FORKPOINT_FUZZ_CASES: how many cases all shards together try; 160 by default.
 FORKPOINT_FUZZ_SEED: where their seeds begin; 0 by default.
 
 A failure prints its seed; `python tests/fuzz/run.py --replay SEED` shows and checks it again.
@@ -28,7 +28,7 @@ from forkpoint.testing import dense_run, lifted_upcasts
 from integration.sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage, one_owner_counts
 
 SHARDS = 4
-CASES = int(os.environ.get("FORKPOINT_FUZZ_CASES", "240"))
+CASES = int(os.environ.get("FORKPOINT_FUZZ_CASES", "160"))
 FIRST = int(os.environ.get("FORKPOINT_FUZZ_SEED", "0"))
 
 KEPT = json.loads((Path(__file__).parent / "kept_seeds.json").read_text(encoding="utf-8"))

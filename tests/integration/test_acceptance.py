@@ -2,7 +2,7 @@
 
 One scenario (see scenarios.py) under every combination of sharing and boundary, in float64: loss,
 log-probs, entropies and every parameter's gradient within 1e-10 of a dense run by the stock model.
-Models, losses, plans and kernels are combined three at a time (see pairwise.py).
+Options of models, losses, plans and kernels are combined in pairs (see pairwise.py).
 """
 
 from dataclasses import replace
@@ -63,7 +63,6 @@ STEPS = grouped(
         ("grpo", "gspo", "dpo", "coupled"),
         CONFIGS,
         ("cpu_flash", "reference"),
-        strength=3,
     )
 )
 OF_ENTROPIES = grouped(

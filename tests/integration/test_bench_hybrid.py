@@ -14,10 +14,11 @@ from benchmarks.steps.hybrid_time import COMPILED, KINDS
 from benchmarks.steps.stepper import Stepper
 from forkpoint import ModelShape
 from forkpoint.plan import make_plan
+from forkpoint.plan.program import PHASES
 
 METRICS = {
     *(f"{side} {m}" for side in ("dense", "shared") for m in ("step", "nonfinite", "rate")),
-    *(f"{side} phase {phase}" for side in ("dense", "shared") for phase in "ABC"),
+    *(f"{side} phase {phase}" for side in ("dense", "shared") for phase in PHASES),
     *(f"{side}{m} difference" for side in ("", "dense again: ") for m in ("log-prob", "gradient")),
     *("speed-up", "share of bound"),
 }

@@ -51,7 +51,7 @@ class ModelError(Exception):
 
 ERRORS = [torch.OutOfMemoryError, ModelError, KeyboardInterrupt]
 
-# Events of the plan, in order; the first backward is B D0. A0 has no parent, B1 has four children.
+# Events of the plan, in order; the first backward is that of leaf 3.
 EVENTS = (
     *("forward prefix 0", "forward prefix 1", "forward prefix 2", "forward leaf 3"),
     *("backward leaf 3", "backward prefix 2", "backward prefix 1"),

@@ -121,7 +121,7 @@ def logged_step(
 
     @functools.wraps(forward)
     def watched(module: nn.Module, x: Tensor) -> Tensor:
-        if log.event()[0] != "B":
+        if not log.event().startswith("backward"):
             log.inputs.setdefault(log.event(), []).append(StorageWeakRef(x.untyped_storage()))
             x.register_hook(lambda _: log.entries.append(f"layer {layer_of[module]}"))
         return forward(module, x)
@@ -176,10 +176,10 @@ def test_the_last_wave_fetches_into_what_it_gives_back(
     prompt, last = plan.microbatches[0], plan.microbatches[-1]
     had_bytes = stats.back_bytes * last.run_tokens / prompt.run_tokens
     layer = stats.back_bytes / LAYERS
-    for free, fetched in log.given_back["A0"]:
+    for free, fetched in log.given_back["prefix 0"]:
         assert fetched <= max(2 * layer, free * had_bytes) + layer / 4
     # Much of it is back before its own backward begins, and of that only the rest is fetched.
-    assert log.given_back["A0"][-1][1] > 0.5 * had_bytes
+    assert log.given_back["prefix 0"][-1][1] > 0.5 * had_bytes
 
 
 @pytest.mark.parametrize("checkpointing", POLICIES)

@@ -121,7 +121,7 @@ def test_programs_aligned_with_those_of_other_ranks_are_exact(name: str, loss: s
     # A rank without scores among ranks that have them, and the reverse.
     single = wrap(model(name), CONFIGS["keep"]).plan(batch)
     programs = align([*(plan.program for plan in plans.values()), single.program])
-    assert all(any(i.idle for i in program.instructions) for program in programs[3:])
+    assert sum(any(i.idle for i in program.instructions) for program in programs) >= 2
     for (way, plan), program in zip(plans.items(), programs, strict=False):
         wanted, _ = step(name, CONFIGS[way], plan, LOSSES[loss], batch)
         found, _ = step(name, CONFIGS[way], replace(plan, program=program), LOSSES[loss], batch)

@@ -123,14 +123,14 @@ def build(family: str, *, critic: bool = False) -> PreTrainedModel:
 
 
 def groups_of_1_2_4_9(seed: int = 0) -> RolloutBatch:
-    """Groups of 1, 2, 4 and 9 with responses of 1 to 40 tokens; some responses share a start."""
+    """Groups of 1, 2, 4 and 9 with responses of 1 to 24 tokens; some responses share a start."""
     rng = np.random.default_rng(seed)
     rollouts = []
     for group, size in enumerate((1, 2, 4, 9)):
         prompt = rng.integers(0, 61, int(rng.integers(3, 20))).tolist()
         start = rng.integers(0, 61, 3).tolist()
         for member in range(size):
-            length = int(rng.integers(1, 41)) if member else (1, 40)[group % 2]
+            length = int(rng.integers(1, 25)) if member else (1, 24)[group % 2]
             response = (start if member % 3 == 2 else []) + rng.integers(0, 61, length).tolist()
             tokens = prompt + response
             rollouts.append(

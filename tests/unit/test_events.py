@@ -1,9 +1,4 @@
-"""The literal order of work, as the engine ran it: `F A0` is microbatch A0's forward, `B A0` its
-backward.
-
-Batches are texts, a letter a token. A microbatch's text is what its forward read, and a rollout's
-last token is not read.
-"""
+"""The literal order of work as the engine ran it, and what the model saw of it."""
 
 import re
 from collections.abc import Iterator
@@ -193,7 +188,9 @@ def test_step_and_score(
     policy, batch = wrap(model(), config), make_batch(groups)
     with recorded() as seen:
         stats = policy.forward_backward(batch, LogLikelihood())
-        check(stats.events, seen, expected, texts)
+        # Where no token is trained one runs, to know which parameters get zero gradients.
+        ran = seen if expected else [entry for entry in seen if not entry.endswith(" a")]
+        check(stats.events, ran, expected, texts)
         assert stats.events == stats.plan.events()
     with recorded() as seen:
         scores = policy.score(batch)

@@ -24,7 +24,7 @@ def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple
     """Cost and peak of a plan by a meter of its own."""
     edges = plan.forest.token_edges(batch.offsets)
     meter = CountedMeter(plan, labelled_of_microbatches(plan, edges, batch.loss_mask))
-    return plan_cost(plan, batch, coupling, meter), peak_bytes(plan, meter, SHAPE)
+    return plan_cost(plan, batch, meter), peak_bytes(plan, meter, SHAPE)
 
 
 @settings(max_examples=150 if FULL else 60, derandomize=True, deadline=None)

@@ -46,10 +46,10 @@ def test_every_plan_reads_back_and_explains_its_counts(
 def test_a_plan_of_another_version_is_refused() -> None:
     plan = make_plan(batch_of([[1, 2, 3], [1, 2, 4]]), SHAPE)
     values = json.loads(plan.to_json())
-    assert values["version"] == 3
+    assert values["version"] == 4
     for version in (1, "2", None):
         text = json.dumps({**values, "version": version})
-        with pytest.raises(PlanError, match=f"version {version!r} .* reads plans of version 3"):
+        with pytest.raises(PlanError, match=f"version {version!r} .* reads plans of version 4"):
             Plan.from_json(text)
     with pytest.raises(PlanError, match="version 'list'"):
         Plan.from_json("[]")
@@ -123,14 +123,14 @@ def test_explain_in_full() -> None:
     assert "padding run besides 3" in check
     assert "bound on the speed-up (tokens) 1.67x" in check
     assert "group across 1.000 chosen" in check
-    assert "A0 - 1 3 3 3" in check
-    assert "B0 A0 3 6 9 0" in check
+    assert "prefix 0 - 1 3 3 3" in check
+    assert "leaf 1 prefix 0 3 6 9 0" in check
     assert text.splitlines()[-5:] == [
         "segments: tokens x rollouts through them, and their microbatch",
-        "└── 3 x 3  A0",
-        "    ├── 2 x 1  B0",
-        "    ├── 1 x 1  B0",
-        "    └── 3 x 1  B0",
+        "└── 3 x 3  prefix 0",
+        "    ├── 2 x 1  leaf 1",
+        "    ├── 1 x 1  leaf 1",
+        "    └── 3 x 1  leaf 1",
     ]
 
 
@@ -173,5 +173,5 @@ def test_a_deep_tree_says_how_many_segments_it_leaves_out() -> None:
     rollouts = [Rollout([*stem[:n], 99, 98], [0] * (n + 1) + [1], 1.0) for n in range(1, 60)]
     plan = make_plan(RolloutBatch(rollouts), None, Config(sharing="tree", boundary="within"))
     text = plan.explain()
-    shown = sum(" x " in line and "A0" in line for line in text.splitlines())
+    shown = sum(" x " in line and "leaf 0" in line for line in text.splitlines())
     assert f"and {len(plan.forest) - shown} segments more" in text

@@ -4,6 +4,7 @@ Through the one place where values of a record become arrays, record.py.
 """
 
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from forkpoint.dumps.formats import Format, detect
 from forkpoint.dumps.limits import MemoryLimit
 from forkpoint.dumps.record import Record, RecordError
 from forkpoint.dumps.samples import samples
+from pairwise import FULL
 
 Make = Callable[[Sequence[Rollout]], dict[str, Any]]
 
@@ -174,8 +176,11 @@ def test_every_field_with_every_kind_of_value(name: str, tmp_path: Path) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for field in dict.fromkeys([*table, *OTHERS]):
-            for kind in KINDS:
-                for given in changed(table, field, kind):
+            for at, kind in enumerate(KINDS):
+                # A sample, a batch or a row in turn: each kind in each form, over all fields.
+                forms = list(changed(table, field, kind))
+                turn = zlib.crc32(f"{name} {field}".encode()) + at
+                for given in forms if FULL else forms[turn % max(1, len(forms)) :][:1]:
                     try:
                         read(given, format, memory)
                     except Exception as error:

@@ -26,7 +26,7 @@ class StepRecord:
     phase_ms: dict[str, float]
     """Of `ms`, the phases of `StepStats.phase_ms`."""
     events: tuple[str, ...]
-    """The order of work: `F A0` is row A0's forward, `B A0` its backward."""
+    """The order of work, such as "forward prefix 0" (`Plan.events`)."""
     event_ms: tuple[float, ...]
     event_memory_bytes: tuple[int, ...] | None
     """Bytes that CUDA held allocated once each of `events` was issued, above those held when the
