@@ -1,4 +1,8 @@
-"""The literal order of work as the engine ran it, and what the model saw of it."""
+"""The literal order of work as the engine ran it, and what the model saw of it.
+
+Batches are texts, a letter a token. A microbatch's text is what its forward read, and a rollout's
+last token is not read.
+"""
 
 import re
 from collections.abc import Iterator
