@@ -14,7 +14,8 @@ class Capabilities:
     of it. Not where activation checkpointing of the model's own repeats forwards."""
     length_multiple: int = 1
     """Lengths of packed microbatches must be multiples of this many tokens; 1 is any length. A host
-    that splits sequences over ranks, or whose kernels take whole tiles alone, needs more."""
+    that splits sequences over ranks, or whose kernels take whole tiles alone, needs more. The
+    planner refuses such a host so far."""
 
     def __post_init__(self) -> None:
         if type(self.length_multiple) is not int or self.length_multiple < 1:

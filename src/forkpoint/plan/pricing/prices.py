@@ -52,10 +52,7 @@ class Prices:
             return TokenMeter()
         key = _key_of_microbatches(plan)
         if key not in self._meter_of:
-            every = self.labelled(plan.forest)
-            labelled = [
-                int(every[list(microbatch.segments)].sum()) for microbatch in plan.microbatches
-            ]
+            labelled = [microbatch.labelled for microbatch in plan.microbatches]
             self._meter_of[key] = (
                 CountedMeter(plan, labelled)
                 if self.calibration is None
