@@ -359,11 +359,9 @@ class Engine:
             activations = Activations(plan, prepared, self.host, cache, self.staging)
             step.changes.later(activations.close)
         for instruction in instructions:
-            source, inputs = plan, None
-            if instruction.idle:
-                source, inputs = _idle(device)
-            else:
-                inputs = prepared[instruction.microbatch]
+            # An idle slot runs one token of a plan of its own.
+            idle = instruction.idle
+            source, inputs = _idle(device) if idle else (plan, prepared[instruction.microbatch])
             timer.mark(phase_of(instruction.operation, inputs.microbatch))
             events.append(plan.event(instruction))
             if self.observer is not None:
