@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from forkpoint import Config, ConfigError, ModelShape
+from forkpoint.plan import MODELS, known_name
 from forkpoint.plan.pricing.sizes import MOST_LAYERS
 
 PLAIN: dict[str, Any] = {
@@ -100,3 +101,36 @@ def test_options_that_numpy_cannot_count(name: str) -> None:
     for value in (2**63, 10**5_000):
         with pytest.raises(ConfigError, match=f"{name} is above 9223372036854775807"):
             Config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        *((name, name) for name in MODELS),
+        *((f"Someone/{name.upper()}", name) for name in MODELS),
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b"),
+        ("Qwen/Qwen3-30B-A3B-Base", "qwen3-30b-a3b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-Math-7B", "qwen2.5-7b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama3-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3-8b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3-70b"),
+        ("unsloth/Llama-3.2-1B", "llama3.2-1b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("deepseek-ai/DeepSeek-R1-0528", "deepseek-v3"),
+        # Other sizes by a similar name.
+        ("Qwen/Qwen3-VL-8B-Instruct", None),
+        ("Qwen/Qwen3-9B", None),
+        ("Qwen/Qwen3-8B-AWQ", None),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", None),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", None),
+        ("mistralai/Mistral-7B-v0.1", None),
+        ("meta-llama/Llama-2-7b-hf", None),
+        ("meta-llama/Llama-3.2-11B-Vision", None),
+        ("Qwen3", None),
+        ("", None),
+    ],
+)
+def test_names_of_a_hub(name: str, known: str | None) -> None:
+    assert known_name(name) == known

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from forkpoint.cli.options import Memory
+from forkpoint.cli.suggestions import suggested
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.families import FAMILIES
-from forkpoint.plan import MODELS, ModelShape
+from forkpoint.plan import MODELS, ModelShape, known_name
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -19,7 +20,7 @@ def config_path(model: Path) -> Path:
     """
     if not model.exists():
         named = "By that name a shape is known, which plan and report can count with and nothing "
-        named = f"{named}can run. " if str(model).lower() in MODELS else ""
+        named = f"{named}can run. " if known_name(str(model)) else ""
         raise ConfigError(
             f"the model {model} does not exist. {named}Give a folder with a transformers model's "
             "config.json and weights, or a config.json alone for random weights; nothing is "
@@ -58,6 +59,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_shape(model: Path, options: Memory) -> ModelShape:
     """The sizes that FLOPs and bytes are counted from: of a configuration, or of a model by name.
 
+    A folder or file of that name comes first; a name is then one that `known_name` knows.
+
     Raises ConfigError where the configuration does not say them, and for what is neither; and
     UnsupportedError for a family that forkpoint does not know, whose cost it cannot count.
     """
@@ -66,11 +69,12 @@ def read_shape(model: Path, options: Memory) -> ModelShape:
         "checkpointed": options.gradient_checkpointing,
     }
     if not model.exists():
-        name = str(model).lower()
-        if name not in MODELS:
+        name = known_name(str(model))
+        if name is None:
             raise ConfigError(
-                f"the model {model} does not exist, as a folder or a config.json; nothing is "
-                f"downloaded. By their names these are known: {', '.join(MODELS)}."
+                f"the model {model} does not exist, as a folder or a config.json"
+                f"{suggested(model.name, MODELS)}; nothing is downloaded. By their names these are "
+                f"known: {', '.join(MODELS)}."
             )
         return ModelShape.from_config(MODELS[name], **sizes)
     path = config_path(model)

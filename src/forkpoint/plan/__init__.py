@@ -2,6 +2,7 @@
 
 from forkpoint.plan.estimate import Estimate as Estimate
 from forkpoint.plan.models import MODELS as MODELS
+from forkpoint.plan.models import known_name as known_name
 from forkpoint.plan.plan import Plan as Plan
 from forkpoint.plan.planner import make_plan as make_plan
 from forkpoint.plan.pricing.cost import ModelShape as ModelShape

@@ -3,6 +3,7 @@
 Each entry is what its published config.json says, by transformers' names.
 """
 
+import re
 from typing import Any
 
 
@@ -58,3 +59,28 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """By the name that the command line takes."""
+
+# What a name of a hub says besides the sizes: who tuned it and how, and when.
+_TUNED = re.compile(
+    r"-(instruct|base|chat|hf|it|thinking|preview|coder|math|reasoning|\d{4}|v0\.3)(?=-|$)"
+)
+_SAME_SIZES = (
+    # Llama 3, 3.1 and 3.3, with or without Meta's name before it, have the sizes of one another.
+    (re.compile(r"^(?:meta-)?llama-?3(?:[.-][13])?-(8b|70b|405b)$"), r"llama3-\1"),
+    (re.compile(r"^(?:meta-)?llama-?3[.-]2-(1b|3b)$"), r"llama3.2-\1"),
+    (re.compile(r"^qwen-?(3|2\.5)-(.+)$"), r"qwen\1-\2"),
+    (re.compile(r"^deepseek-(?:v3(?:\.1)?|r1)(?:-zero)?$"), "deepseek-v3"),
+)
+
+
+def known_name(name: str) -> str | None:
+    """The name in `MODELS` of the sizes that a model of this name has; None where none has them.
+
+    Takes names of a hub, in any case: "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct". Only
+    what leaves the sizes as they are is passed over, so that a name that is another model's, such
+    as a distilled or a quantized one, is not known.
+    """
+    word = _TUNED.sub("", name.strip().lower().rstrip("/").rpartition("/")[2])
+    for pattern, plain in _SAME_SIZES:
+        word = pattern.sub(plain, word)
+    return word if word in MODELS else None
