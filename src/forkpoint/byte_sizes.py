@@ -33,8 +33,7 @@ def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int |
         bare = isinstance(given, str) and given.lstrip("-").isdigit()
         raise ConfigError(
             f"{name} is {given if bare else repr(given)[:80]}; it takes a number of bytes of "
-            f"at least 1, or text such as "
-            "'8GB', '512MiB'. Leave it out for the default."
+            "at least 1, or text such as '8GB', '512MiB'. Leave it out for the default."
         )
     if size > MOST:
         raise ConfigError(f"{name} is above {MOST} bytes, the most that it takes.")
@@ -47,3 +46,8 @@ def shown(count: float) -> str:
         if count >= unit:
             return f"{count / unit:,.1f} {name}"
     return f"{int(count)} bytes"
+
+
+def exactly(count: int) -> str:
+    """The same with the bytes that were rounded away: 1.5 GiB (1,610,612,737 bytes)."""
+    return shown(count) if count < KIB else f"{shown(count)} ({count:,} bytes)"

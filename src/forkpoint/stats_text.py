@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from forkpoint.byte_sizes import shown
 from forkpoint.plan import Plan
 
 
@@ -12,11 +13,11 @@ def step_line(
 ) -> str:
     """The line that `print(stats)` writes after a step.
 
-    The memory is CUDA's peak in GiB; it is left out on the CPU (None).
+    The memory is CUDA's peak; it is left out on the CPU (None).
     """
     parts = [f"loss={loss:.6g}", _plan_text(plan), f"{sum(phase_ms.values()):,.1f} ms"]
     if peak_memory_bytes is not None:
-        parts.append(f"peak memory {peak_memory_bytes / 2**30:.2f} GiB")
+        parts.append(f"peak memory {shown(peak_memory_bytes)}")
     return f"StepStats({', '.join(parts)})"
 
 

@@ -32,7 +32,7 @@ CORE = {
     "traces": {"dumps", "byte_sizes", "rollout_files", "rollouts", "errors"},
     "forest": set(),
     "layout": {"forest"},
-    "plan": {"layout", "forest", "rollouts", "schema", "config", "errors"},
+    "plan": {"byte_sizes", "layout", "forest", "rollouts", "schema", "config", "errors"},
     "device": set(),
     "ops": {"layout", "device", "errors"},
     "argument_names": set(),

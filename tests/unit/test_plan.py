@@ -60,7 +60,7 @@ def test_auto_shares_within_groups_where_that_is_all_there_is() -> None:
     plan = make_plan(batch_of(group()))
     assert (plan.sharing, plan.boundary) == ("group", "within")
     assert (plan.dense.tokens, plan.shared.tokens) == (8 * 1049, 999 + 8 * 50)
-    assert plan.reason == "predicted to cost 0.167 of dense"
+    assert plan.reason == "predicted 6.00x faster than dense"
     assert [(c.sharing, c.boundary, c.cost) for c in plan.candidates] == [
         (sharing, boundary, 8392 if sharing == "none" else 1399)
         for sharing in ("none", "group", "tree")
@@ -213,30 +213,31 @@ def test_peak_bytes_count_the_microbatches_open_at_once_and_the_arena() -> None:
         (
             {"memory_budget": 1000, "max_microbatch_tokens": 2000},
             SHAPE,
-            "microbatches of 2000 tokens are predicted to need 7341952 bytes and memory_budget is "
-            "1000; raise the budget, or lower max_microbatch_tokens.",
+            "microbatches of 2000 tokens are predicted to need 7.0 MiB (7,341,952 bytes) "
+            "and memory_budget is 1000 bytes; raise the budget, or lower max_microbatch_tokens.",
         ),
         (
             {"memory_budget": 1000, "boundary": "across"},
             SHAPE,
-            "microbatches of 64 tokens are predicted to need 1097856 bytes and memory_budget is "
-            "1000; raise the budget, or checkpoint activations.",
+            "microbatches of 64 tokens are predicted to need 1.0 MiB (1,097,856 bytes) "
+            "and memory_budget is 1000 bytes; raise the budget, or checkpoint activations.",
         ),
         (
             {"memory_budget": 1000, "max_microbatch_tokens": 1049},
             SHAPE,
-            "is 1000; raise the budget, or use boundary='across', which cuts rollouts into "
+            "is 1000 bytes; raise the budget, or use boundary='across', which cuts rollouts into "
             "chains of microbatches.",
         ),
         (
             {"memory_budget": 1000, "boundary": "mixed", "checkpointing": "full"},
             SHAPE,
-            "is 1000; raise the budget, or take fewer rollouts at a time.",
+            "is 1000 bytes; raise the budget, or take fewer rollouts at a time.",
         ),
         (
             {"memory_budget": 1000, "boundary": "mixed", "activations": "keep"},
             SHAPE,
-            "is 1000; raise the budget, or leave activations to the planner (activations='auto').",
+            "is 1000 bytes; raise the budget, or leave activations to the planner "
+            "(activations='auto').",
         ),
         (
             {"max_microbatch_tokens": 1000},
@@ -266,7 +267,7 @@ def test_a_budget_without_a_shape_is_refused_once() -> None:
     with pytest.raises(PlanError) as refused:
         make_plan(batch_of(group()), None, Config(memory_budget=1000))
     assert str(refused.value) == (
-        "memory_budget is 1000, but without a model shape bytes cannot be predicted; name "
+        "memory_budget is 1000 bytes, but without a model shape bytes cannot be predicted; name "
         "the model, or limit max_microbatch_tokens instead."
     )
 

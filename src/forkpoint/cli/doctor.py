@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from forkpoint.byte_sizes import shown
 from forkpoint.cli.options import Flag
 from forkpoint.cli.output import Output
 from forkpoint.synthetic import synthetic_rollouts
@@ -24,7 +25,7 @@ class Doctor:
     The exit code is 1 if the check fails.
 
     Attributes:
-        json: Print only the JSON line.
+        json: Print one line of JSON and nothing else.
     """
 
     json: Flag = False
@@ -204,8 +205,8 @@ def _role(kernel: dict[str, Any]) -> str:
 def _about(device: dict[str, Any]) -> str:
     if "capability" not in device:
         return f"{device['name']}, {device['threads']} threads"
-    gib = device["memory_bytes"] / 2**30
-    return f"{device['name']}, capability {device['capability']}, {gib:.1f} GiB"
+    memory = shown(device["memory_bytes"])
+    return f"{device['name']}, capability {device['capability']}, {memory}"
 
 
 def _table(title: str, rows: Any) -> Table:

@@ -4,6 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
+from forkpoint.byte_sizes import shown
 from forkpoint.plan import Estimate, Totals
 from forkpoint.plan.estimate import Distribution, Split
 
@@ -31,8 +32,7 @@ def totals_table(totals: Totals, groups: int) -> Table:
         add("dense steps, TFLOP", f"{totals.dense.step_flops(totals.shape) / 1e12:,.3f}")
         add("these steps, TFLOP", f"{totals.shared.step_flops(totals.shape) / 1e12:,.3f}")
     if totals.predicted_peak_bytes is not None:
-        gib = totals.predicted_peak_bytes / 2**30
-        add("activations and boundary at the worst peak, GiB", f"{gib:.2f}")
+        add("activations and prefix cache at the worst peak", shown(totals.predicted_peak_bytes))
     if totals.predicted_ms is not None:
         add("predicted time of all steps, ms", f"{totals.predicted_ms:,.1f}")
     if totals.shape is not None:
@@ -142,7 +142,7 @@ def split_table(estimate: Estimate) -> Table:
     for row in splits(estimate):
         count = row["count"]
         kinds = {
-            "microbatch": f"microbatches of {count}, in the order of the file",
+            "microbatch": f"parts of {count} rollouts, in the order of the file",
             "ranks": f"{count} ranks, consecutive rollouts each",
             "ranks, dealt in turn": f"{count} ranks, rollouts dealt in turn",
         }

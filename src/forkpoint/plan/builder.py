@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from forkpoint.byte_sizes import exactly
 from forkpoint.config import Config
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
@@ -71,8 +72,9 @@ class Builder:
             calibration.check_shape(shape)
         if config.memory_budget_bytes is not None and shape is None:
             raise PlanError(
-                f"memory_budget is {config.memory_budget_bytes}, but without a model shape "
-                "bytes cannot be predicted; name the model, or limit max_microbatch_tokens instead."
+                f"memory_budget is {exactly(config.memory_budget_bytes)}, but without a model "
+                "shape bytes cannot be predicted; name the model, or limit max_microbatch_tokens "
+                "instead."
             )
         self.fingerprint: str = fingerprint(batch)
         self._forests: dict[str, Forest] = {}
@@ -181,8 +183,8 @@ class Builder:
             most = min(cost_with_preference(plan) for plan in found) * (1 + LONGER_IS_WORTH)
             return next(plan for plan in found if cost_with_preference(plan) <= most)
         raise PlanError(
-            f"microbatches of {tokens} tokens are predicted to need {needed} bytes and "
-            f"memory_budget is {budget}; raise the budget, or "
+            f"microbatches of {tokens} tokens are predicted to need {exactly(needed)} and "
+            f"memory_budget is {exactly(budget)}; raise the budget, or "
             f"{self._remedy(boundary, tokens)}."
         )
 

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from forkpoint.byte_sizes import shown
 from forkpoint.plan.contents import PlanContents
 
 MOST_ROWS = 24
@@ -46,7 +47,7 @@ def _summary(plan: PlanContents) -> Table:
         again = shared + plan.shared.forward_flops(plan.shape)
         add("the same by policy.logprobs, TFLOP", f"{again / 1e12:,.3f}")
     if plan.predicted_peak_bytes is not None:
-        add("activations and boundary at the peak, GiB", f"{plan.predicted_peak_bytes / 2**30:.2f}")
+        add("activations and prefix cache at the peak", shown(plan.predicted_peak_bytes))
     if plan.predicted_ms is not None:
         add("predicted time of a step, ms", f"{plan.predicted_ms:,.1f}")
     if plan.shape is not None:
@@ -84,8 +85,8 @@ def _microbatches(plan: PlanContents) -> Table:
         table.title = f"{table.title}, checkpointing: {', '.join(policies)}"
     if keeping := sum(microbatch.keeps_logits for microbatch in plan.microbatches):
         table.title = f"{table.title}, logits kept in {keeping:,}"
-    text = ("microbatch", "inside", "activations")
-    names = ["microbatch", "inside", "segments", "tokens", "places", "boundary kept"]
+    text = ("microbatch", "reads", "activations")
+    names = ["microbatch", "reads", "segments", "tokens", "places", "prefix cache"]
     moved = any(microbatch.activations != "keep" for microbatch in plan.microbatches)
     for name in (*names, *(["activations"] if moved else [])):
         table.add_column(name, justify="left" if name in text else "right")

@@ -93,10 +93,12 @@ def _chosen(plans: list[Plan]) -> Plan:
 
 
 def _reason(plan: Plan, dense: float | None, config: Config) -> str:
-    if "auto" not in (config.sharing, config.boundary):
+    if config.sharing == "none" or "auto" not in (config.sharing, config.boundary):
         return "as asked"
     if dense is None:
         return "the cheapest of those looked at"
     if plan.sharing == "none":
         return "nothing that shares costs less than dense"
-    return f"predicted to cost {plan.cost / dense:.3f} of dense"
+    if dense < plan.cost * (1 + NOISE):
+        return "predicted as fast as dense"
+    return f"predicted {dense / plan.cost:.2f}x faster than dense"

@@ -96,8 +96,9 @@ PLANS = (
             Config(sharing="tree", boundary="mixed", memory_budget=100),
         ),
         message="no plan fits this batch:\n"
-        "  tree + mixed: microbatches of 64 tokens are predicted to need 668160 bytes and "
-        "memory_budget is 100; raise the budget, or checkpoint activations.",
+        "  tree + mixed: microbatches of 64 tokens are predicted to need 652.5 KiB "
+        "(668,160 bytes) and memory_budget is 100 bytes; raise the budget, or checkpoint "
+        "activations.",
         means="Rows were shortened to the shortest that the planner takes, and are still "
         "predicted to need more.",
         remedy="Raise the budget, or checkpoint activations; a smaller batch helps where boundary "
@@ -109,8 +110,8 @@ PLANS = (
             *("plan", "ok.jsonl", "--sharing", "group", "--boundary", "mixed"),
             *("--memory-budget", "9"),
         ),
-        message="memory_budget is 9, but without a model shape bytes cannot be predicted; "
-        "name the model, or limit max_microbatch_tokens instead.",
+        message="memory_budget is 9 bytes, but without a model shape bytes cannot be "
+        "predicted; name the model, or limit max_microbatch_tokens instead.",
         means="Bytes depend on the model.",
         remedy="Give --model, or limit the tokens of a row.",
     ),
