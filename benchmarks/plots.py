@@ -123,7 +123,7 @@ class Plot:
     Attributes:
         files: Files of rows.
         output: The folder for the figures, as SVG.
-        json: Print only the JSON line.
+        json: Print one line of JSON and nothing else.
     """
 
     files: Positional[Annotated[tuple[Path, ...], arg(metavar="FILE...")]]

@@ -50,7 +50,7 @@ class Benchmark:
     Attributes:
         output: The file of JSON lines that rows are appended to, as they come.
         max_seconds: Begin nothing new after so many seconds; what is left out is named.
-        json: Print only the JSON line.
+        json: Print one line of JSON and nothing else.
     """
 
     NAME: ClassVar[str]

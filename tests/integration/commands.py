@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from forkpoint import Rollout, save_rollouts
-from forkpoint.cli import main
+from forkpoint.cli import main, progress
+from forkpoint.cli.output import Output, plain
 from forkpoint.synthetic import synthetic_rollouts
 
 VOCABULARY = 61
@@ -34,15 +36,21 @@ class Done:
     code: int
     out: str
     err: str
+    lines: tuple[str, ...]
+    """The JSON lines that it had to tell, printed or not."""
 
     @property
     def result(self) -> dict[str, Any]:
-        """The JSON line, which is the last of stdout."""
-        return json.loads(self.out.splitlines()[-1], parse_constant=_refused)
+        """The JSON line, which --json would print."""
+        (line,) = self.lines
+        return json.loads(line, parse_constant=_refused)
 
 
 class Shell:
-    """Calls a command line, by default that of forkpoint, and captures what it writes."""
+    """Calls a command line, by default that of forkpoint, and captures what it writes.
+
+    Lines of progress, which are written where a command takes seconds, are off.
+    """
 
     def __init__(
         self, capsys: pytest.CaptureFixture[str], run: Callable[[Sequence[str]], int] = main
@@ -52,8 +60,19 @@ class Shell:
 
     def __call__(self, *arguments: object) -> Done:
         self.capsys.readouterr()
-        code = self.run([str(argument) for argument in arguments])
-        return Done(code, *self.capsys.readouterr())
+        told: list[str] = []
+        result = Output.result
+
+        def tell(out: Output, values: dict[str, Any]) -> None:
+            result(out, values)
+            told.append(json.dumps(plain({**values, **out.facts}), allow_nan=False))
+
+        with (
+            mock.patch.object(Output, "result", tell),
+            mock.patch.object(progress, "EVERY_SECONDS", 1e6),
+        ):
+            code = self.run([str(argument) for argument in arguments])
+        return Done(code, *self.capsys.readouterr(), tuple(told))
 
 
 def write_config(path: Path, **changes: Any) -> Path:

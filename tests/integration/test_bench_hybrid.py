@@ -50,7 +50,7 @@ def test_tiny_shapes_on_any_device(shell: Shell, tmp_path: Path) -> None:
         assert rows[f"{side}gradient difference"]["value"] < 1e-4
         assert rows[f"{side}log-prob difference"]["value"] < 1e-5
     assert rows["gradient difference"]["value"] > 0 < rows["log-prob difference"]["value"]
-    last = json.loads(done.out.splitlines()[-1])
+    last = done.result
     assert (last["benchmark"], last["cases"], last["rows"], last["failed"]) == ("hybrid", 1, 18, [])
 
 

@@ -41,7 +41,17 @@ def test_json_is_one_line(
     done = shell(*arguments, *model, *file, "--json")
     assert done.code == 0 and done.err == ""
     assert done.out.count("\n") == 1 and done.out.endswith("}\n")
-    assert done.result["command"] == arguments[0]
+    assert json.loads(done.out) == done.result and done.result["command"] == arguments[0]
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "replay", "report"])
+def test_no_json_unless_it_is_asked_for(
+    command: str, shell: Shell, rollouts: Path, config: Path, tmp_path: Path
+) -> None:
+    options = ("--output", tmp_path / "page.html") if command == "report" else ()
+    done = shell(command, rollouts, "--model", config, *options)
+    assert done.code == 0 and done.err == ""
+    assert done.out and "{" not in done.out and done.result["command"] == command
 
 
 # What they read ----------------------------------------------------------------------------------
@@ -118,7 +128,7 @@ def test_output_that_is_no_utf_8(encoding: str, rollouts: Path, tmp_path: Path) 
     """As a pipe is on Windows, or in a container without a locale: frames are of other lines."""
     path = rollouts.rename(tmp_path / "größe.jsonl")
     done = subprocess.run(
-        [sys.executable, "-m", "forkpoint", "plan", str(path)],
+        [sys.executable, "-m", "forkpoint", "plan", str(path), "--details"],
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": encoding},
         check=False,
@@ -128,7 +138,6 @@ def test_output_that_is_no_utf_8(encoding: str, rollouts: Path, tmp_path: Path) 
     shown = "größe.jsonl" if encoding == "cp1252" else "gr??e.jsonl"
     assert f"what sharing saves on {shown}" in text
     assert "+---" in text and "| rollouts " in text and "+-- " in text
-    assert json.loads(text.splitlines()[-1])["command"] == "plan"
 
 
 def test_progress_on_a_terminal(rollouts: Path, config: Path) -> None:
@@ -151,6 +160,8 @@ def test_progress_on_a_terminal(rollouts: Path, config: Path) -> None:
 
 
 def test_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(json_only=False).result({"a": 1})
+    assert capsys.readouterr().out == ""
     Output(json_only=True).result({"a": math.nan, "b": [1.5, {"c": -math.inf}], "d": Path("x")})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1.5, {"c": None}], "d": "x"}
 

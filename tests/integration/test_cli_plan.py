@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_rollouts
+from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_config, write_rollouts
 
 from forkpoint import Config, RolloutBatch, load_rollouts, record, wrap
 from forkpoint.cli.losses import LossOptions
@@ -46,7 +46,7 @@ def test_plan_counts_tokens(shell: Shell, rollouts: Path) -> None:
         for end in range(1, len(ids) + 1)
     ]
     unique = {path for _, path in paths}
-    done = shell("plan", rollouts)
+    done = shell("plan", rollouts, "--details")
     assert done.code == 0 and done.err == ""
     result = done.result
     assert set(result) == PLAN_FIELDS
@@ -152,16 +152,17 @@ def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> Non
     """The table of a stream is the sum of its batches' plans, or one of them where asked for."""
     made = made_up_rollouts(groups=6)
     file = write_rollouts(tmp_path / "six.jsonl", made)
-    done = shell("plan", file, "--model", config, "--batch-rollouts", 6)
+    done = shell("plan", file, "--model", config, "--batch-rollouts", 6, "--details")
     result = done.result
     assert result["batches"] == 3 and "3 batches, each with a plan of its own" in done.out
-    assert "rows in visiting order" not in done.out
+    assert "in visiting order" not in done.out
     parts = [
         shell(
             "plan",
             write_rollouts(tmp_path / f"{n}.jsonl", made[6 * n : 6 * n + 6]),
             "--model",
             config,
+            "--details",
         )
         for n in range(3)
     ]
@@ -176,7 +177,9 @@ def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> Non
     peaks = [part.result["predicted_peak_bytes"] for part in parts]
     assert result["predicted_peak_bytes"] == max(peaks) > 0
     assert (result["batch"], result["candidates"]) == (0, parts[0].result["candidates"])
-    second = shell("plan", file, "--model", config, "--batch-rollouts", 6, "--batch", 1)
+    second = shell(
+        "plan", file, "--model", config, "--batch-rollouts", 6, "--batch", 1, "--details"
+    )
     assert second.result["candidates"] == parts[1].result["candidates"]
     assert second.result["computed_tokens"] == result["computed_tokens"]
     own, whole = (
@@ -191,7 +194,7 @@ def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> Non
 
 
 def test_plan_says_what_a_split_loses(shell: Shell, rollouts: Path) -> None:
-    done = shell("plan", rollouts)
+    done = shell("plan", rollouts, "--details")
     result = done.result
     found = {(row["kind"], row["count"]): row for row in result["splits"]}
     assert set(found) == {
@@ -200,17 +203,81 @@ def test_plan_says_what_a_split_loses(shell: Shell, rollouts: Path) -> None:
     }
     assert found["microbatch", 1]["group_tokens"] == result["modes"]["none"]["tokens"]
     assert found["ranks", 2]["group_more"] > 0
-    assert "microbatches of 2, in the order of the file" in done.out
+    assert "parts of 2 rollouts, in the order of the file" in done.out
     assert result["distributions"]["group_size"]["p50"] == 3
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "Llama3-8B"])
+SIX = ("shares", "speed-up", "microbatches", "memory", "plan", "next")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *((), ("--model", "Qwen/Qwen3-8B"), ("--sharing", "none"), ("--sharing", "tree")),
+        ("--model", "Qwen/Qwen3-8B", "--memory-budget", "1.7GB"),
+        *(("--batch-rollouts", "4"), ("--batch-rollouts", "4", "--model", "llama3-405b")),
+        ("--boundary", "across", "--sharing", "group", "--max-microbatch-tokens", "32"),
+    ],
+    ids=" ".join,
+)
+def test_plan_answers_in_six_lines(
+    options: tuple[str, ...], shell: Shell, rollouts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rollouts.parent)
+    done = shell("plan", rollouts.name, *options)
+    result, lines = done.result, done.out.splitlines()
+    assert done.code == 0 and done.err == ""
+    assert tuple(line.split()[0] for line in lines) == SIX
+    assert max(map(len, lines)) <= 80
+    shares, speed_up, microbatches, memory, plan, further = lines
+    if "none" in options:
+        assert plan.endswith("none + within, as asked")
+    if all(kind.startswith("none ") for kind in result["plans"]):
+        assert "nothing" in shares
+    else:
+        assert f"{result['computed_tokens']:,} of {result['logical_tokens']:,} tokens" in shares
+    assert f"{result['bound']:.2f}x" in speed_up
+    assert ("in FLOPs" if "--model" in options else "in tokens") in speed_up
+    predicted = result["predicted_speedup"]
+    assert (predicted is None) == ("predicted" not in speed_up)
+    assert predicted is None or f"predicted {predicted:.2f}x over dense" in speed_up
+    assert f" {result['microbatches']} of at most" in microbatches and "9 rollouts" in microbatches
+    assert ("iB of activations" in memory) == ("--model" in options)
+    assert next(iter(result["plans"])) in plan
+    nothing_gained = "--details shows what was looked at" in further
+    assert nothing_gained or ("--model" in further and "(or --details)" in further)
+
+
+def test_sizes_may_be_written_apart(shell: Shell, rollouts: Path) -> None:
+    arguments = ("plan", rollouts, "--model", "qwen3-8b", "--memory-budget")
+    wanted = shell(*arguments, "1.2GB").result
+    assert wanted["microbatches"] > 1, "the budget changes nothing"
+    for words in (("1.2", "GB"), ("1.2 GB",), ("1.2gb",), ("1200000000",)):
+        assert shell(*arguments, *words).result == wanted
+    assert shell(*arguments, "2GiB").code == 0
+    assert shell(*arguments, "2", "gigs").code == 2
+
+
+def test_a_folder_comes_before_a_known_name(
+    shell: Shell, rollouts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rollouts.parent)
+    known = shell("plan", rollouts, "--model", "Qwen/Qwen3-8B").result
+    Path("Qwen/Qwen3-8B").mkdir(parents=True)
+    write_config(Path("Qwen/Qwen3-8B/config.json"))
+    own = shell("plan", rollouts, "--model", "Qwen/Qwen3-8B").result
+    assert own["modes"]["none"]["flops"] < known["modes"]["none"]["flops"] / 1000
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "Llama3-8B", "Qwen/Qwen3-8B"])
 def test_plan_knows_models_by_name(name: str, shell: Shell, rollouts: Path) -> None:
     result = shell("plan", rollouts, "--model", name).result
     assert result["bound_unit"] == "flops"
     assert result["modes"]["none"]["flops"] / result["modes"]["none"]["tokens"] > 4e10
     done = shell("plan", rollouts, "--model", "qwen9")
     assert done.code == 2 and "are known: qwen3-0.6b, " in done.err
+    done = shell("plan", rollouts, "--model", "Qwen/Qwen3-9B")
+    assert done.code == 2 and "did you mean 'qwen3-" in done.err
 
 
 def test_a_batch_that_cannot_be_planned_is_named(

@@ -201,7 +201,7 @@ def test_an_output_that_is_full(rollouts: Path) -> None:
 def test_names_cannot_steer_a_terminal(shell: Shell, tmp_path: Path) -> None:
     """A file's name with escape sequences, in tables and in errors."""
     file = write_rollouts(tmp_path / "a\x1b]0;title\x07\x1b[2J\u202eb.jsonl")
-    done = shell("plan", file)
+    done = shell("plan", file, "--details")
     assert done.code == 0 and not set("\x1b\x07\u202e") & set(done.out + done.err)
     assert r"a\x1b]0;title\x07\x1b[2J\u202eb.jsonl" in done.out
     file.write_text("{")

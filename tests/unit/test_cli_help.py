@@ -31,7 +31,7 @@ OPTIONS = {
         *("--steps", "--lr", "--seed", "--output", "--json"),
     },
     "plan": {
-        *("--model", "--loss", "--batch", "--limit", "--json"),
+        *("--model", "--loss", "--details", "--batch", "--limit", "--json"),
         *(*READING, *BATCHING, *PLANNING, *MEMORY),
     },
     "replay": {
@@ -56,8 +56,12 @@ OPTIONS = {
 }
 
 
-def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main([*arguments, "--help"]) == 0
+SCREEN = (80, 24)
+"""Columns and lines, one of which the shell's own prompt takes."""
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *arguments: str, full: bool = False) -> str:
+    assert main([*arguments, "--help-all" if full else "--help"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
@@ -67,7 +71,7 @@ def test_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys)
     assert set(COMMANDS) == set(OPTIONS)
     for name in COMMANDS:
-        assert re.search(rf"• {name} +\w", text), f"{name} is not listed with what it does"
+        assert re.search(rf"^  {name} +\w", text, re.M), f"{name} is not listed with what it does"
 
 
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,10 +83,38 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_the_options_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_of(capsys, command)
+    text = help_of(capsys, command, full=True)
     found = set(re.findall(r"^[│ ] (--[a-z][\w.-]*)", text, re.MULTILINE)) - {"--help"}
-    assert found == OPTIONS[command]
+    of_every = {"--help-all", "--color", "--debug"}
+    assert found - of_every == OPTIONS[command] and found >= of_every - {"--help-all"}
     assert "{None}" not in text and "--no-" not in text
+
+
+@pytest.mark.parametrize("command", ["", *OPTIONS])
+def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, *([command] if command else []))
+    lines = text.splitlines()
+    assert len(lines) < SCREEN[1] and max(map(len, lines)) < SCREEN[0]
+    assert lines[0].startswith(f"usage: forkpoint {command}") and "--help-all" in text
+    named = set(re.findall(r"^  (--[a-z][a-z-]*)|, (--[a-z][a-z-]*)", text, re.MULTILINE))
+    unknown = {a or b for a, b in named} - {"--help-all", *OPTIONS.get(command, ())}
+    assert not unknown or not command, f"the page names {unknown}, which {command} does not have"
+
+
+def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, full=True)
+    for name in COMMANDS:
+        assert f"usage: forkpoint {name} [-h]" in text
+    for option in {option for options in OPTIONS.values() for option in options}:
+        assert f"{option} " in text or f"{option}\n" in text
+
+
+def test_help_all_breaks_its_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in COMMANDS:
+        assert max(map(len, help_of(capsys, name, full=True).splitlines())) <= 80
 
 
 @pytest.mark.parametrize("command", OPTIONS)
@@ -119,6 +151,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["plan", "x.jsonl", "--limit", "many"], ("many", "--limit")),
         (["doctor", "x.jsonl"], ("x.jsonl",)),
+        # An unknown option is named before what is missing besides.
+        (["plan", "--modle", "x"], ("no option --modle", "did you mean '--model'?")),
+        (["plan", "-modle", "x"], ("no option -modle", "did you mean '--model'?")),
+        (["verify", "--limit_grups=2"], ("no option --limit-grups", "'--limit-groups'")),
+        (["plan", "--optimizer", "sgd"], ("no option --optimizer; replay has it",)),
+        (["replay", "--epsilon", "0.3"], ("no option --epsilon", "give --clip 0.3")),
+        (["--modle", "x"], ("--modle stands before a command",)),
+        (["plan", "x.jsonl", "--color", "blue"], ("--color is 'blue'", "always", "never")),
+        (["plan", "x.jsonl", "--color"], ("--color is ''",)),
     ],
 )
 def test_wrong_arguments(

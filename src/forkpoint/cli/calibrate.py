@@ -36,7 +36,7 @@ class Calibrate:
         blocks: Whether decoder blocks are compiled, as they will be in training. auto compiles on
             CUDA.
         max_seconds: Begin no longer rows after so many seconds.
-        json: Print only the JSON line.
+        json: Print one line of JSON and nothing else.
     """
 
     model: ModelPath

@@ -53,7 +53,7 @@ class Demo:
         lr: AdamW's learning rate.
         seed: Seed of the weights, the prompts and the sampling.
         output: The folder for the plot, demo.png, and its rows, demo.jsonl.
-        json: Print only the JSON line.
+        json: Print one line of JSON and nothing else.
     """
 
     steps: Count = 40

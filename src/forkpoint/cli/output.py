@@ -1,15 +1,16 @@
-"""Output of a command: tables for people, then one JSON line. Imports no torch."""
+"""Output of a command: tables for people, or one JSON line. Imports no torch."""
 
 import codecs
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -22,6 +23,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from forkpoint.cli import colours
+from forkpoint.cli.progress import duration, lines, steps_line
 from forkpoint.report.text import visible
 
 NARROW = 100
@@ -53,19 +56,35 @@ class _Console(Console):
     """A console on which text is only shown: it cannot steer the terminal."""
 
     def render_str(self, text: str, *arguments: Any, **options: Any) -> Text:
-        return super().render_str(visible(text), *arguments, **options)
+        rendered = super().render_str(visible(text), *arguments, **options)
+        return colours.colour(rendered) if self.color_system else rendered
+
+
+def _console(stream: TextIO, **options: Any) -> _Console:
+    """A console that colours where that is wanted, whatever rich would find out by itself."""
+    coloured = colours.wanted(stream)
+    return _Console(
+        file=stream,
+        color_system="standard" if coloured else None,
+        no_color=not coloured,
+        highlight=False,
+        markup=False,
+        **options,
+    )
 
 
 class Output:
-    """Text and tables to stdout, progress to stderr where that is a terminal, the result last."""
+    """Text and tables to stdout, or the JSON line alone; progress to stderr."""
 
     def __init__(self, *, json_only: bool) -> None:
         self.json_only = json_only
         self.facts: dict[str, Any] = {}
         """Further fields of the JSON line, at its end."""
         self.width: int = NARROW if not sys.stdout.isatty() else Console().width
-        self._console = _Console(width=self.width, highlight=False, markup=False)
-        self._errors = _Console(stderr=True, highlight=False, markup=False)
+        self._console = _console(sys.stdout, width=self.width)
+        # A bar needs a terminal that can move its cursor, which others are told to be one.
+        self._bars = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._errors = _console(sys.stderr, force_terminal=self._bars)
 
     def show(self, *things: RenderableType) -> None:
         """Print text or tables, unless only the JSON line was asked for."""
@@ -74,21 +93,35 @@ class Output:
                 self._console.print(thing, soft_wrap=isinstance(thing, str))
 
     def result(self, values: dict[str, Any]) -> None:
-        """Print the JSON line. Numbers that JSON lacks (NaN, infinities) become null."""
-        print(json.dumps(plain({**values, **self.facts}), allow_nan=False))
+        """Print the JSON line, if it was asked for. NaN and infinities become null."""
+        line = json.dumps(plain({**values, **self.facts}), allow_nan=False)
+        if self.json_only:
+            print(line)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Say what is being done, on a terminal, while the block runs."""
-        if not self._errors.is_terminal:
-            yield
-            return
-        with self._errors.status(what):
+        """Say what is being done while the block runs: lines of text where there is no terminal."""
+        with (
+            self._errors.status(what)
+            if self._bars
+            else lines(lambda seconds: f"{what}: {duration(seconds)}")
+        ):
             yield
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar on a terminal with the time left; call what it yields with the steps just done."""
+        """A bar on a terminal with the time left, lines of text elsewhere; call what it yields with
+        the steps just done."""
+        if not self._bars:
+            done = 0
+
+            def count(steps: int) -> None:
+                nonlocal done
+                done += steps
+
+            with lines(lambda seconds: steps_line(what, done, total, seconds)):
+                yield count
+            return
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -98,7 +131,6 @@ class Output:
             TimeRemainingColumn(),
             console=self._errors,
             transient=True,
-            disable=not self._errors.is_terminal,
         )
         with bar:
             task = bar.add_task(what, total=total)

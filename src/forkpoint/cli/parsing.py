@@ -2,7 +2,12 @@
 
 import contextlib
 import io
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import tyro
@@ -10,6 +15,8 @@ from rich.text import Text
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes
 
 from forkpoint.cli.last_resort import USER_ERROR, say
+
+SIZES = ("--memory-budget", "--memory-limit")
 
 
 def read_arguments(kind: Any, arguments: list[str], *, prog: str, **options: Any) -> Any:
@@ -20,6 +27,53 @@ def read_arguments(kind: Any, arguments: list[str], *, prog: str, **options: Any
     """
     config = (FlagCreatePairsOff, OmitArgPrefixes)
     return tyro.cli(kind, prog=prog, args=arguments, config=config, **options)
+
+
+def option_names(kind: Any) -> list[str]:
+    """The options of a command, those of its parts as well: --max-microbatch-tokens, ..."""
+    found: list[str] = []
+    for field in fields(kind):
+        if isinstance(field.default_factory, type):
+            found += option_names(field.default_factory)
+        else:
+            found.append(f"--{field.name.replace('_', '-')}")
+    return found
+
+
+def options_given(arguments: list[str]) -> list[str]:
+    """The names of the options among the arguments, as `option_names` spells them."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    # Numbers may be negative; -h is not among what is asked here.
+    names = (a.partition("=")[0] for a in arguments[:end] if re.match(r"--?[A-Za-z]", a))
+    return [name.replace("_", "-") for name in names]
+
+
+def with_units(arguments: list[str]) -> list[str]:
+    """The arguments with the units of sizes that were written apart: --memory-budget 70 GB."""
+    joined: list[str] = []
+    for word in arguments:
+        size = len(joined) > 1 and joined[-2].replace("_", "-") in SIZES
+        if size and re.fullmatch(r"\d+(\.\d*)? [KMGT]i?B", f"{joined[-1]} {word}", re.IGNORECASE):
+            joined[-1] += word
+        else:
+            joined.append(word)
+    return joined
+
+
+def full_help(kind: Any, *, prog: str) -> str:
+    """Help with every option of a command. Paragraphs are broken where tyro leaves them long."""
+    # Frames are of lines where the output can write them.
+    shown = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding, errors="replace")
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        read_arguments(kind, ["--help"], prog=prog)
+    shown.seek(0)
+    lines = [line.rstrip() for line in Text.from_ansi(shown.read()).plain.splitlines()]
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        part
+        for line in lines
+        for part in ([line] if len(line) <= width else textwrap.wrap(line, width))
+    )
 
 
 def run_command(
@@ -48,4 +102,5 @@ def run_command(
 def _unframed(report: str) -> str:
     """The text of tyro's report of wrong arguments, without its title, its frame and colours."""
     lines = [line.strip("│ ") for line in Text.from_ansi(report).plain.splitlines()[1:]]
-    return "\n".join(line for line in lines if line.strip("╰╯─-"))
+    text = "\n".join(line for line in lines if line.strip("╰╯─-"))
+    return re.sub(r"For full helptext, (?:run|see):?\s+(.+) --help", r"See \1 --help.", text)

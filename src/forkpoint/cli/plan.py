@@ -37,6 +37,7 @@ from forkpoint.cli.options import (
     streamed_batches,
 )
 from forkpoint.cli.output import Output
+from forkpoint.cli.plan_lines import plan_lines
 from forkpoint.errors import ConfigError, ForkpointError
 from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
@@ -50,9 +51,7 @@ AnyModel = DisallowNone[
         arg(metavar="NAME|DIR|CONFIG.json", help_behavior_hint="(default: count tokens only)"),
     ]
 ]
-WhichBatch = Annotated[
-    int | None, WholeNumber, arg(help_behavior_hint="(default: if there is only one)")
-]
+WhichBatch = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: none)")]
 Rollouts = DisallowNone[
     Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: by tokens)")]
 ]
@@ -84,18 +83,21 @@ class Plan:
 
     Attributes:
         file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
-        model: A model by its name (qwen3-8b, llama3-8b, ...), its folder or its config.json; with
-            it FLOPs and bytes are counted, not only tokens.
+        model: A model by its name (Qwen/Qwen3-8B, llama3-8b, ...), its folder or its config.json;
+            with it FLOPs and bytes are counted, not only tokens.
         loss: The loss it is for. Losses that couple the tokens of a rollout (gspo) or the rollouts
             of a pair (dpo, simpo) can cost another forward.
-        batch: Show the whole plan of batch N, counted from 0: its rows and its tree.
+        details: Show the whole plan as well: its microbatches and its tree, what was looked at, how
+            rollouts share, and what is lost where a batch is cut.
+        batch: Show the plan of batch N, counted from 0: its microbatches and its tree.
         limit: Read only the first N rollouts of the file.
-        json: Print only the JSON line.
+        json: Print one line of JSON and nothing else.
     """
 
     file: File
     model: AnyModel = None
     loss: LossName = "grpo"
+    details: Flag = False
     batch: WhichBatch = None
     limit: Limit = None
     json: Flag = False
@@ -128,16 +130,21 @@ class Plan:
                 f"batch is {self.batch}, and {self.file} is read as {batches}; it takes {most}."
             )
         show_source(source, out)
-        if totals.batches > 1:
-            out.show(totals_table(totals, estimate.groups))
-        if totals.batches == 1 or self.batch is not None:
-            if totals.batches > 1:
-                out.show(f"batch {self.batch}:")
-            out.show(shown.explain(width=out.width))
-        out.show(mode_table(estimate, self.file.name))
-        out.show(distribution_table(estimate), split_table(estimate))
+        out.show(*plan_lines(shown, totals, estimate, self.file, self.model))
+        self._show_details(out, shown, totals, estimate)
         out.result(self._result(shown, totals, estimate))
         return 0
+
+    def _show_details(self, out: Output, plan: MadePlan, totals: Totals, of: Estimate) -> None:
+        """The tables that were asked for."""
+        if self.details and totals.batches > 1:
+            out.show(totals_table(totals, of.groups))
+        if self.batch is not None or (self.details and totals.batches == 1):
+            if totals.batches > 1:
+                out.show(f"batch {self.batch}:")
+            out.show(plan.explain(width=out.width))
+        if self.details:
+            out.show(mode_table(of, self.file.name), distribution_table(of), split_table(of))
 
     def _plan(
         self,

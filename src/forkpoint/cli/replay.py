@@ -102,7 +102,7 @@ class Replay:
     """Train a model for some steps on a file of rollouts or a trace, and measure it.
 
     With --baseline dense every step is also run by ordinary dense training (whole rollouts packed
-    into rows), and the two are compared. The JSON line at the end holds what the table shows.
+    into rows), and the two are compared. The line of --json holds what the table shows.
 
     Attributes:
         file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace, whose every
@@ -110,7 +110,7 @@ class Replay:
         model: A transformers model's folder, or a config.json for random weights. Nothing is
             downloaded.
         limit: Read only the first N rollouts of the file.
-        json: Print only the JSON line.
+        json: Print one line of JSON and nothing else.
     """
 
     file: File

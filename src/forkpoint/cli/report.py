@@ -49,7 +49,7 @@ class Report:
         model: For files of rollouts, a model's folder or its config.json; with it FLOPs and bytes
             are counted, not only tokens.
         limit: Read only the first N rollouts of a file.
-        json: Print only the JSON line.
+        json: Print one line of JSON and nothing else.
     """
 
     inputs: Annotated[tuple[Path, ...], Positional, arg(metavar="INPUT...")]

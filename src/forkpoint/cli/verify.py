@@ -38,7 +38,7 @@ class Verify:
         limit_groups: Use the first N groups that give a gradient, as one batch. Groups whose
             advantages are all 0 give none to losses of advantages.
         limit: Read only the first N rollouts of the file.
-        json: Print only the JSON line.
+        json: Print one line of JSON and nothing else.
     """
 
     file: File

@@ -21,28 +21,23 @@ ARGUMENTS = (
     argument_kind(
         "A misspelt option",
         *("plan", "ok.jsonl", "--sharng", "tree"),
-        message="Unrecognized options: --sharng, tree\n"
-        "Perhaps you meant:\n"
-        "--sharing {auto,none,group,tree}\n"
-        "Who may share tokens: nobody (none: ordinary dense training), the\n"
-        "rollouts of one group, or any rollouts that begin alike (tree). auto\n"
-        "takes the cheapest. (default: auto)\n"
-        "For full helptext, run forkpoint plan --help",
+        message="forkpoint plan has no option --sharng (did you mean '--sharing'?). forkpoint plan "
+        "--help-all lists its options.",
         means="No option has this name; nothing is guessed.",
-        remedy="Take one of those named, or see --help.",
+        remedy="Take the one that is suggested, or see --help-all.",
     ),
     argument_kind(
         "An option of another command",
         *("plan", "ok.jsonl", "--optimizer", "sgd"),
-        message="Unrecognized options: --optimizer, sgd\n"
-        "For full helptext, run forkpoint plan --help",
+        message="forkpoint plan has no option --optimizer; replay has it. forkpoint plan "
+        "--help-all lists its options.",
         means="Each command has its own options.",
-        remedy="See --help of the command.",
+        remedy="Take a command that has it.",
     ),
     argument_kind(
         "A second file",
         *("plan", "ok.jsonl", "more.jsonl"),
-        message="Unrecognized options: more.jsonl\nFor full helptext, run forkpoint plan --help",
+        message="Unrecognized options: more.jsonl\nSee forkpoint plan --help.",
         means="A command reads one file.",
         remedy="Join the files; rollout_ids must differ.",
     ),
@@ -53,8 +48,7 @@ ARGUMENTS = (
         "FILE\n"
         "Rollouts, as a trainer or forkpoint writes them, or the folder of a\n"
         "trace. (required)\n"
-        "For full helptext, run:\n"
-        "forkpoint plan --help",
+        "See forkpoint plan --help.",
         means="The command works on a file of rollouts.",
         remedy="Name one, or run forkpoint demo, which makes rollouts up.",
     ),
@@ -65,8 +59,7 @@ ARGUMENTS = (
         "--model DIR|CONFIG.json\n"
         "A transformers model's folder, or a config.json for random weights.\n"
         "Nothing is downloaded. (required)\n"
-        "For full helptext, run:\n"
-        "forkpoint replay --help",
+        "See forkpoint replay --help.",
         means="The command runs a model, and there is no default for it.",
         remedy="Give a folder, or a config.json for random weights.",
     ),
@@ -74,7 +67,7 @@ ARGUMENTS = (
         "An option without its value",
         *("plan", "ok.jsonl", "--leaf-layout"),
         message="Missing value for argument '--leaf-layout'. Expected 1 values.\n"
-        "For full helptext, run forkpoint plan --help",
+        "See forkpoint plan --help.",
         means="The option is followed by a value.",
         remedy="See --help for what it takes.",
     ),
@@ -83,7 +76,7 @@ ARGUMENTS = (
         *("plan", "ok.jsonl", "--sharing", "forest"),
         message="invalid choice 'forest' for argument '--sharing'. Expected one of ('auto',\n"
         "'none', 'group', 'tree').\n"
-        "For full helptext, run forkpoint plan --help",
+        "See forkpoint plan --help.",
         means="The option takes one of a few words.",
         remedy="Take one of those named.",
     ),
@@ -93,7 +86,7 @@ ARGUMENTS = (
         message="invalid choice 'reinforce' for argument '--loss'. Expected one of ('auto',\n"
         "'grpo', 'ppo', 'dapo', 'bnpo', 'dr_grpo', 'cispo', 'sapo', 'gspo',\n"
         "'likelihood', 'sft', 'distillation', 'dpo', 'simpo').\n"
-        "For full helptext, run forkpoint replay --help",
+        "See forkpoint replay --help.",
         means="The command line knows losses by these names.",
         remedy="Take one of those named, or train with a loss of your own from Python.",
     ),
@@ -102,7 +95,7 @@ ARGUMENTS = (
         *("verify", "ok.jsonl", "--model", "ok.json", "--dtype", "int8"),
         message="invalid choice 'int8' for argument '--dtype'. Expected one of ('float32',\n"
         "'bfloat16', 'float64').\n"
-        "For full helptext, run forkpoint verify --help",
+        "See forkpoint verify --help.",
         means="Models are trained in these dtypes.",
         remedy="Take one of those named.",
     ),
@@ -113,7 +106,7 @@ ARGUMENTS = (
         "Argument helptext:\n"
         "--limit N\n"
         "Read only the first N rollouts of the file. (default: all)\n"
-        "For full helptext, see forkpoint plan --help",
+        "See forkpoint plan --help.",
         means="The option takes a whole number.",
         remedy="Give one, without a point, a unit or a thousands separator.",
     ),
@@ -124,7 +117,7 @@ ARGUMENTS = (
         "Argument helptext:\n"
         "--lr RATE\n"
         "Its learning rate. (default: 1e-05)\n"
-        "For full helptext, see forkpoint replay --help",
+        "See forkpoint replay --help.",
         means="The option takes a number.",
         remedy="Give one, such as 1e-5.",
     ),

@@ -106,8 +106,8 @@ LOSSES = (
     Kind(
         name="An option of TRL or verl",
         error=None,
-        message="Unrecognized options: --epsilon, 0.3\n"
-        "For full helptext, run forkpoint replay --help\n"
+        message="forkpoint replay has no option --epsilon. forkpoint replay --help-all lists its "
+        "options.\n"
         "--epsilon: it is clip here; give --clip 0.3",
         means="The command line has the names of forkpoint's losses.",
         remedy="Give the option that the last line names.",

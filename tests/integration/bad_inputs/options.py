@@ -69,6 +69,21 @@ OPTIONS = (
         remedy="Take the one that is suggested.",
     ),
     option_kind(
+        "An option before the command",
+        argv=("--sharing", "tree", "plan", "ok.jsonl"),
+        message="--sharing stands before a command; the command comes first, as in forkpoint plan "
+        f"FILE. Commands are {', '.join(COMMANDS)}.",
+        means="Options belong to commands.",
+        remedy="Write it after the command.",
+    ),
+    option_kind(
+        "A colour that there is none of",
+        argv=("plan", "ok.jsonl", "--color", "blue"),
+        message="--color is 'blue'; allowed are auto, always, never.",
+        means="--color says whether verdicts are coloured.",
+        remedy="Leave it out; then they are on a terminal, unless there is a NO_COLOR.",
+    ),
+    option_kind(
         "A batch beyond the last one",
         argv=("plan", "ok.jsonl", "--batch-rollouts", "4", "--batch", "3"),
         message="batch is 3, and ok.jsonl is read as 3 batches; it takes a whole number from 0 to "
