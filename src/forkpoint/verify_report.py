@@ -110,9 +110,12 @@ class VerifyReport:
 
     def table(self, *, most: int = 10, width: int = 100) -> str:
         """The worst parameters and the verdict, as text."""
-        table = Table(title=f"gradients against {self.reference_dtype} training")
+        title = f"gradients against {self.reference_dtype} training"
+        table = Table(title=title, caption_justify="left")
         for name in ("parameter", "norm", "shared error", "dense error", "of allowed"):
-            table.add_column(name, justify="left" if name == "parameter" else "right")
+            # Names that are cut off are all alike.
+            left = name == "parameter"
+            table.add_column(name, justify="left" if left else "right", overflow="fold")
         for entry in self.worst[:most]:
             table.add_row(
                 entry.name,

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_rollout
 
 import dumps
 from forkpoint import RolloutBatch, load_rollouts
+from forkpoint.cli import main, progress
 from forkpoint.cli.models import load_model
 from forkpoint.cli.options import Runtime
 from forkpoint.cli.output import Output
@@ -157,6 +159,35 @@ def test_progress_on_a_terminal(rollouts: Path, config: Path) -> None:
     assert process.returncode == 0
     assert b"training" in shown and b"4/4" in shown
     assert out.count(b"\n") == 1 and json.loads(out)["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("verify", "comparing gradients"), ("replay", "training"), ("demo", "training")],
+)
+def test_progress_through_a_pipe(
+    command: str,
+    said: str,
+    rollouts: Path,
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lines of text, one at a time, and stdout has the JSON line alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.01)
+    files = () if command == "demo" else (str(rollouts), "--model", str(config))
+    assert (
+        main([command, *files, *map(str, SHORT_DEMO if command == "demo" else ()), "--json"]) == 0
+    )
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1 and json.loads(captured.out)["command"] == command
+    lines = captured.err.splitlines()
+    assert captured.err.endswith("\n") and captured.err.isascii()
+    assert all(line.isprintable() for line in lines)
+    wanted = rf"{said}: (\d of \d steps, )?\d s(, about \d s left)?"
+    assert any(re.fullmatch(wanted, line) for line in lines), lines
 
 
 def test_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:

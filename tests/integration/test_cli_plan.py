@@ -203,7 +203,7 @@ def test_plan_says_what_a_split_loses(shell: Shell, rollouts: Path) -> None:
     }
     assert found["microbatch", 1]["group_tokens"] == result["modes"]["none"]["tokens"]
     assert found["ranks", 2]["group_more"] > 0
-    assert "parts of 2 rollouts, in the order of the file" in done.out
+    assert "parts of 2 rollouts, in order" in done.out
     assert result["distributions"]["group_size"]["p50"] == 3
 
 

@@ -16,6 +16,7 @@ from bombs import EMPTY_ZSTD, GOOD, SKIPPABLE, line, long_rollout, with_value
 from bombs import _gzip as gzipped
 from bombs import _zstd as zstded
 from forkpoint import ConfigError, Rollout, RolloutError, load_rollouts
+from forkpoint.byte_sizes import exactly, shown
 from forkpoint.dumps import compressed
 from forkpoint.dumps.json_lines import parse_object
 from forkpoint.dumps.limits import (
@@ -42,6 +43,7 @@ def write(folder: Path, content: bytes, name: str = "x.jsonl") -> Path:
     ("given", "count"),
     [
         *(("8GB", 8 * 10**9), ("8 GiB", 8 << 30), ("1.5g", 15 * 10**8), ("512MiB", 512 * MIB)),
+        *(("40GB", 40 * 10**9), ("40GiB", 40 << 30), ("70 GB", 70 * 10**9), ("40gib", 40 << 30)),
         *(("3 kb", 3000), ("1TB", 10**12), ("1024", 1024), (1024, 1024), (" 7 ", 7), (None, None)),
     ],
 )
@@ -265,3 +267,10 @@ def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("forkpoint.dumps.containers.parse_object", without)
     with pytest.raises(RolloutError, match="takes more memory than there is for this process"):
         load_rollouts(write(tmp_path, with_value("1")))
+
+
+def test_sizes_are_shown_alike() -> None:
+    assert [shown(n) for n in (0, 1023, 1024, 5 << 20, 3 << 29)] == (
+        ["0 bytes", "1023 bytes", "1.0 KiB", "5.0 MiB", "1.5 GiB"]
+    )
+    assert (exactly(1000), exactly(1097856)) == ("1000 bytes", "1.0 MiB (1,097,856 bytes)")

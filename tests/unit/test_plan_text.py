@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, ModelShape, Plan, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import make_plan
+from forkpoint.plan.explain import flops_text
 from forkpoint.plan.plan import fingerprint
 from pairwise import FULL
 from plan_shapes import SHAPE
@@ -132,6 +133,17 @@ def test_explain_in_full() -> None:
         "    ├── 1 x 1  leaf 1",
         "    └── 3 x 1  leaf 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [
+        *((0, "0.0 MFLOP"), (37.5e6, "37.5 MFLOP"), (999e9, "999.0 GFLOP")),
+        *((1e12, "1.0 TFLOP"), (14.25e12, "14.2 TFLOP"), (2.5e18, "2,500.0 PFLOP")),
+    ],
+)
+def test_flops_have_a_unit_that_fits(flops: float, text: str) -> None:
+    assert flops_text(flops) == text
 
 
 def test_what_was_looked_at_has_its_predicted_speed_up() -> None:

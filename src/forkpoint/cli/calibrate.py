@@ -35,7 +35,7 @@ class Calibrate:
         device: What is measured. auto takes a CUDA device if there is one.
         blocks: Whether decoder blocks are compiled, as they will be in training. auto compiles on
             CUDA.
-        max_seconds: Begin no longer rows after so many seconds.
+        max_seconds: Begin no longer microbatches after so many seconds.
         json: Print one line of JSON and nothing else.
     """
 
@@ -79,8 +79,8 @@ def _tables(found: "Calibration") -> list[Table]:
     for name in ("measured", "size", "forward", "backward"):
         curves.add_column(name, justify="left" if name == "measured" else "right")
     for name, unit, curve in (
-        ("one block, ms", "tokens of the row", found.block),
-        ("a row besides, ms", "tokens of the row", found.rest),
+        ("one block, ms", "tokens", found.block),
+        ("a microbatch besides, ms", "tokens", found.rest),
         ("head, ms", "labelled tokens", found.head),
         ("causal attention, pairs/ms", "tokens of a segment", found.causal),
         ("attention to an ancestor, pairs/ms", "tokens of the ancestor", found.rectangle),

@@ -7,6 +7,7 @@ from rich.table import Table
 from forkpoint.byte_sizes import shown
 from forkpoint.plan import Estimate, Totals
 from forkpoint.plan.estimate import Distribution, Split
+from forkpoint.plan.explain import flops_text
 
 NAMES = {"none": "nobody (dense)", "group": "each group", "tree": "each batch (tree)"}
 
@@ -29,8 +30,8 @@ def totals_table(totals: Totals, groups: int) -> Table:
     for kind, count in totals.kinds.most_common():
         add(f"planned as {kind}", f"{count:,} of {totals.batches:,}")
     if totals.shape is not None and totals.dense is not None and totals.shared is not None:
-        add("dense steps, TFLOP", f"{totals.dense.step_flops(totals.shape) / 1e12:,.3f}")
-        add("these steps, TFLOP", f"{totals.shared.step_flops(totals.shape) / 1e12:,.3f}")
+        add("FLOPs of dense steps", flops_text(totals.dense.step_flops(totals.shape)))
+        add("FLOPs of these steps", flops_text(totals.shared.step_flops(totals.shape)))
     if totals.predicted_peak_bytes is not None:
         add("activations and prefix cache at the worst peak", shown(totals.predicted_peak_bytes))
     if totals.predicted_ms is not None:
@@ -60,14 +61,7 @@ def modes(estimate: Estimate) -> dict[str, dict[str, Any]]:
 
 def mode_table(estimate: Estimate, name: str) -> Table:
     table = Table(title=f"what sharing saves on {name}")
-    columns = [
-        "who shares",
-        "distinct tokens",
-        "tokens run",
-        "of dense",
-        "TFLOP",
-        "speed-up at most",
-    ]
+    columns = ["who shares", "distinct", "tokens run", "of dense", "FLOPs", "speed-up"]
     for column in columns:
         table.add_column(column, justify="left" if column == "who shares" else "right")
     dense = max(1, estimate.work["none"].tokens)
@@ -82,11 +76,11 @@ def mode_table(estimate: Estimate, name: str) -> Table:
             f"{distinct[mode]:,}",
             f"{values['tokens']:,}",
             f"{values['tokens'] / dense:.1%}",
-            "-" if values["flops"] is None else f"{values['flops'] / 1e12:,.3f}",
+            "-" if values["flops"] is None else flops_text(values["flops"]),
             f"{values['bound']:.2f}x",
         )
     unit = "tokens" if estimate.shape is None else "FLOPs"
-    table.caption = f"forward and backward; the speed-up is counted in {unit}"
+    table.caption = f"forward and backward; at most that speed-up, counted in {unit}"
     return table
 
 
@@ -136,15 +130,15 @@ def splits(estimate: Estimate) -> list[dict[str, Any]]:
 
 
 def split_table(estimate: Estimate) -> Table:
-    table = Table(title="tokens run where a batch is cut, and more than uncut")
-    for column in ("parts share nothing with each other", "groups share", "", "batches share", ""):
-        table.add_column(column, justify="left" if column.startswith("parts") else "right")
+    table = Table(title="tokens run where a batch is cut (parts share nothing), more than uncut")
+    for column in ("cut into", "groups share", "", "batches share", ""):
+        table.add_column(column, justify="left" if column == "cut into" else "right")
     for row in splits(estimate):
         count = row["count"]
         kinds = {
-            "microbatch": f"parts of {count} rollouts, in the order of the file",
-            "ranks": f"{count} ranks, consecutive rollouts each",
-            "ranks, dealt in turn": f"{count} ranks, rollouts dealt in turn",
+            "microbatch": f"parts of {count} rollout{'' if count == 1 else 's'}, in order",
+            "ranks": f"{count} ranks, consecutive parts",
+            "ranks, dealt in turn": f"{count} ranks, dealt in turn",
         }
         table.add_row(
             kinds[row["kind"]],

@@ -86,9 +86,8 @@ def explained(error: BaseException) -> tuple[int, str]:
     if isinstance(error, MemoryError) or _TORCH_MEMORY in str(error):
         return USER_ERROR, (
             f"error: the memory of this machine ran out{while_at} ({_reason(error)}). Take a part "
-            "of the rollouts (--limit), shorter rows (--max-microbatch-tokens) or a smaller "
-            "model, or run "
-            "it on a machine with more memory."
+            "of the rollouts (--limit), shorter microbatches (--max-microbatch-tokens) or "
+            "a smaller model, or run it on a machine with more memory."
         )
     if isinstance(error, OSError):
         return USER_ERROR, f"error: {_of_system(error)}"

@@ -80,17 +80,21 @@ class Output:
         self.json_only = json_only
         self.facts: dict[str, Any] = {}
         """Further fields of the JSON line, at its end."""
-        self.width: int = NARROW if not sys.stdout.isatty() else Console().width
+        self._terminal = sys.stdout.isatty()
+        self.width: int = NARROW if not self._terminal else Console().width
         self._console = _console(sys.stdout, width=self.width)
         # A bar needs a terminal that can move its cursor, which others are told to be one.
         self._bars = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._errors = _console(sys.stderr, force_terminal=self._bars)
 
     def show(self, *things: RenderableType) -> None:
-        """Print text or tables, unless only the JSON line was asked for."""
+        """Print text or tables, unless only the JSON line was asked for.
+
+        Lines of text are broken on a terminal alone, between words.
+        """
         if not self.json_only:
             for thing in things:
-                self._console.print(thing, soft_wrap=isinstance(thing, str))
+                self._console.print(thing, soft_wrap=isinstance(thing, str) and not self._terminal)
 
     def result(self, values: dict[str, Any]) -> None:
         """Print the JSON line, if it was asked for. NaN and infinities become null."""

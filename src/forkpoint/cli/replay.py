@@ -102,7 +102,7 @@ class Replay:
     """Train a model for some steps on a file of rollouts or a trace, and measure it.
 
     With --baseline dense every step is also run by ordinary dense training (whole rollouts packed
-    into rows), and the two are compared. The line of --json holds what the table shows.
+    into microbatches), and the two are compared. The line of --json holds what the table shows.
 
     Attributes:
         file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace, whose every
@@ -254,8 +254,10 @@ def show_report(out: Output, report: "ReplayReport") -> None:
     """The steps as a table, and what they add up to."""
     values = report.to_dict()
     dense = values["dense_ms"] is not None
-    table = Table(title=f"optimizer steps: {', '.join(values['plans'])}", box=SIMPLE_HEAD)
-    names = ["step", "tokens given", "tokens run", "shared loss", "shared ms"]
+    title = f"optimizer steps, tokens given and run: {', '.join(values['plans'])}"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # As wide as a terminal of 80 columns, with numbers of usual lengths.
+    names = ["step", "given", "run", "shared loss", "shared ms"]
     for name in [*names, *(["dense loss", "dense ms", "speed-up"] if dense else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     for number, step in enumerate(report.steps[:MOST_STEPS], start=1):

@@ -26,6 +26,14 @@ def explain(plan: PlanContents, *, width: int) -> str:
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
 
+def flops_text(flops: float) -> str:
+    """A number of FLOPs as people read it: 14.3 TFLOP."""
+    for unit, name in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if flops >= unit:
+            return f"{flops / unit:,.1f} {name}"
+    return f"{flops / 1e6:,.1f} MFLOP"
+
+
 def _summary(plan: PlanContents) -> Table:
     table = Table(show_header=False)
     table.add_column()
@@ -42,10 +50,10 @@ def _summary(plan: PlanContents) -> Table:
     add("prefix cache held at once, tokens", f"{plan.cache_tokens:,}")
     if plan.shape is not None:
         dense, shared = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
-        add("dense step, TFLOP", f"{dense / 1e12:,.3f}")
-        add("this step, TFLOP", f"{shared / 1e12:,.3f}")
+        add("FLOPs of a dense step", flops_text(dense))
+        add("FLOPs of this step", flops_text(shared))
         again = shared + plan.shared.forward_flops(plan.shape)
-        add("the same by policy.logprobs, TFLOP", f"{again / 1e12:,.3f}")
+        add("FLOPs with policy.logprobs besides", flops_text(again))
     if plan.predicted_peak_bytes is not None:
         add("activations and prefix cache at the peak", shown(plan.predicted_peak_bytes))
     if plan.predicted_ms is not None:

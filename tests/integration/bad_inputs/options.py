@@ -132,7 +132,7 @@ OPTIONS = (
         "leaf_layout that there are none of",
         lambda: Config(leaf_layout="auto"),  # type: ignore[arg-type]
         message="leaf_layout is 'auto'; allowed are 'packed', 'padded'.",
-        means="leaf_layout says how rows of branches are laid out.",
+        means="leaf_layout says how microbatches of branches are laid out.",
         remedy="Leave it out for packed microbatches.",
     ),
     option_kind(
@@ -140,7 +140,7 @@ OPTIONS = (
         lambda: Config(max_microbatch_tokens=0),
         ("plan", "ok.jsonl", "--max-microbatch-tokens", "0"),
         message="max_microbatch_tokens is 0; it takes a whole number of at least 1.",
-        means="A row holds at least one token.",
+        means="A microbatch holds at least one token.",
         remedy="Leave it out, and the planner chooses.",
     ),
     option_kind(
@@ -303,8 +303,8 @@ OPTIONS = (
         prepare=lambda patch: patch.setattr(Policy, "forward_backward", out_of_memory),
         message="out of device memory: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
         "Lower --max-microbatch-tokens, or add --gradient-checkpointing.",
-        means="A row's activations, or the model itself, are larger than what is free.",
-        remedy="Rows of fewer tokens need less, and the result is the same.",
+        means="A microbatch's activations, or the model itself, are larger than what is free.",
+        remedy="Microbatches of fewer tokens need less, and the result is the same.",
     ),
     option_kind(
         "Groups that give no gradient",

@@ -99,7 +99,7 @@ PLANS = (
         "  tree + mixed: microbatches of 64 tokens are predicted to need 652.5 KiB "
         "(668,160 bytes) and memory_budget is 100 bytes; raise the budget, or checkpoint "
         "activations.",
-        means="Rows were shortened to the shortest that the planner takes, and are still "
+        means="Microbatches were shortened to the shortest that the planner takes, and are still "
         "predicted to need more.",
         remedy="Raise the budget, or checkpoint activations; a smaller batch helps where boundary "
         "state is what takes the memory.",
@@ -113,7 +113,7 @@ PLANS = (
         message="memory_budget is 9 bytes, but without a model shape bytes cannot be "
         "predicted; name the model, or limit max_microbatch_tokens instead.",
         means="Bytes depend on the model.",
-        remedy="Give --model, or limit the tokens of a row.",
+        remedy="Give --model, or limit the tokens of a microbatch.",
     ),
     calibration_kind(
         "A calibration of another version",
