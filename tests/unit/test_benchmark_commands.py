@@ -147,8 +147,8 @@ def test_a_figure_above_its_bar_fails(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(commands, "command", lambda _: Made)
     monkeypatch.setitem(COMMANDS, "made", "")
-    assert main(["made", "--value", value]) == code
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(["made", "--value", value, "--json"]) == code
+    result = json.loads(capsys.readouterr().out)
     assert result["rows"] == 2 and result["failed"] == (["a: m"] if code else [])
     lines = (tmp_path / "made.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
@@ -163,9 +163,9 @@ def test_the_time_that_is_up_is_said(
     monkeypatch.setattr(commands, "command", lambda _: Made)
     monkeypatch.setitem(COMMANDS, "made", "")
     assert main(["made", "--max-seconds", "0"]) == 0
-    text = capsys.readouterr().out
-    assert "left out, the time was up: the second" in text
-    assert json.loads(text.splitlines()[-1])["left_out"] == ["the second"]
+    assert "left out, the time was up: the second" in capsys.readouterr().out
+    assert main(["made", "--max-seconds", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == ["the second"]
 
 
 def test_the_picture_of_the_readme_is_drawn(

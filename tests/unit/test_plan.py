@@ -68,6 +68,27 @@ def test_auto_shares_within_groups_where_that_is_all_there_is() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("dense", "config", "reason"),
+    [
+        (2 * 1399, Config(), "predicted 2.00x faster than dense"),
+        (1.006 * 1399, Config(), "predicted 1.01x faster than dense"),
+        (1.004 * 1399, Config(), "predicted as fast as dense"),
+        (0.996 * 1399, Config(), "predicted as fast as dense"),
+        (None, Config(), "the cheapest of those looked at"),
+        (None, Config(sharing="group", boundary="within"), "as asked"),
+    ],
+)
+def test_a_plan_says_how_much_faster_it_is(dense, config: Config, reason: str) -> None:
+    plan = make_plan(batch_of(group()), config=Config(sharing="group", boundary="within"))
+    assert plan.cost == 1399
+    assert planner._reason(plan, dense, config) == reason
+
+
+def test_nobody_shares_where_that_was_asked() -> None:
+    assert make_plan(batch_of(group()), config=Config(sharing="none")).reason == "as asked"
+
+
 def test_auto_shares_over_groups_that_begin_alike() -> None:
     lists = [[*ids, 5_000 + i] for i, ids in enumerate(group(prompt=1000, response=300, count=2))]
     plan = make_plan(batch_of(lists, groups=["one", "two"]))

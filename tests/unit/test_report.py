@@ -94,9 +94,11 @@ def test_plots(tmp_path: Path) -> None:
 def test_the_command_without_a_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_rollouts(tmp_path / "rollouts.jsonl", list(made_up()))
     page = tmp_path / "page.html"
-    assert main(["report", str(tmp_path / "rollouts.jsonl"), "--output", str(page)]) == 0
+    given = ["report", str(tmp_path / "rollouts.jsonl"), "--output", str(page)]
+    assert main(given) == 0
     out = capsys.readouterr().out
-    result = json.loads(out.splitlines()[-1])
+    assert main([*given, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
     assert result["figures"] == [["forest", "schedule", "counts"]]
     assert result["bytes"] == len(page.read_bytes())
     assert "bound on the speed-up" in out
