@@ -6,6 +6,7 @@ venv := .venv
 bin := $(venv)/bin
 ready := $(venv)/.installed
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
+no_gpu := not gpu and not multi_gpu
 
 # Planning, rollouts, losses and whole steps of small models: under 90 seconds on two cores.
 QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py tests/unit/test_events.py \
@@ -15,7 +16,7 @@ QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py tests/unit/test
 FUZZ_SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions bench-forest clean
+.PHONY: help demo test test-slow test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions bench-forest clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,14 +24,17 @@ help:  ## this list
 demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; plot in demo-output/
 	@$(bin)/forkpoint demo
 
-test: $(ready)  ## all tests that need no GPU, with options in pairs (tests/pairwise.py)
-	@$(pytest) -m "not gpu and not multi_gpu" -n $(WORKERS) --dist worksteal
+test: $(ready)  ## every kind of test that needs no GPU: at most 5 minutes on two cores
+	@$(pytest) -m "$(no_gpu) and not slow and not examples" -n $(WORKERS) --dist worksteal
 
-test-full: $(ready)  ## all tests that need no GPU, with whole products of options; an hour or more
-	@FORKPOINT_FULL_PRODUCTS=1 $(pytest) -m "not gpu and not multi_gpu" -n $(WORKERS) --dist worksteal
+test-slow: $(ready)  ## what make test leaves out: endurance, compilers, more cases; 8 minutes
+	@$(pytest) -m "$(no_gpu) and slow" -n $(WORKERS) --dist worksteal
+
+test-full: $(ready)  ## both, with whole products of options; an hour or more
+	@FORKPOINT_FULL_PRODUCTS=1 $(pytest) -m "$(no_gpu)" -n $(WORKERS) --dist worksteal
 
 test-quick: $(ready)  ## the fast tests alone, for every save
-	@$(pytest) -q -m "not gpu and not multi_gpu and not slow" -n $(WORKERS) --dist worksteal $(QUICK)
+	@$(pytest) -q -m "$(no_gpu) and not slow" -n $(WORKERS) --dist worksteal $(QUICK)
 
 fuzz: $(ready)  ## random models, batches and plans from fresh seeds, for FUZZ_SECONDS
 	@$(bin)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --seed $$(date +%s)

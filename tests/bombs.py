@@ -43,7 +43,7 @@ class Bomb:
 
     read: whether its rollouts are read.
     options: of the command line, with which it is read.
-    slow: whether it takes seconds, so that only tests/fuzz/readers.py tries it.
+    slow: whether it takes seconds, so that `make test` does not try it.
     """
 
     write: Write

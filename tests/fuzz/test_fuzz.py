@@ -25,7 +25,15 @@ from transformers import CONFIG_MAPPING
 
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.testing import dense_run, lifted_upcasts
-from integration.sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage, one_owner_counts
+from integration.sabotage import (
+    ACROSS_MICROBATCHES,
+    WITHIN,
+    Sabotage,
+    leak_between_siblings,
+    one_child_dropped,
+    one_owner_counts,
+)
+from lanes import slow_besides
 
 SHARDS = 4
 CASES = int(os.environ.get("FORKPOINT_FUZZ_CASES", "160"))
@@ -44,8 +52,7 @@ def test_kept_seeds(kept: dict) -> None:
     assert str(outcome) == "exact", f"{kept['what']}\n{case}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", slow_besides([0], range(SHARDS)))
 def test_seeds(shard: int) -> None:
     tally = Tally()
     first = FIRST + shard * 100_000
@@ -89,10 +96,13 @@ def telling_seeds(boundary: str, count: int) -> tuple[int, ...]:
 
 BUGS = [("across", bug) for bug in (*ACROSS_MICROBATCHES, one_owner_counts)]
 BUGS += [("within", bug) for bug in WITHIN]
+TWO_BUGS = [("across", one_child_dropped), ("within", leak_between_siblings)]
 
 
 @pytest.mark.usefixtures("without_sample")
-@pytest.mark.parametrize(("boundary", "bug"), BUGS, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize(
+    ("boundary", "bug"), slow_besides(TWO_BUGS, BUGS), ids=lambda x: getattr(x, "__name__", x)
+)
 def test_bugs_are_found(boundary: str, bug: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = telling_seeds(boundary, 8)
     bug(monkeypatch)

@@ -8,6 +8,8 @@ import pytest
 from fuzz_pickles import corpus, fuzz, write_corpus
 from mutate_pickles import Mutations
 
+from lanes import slow_besides
+
 SEED, COUNT = 20274, 20
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and peaks are Linux's")
@@ -60,7 +62,7 @@ fuzz_pickles.main()
 """
 
 
-@pytest.mark.parametrize("outcome", BUGS)
+@pytest.mark.parametrize("outcome", slow_besides(("traceback", "ran"), BUGS))
 def test_bugs_are_found(outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz_pickles, "MOST_GROWTH_BYTES", 32 << 20)
     program = WORKER.format(folder=str(Path(__file__).parent), bug=BUGS[outcome])

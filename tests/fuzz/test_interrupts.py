@@ -31,6 +31,7 @@ from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.thread_state import ThreadState
 from forkpoint.hosts import modules
+from lanes import slow_besides
 
 pytestmark = [
     # What arrives in a destructor or a callback of a weak reference is ignored, with a warning.
@@ -63,14 +64,18 @@ def interrupt(name: str, times: int, *, ways: tuple[str, ...] = WAYS, seed: int 
     return tally
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize(
+    "name", slow_besides(("accumulated", "recompute", "two-pass", "score"), DIFFERENT)
+)
 def test_at_random_moments(name: str) -> None:
     tally = interrupt(name, 1)
     assert not tally.failures
     assert tally.interrupts > 0
 
 
-@pytest.mark.parametrize("name", ["failing", "failing-restoring", "out-of-memory"])
+@pytest.mark.parametrize(
+    "name", slow_besides(["failing"], ["failing", "failing-restoring", "out-of-memory"])
+)
 def test_while_a_failed_step_is_put_back(name: str) -> None:
     tally = Tally()
     list(Interrupter(name, tally).everywhere(stride=43))
@@ -79,7 +84,9 @@ def test_while_a_failed_step_is_put_back(name: str) -> None:
     assert {key[2] for key in tally.counts} == {outcome}
 
 
-@pytest.mark.parametrize("name", ["accumulated", "sums-restoring"])
+@pytest.mark.parametrize(
+    "name", slow_besides(["sums-restoring"], ["accumulated", "sums-restoring"])
+)
 def test_there_is_one_moment_at_which_a_step_happens(name: str) -> None:
     """Before it nothing is added, after it everything: at each of the last bytecodes."""
     tally, bytecodes = Tally(), Bytecodes(of_control)
@@ -148,7 +155,7 @@ BUGS: dict[str, tuple[Any, str, Callable, str, Callable, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", slow_besides(("a half", "one level"), BUGS))
 def test_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, replaced, bug, case, function, stride = BUGS[name]
     code, tally = inspect.unwrap(function).__code__, Tally()

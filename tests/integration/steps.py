@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,15 @@ def relative_distance(found: dict[str, Tensor | None], wanted: dict[str, Tensor 
             total += float(gradient.double().square().sum())
     assert total > 0, "the wanted gradient is zero, so nothing is compared"
     return math.sqrt(square / total)
+
+
+def with_options(policy: Policy, config: Config) -> Policy:
+    """A policy of the same model with every option of `config`.
+
+    A sample that has shown the model to agree is not run again, as it is where a model is wrapped
+    anew.
+    """
+    return policy.with_config(**{f.name: getattr(config, f.name) for f in fields(config)})
 
 
 def step_error(

@@ -1,10 +1,12 @@
 """Files that inflate, declare what is not there, or take time: every command ends with exit code 0
 or 2, within 40 seconds and 1 GiB, under a limit on its address space.
 
-What takes longer to try is in tests/fuzz/readers.py.
+`make test` tries a file or two of each class, `make test-slow` all of them.
 """
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,13 @@ from commands import write_config
 
 import contained
 from bombs import CLASSES, Bomb
+from lanes import slow_besides
 from pairwise import FULL
 
 GIB = 1 << 30
 MOST_CPU_SECONDS = 40
-NAMES = [(kind, name) for kind, bombs in CLASSES.items() for name, b in bombs.items() if not b.slow]
+Key = tuple[str, str]
+NAMES: list[Key] = [(kind, name) for kind, bombs in CLASSES.items() for name in bombs]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
 
 
@@ -24,36 +28,44 @@ def bomb(kind: str, name: str) -> Bomb:
     return CLASSES[kind][name]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    made = {}
-    for key in NAMES:
-        made[key] = bomb(*key).write(tmp_path_factory.mktemp("bomb"))
-    return made
+def first(kind: str, *, read: bool) -> list[Key]:
+    """The first file of a class that is read, or that is refused, if there is one."""
+    return [key for key in NAMES if key[0] == kind and bomb(*key).read == read][:1]
+
+
+INFLATING = [("compressed", "zeros in zstd"), ("compressed", "a rollout of 6 million tokens")]
+FEW = [key for kind in CLASSES for read in (True, False) for key in first(kind, read=read)]
+FEW += [key for key in INFLATING if key not in FEW]
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    files: dict[tuple[str, str], Path],
-) -> dict[tuple[str, str], contained.Outcome]:
-    commands = [["plan", str(path), *bomb(*key).options] for key, path in files.items()]
-    return dict(zip(files, contained.run(commands, address_bytes=GIB), strict=True))
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Key], Path]:
+    """Writes a file, once."""
+    return cache(lambda key: bomb(*key).write(tmp_path_factory.mktemp("bomb")))
 
 
-@pytest.mark.parametrize(("kind", "name"), NAMES)
-def test_a_plan_ends(
-    kind: str, name: str, outcomes: dict[tuple[str, str], contained.Outcome]
-) -> None:
-    check(outcomes[kind, name], 0 if bomb(kind, name).read else 2)
+@pytest.fixture(scope="module")
+def outcome(files: Callable[[Key], Path]) -> Callable[[Key], contained.Outcome]:
+    """Outcome of the plan of a file, with which those of all files of its lane are made."""
+
+    @cache
+    def outcomes(few: bool) -> dict[Key, contained.Outcome]:
+        keys = FEW if few else [key for key in NAMES if key not in FEW]
+        commands = [["plan", str(files(key)), *bomb(*key).options] for key in keys]
+        return dict(zip(keys, contained.run(commands, address_bytes=GIB), strict=True))
+
+    return lambda key: outcomes(key in FEW)[key]
 
 
-def test_an_inflating_file_names_the_limit(
-    outcomes: dict[tuple[str, str], contained.Outcome],
-) -> None:
-    said = outcomes["compressed", "zeros in zstd"].err
-    assert "inflates" in said and "128 times" in said and "--memory-limit" in said
-    said = outcomes["compressed", "a rollout of 6 million tokens"].err
-    assert "memory_limit is 640.0 MiB, the default for a file of" in said
+@pytest.mark.parametrize(("kind", "name"), slow_besides(FEW, NAMES))
+def test_a_plan_ends(kind: str, name: str, outcome: Callable[[Key], contained.Outcome]) -> None:
+    check(outcome((kind, name)), 0 if bomb(kind, name).read else 2)
+
+
+def test_an_inflating_file_names_the_limit(outcome: Callable[[Key], contained.Outcome]) -> None:
+    zeros, tokens = (outcome(key).err for key in INFLATING)
+    assert "inflates" in zeros and "128 times" in zeros and "--memory-limit" in zeros
+    assert "memory_limit is 640.0 MiB, the default for a file of" in tokens
 
 
 COMMANDS = {
@@ -62,20 +74,18 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_other_commands_end(
-    command: str, files: dict[tuple[str, str], Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("command", slow_besides(["report"], COMMANDS))
+def test_other_commands_end(command: str, files: Callable[[Key], Path], tmp_path: Path) -> None:
     """One file of each class that is refused, and small ones that are read."""
     config = write_config(tmp_path / "config.json")
-    keys = [key for key in NAMES if bomb(*key).read and files[key].stat().st_size < 1 << 20]
+    few = [key for key in NAMES if bomb(*key).read and not bomb(*key).slow]
+    keys = [key for key in few if files(key).stat().st_size < 1 << 20]
     if not FULL:  # each file by one of the commands
         keys = keys[list(COMMANDS).index(command) :: len(COMMANDS)]
-    keys += [next(key for key in NAMES if key[0] == kind and not bomb(*key).read)
-             for kind in CLASSES]  # fmt: skip
+    keys += [key for kind in CLASSES for key in first(kind, read=False)]
     named = {"FILE": None, "OUT.html": tmp_path / "out.html", "CONFIG": config}
     jobs = [
-        [str(files[key]) if word == "FILE" else str(named.get(word, word))
+        [str(files(key)) if word == "FILE" else str(named.get(word, word))
          for word in COMMANDS[command]] + list(bomb(*key).options)
         for key in keys
     ]  # fmt: skip
@@ -83,12 +93,10 @@ def test_other_commands_end(
         check(outcome, 0 if bomb(*key).read else 2)
 
 
-def test_a_model_is_not_run_on_what_inflates(
-    files: dict[tuple[str, str], Path], tmp_path: Path
-) -> None:
+def test_a_model_is_not_run_on_what_inflates(files: Callable[[Key], Path], tmp_path: Path) -> None:
     """No model is made: the address space would not do for torch."""
     config = str(write_config(tmp_path / "config.json"))
-    path = str(files["compressed", "a rollout of 2 million tokens"])
+    path = str(files(("compressed", "a rollout of 2 million tokens")))
     jobs = [[command, path, "--model", config] for command in ("verify", "replay")]
     for outcome in contained.run(jobs, address_bytes=GIB):
         check(outcome, 2)

@@ -26,7 +26,12 @@ SHORT_DEMO = ("--groups", 1, "--prompt-tokens", 64, "--response-tokens", 8, "--s
 
 @pytest.mark.parametrize(
     "arguments",
-    [("plan",), ("verify", "--model"), ("doctor",), ("demo", *SHORT_DEMO)],
+    [
+        ("plan",),
+        ("verify", "--model"),
+        pytest.param(("doctor",), marks=pytest.mark.slow),
+        ("demo", *SHORT_DEMO),
+    ],
     ids=lambda arguments: arguments[0],
 )
 def test_json_is_one_line(

@@ -11,6 +11,7 @@ from forkpoint import losses, wrap
 from forkpoint.testing import tiny_model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 def test_no_gradient_of_attention_is_copied_on_its_way_into_compiled_code() -> None:
     """Compiled backwards take gradients of what their forwards gave as contiguous, or copy them."""

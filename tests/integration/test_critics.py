@@ -12,11 +12,19 @@ import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from sabotage import ACROSS_MICROBATCHES, Sabotage
 from scenarios import CHAIN, TIGHT, acceptance_batch
-from steps import ACROSS, clear_gradients, forked_batch, model_state
+from steps import ACROSS, clear_gradients, forked_batch, model_state, with_options
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from forkpoint import Config, ConfigError, RolloutBatch, RolloutError, UnsupportedError, wrap
+from forkpoint import (
+    Config,
+    ConfigError,
+    Policy,
+    RolloutBatch,
+    RolloutError,
+    UnsupportedError,
+    wrap,
+)
 from forkpoint.dense import DenseRun
 from forkpoint.losses import GRPO, Denominators, Loss, LossBatch, LossOutputs, ValueLoss, gae
 from forkpoint.losses.base import as_loss
@@ -118,10 +126,11 @@ def with_values(batch: RolloutBatch, values_T: Tensor) -> RolloutBatch:
 
 
 def step_faults(
-    model: nn.Module, batch: RolloutBatch, loss: Any, dense: DenseRun, config: Config
+    policy: Policy, batch: RolloutBatch, loss: Any, dense: DenseRun, config: Config
 ) -> list[str]:
+    model = policy.host.model
     clear_gradients(model)
-    stats = wrap(model, config).forward_backward(batch, loss)
+    stats = with_options(policy, config).forward_backward(batch, loss)
     name = (
         f"{config.sharing} + {config.boundary}, {config.leaf_layout}, "
         f"{config.max_microbatch_tokens}"
@@ -149,8 +158,9 @@ def test_steps_are_those_of_dense_training(family: str, loss: str) -> None:
     with lifted_upcasts(model):
         batch = with_values(acceptance_batch(), values_of(model, acceptance_batch()))
         dense = dense_run(model, batch, as_loss(LOSSES[loss]))
+        policy = wrap(model)
         for config in STEPS[family, loss]:
-            faults += step_faults(model, batch, LOSSES[loss], dense, config)
+            faults += step_faults(policy, batch, LOSSES[loss], dense, config)
     assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
 
 
@@ -170,8 +180,9 @@ def test_scores_are_the_values_before_each_token(family: str) -> None:
     model = critic(family)
     with lifted_upcasts(model):
         expected = values_of(model, acceptance_batch())
+        policy = wrap(model)
         for config in CONFIGS:
-            scores = wrap(model, config).score(acceptance_batch())
+            scores = with_options(policy, config).score(acceptance_batch())
             assert float((scores.values - expected).abs().max()) <= BAR
             assert not scores.values.requires_grad and scores.entropies is None
             assert scores.events == scores.plan.events(backward=False)

@@ -14,6 +14,7 @@ from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.losses import GRPO
 from forkpoint.losses.views import batch_denominators
 from forkpoint.testing import tiny_model
+from lanes import slow_besides
 
 BATCH = forked_batch()
 FLOAT32: Any = {"grad_accumulation_dtype": "float32"}
@@ -76,7 +77,7 @@ def test_a_step_is_the_rounded_sum_of_its_microbatches() -> None:
 
 @pytest.mark.usefixtures("graphs_alone")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slow_besides(CONFIGS.keys() - {"compiled"}, CONFIGS))
 def test_they_are_those_of_ordinary_sums(name: str) -> None:
     """In float64, over two steps; into the tensors that are there, and none for what is frozen."""
     model = tiny_model("qwen3")

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from forkpoint import Config, wrap
 from forkpoint.losses import GRPO
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from lanes import slow_besides
 from pairwise import FULL
 
 pytestmark = [
@@ -53,6 +54,7 @@ def compiled_graphs(model: PreTrainedModel, configs: list[Config]) -> list[int]:
 
 
 # Experts and a gated delta rule; its code is below, Mamba-2 where models checkpoint themselves.
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs_alone")
 @pytest.mark.parametrize("family", HYBRIDS if FULL else ["qwen3_next"])
 def test_steps_of_compiled_blocks_are_those_of_dense_training(family: str) -> None:
@@ -62,6 +64,7 @@ def test_steps_of_compiled_blocks_are_those_of_dense_training(family: str) -> No
     assert counts[0] < 20 and len(set(counts)) == 1, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", HYBRIDS if FULL else ["qwen3_5_text"])
 def test_steps_of_generated_code_are_those_of_dense_training(family: str) -> None:
     """Inductor's code; at other lengths and layouts as well."""
@@ -71,7 +74,9 @@ def test_steps_of_generated_code_are_those_of_dense_training(family: str) -> Non
 
 
 @pytest.mark.usefixtures("graphs_alone")
-@pytest.mark.parametrize("family", ["llama", "granitemoehybrid", *["qwen3_5_text"] * FULL])
+@pytest.mark.parametrize(
+    "family", slow_besides(["llama"], ["llama", "granitemoehybrid", *["qwen3_5_text"] * FULL])
+)
 def test_models_that_checkpoint_themselves(family: str) -> None:
     hybrid = family in HYBRIDS
     kinds = ("linear_attention", "full_attention")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hybrids import HYBRIDS, tiny_hybrid
 from torch import nn
 
 from forkpoint import Config, losses, wrap
@@ -62,6 +63,8 @@ def forked_batch() -> RolloutBatch:
 
 @cache
 def model(name: str) -> nn.Module:
+    if name in HYBRIDS:
+        return tiny_hybrid(name)
     if name != "qwen3_moe":
         return tiny_model(name)
     found = tiny_model(name, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)

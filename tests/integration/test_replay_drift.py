@@ -44,6 +44,7 @@ FILES: dict[str, tuple[object, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_real_rollouts(
     file: str,

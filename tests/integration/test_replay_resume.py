@@ -10,6 +10,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from forkpoint.replay.rates import Rate
 from forkpoint.replay.reading import read_steps
 from forkpoint.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
 from forkpoint.testing import tiny_model
+from lanes import slow_besides
 
 KILLS = 10
 
@@ -72,6 +74,7 @@ def finish(process: Any, seconds: float | None = None) -> int:
     return process.exitcode
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(
     uninterrupted: tuple[Path, float], processes: Any, tmp_path: Path
 ) -> None:
@@ -93,7 +96,7 @@ def test_killed_at_random_moments(
     assert resumed > 0, "every kill came before the first checkpoint, so that nothing was resumed"
 
 
-@pytest.mark.parametrize("call", ["replace", "fsync"])
+@pytest.mark.parametrize("call", slow_besides(["replace"], ["replace", "fsync"]))
 def test_killed_while_it_saves(call: str, processes: Any, tmp_path: Path) -> None:
     """Before each rename and each sync, in turn."""
     expected = tmp_path / "expected"
@@ -239,17 +242,23 @@ OTHERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_every_state_comes_back(dtype: torch.dtype, optimizer: Any, tmp_path: Path) -> None:
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"),
+    slow_besides(list(zip(DTYPES, OPTIMIZERS, strict=True)), product(DTYPES, OPTIMIZERS)),
+    ids=str,
+)
+def test_every_state_comes_back(dtype: torch.dtype, optimizer: str, tmp_path: Path) -> None:
     """Two steps of four, then the rest, in one process: as all four at once."""
-    stopped_and_resumed(dtype, optimizer, tmp_path)
+    stopped_and_resumed(dtype, OPTIMIZERS[optimizer], tmp_path)
 
 
-@pytest.mark.parametrize("optimizer", OTHERS.values(), ids=OTHERS)
-def test_every_optimizer_of_torch_comes_back(optimizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", slow_besides(("Adam", "foreach"), OTHERS))
+def test_every_optimizer_of_torch_comes_back(optimizer: str, tmp_path: Path) -> None:
     """A checkpoint has the entries of each optimizer that the check of checkpoints expects."""
-    stopped_and_resumed(torch.float32, optimizer, tmp_path)
+    stopped_and_resumed(torch.float32, OTHERS[optimizer], tmp_path)
 
 
 def stopped_and_resumed(dtype: torch.dtype, optimizer: Any, tmp_path: Path) -> None:

@@ -24,7 +24,13 @@ from experts import (
     routed,
 )
 from peft import LoraConfig, TaskType, get_peft_model
-from sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage
+from sabotage import (
+    ACROSS_MICROBATCHES,
+    WITHIN,
+    Sabotage,
+    leak_between_siblings,
+    one_child_dropped,
+)
 from steps import forked_batch, model_state
 from torch import nn
 
@@ -32,11 +38,15 @@ from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, w
 from forkpoint.hosts import routes as routes_module
 from forkpoint.hosts.routes import Routes, microbatch_tokens
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from lanes import slow_besides
 
 ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=200)
 WITHIN_CONFIG = Config(sharing="group", boundary="within")
 TREE = Config(sharing="tree", boundary="mixed", max_microbatch_tokens=40)
 LOSS = losses.GRPO()
+
+DIFFERENT = ("gpt_oss", "deepseek_v3", "granitemoehybrid")
+"""Families that differ in how experts are chosen and in what else layers do."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
@@ -55,21 +65,21 @@ def foreign_routes(family: str, batch: RolloutBatch) -> Routes:
     return routes
 
 
+WAYS: list[dict[str, Any]] = [
+    {"sharing": "none", "boundary": "within", "max_microbatch_tokens": None},
+    {"leaf_layout": "padded", "boundary": "across", "sharing": "group"},
+    {"checkpointing": "full"},
+    {"checkpointing": "selective"},
+    {"activations": "recompute"},
+]
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [
-        *product(FAMILIES, [{}]),
-        *product(
-            ("gpt_oss", "deepseek_v3"),
-            [
-                {"sharing": "none", "boundary": "within", "max_microbatch_tokens": None},
-                {"leaf_layout": "padded", "boundary": "across", "sharing": "group"},
-                {"checkpointing": "full"},
-                {"checkpointing": "selective"},
-                {"activations": "recompute"},
-            ],
-        ),
-    ],
+    slow_besides(
+        [*product(DIFFERENT, [{}]), *product(["gpt_oss"], WAYS)],
+        [*product(FAMILIES, [{}]), *product(("gpt_oss", "deepseek_v3"), WAYS)],
+    ),
     ids=str,
 )
 def test_shared_and_dense_agree_on_routes_of_another_model(
@@ -104,7 +114,7 @@ def test_shared_and_dense_agree_on_routes_of_another_model(
     assert off > 1e-2, "other experts make no difference"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_besides(DIFFERENT, FAMILIES))
 def test_a_model_that_is_held_to_its_own_routes_does_what_it_did(family: str) -> None:
     batch, model = forked_batch(vocab=256), expert_model(family)
     routers, routes = found_routers(model), Routes(batch)
@@ -165,7 +175,7 @@ def test_rollouts_that_share_tokens_share_choices() -> None:
 # verify ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_besides(DIFFERENT, FAMILIES))
 def test_bfloat16_passes_with_routes_held(family: str) -> None:
     config = (ACROSS, WITHIN_CONFIG)[list(FAMILIES).index(family) % 2]
     report = wrap(expert_model(family), config).verify(expert_batch(), LOSS)
@@ -194,7 +204,10 @@ def test_routes_decide_what_is_measured() -> None:
     assert free.shared_error > 3 * held.shared_error
 
 
-@pytest.mark.parametrize("sabotage", [*ACROSS_MICROBATCHES, *WITHIN])
+@pytest.mark.parametrize(
+    "sabotage",
+    slow_besides((one_child_dropped, leak_between_siblings), [*ACROSS_MICROBATCHES, *WITHIN]),
+)
 def test_sabotage_is_caught_with_routes_held(
     sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +218,9 @@ def test_sabotage_is_caught_with_routes_held(
     assert report.routes is not None and report.routes.held
 
 
-@pytest.mark.parametrize("change", ["model", "full", "selective", "recompute"])
+@pytest.mark.parametrize(
+    "change", slow_besides(("full", "recompute"), ("model", "full", "selective", "recompute"))
+)
 def test_recomputed_layers_take_the_same_routes(change: str) -> None:
     """Within a backward, after other microbatches have run."""
     model, config = expert_model("deepseek_v3"), ACROSS
@@ -274,6 +289,7 @@ def test_rollouts_in_which_nothing_is_trained_choose_for_themselves() -> None:
     assert report.routes is not None and report.routes.held
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 def test_compiled_blocks_are_held_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the compiler its first half alone: what decides whether compiled code is used again."""

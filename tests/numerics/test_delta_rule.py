@@ -295,6 +295,7 @@ def test_the_compiled_convolution_is_the_eager_one(dtype: torch.dtype, biased: b
         assert error <= (1e-14 if dtype == torch.float64 else max(1.1 * bar, 2e-3)), (error, bar)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 def test_the_compiled_convolution_keeps_nothing_padded_or_wide() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from docs_runner import Block, blocks, commands, reader, run_file
+from lanes import slow_besides
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -21,7 +22,11 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+@pytest.mark.parametrize(
+    "path",
+    slow_besides([ROOT / "README.md"], DOCUMENTS, pytest.mark.examples),
+    ids=name,
+)
 def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not any(block.runs for block in blocks(path.read_text(encoding="utf-8"))):
         return

@@ -2,6 +2,7 @@
 
 import time
 import tracemalloc
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pickle_writer import archive
 
 from forkpoint import RolloutError, load_rollouts
 from forkpoint.dumps.pickles import load_pickle
+from lanes import slow_besides
 
 MOST_SECONDS = 60.0
 LIMIT_BYTES = 1 << 18
@@ -27,8 +29,20 @@ def refused(path: Path) -> str:
     return message
 
 
-@pytest.mark.parametrize(("field", "suffix"), [("uid", "pkl"), ("other", "pkl"), ("uid", "pt")])
-@pytest.mark.parametrize("name", FIELDS)
+HEAVY = ("million", "two hundred thousand", " in samples", " in arrays")
+"""Of values that take long to read; `make test` reads them in one way."""
+PLACES = (("uid", "pkl"), ("other", "pkl"), ("uid", "pt"))
+VALUES = [(name, *place) for name, place in product(FIELDS, PLACES)]
+
+
+def heavy(name: str) -> bool:
+    return any(part in name for part in HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "suffix"),
+    slow_besides([v for v in VALUES if not heavy(v[0]) or v[1] == "other"], VALUES),
+)
 def test_a_hostile_value_is_refused(name: str, field: str, suffix: str, tmp_path: Path) -> None:
     """Whether its field is read or not, in a pickle and in a torch file."""
     value, said = FIELDS[name]
@@ -46,7 +60,7 @@ def test_a_hostile_file_is_refused(name: str, tmp_path: Path) -> None:
     assert said in refused(path)
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", slow_besides(("lists", "texts", "dicts", "names"), LARGE))
 def test_memory_has_a_bound(name: str, tmp_path: Path) -> None:
     """Memory stays below the limit and four times the file, which is held besides."""
     path = tmp_path / "x.pkl"
