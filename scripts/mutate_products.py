@@ -7,11 +7,10 @@
     python scripts/mutate_products.py --lines             lines that whole products alone run
 
 A change is one of those of scripts/mutate_losses.py (an operator, a comparison, a condition, a
-number, a detach()) in a line of engine, plan, ops, losses or hosts that the drawn rows run. It runs
-the tests whose options
-are drawn by `tests/pairwise.py`, with the rows that `make test` draws. Only a change that survives
-these runs them with whole products, as `make test-full` does. Exits with 1 if a whole product finds
-a change that the drawn rows do not.
+number, a detach()) in a line of engine, layout, plan, ops, losses or hosts that the drawn rows run.
+It runs the tests whose options are drawn by `tests/pairwise.py`, with the rows that `make test` and
+`make test-slow` draw. Only a change that survives these runs them with whole products, as
+`make test-full` does. Exits with 1 if a whole product finds a change that the drawn rows do not.
 """
 
 import argparse
@@ -36,12 +35,14 @@ from mutate_losses import IMPORTED_BEFORE, ROOT, Change, changes_of
 SOURCE = ROOT / "src" / "forkpoint"
 # Files whose lines decide numbers; what only says, measures or refuses is tested by itself.
 CHANGED = {
-    "engine": ("boundary", "states", "head", "gradient_sums", "offload", "views", "guard"),
-    "plan": ("layout", "packing", "cache", "recurrence", "ordered_forest"),
+    "engine": ("boundary", "states", "gradient_sums", "offload", "guard"),
+    "layout": ("launches", "microbatch", "recurrence"),
+    "plan": ("packing", "cache", "ordered_forest"),
     "ops/attention": ("operator", "merge", "source", "table", "cpu_flash", "reference"),
     "ops/recurrence": ("convolution", "levels", "sequences"),
     "ops/delta_rule": ("chunked", "reference"),
-    "losses": ("base", "policy_loss", "grpo", "gspo", "dpo"),
+    "ops/head": ("logprobs",),
+    "losses": ("base", "views", "policy_loss", "grpo", "gspo", "dpo"),
     "hosts": ("linear_attention", "heads", "checkpointing"),
 }
 TESTS = (
