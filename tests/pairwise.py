@@ -1,8 +1,8 @@
 """Products of options, of which the tests run a part that has every pair.
 
-`make test-full`, or FORKPOINT_FULL_PRODUCTS=1, runs whole products. A fault that needs the values
-of one option or of two together is found by either. `scripts/mutate_products.py` compares what both
-find.
+`make test` and `make test-slow` run the part, `make test-full`, or FORKPOINT_FULL_PRODUCTS=1, whole
+products. A fault that needs the values of one option or of two together is found by either.
+`scripts/mutate_products.py` compares what both find.
 """
 
 import os

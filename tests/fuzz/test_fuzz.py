@@ -2,7 +2,8 @@
 
 The seeds are fixed, so that an unchanged commit passes every time. `make fuzz` tries fresh ones.
 
-FORKPOINT_FUZZ_CASES: how many cases all shards together try; 160 by default.
+FORKPOINT_FUZZ_CASES: how many cases all shards together try, the first of them in `make test`, the
+others in `make test-slow`; 160 by default.
 FORKPOINT_FUZZ_SEED: where their seeds begin; 0 by default.
 
 A failure prints its seed; `python tests/fuzz/run.py --replay SEED` shows and checks it again.

@@ -7,6 +7,7 @@ or 2, within 40 seconds and 1 GiB, under a limit on its address space.
 import sys
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -74,13 +75,19 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", slow_besides(["report"], COMMANDS))
-def test_other_commands_end(command: str, files: Callable[[Key], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "few"),
+    slow_besides([("report", True)], [("report", True), *product(COMMANDS, [False])]),
+    ids=lambda given: given if isinstance(given, str) else "few" if given else "every",
+)
+def test_other_commands_end(
+    command: str, few: bool, files: Callable[[Key], Path], tmp_path: Path
+) -> None:
     """One file of each class that is refused, and small ones that are read."""
     config = write_config(tmp_path / "config.json")
-    few = [key for key in NAMES if bomb(*key).read and not bomb(*key).slow]
-    keys = [key for key in few if files(key).stat().st_size < 1 << 20]
-    if not FULL:  # each file by one of the commands
+    keys = [key for key in (FEW if few else NAMES) if bomb(*key).read and not bomb(*key).slow]
+    keys = [key for key in keys if files(key).stat().st_size < 1 << 20]
+    if not FULL and not few:  # each file by one of the commands
         keys = keys[list(COMMANDS).index(command) :: len(COMMANDS)]
     keys += [key for kind in CLASSES for key in first(kind, read=False)]
     named = {"FILE": None, "OUT.html": tmp_path / "out.html", "CONFIG": config}

@@ -174,6 +174,7 @@ def test_other_calls_fall_back(
     assert not policy.host.compiles
 
 
+@pytest.mark.slow
 def test_a_missing_compiler(
     model: nn.Module,
     dense: Any,

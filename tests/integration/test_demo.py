@@ -213,6 +213,7 @@ def test_what_it_writes_and_says(run: Callable[..., Any], tmp_path: Path) -> Non
     assert f"counted bound {result['bound']:.2f}x" in done.out
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(run: Callable[..., Any]) -> None:
     rewards = [run("--steps", 3, "--seed", s, "--json").result["rewards"] for s in (1, 1, 2)]
     assert rewards[0] == rewards[1] != rewards[2]
@@ -241,7 +242,7 @@ def test_no_rise_is_said(run: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("dtype", "form", "failed"),
     [
-        (torch.float64, (), "agreement in float64"),
+        pytest.param(torch.float64, (), "agreement in float64", marks=pytest.mark.slow),
         (torch.float32, (), "agreement in float32"),
         (torch.float32, ("--json",), "{"),
     ],

@@ -171,7 +171,9 @@ CHANGES: dict[str, Change] = {
 every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "later", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["before", "after"]
+)
 @every_change
 def test_steps_are_exact_and_leave_it(change: Change, later: bool) -> None:
     """Whether it was done before or after the model was wrapped."""
@@ -241,6 +243,7 @@ def test_nothing_is_looked_at_again_while_nothing_changes(monkeypatch: pytest.Mo
     assert policy.host.check(BATCH, training=True) == number
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 def test_blocks_of_a_compiled_model_are_compiled_by_forkpoint() -> None:
     model = compiled_autocast_block(compile_blocks(tiny_model("llama", num_hidden_layers=2)))

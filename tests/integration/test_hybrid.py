@@ -148,7 +148,9 @@ def test_kernels_by_name(kernel: str) -> None:
     check(model, truth(model, acceptance_batch(), loss), loss, [config])
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "family", slow_besides(["qwen3_5_text"], ["qwen3_5_text", "granitemoehybrid"])
+)
 def test_microbatches_that_are_offloaded_or_computed_again(family: str) -> None:
     model, loss = tiny_hybrid(family), LOSSES["grpo"]
     configs = [
@@ -327,6 +329,7 @@ def test_kernels_of_packages_are_not_the_reference(monkeypatch: pytest.MonkeyPat
         assert modeling.torch_chunk_gated_delta_rule is package
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     config = Config(sharing="group", boundary="across", max_microbatch_tokens=600)
     with torch.autocast("cpu", torch.bfloat16):
@@ -381,7 +384,9 @@ def test_adapters_on_every_projection() -> None:
 # Caught ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "family", slow_besides(["qwen3_5_text"], ["qwen3_5_text", "granitemoehybrid"])
+)
 @pytest.mark.parametrize("sabotage", ACROSS_MICROBATCHES, ids=lambda s: s.__name__)
 def test_bugs_across_microbatches_are_caught(
     family: str, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch

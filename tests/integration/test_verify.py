@@ -22,6 +22,7 @@ from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyRep
 from forkpoint import verify as verify_module  # the function is policy.verify
 from forkpoint.losses import Denominators
 from forkpoint.testing import DenseRun, dense_run, tiny_model
+from lanes import slow_besides
 
 TREE_IN_ROW = Config(sharing="tree", boundary="within")
 DENSE = Config(sharing="none")
@@ -111,7 +112,11 @@ def test_an_untouched_model_passes(family: str, dtype: torch.dtype, config: Conf
 
 @pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize(
-    ("family", "config"), [("llama", GROUPS_ACROSS), ("qwen3", GROUPS_IN_ROW), ("qwen3", DENSE)]
+    ("family", "config"),
+    slow_besides(
+        [("llama", GROUPS_ACROSS)],
+        [("llama", GROUPS_ACROSS), ("qwen3", GROUPS_IN_ROW), ("qwen3", DENSE)],
+    ),
 )
 def test_an_untouched_bfloat16_model_passes(family: str, config: Config) -> None:
     report = wrap(real_model(family), config).verify(real_batch(), losses.GRPO())
@@ -131,7 +136,11 @@ def test_autocast_is_verified_in_its_own_precision() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("config", [GROUPS_ACROSS, GROUPS_IN_ROW], ids=["across", "within"])
+@pytest.mark.parametrize(
+    "config",
+    slow_besides([GROUPS_ACROSS], [GROUPS_ACROSS, GROUPS_IN_ROW]),
+    ids=["across", "within"],
+)
 def test_float32_adapters_on_a_bfloat16_base(config: Config) -> None:
     adapters = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
     model = get_peft_model(real_model("qwen3"), adapters)

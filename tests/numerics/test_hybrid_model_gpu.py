@@ -11,6 +11,7 @@ from test_delta_rule_gpu import with_fla as with_fla
 from benchmarks.steps.hybrid import QWEN35_4B, TINY, make_model
 from forkpoint import Config, Rollout, RolloutBatch, wrap
 from forkpoint.losses import GRPO
+from lanes import slow_besides
 
 VOCAB = 8192
 WAYS: dict[str, dict[str, Any]] = {
@@ -60,7 +61,7 @@ def check(way: str, model: Any, batch: RolloutBatch, scale: int) -> None:
     assert report.passed, report.table()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_besides(["mixed"], WAYS))
 def test_the_ways_are_what_they_are_called(way: str) -> None:
     """On any device, in float32 and small."""
     batch = conversations(16)

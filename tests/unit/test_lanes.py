@@ -1,0 +1,94 @@
+"""Lanes of tests: each test is run by one command, and CI runs those that need no GPU."""
+
+import ast
+import re
+import tomllib
+from itertools import chain, combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from lanes import slow_besides
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+OPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
+MARKERS = {marker.partition(":")[0] for marker in OPTIONS["ini_options"]["markers"]}
+GPU = {"gpu", "multi_gpu"}
+
+
+def recipe(target: str) -> str:
+    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
+    assert found, f"there is no make {target}"
+    no_gpu = re.search(r"^no_gpu := (.*)$", MAKEFILE, re.MULTILINE)
+    assert no_gpu
+    return found[1].replace("$(no_gpu)", no_gpu[1])
+
+
+def runs(target: str, marks: set[str]) -> bool:
+    """Whether the command runs a test with these marks."""
+    expression = re.search(r'-m "?([a-z_ ]+)"?', recipe(target).partition("pytest")[2])
+    assert expression
+    return eval(expression[1].strip(), {name: name in marks for name in MARKERS})
+
+
+MARKS = [
+    set(marks)
+    for marks in chain.from_iterable(
+        combinations(sorted(MARKERS - {"examples"}), n) for n in range(len(MARKERS))
+    )
+]
+
+
+@pytest.mark.parametrize("marks", MARKS, ids=lambda marks: " ".join(sorted(marks)) or "none")
+def test_one_command_runs_a_test(marks: set[str]) -> None:
+    if marks & GPU:
+        assert not runs("test", marks) and not runs("test-slow", marks)
+        assert not runs("test-full", marks)
+        assert runs("test-gpu", marks) == ("gpu" in marks)
+    else:
+        assert runs("test", marks) == ("slow" not in marks)
+        assert runs("test-slow", marks) == ("slow" in marks)
+        assert runs("test-full", marks)
+    assert not runs("test-quick", marks) or runs("test", marks)
+
+
+def test_make_check_runs_the_examples() -> None:
+    assert not runs("test", {"examples"}) and not runs("test-slow", {"examples"})
+    (line,) = [line for line in recipe("check").splitlines() if "tests/unit/test_docs.py" in line]
+    assert "-m" not in line.partition("pytest")[2]
+    marked = {path.name for path in (ROOT / "tests").rglob("*.py") if "examples" in marks_of(path)}
+    assert marked == {"test_docs.py"}
+
+
+def test_ci_runs_every_lane() -> None:
+    commands = re.findall(r"^make ([a-z-]+)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert {"check", "test", "test-slow"} <= set(commands)
+
+
+def marks_of(path: Path) -> set[str]:
+    """Names that a file takes of `pytest.mark`."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pytest.mark"
+    }
+
+
+def test_examples_of_properties_are_drawn_from_a_fixed_seed() -> None:
+    assert settings().derandomize
+
+
+def test_marks_are_pytest_s_or_lanes() -> None:
+    of_pytest = {"parametrize", "skipif", "usefixtures", "filterwarnings", "timeout", "xfail"}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        assert marks_of(path) <= of_pytest | MARKERS, path.name
+
+
+def test_others_than_those_kept_are_marked() -> None:
+    one, two, three = slow_besides([1, (2, 3)], [1, (2, 3), (4, 5)])
+    assert (one, two) == (1, (2, 3))
+    assert three == pytest.param(4, 5, marks=pytest.mark.slow)
+    with pytest.raises(AssertionError, match=r"\[6\] are none of"):
+        slow_besides([6], [1])
