@@ -27,6 +27,7 @@ from forkpoint.engine.guard import Step
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.errors import UnsupportedError
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from lanes import slow_besides
 from pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
@@ -99,7 +100,9 @@ def test_experts(activations: str) -> None:
 
 
 @pytest.mark.parametrize("activations", RESIDENCIES[1:])
-@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "family", slow_besides(["granitemoehybrid"], ["qwen3_next", "granitemoehybrid"])
+)
 def test_layers_that_carry_a_state(family: str, activations: str) -> None:
     """Their states are prefix cache as well: captured once, and not moved with activations."""
     model = tiny_hybrid(family)

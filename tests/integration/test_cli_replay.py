@@ -413,6 +413,7 @@ def test_dpo(shell: Shell, tmp_path: Path, config: Path) -> None:
 # Real rollouts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_real_passages(shell: Shell, shared_data: Callable[[str], Path]) -> None:
     """Half a group whose prompt has thousands of tokens: faster as well as equal."""
     result = shell(

@@ -130,6 +130,7 @@ def test_verify_leaves_out_groups_without_a_gradient(
 # doctor -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_doctor(shell: Shell) -> None:
     done = shell("doctor")
     assert done.code == 0

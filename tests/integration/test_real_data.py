@@ -14,6 +14,7 @@ from forkpoint.forest import IntArray
 from forkpoint.losses import GRPO, GSPO, LogLikelihood
 from forkpoint.plan import make_plan
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from lanes import slow_besides
 
 VOCABULARY = 8192
 LOSSES = {"grpo": GRPO(clip=0.2, kl=0.05), "gspo": GSPO(clip=0.02)}
@@ -97,7 +98,7 @@ def check(model: PreTrainedModel, batch: RolloutBatch, loss: str) -> list[int]:
     return microbatches
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", slow_besides(["gspo"], LOSSES))
 def test_agent_conversations(shared_data: Find, model: PreTrainedModel, loss: str) -> None:
     groups = {"airline-0", "airline-5", "airline-15"}
     batch = slice_of(shared_data("airline.jsonl"), groups, drop=(20, 1270), most=300)
@@ -110,7 +111,7 @@ def test_agent_conversations(shared_data: Find, model: PreTrainedModel, loss: st
     assert min(check(model, batch, loss)[:2]) > 1
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", slow_besides(["gspo"], LOSSES))
 def test_answers_to_one_context(shared_data: Find, model: PreTrainedModel, loss: str) -> None:
     batch = slice_of(shared_data("rag.jsonl"), {"rag-3"}, drop=(30, 5900), most=400)
     forest = make_plan(batch, config=Config(sharing="group", boundary="mixed")).forest

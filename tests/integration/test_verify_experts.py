@@ -238,6 +238,7 @@ def test_recomputed_layers_take_the_same_routes(change: str) -> None:
     assert report.shared_error == pytest.approx(plain.shared_error, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_float32_and_autocast_and_adapters() -> None:
     model = expert_model("qwen3_moe", torch.float32)
     report = wrap(model, ACROSS).verify(expert_batch(), LOSS)

@@ -39,6 +39,7 @@ def test_ways_without_a_rate_of_their_own_compare_by_time() -> None:
     assert rates(rows, "s")["forward"] == {"c": {"fa4": 600.0, "dense_fa4": 200.0}}
 
 
+@pytest.mark.slow
 def test_figures_of_attention_are_drawn_again(tmp_path: Path) -> None:
     rows = read_rows([ROWS])
     drawn = draw_all(rows, tmp_path)

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple
     return plan_cost(plan, batch, meter), peak_bytes(plan, meter, SHAPE)
 
 
+@pytest.mark.slow
 @settings(max_examples=150 if FULL else 60, derandomize=True, deadline=None)
 @given(
     batch=batches(),
