@@ -43,18 +43,6 @@ class CallContext:
         self.ends_in: frozenset[Hashable] = ends_in
 
 
-class EarlyEnd(Exception):
-    """Nothing reads more of this microbatch than it has computed: ends its forward.
-
-    Where no token is trained, all that is needed of the last block is what later tokens read of it:
-    this leaves out the rest of the block and the head, forward and backward.
-    """
-
-    def __init__(self, roots: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.roots = roots
-
-
 def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> CallContext:
     """The microbatch that a layer is called for, out of its other call arguments.
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.arguments import CallContext, EarlyEnd, taken_context
+from forkpoint.hosts.arguments import CallContext, taken_context
+from forkpoint.hosts.early_end import EarlyEnd
 from forkpoint.hosts.modules import every_module
 from forkpoint.ops.delta_rule import gated_delta_rule
 from forkpoint.ops.delta_rule.kernel import decay_gate

@@ -23,10 +23,11 @@ from forkpoint.engine.host import HeadOutputs
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
-from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, CallContext, EarlyEnd, taken_context
+from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, CallContext, taken_context
 from forkpoint.hosts.checkpointing import checkpoint_blocks
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.coverings import Coverings, entered, set_forward, uncompiled
+from forkpoint.hosts.early_end import EarlyEnd, end_in_last_block
 from forkpoint.hosts.families import FAMILIES, Family
 from forkpoint.hosts.fingerprint import Fingerprint
 from forkpoint.hosts.heads import LogprobHead, ModelHead, ValueHead
@@ -45,7 +46,7 @@ from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.program import BLOCKS, FORWARD, Instruction
+from forkpoint.plan.program import BLOCKS, BOUNDARY, FORWARD, Instruction
 from forkpoint.rollouts import RolloutBatch, short
 
 
@@ -298,8 +299,8 @@ class TransformersHost:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Without early ends where the model checkpoints itself: what is computed again would run
-        into the end again, in the middle of a backward."""
+        """Without early ends where the model checkpoints itself: the exception of the early end would
+        fly through the checkpoint, which lies within the block."""
         return Capabilities(leaves_early=not refusals.checkpointed(self.causal))
 
     def forward(
@@ -333,15 +334,14 @@ class TransformersHost:
         assert self._changes is not None, "the model has not been entered"
         mark = self._changes.mark
         checkpoint_blocks(self._blocks.blocks, policy, self._changes, but=last if early else None)
-        try:
-            # Through the outermost module: FSDP and peft work in its hooks and its forward.
-            outputs = self.model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                **{CONTEXT_ARGUMENT: context},
-            )
-        except EarlyEnd as end:
-            outputs = HeadOutputs({}, end.roots)
+        if early:
+            end_in_last_block(self.causal.base_model, self._blocks.blocks[last], self._changes)
+        # Through the outermost module: FSDP and peft work in its hooks and its forward.
+        outputs = self.model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            **{CONTEXT_ARGUMENT: context},
+        )
         self._changes.undo(mark)
         return outputs
 
@@ -385,7 +385,7 @@ class TransformersHost:
             return_dict=True,
             **{CONTEXT_ARGUMENT: forkpoint_context},
         ).last_hidden_state
-        if forkpoint_context.instruction.ends_at == BLOCKS:
+        if forkpoint_context.instruction.ends_at in (BOUNDARY, BLOCKS):
             return HeadOutputs({}, (top,))
         places = forkpoint_context.inputs.head_index
         hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, places)
