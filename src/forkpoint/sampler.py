@@ -32,7 +32,11 @@ NOISE_FACTOR = 10.0
 """A difference may be this many times what one rounding of the embeddings does. Of 34 families with
 random weights in four dtypes, 4 to 36 layers deep, the largest ratio seen is 3.9, most are 1."""
 FLOOR_ROUNDINGS = 0.5
-"""Roundings of a value's own size that are allowed in any case."""
+"""Roundings, in the dtype that the model computes in, of a value's own size that are allowed in any
+case."""
+FLOOR_VALUE_ROUNDINGS = 4.0
+"""The same in the dtype of the values, to which each of the two runs rounds them a few times. Of a
+sample of few tokens all of these may fall on one side while the rounded embeddings move nothing."""
 CEILING_ROUNDINGS = 1e4
 """Roundings that are never allowed: what moves values by more is no rounding."""
 ELSEWHERE = 0.02
@@ -185,7 +189,9 @@ class Sampler:
             stock, together, rounded, shared = (torch.zeros_like(x) for x in [stock] * 4)
         noise = _rms((rounded - together)[there])
         size = self.eps * max(1.0, _rms(stock[there]))
-        allowed = max(NOISE_FACTOR * noise, FLOOR_ROUNDINGS * size)
+        last = torch.finfo(self.host.loss_dtype).eps / self.eps
+        floor = max(FLOOR_ROUNDINGS, FLOOR_VALUE_ROUNDINGS * last) * size
+        allowed = max(NOISE_FACTOR * noise, floor)
         difference = torch.where(there, (shared - stock).abs(), 0)
         difference = difference.nan_to_num(torch.inf, torch.inf)
         sequence, token = divmod(int(difference.argmax()), self.ids_NW.shape[1])

@@ -63,6 +63,29 @@ def test_a_sample_finds_it_without_the_lists(case: str, monkeypatch: pytest.Monk
     ), message
 
 
+@pytest.mark.usefixtures("without_lists")
+@pytest.mark.parametrize(("roundings", "passes"), [(1, True), (3, True), (40, False)])
+def test_values_are_rounded_where_rounded_embeddings_move_nothing(
+    roundings: int, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All values off to one side by their last bits, as on some CPUs, and no noise measured."""
+    model = tiny_model("llama", dtype=torch.float32)
+    monkeypatch.setattr(sampler, "round_embeddings", lambda *_: None)
+    shared = sampler.Sampler.shared
+
+    def off(self: sampler.Sampler) -> Tensor:
+        # The trained values lie between -8 and -4, where neighbours are 2**-21 apart.
+        return shared(self) + roundings * 2.0**-21
+
+    monkeypatch.setattr(sampler.Sampler, "shared", off)
+    policy = wrap(model, ACROSS)
+    if passes:
+        policy.score(BATCH)
+    else:
+        with pytest.raises(UnsupportedError, match="forkpoint's logprobs are not the model's own"):
+            policy.score(BATCH)
+
+
 @pytest.mark.parametrize("case", sorted(NOT_LISTED))
 def test_the_sample_finds_what_no_list_names(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(FORWARD[case], monkeypatch)

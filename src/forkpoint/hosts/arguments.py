@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.errors import UnsupportedError

@@ -299,8 +299,8 @@ class TransformersHost:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Without early ends where the model checkpoints itself: the exception of the early end would
-        fly through the checkpoint, which lies within the block."""
+        """Without early ends where the model checkpoints itself: their exception would pass through
+        the checkpoint, which lies within the block."""
         return Capabilities(leaves_early=not refusals.checkpointed(self.causal))
 
     def forward(
