@@ -90,9 +90,10 @@ class Sampler:
         # Norms of float64 models are computed in float32, as transformers writes them.
         widest = torch.promote_types(self.dtype, torch.float32) == torch.float64
         self.eps: float = torch.finfo(torch.float32 if widest else self.dtype).eps
-        most = max(4, ids.shape[1] // 2)
+        multiple = host.capabilities.length_multiple
+        most = max(4, ids.shape[1] // 2, multiple)
         forced = Config(sharing="tree", boundary="across", max_microbatch_tokens=most)
-        self.plan: Plan = make_plan(sample, host.shape, forced)
+        self.plan: Plan = make_plan(sample, host.shape, forced, capabilities=host.capabilities)
         for settings in configurations(host.model):
             if settings._attn_implementation == ATTENTION_NAME:  # which runs in steps alone
                 self.changes.set(vars(settings), "_attn_implementation_internal", "eager")

@@ -36,6 +36,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
 from forkpoint.losses.views import LossViews, outputs_of
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.planner import make_plan
 from forkpoint.plan.program import BACKWARD, LEAF, RECOMPUTE, Instruction, phase_of
@@ -359,9 +360,11 @@ class Engine:
             activations = Activations(plan, prepared, self.host, cache, self.staging)
             step.changes.later(activations.close)
         for instruction in instructions:
-            # An idle slot runs one token of a plan of its own.
-            idle = instruction.idle
-            source, inputs = _idle(device) if idle else (plan, prepared[instruction.microbatch])
+            idle = instruction.idle  # such a slot runs one token of a plan of its own
+            if idle:
+                source, inputs = _idle(device, plan.capabilities.length_multiple)
+            else:
+                source, inputs = plan, prepared[instruction.microbatch]
             timer.mark(phase_of(instruction.operation, inputs.microbatch))
             events.append(plan.event(instruction))
             if self.observer is not None:
@@ -440,10 +443,15 @@ def _after(scored: StepResult, result: StepResult) -> StepResult:
 
 
 @cache
-def _idle(device: torch.device) -> tuple[Plan, MicrobatchInputs]:
-    """A microbatch of one token that trains on nothing, for slots in which a rank has none."""
+def _idle(device: torch.device, multiple: int) -> tuple[Plan, MicrobatchInputs]:
+    """A microbatch of one token that trains on nothing, for slots in which a rank has none.
+
+    `multiple`: of what the host takes lengths, to which the token is padded.
+    """
     batch = RolloutBatch([Rollout([0, 0], [0, 0], 0.0)])
-    plan = make_plan(batch, config=Config(sharing="none", boundary="within"))
+    capabilities = Capabilities(length_multiple=multiple)
+    config = Config(sharing="none", boundary="within")
+    plan = make_plan(batch, config=config, capabilities=capabilities)
     (inputs,) = prepare_microbatches(plan, batch, device)
     return plan, inputs
 

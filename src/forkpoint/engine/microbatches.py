@@ -233,12 +233,13 @@ def _places(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Token, position and edge of every place of a microbatch.
 
-    Padding repeats the segment's last token at the positions that follow, and has edge -1: causal
-    attention hides it from every real token, and nothing reads it.
+    Padding repeats the segment's last token and position, and has edge -1: it follows what is real
+    or is a sequence of its own, so nothing reads it. Positions that follow could lie beyond those
+    of every rollout, where the frequencies of some rotary embeddings change for all tokens.
     """
     forest = plan.forest
     segment, step = token_steps(forest, microbatch)
     real = step < forest.length[segment]
-    token = first_token[segment] + np.minimum(step, forest.length[segment] - 1)
+    step = np.minimum(step, forest.length[segment] - 1)
     edges = np.where(real, edge_offsets[segment] + step, -1)
-    return batch.token_ids[token], forest.start[segment] + step, edges
+    return batch.token_ids[first_token[segment] + step], forest.start[segment] + step, edges

@@ -40,10 +40,18 @@ class Microbatch:
     """Whether its head keeps all logits for the backward instead of computing them again."""
     labelled: int = 0
     """Edges whose label some rollout trains on: entries that its head computes."""
+    padding: int = 0
+    """Places after the last segment of a packed microbatch, so that its length is a multiple of
+    what the host takes. They are a sequence of their own, which nothing else reads."""
 
     @property
     def keeps_boundary(self) -> bool:
         return any(begin >= 0 for begin in self.cache_begin)
+
+    @property
+    def length(self) -> int:
+        """The length of the sequences that the model is given: [1, length], or [B, length]."""
+        return self.width or self.run_tokens
 
     @property
     def kept_states(self) -> frozenset[int]:
@@ -55,12 +63,12 @@ class Microbatch:
 def token_steps(forest: Forest, microbatch: Microbatch) -> tuple[IntArray, IntArray]:
     """For each place of a microbatch, its segment and its step in the segment: int64 [places] each.
 
-    Steps from the segment's length on are padding.
+    Steps from the segment's length on are padding. That at the end of a packed microbatch counts as
+    the last segment's.
     """
     segments = np.asarray(microbatch.segments)
-    places = (
-        np.full(len(segments), microbatch.width) if microbatch.width else forest.length[segments]
-    )
+    places = np.asarray(segment_widths(forest, microbatch))
+    places[-1] += microbatch.padding
     step = np.arange(microbatch.run_tokens) - np.repeat(
         np.asarray(microbatch.segment_begin), places
     )
@@ -69,5 +77,5 @@ def token_steps(forest: Forest, microbatch: Microbatch) -> tuple[IntArray, IntAr
 
 def segment_widths(forest: Forest, microbatch: Microbatch) -> list[int]:
     """How many places each segment of the microbatch takes: its length, or the width of a padded
-    microbatch."""
+    microbatch. Padding at the end of a packed one is none of them."""
     return [microbatch.width or int(forest.length[s]) for s in microbatch.segments]

@@ -81,10 +81,16 @@ def state_layout(
         assert not (kept and microbatch.width), "a padded microbatch has nothing below it"
         kept_index.extend(state_of[segments[i]] for i in kept)
         above = {s: i for i, s in enumerate(segments)}
+        begin = [microbatch.segment_begin[i] for i in members]
+        length = [lengths[i] for i in members]
+        if microbatch.padding and not levels:
+            begin.append(microbatch.run_tokens - microbatch.padding)
+            length.append(microbatch.padding)
+            parent.append(-1)
         levels.append(
             Level(
-                begin=np.asarray([microbatch.segment_begin[i] for i in members], np.int64),
-                length=np.asarray([lengths[i] for i in members], np.int64),
+                begin=np.asarray(begin, np.int64),
+                length=np.asarray(length, np.int64),
                 parent=np.asarray(parent, np.int64),
                 kept=np.asarray(kept, np.int64),
                 final=bool(kept),
@@ -125,6 +131,12 @@ def convolution_layout(
             first = min(before, length)
             places.append(own[:first])
             windows.append(np.lib.stride_tricks.sliding_window_view(reach, width)[:first])
+    if microbatch.padding:
+        own = np.arange(microbatch.run_tokens - microbatch.padding, microbatch.run_tokens)
+        reach = np.concatenate([np.full(before, NOTHING, np.int64), own])
+        first = min(before, len(own))
+        places.append(own[:first])
+        windows.append(np.lib.stride_tricks.sliding_window_view(reach, width)[:first])
     return ConvolutionLayout(
         np.concatenate(places),
         np.concatenate(windows),

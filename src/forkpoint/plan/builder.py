@@ -15,6 +15,7 @@ from forkpoint.plan.packing import (
     microbatches_across,
     microbatches_mixed,
     microbatches_of_whole_paths,
+    round_up,
 )
 from forkpoint.plan.plan import Plan, fingerprint
 from forkpoint.plan.predict import keep_logits, let_go, microbatches_let_go
@@ -144,18 +145,24 @@ class Builder:
                 f"others, and boundary is {boundary!r}; use boundary='across', or limit all "
                 "microbatches by max_microbatch_tokens."
             )
-        given = self.config.max_microbatch_tokens
-        tokens = given or max(DEFAULT_MICROBATCH_TOKENS, self.longest)
+        given, multiple = self.config.max_microbatch_tokens, self.capabilities.length_multiple
+        longest = round_up(self.longest, multiple)
+        tokens = given or max(DEFAULT_MICROBATCH_TOKENS, longest, multiple)
+        if tokens < multiple:
+            raise PlanError(
+                f"max_microbatch_tokens is {tokens}, and the model takes multiples of {multiple} "
+                f"tokens; raise it to {multiple} at least."
+            )
+        tokens -= tokens % multiple
         budget = self.config.memory_budget_bytes
         if budget is None:
             plan = self._build(sharing, boundary, tokens)
             return self._priced(plan, self.prices.meter(plan))
         if not given:
-            tokens = max(
-                tokens, min(LARGEST_MICROBATCH_TOKENS, int(self.tree_order.new_edges.sum()))
-            )
+            every = round_up(int(self.tree_order.new_edges.sum()), multiple)
+            tokens = max(tokens, min(LARGEST_MICROBATCH_TOKENS // multiple * multiple, every))
         # A microbatch that holds whole paths is no shorter than the longest of them.
-        least = self.longest if boundary == "within" else LEAST_MICROBATCH_TOKENS
+        least = longest if boundary == "within" else round_up(LEAST_MICROBATCH_TOKENS, multiple)
         found: list[Plan] = []
         shorter = 0
         while True:
@@ -177,7 +184,8 @@ class Builder:
                 break
             if given or tokens <= least:
                 break
-            tokens = max(least, tokens * (7 if few else 6) // 8)
+            tokens = tokens * (7 if few else 6) // 8
+            tokens = max(least, tokens - tokens % multiple)
         if found:
             # In order of their microbatches' lengths, the longest first.
             most = min(cost_with_preference(plan) for plan in found) * (1 + LONGER_IS_WORTH)
@@ -191,7 +199,9 @@ class Builder:
     def _remedy(self, boundary: str, tokens: int) -> str:
         """A remedy that may help where microbatches of so many tokens are too much."""
         config, shape = self.config, self.shape
-        whole = boundary == "within" and tokens <= self.longest
+        whole = boundary == "within" and tokens <= round_up(
+            self.longest, self.capabilities.length_multiple
+        )
         if (
             config.max_microbatch_tokens is not None
             and tokens > LEAST_MICROBATCH_TOKENS
@@ -230,18 +240,25 @@ class Builder:
 
     def _build(self, sharing: str, boundary: str, tokens: int) -> Plan:
         padded = self.config.leaf_layout == "padded"
-        order = self.order(sharing)
+        order, multiple = self.order(sharing), self.capabilities.length_multiple
         if boundary == "within" and not (padded and sharing == "none"):
-            forest, microbatches = microbatches_of_whole_paths(order, len(self.batch), tokens)
+            forest, microbatches = microbatches_of_whole_paths(
+                order, len(self.batch), tokens, multiple
+            )
         else:
             forest = self.forest(sharing)
             if boundary == "within" and self.longest > tokens:
-                microbatches_of_whole_paths(order, len(self.batch), tokens)  # raises, saying why
+                # Raises, saying why.
+                microbatches_of_whole_paths(order, len(self.batch), tokens, multiple)
             if boundary == "mixed" and not padded:
-                forest, microbatches = microbatches_mixed(forest, tokens)
+                forest, microbatches = microbatches_mixed(forest, tokens, multiple)
             else:
                 forest, microbatches = microbatches_across(
-                    forest, tokens, padded=padded, max_leaf_tokens=self.config.max_leaf_tokens
+                    forest,
+                    tokens,
+                    multiple,
+                    padded=padded,
+                    max_leaf_tokens=self.config.max_leaf_tokens,
                 )
         microbatches, cache_tokens, cache_states = place_boundaries(forest, microbatches)
         labelled_S = self.prices.labelled(forest)

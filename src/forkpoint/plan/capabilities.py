@@ -13,9 +13,9 @@ class Capabilities:
     """Whether a forward can end in the last block, once this has computed what later tokens read
     of it. Not where activation checkpointing of the model's own repeats forwards."""
     length_multiple: int = 1
-    """Lengths of packed microbatches must be multiples of this many tokens; 1 is any length. A host
-    that splits sequences over ranks, or whose kernels take whole tiles alone, needs more. The
-    planner refuses such a host so far."""
+    """Lengths of microbatches must be multiples of this many tokens; 1 is any length. A host that
+    splits sequences over ranks, or whose kernels take whole tiles alone, needs more: plans then pad
+    each microbatch."""
 
     def __post_init__(self) -> None:
         if type(self.length_multiple) is not int or self.length_multiple < 1:

@@ -27,7 +27,7 @@ from forkpoint.plan.program import (
 )
 from forkpoint.rollouts import RolloutBatch
 
-JSON_VERSION = 4
+JSON_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -239,10 +239,10 @@ class PlanContents:
             )
         multiple = capabilities.length_multiple
         for microbatch in self.microbatches:
-            if not microbatch.width and microbatch.run_tokens % multiple:
+            if microbatch.length % multiple:
                 raise PlanError(
                     f"{self.microbatch_names[microbatch.index]} of this plan has "
-                    f"{microbatch.run_tokens} tokens, and the model takes multiples of {multiple}. "
+                    f"{microbatch.length} tokens, and the model takes multiples of {multiple}. "
                     "Make the plan again with policy.plan."
                 )
 

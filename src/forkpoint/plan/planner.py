@@ -54,11 +54,6 @@ def make_plan(
         calibration = Calibration.load(Path(config.calibration))
     if capabilities is None:
         capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
-    if capabilities.length_multiple > 1:
-        raise PlanError(
-            f"the host takes multiples of {capabilities.length_multiple} tokens, and plans have "
-            "microbatches of any length so far. Use a host that takes any length."
-        )
     builder = Builder(batch, shape, config, coupling, calibration, capabilities)
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)

@@ -88,6 +88,7 @@ ROW = record(
         "checkpointing": one_of(*get_args(Checkpointing)),
         "keeps_logits": flag,
         "labelled": TOKENS,
+        "padding": TOKENS,
     }
 )
 INSTRUCTION = row_of(
@@ -343,7 +344,9 @@ def _check_layout(forest: Forest, microbatch: Microbatch) -> None:
     begins: IntArray = np.cumsum([0, *places])
     _require(
         list(microbatch.segment_begin) == begins[:-1].tolist()
-        and (microbatch.run_tokens, microbatch.tokens) == (int(begins[-1]), int(lengths.sum()))
+        and (microbatch.run_tokens - microbatch.padding, microbatch.tokens)
+        == (int(begins[-1]), int(lengths.sum()))
+        and not (microbatch.width and microbatch.padding)
         and (
             not microbatch.width or (microbatch.width >= lengths.max() and not microbatch.children)
         ),
