@@ -3,14 +3,16 @@
 Quality: slots over the microbatches of the rank that has most, the mean over random sets of shapes.
 Shapes are those of tests/random_forests.py: alike ones, wild ones of 32 microbatches, and planned
 ones. Time: 64 wild programs of 32 microbatches, by kind, in milliseconds of one core (CPU time, so
-that others on the machine do not count); cold, with nothing remembered, and warm. Bars are those of
-alike shapes, and of times without costs.
+that others on the machine do not count); of their shapes alone, and of whole programs, a fifth of
+whose prefixes are recomputed and a third of which have scores; cold, with nothing remembered, and
+warm. Bars are those of alike shapes, and of times without costs.
 """
 
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +20,9 @@ import numpy as np
 from benchmarks.rows import ResultRow, timed_row
 from benchmarks.runner import Benchmark, Deadline
 from benchmarks.timing import Timing, time_host
-from forkpoint.plan import align
+from forkpoint.layout import Microbatch
+from forkpoint.plan import align, align_programs
+from forkpoint.plan.program import Program, step_program
 from tests.random_forests import KINDS, WILD, Shape, planned
 
 NAME = "align"
@@ -85,18 +89,38 @@ def ratios(draw: Draw, count: int) -> dict[str, float]:
     }
 
 
-def times(shapes: list[Shape], costs: Costs | None) -> dict[str, Timing]:
+def programs_of(shapes: list[Shape]) -> list[Program]:
+    """Programs of microbatches that are nested like this."""
+    found = []
+    for rank, parents in enumerate(shapes):
+        rng = random.Random(rank)
+        microbatches = [
+            Microbatch(
+                index=index,
+                parent=parent,
+                segments=(index,),
+                segment_begin=(0,),
+                width=0,
+                cache_begin=(-1,),
+                children=tuple(child for child, above in enumerate(parents) if above == index),
+                run_tokens=1,
+                tokens=1,
+                activations="recompute" if index in parents and rng.random() < 0.2 else "keep",
+                labelled=int(rng.random() < 0.8),
+            )
+            for index, parent in enumerate(parents)
+        ]
+        found.append(step_program(microbatches, scores=rng.random() < 1 / 3))
+    return found
+
+
+def times(run: Callable[[], object]) -> dict[str, Timing]:
     """CPU time, cold and warm by turns."""
     found: dict[str, list[float]] = {"cold": [], "warm": []}
     for _ in range(REPEATS):
         align._common.cache_clear()
         for samples in found.values():
-            once = time_host(
-                lambda: align.align_shapes(shapes, costs),
-                repeats=1,
-                warm_up=False,
-                clock=time.process_time,
-            )
+            once = time_host(run, repeats=1, warm_up=False, clock=time.process_time)
             samples += once.samples_ms
     return {name: Timing(samples) for name, samples in found.items()}
 
@@ -129,9 +153,19 @@ class Align(Benchmark):
                 continue
             draw = drawn(lambda rng, wild=wild: wild(rng, MICROBATCHES), kind)
             shapes, costs = draw(PROGRAMS, 0)
+            programs = programs_of(shapes)
             for given in (None, costs):
-                case = f"wild {kind}, {PROGRAMS} programs{', costs' if given else ''}"
                 bars = {} if given else {"cold": COLD_MS, "warm": WARM_MS}
-                for name, timing in times(shapes, given).items():
-                    note = "CPU time"
-                    yield timed_row(NAME, case, name, timing, bar=bars.get(name), note=note)
+                costly = ", costs" if given else ""
+                runs: dict[str, Callable[[], object]] = {
+                    f"wild {kind}, {PROGRAMS} shapes{costly}": partial(
+                        align.align_shapes, shapes, given
+                    ),
+                    f"wild {kind}, {PROGRAMS} programs{costly}": partial(
+                        align_programs.align, programs, given
+                    ),
+                }
+                for case, run in runs.items():
+                    for name, timing in times(run).items():
+                        note = "CPU time"
+                        yield timed_row(NAME, case, name, timing, bar=bars.get(name), note=note)

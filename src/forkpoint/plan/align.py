@@ -218,11 +218,15 @@ def shape_of(program: Iterable[tuple[str, int]]) -> Nesting:
     parents: list[int] = []
     recomputed: list[bool] = []
     opened: list[int] = []
-    for at, (operation, microbatch) in enumerate(program):
-        here = f"step {at} of a program is the {operation} of microbatch {microbatch}"
+    at, operation, microbatch = 0, "", 0
+
+    def here() -> str:
+        return f"step {at} of a program is the {operation} of microbatch {microbatch}"
+
+    for at, (operation, microbatch) in enumerate(program):  # noqa: B007 (of `here`)
         if operation == FORWARD:
             if microbatch in position:
-                raise PlanError(f"{here}, which has run forward before; give each one forward.")
+                raise PlanError(f"{here()}, which has run forward before; give each one forward.")
             position[microbatch] = len(parents)
             parents.append(position[opened[-1]] if opened else NO_PARENT)
             recomputed.append(False)
@@ -230,19 +234,19 @@ def shape_of(program: Iterable[tuple[str, int]]) -> Nesting:
             continue
         if operation not in (RECOMPUTE, BACKWARD):
             raise PlanError(
-                f"{here}; operations are {FORWARD!r}, {RECOMPUTE!r} and {BACKWARD!r}. Leave out "
+                f"{here()}; operations are {FORWARD!r}, {RECOMPUTE!r} and {BACKWARD!r}. Leave out "
                 "others."
             )
         if not opened or opened[-1] != microbatch:
             innermost = f"the innermost open one is {opened[-1]}" if opened else "none is open"
             raise PlanError(
-                f"{here}, and {innermost}; run the backwards of microbatches in reverse order of "
+                f"{here()}, and {innermost}; run the backwards of microbatches in reverse order of "
                 "their forwards."
             )
         if operation == BACKWARD:
             opened.pop()
         elif recomputed[position[microbatch]]:
-            raise PlanError(f"{here}, which is its second; give each at most one {RECOMPUTE}.")
+            raise PlanError(f"{here()}, which is its second; give each at most one {RECOMPUTE}.")
         else:
             recomputed[position[microbatch]] = True
     if opened:
