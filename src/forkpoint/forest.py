@@ -162,11 +162,11 @@ class Forest:
 
     def subtree_edges(self) -> IntArray:
         """[S] edges of each segment and all below it."""
-        total = self.length.copy()
+        total, parents = self.length.tolist(), self.parent.tolist()
         for segment in range(len(self) - 1, -1, -1):
-            if self.parent[segment] >= 0:
-                total[self.parent[segment]] += total[segment]
-        return total
+            if parents[segment] >= 0:
+                total[parents[segment]] += total[segment]
+        return np.asarray(total, np.int64)
 
     def token_edges(self, offsets: IntArray) -> IntArray:
         """[T] for each token of the batch, the edge whose label it is; -1 for first tokens."""

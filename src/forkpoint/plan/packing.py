@@ -31,15 +31,17 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     An item larger than the capacity gets a bin of its own.
     """
     bins: list[list[int]] = []
-    room = np.zeros(len(sizes), np.int64)
+    room = np.zeros(len(sizes) + 1, np.int64)
     for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        fits = np.flatnonzero(room[: len(bins)] >= sizes[item])
-        if len(fits):
-            room[fits[0]] -= sizes[item]
-            bins[fits[0]].append(item)
-        else:
-            room[len(bins)] = capacity - sizes[item]
-            bins.append([item])
+        size = sizes[item]
+        # Of the bins and an empty one, which takes any item.
+        room[len(bins)] = max(capacity, size)
+        first = int((room[: len(bins) + 1] >= size).argmax())
+        if first == len(bins):
+            room[first] = capacity
+            bins.append([])
+        room[first] -= size
+        bins[first].append(item)
     return bins
 
 
