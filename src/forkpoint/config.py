@@ -12,6 +12,7 @@ Boundary = Literal["within", "across", "mixed"]
 LeafLayout = Literal["packed", "padded"]
 Activations = Literal["keep", "offload", "recompute"]
 Checkpointing = Literal["none", "selective", "full"]
+AUTO = "auto"
 MOST = 2**63 - 1
 """Of a number of tokens or bytes, which numpy counts in int64."""
 
@@ -34,16 +35,23 @@ class Config:
     """With boundary across, the most tokens in a microbatch of segments that nothing lies below;
     one that is longer has a microbatch of its own. None is max_microbatch_tokens, which such
     microbatches keep to in any case."""
-    memory_budget: MemorySize | None = None
+    memory_budget: MemorySize | None = AUTO
     """The most memory, in bytes or as text such as "70GiB", that activations and prefix cache may
-    take together; None is no limit."""
+    take together; None is no limit. auto is measured on CUDA, once, when a policy makes its first
+    plan: what is free then, less what gradients and the optimizer's states will take, less a
+    margin, rounded down to GiB. A plan that needs more than is measured is run all the same, with a
+    warning; beyond a budget that is given it is refused. Elsewhere auto is no limit."""
+    optimizer_bytes_per_parameter: float = 8
+    """Bytes of the optimizer's states for each trainable parameter, which an automatic budget
+    leaves room for until an optimizer has them: 8 for AdamW in float32, 2 in 8 bits, 0 for SGD."""
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
     """Where activations of microbatches with children are while these run: on the device, in the
     memory of the host, or nowhere, so that a second forward makes them again. auto keeps what
     fits."""
-    checkpointing: Checkpointing = "none"
-    """Recomputation in a microbatch's own backward: nothing, the MLPs, or whole decoder
-    blocks."""
+    checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Recomputation in a microbatch's own backward: nothing, the MLPs (selective), or whole decoder
+    blocks (full). auto is nothing where that fits the budget, else what costs least of what
+    fits."""
     host_memory: MemorySize | None = None
     """The most memory of the host, written likewise, that offloaded activations may take (pinned,
     on CUDA), for as long as the policy lives; what does not fit stays on the device. None is no
@@ -113,13 +121,19 @@ class Config:
                 raise ConfigError(f"{name} is {value!r}; it takes a whole number of at least 1.")
             if value > MOST:
                 raise ConfigError(f"{name} is above {MOST}, the most that it takes.")
-        for name in ("memory_budget", "host_memory"):
-            size_in_bytes(getattr(self, name), name)
+        size_in_bytes(None if self.memory_budget == AUTO else self.memory_budget, "memory_budget")
+        size_in_bytes(self.host_memory, "host_memory")
+        each = self.optimizer_bytes_per_parameter
+        if isinstance(each, bool) or not isinstance(each, int | float) or not 0 <= each <= 1024:
+            raise ConfigError(
+                f"optimizer_bytes_per_parameter is {each!r}; it takes a number from 0 to 1024: 8 "
+                "for AdamW in float32."
+            )
 
     @property
     def memory_budget_bytes(self) -> int | None:
-        """`memory_budget` as a number of bytes."""
-        return size_in_bytes(self.memory_budget, "memory_budget")
+        """`memory_budget` as a number of bytes; None where it is no limit, or auto."""
+        return None if self.memory_budget == AUTO else size_in_bytes(self.memory_budget)
 
     @property
     def host_memory_bytes(self) -> int | None:

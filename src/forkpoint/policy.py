@@ -1,10 +1,10 @@
 """The public object: a model together with how its batches are planned and run."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,68 +17,21 @@ from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step
 from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.engine.host import Host
-from forkpoint.engine.offload import OffloadStats
+from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
-from forkpoint.losses.outputs import PerToken
 from forkpoint.losses.views import batch_denominators, check_range
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
+from forkpoint.results import Scores as Scores
+from forkpoint.results import StepStats as StepStats
 from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.selfcheck import self_check
-from forkpoint.stats_text import scores_line, step_line
 from forkpoint.verify import VerifyReport, verify
 
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Scores(PerToken):
-    """`logprobs`, and `entropies` where asked for, or a critic's `values`, flat over the batch.
-
-    All are float32 (float64 for a float64 model) [T] on the model's device; entry i belongs to
-    token i, and entries outside the loss mask are 0. The value of token i is that of the tokens
-    before it. Reading what the model does not give raises ConfigError.
-    """
-
-    per_token: Mapping[str, Tensor]
-    plan: Plan
-    events: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        return scores_line(self.per_token, self.plan)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class StepStats(PerToken):
-    """Results of a step, and the model's `logprobs` or `values` before it as in `Scores`.
-
-    Printed, it is one line of text.
-    """
-
-    loss: float
-    logical_tokens: int
-    unique_tokens: int
-    computed_tokens: int
-    plan: Plan
-    events: tuple[str, ...]
-    phase_ms: dict[str, float]
-    """Milliseconds by phase. "prefix forward": forwards of microbatches that others read. "leaf":
-    microbatches that none reads. "prefix backward": recomputes and backwards of those that others
-    have read."""
-    event_ms: tuple[float, ...]
-    """Of each of `events`."""
-    event_memory_bytes: tuple[int, ...] | None
-    """Bytes that CUDA held allocated when each of `events` had been issued; None on the CPU."""
-    peak_memory_bytes: int | None
-    """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
-    per_token: Mapping[str, Tensor]
-    """[T] by name; entries outside the loss mask are 0."""
-    offload: OffloadStats | None = None
-    """Copies to the host's memory and back; None where the plan offloads nothing."""
-
-    def __repr__(self) -> str:
-        return step_line(self.loss, self.plan, self.phase_ms, self.peak_memory_bytes)
+T = TypeVar("T")
 
 
 MOST_STATES = 64
@@ -96,6 +49,7 @@ class _Kept:
         """The calibration of this device and model, once it was looked for."""
         self.agreed: dict[Hashable, list[int]] = {}
         """By state of the model: at which versions of its weights its sample has agreed."""
+        self.budgets = MemoryBudgets()
 
 
 class Policy:
@@ -126,14 +80,45 @@ class Policy:
         _check_batch(batch)
         loss = None if loss is None else as_loss(loss)
         coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
-        return make_plan(
+        plan = make_plan(
             batch,
             self.host.shape,
             self.config,
             coupling=coupling,
             calibration=self._calibration(),
             capabilities=self.host.capabilities,
+            measured_budget_bytes=self.memory_budget_bytes,
         )
+        self._kept.budgets.planned(plan)
+        return plan
+
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        """The most that activations and prefix cache may take; None is no limit.
+
+        Of Config(memory_budget="auto") it is measured at the first plan, on CUDA.
+        """
+        return self._kept.budgets.of(self.host, self.config)
+
+    def use_memory_budget(self, size_bytes: int) -> None:
+        """Take a budget in place of what Config(memory_budget="auto") measures, such as that of an
+        earlier run, whose plans then come again."""
+        self._kept.budgets.use(self.config, size_bytes)
+
+    def _run(self, work: Callable[[Step], T], plan: Plan | None) -> T:
+        """Run a step's work, and once more with a lower budget where memory ran out.
+
+        `plan` is the one that the caller gave, if any: then there is no other.
+        """
+        before = self.last_step
+        try:
+            return run_or_fall_back(self.host, work)
+        except torch.OutOfMemoryError:
+            step = self.last_step
+            lost = step is not None and step is not before and step.gradients == "cleared"
+            if lost or plan is not None or not self._kept.budgets.lower(self.host, self.config):
+                raise
+        return run_or_fall_back(self.host, work)
 
     def forward_backward(
         self,
@@ -168,11 +153,11 @@ class Policy:
         taken back; see Config.restore_grads. `last_step.gradients` says which of these it is, and
         so does a note on the exception.
         """
-        return run_or_fall_back(
-            self.host,
+        return self._run(
             lambda step: self._run_step(
                 step, batch, loss, denominators, scale, plan, announced=True
             ),
+            plan,
         )
 
     def _run_step(
@@ -265,8 +250,8 @@ class Policy:
         it runs a second time, and where weights have changed since.
         """
         training = torch.is_grad_enabled()
-        scored = run_or_fall_back(
-            self.host, lambda step: self._score(step, batch, entropy, plan, training=training)
+        scored = self._run(
+            lambda step: self._score(step, batch, entropy, plan, training=training), plan
         )
         names = (self.host.head, "entropies") if entropy else (self.host.head,)
         values = tuple(scored.per_token[name] for name in names)
@@ -311,9 +296,7 @@ class Policy:
         Of a critic the values, which advantages are estimated with. Raises as `forward_backward`,
         and UnsupportedError where a critic is asked for entropies.
         """
-        return run_or_fall_back(
-            self.host, lambda step: self._score(step, batch, entropy, plan, training=False)
-        )
+        return self._run(lambda step: self._score(step, batch, entropy, plan, training=False), plan)
 
     def _score(
         self,

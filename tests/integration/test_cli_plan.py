@@ -249,7 +249,8 @@ def test_plan_answers_in_six_lines(
 
 
 def test_sizes_may_be_written_apart(shell: Shell, rollouts: Path) -> None:
-    arguments = ("plan", rollouts, "--model", "qwen3-8b", "--memory-budget")
+    arguments = ("plan", rollouts, "--model", "qwen3-8b", "--checkpointing", "none")
+    arguments = (*arguments, "--memory-budget")
     wanted = shell(*arguments, "1.2GB").result
     assert wanted["microbatches"] > 1, "the budget changes nothing"
     for words in (("1.2", "GB"), ("1.2 GB",), ("1.2gb",), ("1200000000",)):

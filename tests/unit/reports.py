@@ -93,7 +93,13 @@ FIXED: dict[str, Any] = {
     "steps": 30,
     "baseline": False,
     "config": {"sharing": "group"},
-    "runs_on": {"device": "cpu", "threads": 1, "torch": "2.13.0", "calibration": ""},
+    "runs_on": {
+        "device": "cpu",
+        "threads": 1,
+        "torch": "2.13.0",
+        "calibration": "",
+        "memory_budget_bytes": None,
+    },
 }
 
 
@@ -181,7 +187,13 @@ def filled(text: str) -> dict[str, Any]:
                 "config": {"model_type": text, text: text, "hidden_size": text},
                 "initial_parameters": text,
             },
-            "runs_on": {"device": text, "threads": 1, "torch": text, "calibration": text},
+            "runs_on": {
+                "device": text,
+                "threads": 1,
+                "torch": text,
+                "calibration": text,
+                "memory_budget_bytes": 2**30,
+            },
         },
         "about": {
             **dict.fromkeys(("file", "command", "device"), text),

@@ -17,6 +17,7 @@ from forkpoint import Config, ConfigError, Plan, PlanError
 from forkpoint.forest import build_forest
 from forkpoint.plan import make_plan
 from forkpoint.plan.builder import Builder
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.planner import _chosen
 from forkpoint.plan.predict import cache_bytes, let_go, microbatches_let_go, peak_bytes
 from forkpoint.plan.pricing.calibration import (
@@ -140,12 +141,13 @@ def test_keeping_is_preferred_between_combinations_too() -> None:
     """Offloading the prompt is predicted to save less than the tenth that it has to."""
     batch = group(500, 500, 3)
     config = Config(sharing="group", memory_budget=1_000_000)
-    builder = Builder(batch, SHAPE, config, None, made_up())
+    able = Capabilities(checkpoints=("none",))
+    builder = Builder(batch, SHAPE, config, None, made_up(), able)
     kept, moved = (builder.build("group", boundary) for boundary in ("within", "across"))
     assert {row.activations for row in kept.microbatches} == {"keep"}
     assert {row.activations for row in moved.microbatches} == {"keep", "offload"}
     assert 0.9 * kept.cost < moved.cost < 0.96 * kept.cost
-    plan = make_plan(batch, SHAPE, config, calibration=made_up())
+    plan = make_plan(batch, SHAPE, config, calibration=made_up(), capabilities=able)
     assert (plan.boundary, plan.cost) == ("within", kept.cost)
     # Not where dense training would be predicted to be faster.
     dense = replace(moved, sharing="none")
@@ -154,12 +156,13 @@ def test_keeping_is_preferred_between_combinations_too() -> None:
 
 def test_without_a_calibration_what_is_not_kept_is_recomputed() -> None:
     """Counted FLOPs price a second forward; they know nothing of copies."""
+    able = Capabilities(checkpoints=("none",))
     config = Config(sharing="group", boundary="across", max_microbatch_tokens=2000)
     batch = group(2001, 1000, 4)
     kept = make_plan(batch, SHAPE, config)
     assert kept.predicted_ms is None and kept.cost_unit == "FLOPs"
     budget = kept.predicted_peak_bytes - 1
-    plan = make_plan(batch, SHAPE, replace(config, memory_budget=budget))
+    plan = make_plan(batch, SHAPE, replace(config, memory_budget=budget), capabilities=able)
     assert [row.activations for row in plan.microbatches if row.children] == ["recompute"]
     assert plan.predicted_peak_bytes < kept.predicted_peak_bytes
     assert 1.0 < plan.cost / kept.cost < 1.34
@@ -181,11 +184,12 @@ def test_a_chain_of_any_length_fits() -> None:
 
 
 def test_some_rows_are_kept_where_some_fit() -> None:
+    able = Capabilities(checkpoints=("none",))
     batch = group(8001, 100, 1)
     config = Config(sharing="none", boundary="across", max_microbatch_tokens=1000)
     kept = make_plan(batch, SHAPE, config)
     budget = kept.predicted_peak_bytes - 2500 * SHAPE.activation_bytes_per_token
-    plan = make_plan(batch, SHAPE, replace(config, memory_budget=budget))
+    plan = make_plan(batch, SHAPE, replace(config, memory_budget=budget), capabilities=able)
     ways = [row.activations for row in plan.microbatches if row.children]
     assert ways.count("recompute") == 3
     # The first are the cheapest to run again: their queries see the fewest keys.

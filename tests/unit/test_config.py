@@ -10,7 +10,7 @@ from forkpoint import Config, ConfigError, ForkpointError
 def test_defaults() -> None:
     config = Config()
     assert (config.sharing, config.boundary, config.leaf_layout) == ("auto", "auto", "packed")
-    assert (config.max_microbatch_tokens, config.memory_budget) == (None, None)
+    assert (config.max_microbatch_tokens, config.memory_budget) == (None, "auto")
     assert (config.attention_kernel, config.head_chunk_tokens) == ("auto", 1024)
     assert config.restore_grads is False
 

@@ -38,6 +38,7 @@ CORE = {
     "argument_names": set(),
     "losses": {"argument_names", "device", "forest", "rollouts", "rollout_fields", "errors"},
     "engine": {
+        "byte_sizes",
         "ops",
         "device",
         "losses",

@@ -167,7 +167,7 @@ def test_auto_never_costs_more_than_dense(
 
 def test_a_memory_budget_lowers_microbatch_tokens_until_it_holds() -> None:
     batch = batch_of([ids for first in range(0, 8_000, 2_000) for ids in group(first=first)])
-    config = Config(sharing="group", boundary="within")
+    config = Config(sharing="group", boundary="within", checkpointing="none")
     free = make_plan(batch, SHAPE, config)
     assert (free.max_microbatch_tokens, len(free.microbatches)) == (16_384, 1)
     assert free.predicted_peak_bytes == 4 * 1399 * SHAPE.activation_bytes_per_token
@@ -232,13 +232,13 @@ def test_peak_bytes_count_the_microbatches_open_at_once_and_the_arena() -> None:
     ("options", "shape", "message"),
     [
         (
-            {"memory_budget": 1000, "max_microbatch_tokens": 2000},
+            {"memory_budget": 1000, "max_microbatch_tokens": 2000, "checkpointing": "none"},
             SHAPE,
             "microbatches of 2000 tokens are predicted to need 7.0 MiB (7,341,952 bytes) "
             "and memory_budget is 1000 bytes; raise the budget, or lower max_microbatch_tokens.",
         ),
         (
-            {"memory_budget": 1000, "boundary": "across"},
+            {"memory_budget": 1000, "boundary": "across", "checkpointing": "none"},
             SHAPE,
             "microbatches of 64 tokens are predicted to need 1.0 MiB (1,097,856 bytes) "
             "and memory_budget is 1000 bytes; raise the budget, or checkpoint activations.",

@@ -14,7 +14,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from forkpoint.cli.last_resort import working_on
 from forkpoint.cli.output import Output
-from forkpoint.config import Config
+from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, TraceError
 from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.traces import RolloutFile, Trace, open_rollouts
@@ -49,7 +49,7 @@ Flag = Annotated[bool, arg(help_behavior_hint="")]
 Count = Annotated[int, WholeNumber]
 Limit = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: all)")]
 MemoryBudget = DisallowNone[
-    Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: no limit)")]
+    Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: what is free on CUDA)")]
 ]
 Chosen = Annotated[
     int | None, WholeNumber, arg(help_behavior_hint="(default: chosen by the planner)")
@@ -85,7 +85,7 @@ class Planning:
             device (keep), in the host's memory (offload), or nowhere until they are computed again
             (recompute). auto keeps what the memory budget lets it.
         checkpointing: What a backward computes again: nothing, the MLPs (selective), or whole
-            decoder blocks (full). Less memory, more time.
+            decoder blocks (full): less memory, more time. auto is nothing where that fits.
         calibration: A file that forkpoint calibrate wrote; plans are then priced in milliseconds
             instead of counted FLOPs.
     """
@@ -96,7 +96,7 @@ class Planning:
     max_microbatch_tokens: Chosen = None
     memory_budget: MemoryBudget = None
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
-    checkpointing: Literal["none", "selective", "full"] = "none"
+    checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     calibration: Measured = None
 
     def config(self) -> Config:
@@ -105,7 +105,7 @@ class Planning:
             boundary=self.boundary,
             leaf_layout=self.leaf_layout,
             max_microbatch_tokens=self.max_microbatch_tokens,
-            memory_budget=self.memory_budget,
+            memory_budget=self.memory_budget or AUTO,
             activations=self.activations,
             checkpointing=self.checkpointing,
             calibration=self.calibration,

@@ -50,6 +50,11 @@ def _class_forward_recomputed(module: nn.Module, *args: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
 
+def has_mlp(block: nn.Module) -> bool:
+    """Whether selective checkpointing finds an MLP in a block."""
+    return any(isinstance(getattr(block, name, None), nn.Module) for name in MLP_NAMES)
+
+
 def _mlp_of(block: nn.Module) -> nn.Module:
     for name in MLP_NAMES:
         module = getattr(block, name, None)

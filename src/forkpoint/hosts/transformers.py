@@ -24,7 +24,7 @@ from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, Micro
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, CallContext, taken_context
-from forkpoint.hosts.checkpointing import checkpoint_blocks
+from forkpoint.hosts.checkpointing import checkpoint_blocks, has_mlp
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.coverings import Coverings, entered, set_forward, uncompiled
 from forkpoint.hosts.early_end import EarlyEnd, end_in_last_block
@@ -301,7 +301,10 @@ class TransformersHost:
     def capabilities(self) -> Capabilities:
         """Without early ends where the model checkpoints itself: their exception would pass through
         the checkpoint, which lies within the block."""
-        return Capabilities(leaves_early=not refusals.checkpointed(self.causal))
+        if refusals.checkpointed(self.causal):
+            return Capabilities(leaves_early=False, checkpoints=("none",))
+        selective = ("selective",) if all(map(has_mlp, self.blocks)) else ()
+        return Capabilities(checkpoints=("none", *selective, "full"))
 
     def forward(
         self,

@@ -1,12 +1,13 @@
 """Builds one combination of sharing and boundary for a batch, with microbatches that fit the
 limits."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from forkpoint.byte_sizes import exactly
-from forkpoint.config import Config
+from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
 from forkpoint.plan.cache import place_boundaries
@@ -39,6 +40,11 @@ KEEPING_IS_WORTH = 0.1
 # microbatch more or less shows, in steps of an eighth, and so many below the first that fits.
 FEW_MICROBATCHES = 16
 SHORTER_TRIED = 4
+# Backwards are repeated in part rather than microbatches cut much shorter than this: adding to the
+# gradients takes a microbatch as long as some hundred tokens do (8 bytes a parameter, two FLOPs a
+# parameter and token, on a device of 200 FLOPs a byte).
+FILLING_TOKENS = 4096
+GRADIENT_TOKENS = 800
 # Longer microbatches are preferred to shorter ones that are predicted to cost so little less: a
 # microbatch costs something besides that no meter sees (benchmarks/results/step-grid-h200.jsonl,
 # 6144/6144 N=4: 2.61 s of two microbatches were 2.75 s of four).
@@ -58,7 +64,9 @@ class Builder:
         coupling: IntArray | None,
         calibration: Calibration | None,
         capabilities: Capabilities | None = None,
+        measured_budget: int | None = None,
     ) -> None:
+        """`measured_budget`: the bytes that a memory_budget of "auto" stands for, if any."""
         self.batch: RolloutBatch = batch
         self.capabilities: Capabilities = capabilities or Capabilities()
         self.shape: ModelShape | None = shape
@@ -77,6 +85,11 @@ class Builder:
                 "shape bytes cannot be predicted; name the model, or limit max_microbatch_tokens "
                 "instead."
             )
+        self.soft: bool = config.memory_budget == AUTO
+        """Whether plans beyond the budget are made where nothing fits."""
+        self.budget: int | None = config.memory_budget_bytes
+        if self.soft and shape is not None:
+            self.budget = measured_budget
         self.fingerprint: str = fingerprint(batch)
         self._forests: dict[str, Forest] = {}
         # The hidden states of one path do not depend on the temperature, but its log-probs do.
@@ -154,47 +167,109 @@ class Builder:
                 f"tokens; raise it to {multiple} at least."
             )
         tokens -= tokens % multiple
-        budget = self.config.memory_budget_bytes
-        if budget is None:
-            plan = self._build(sharing, boundary, tokens)
+        if self.budget is None:
+            plan = self._build(sharing, boundary, tokens, self._policies()[0])
             return self._priced(plan, self.prices.meter(plan))
-        if not given:
+        # A budget that was given is to be used, one that was measured to be kept to.
+        if not given and not self.soft:
             every = round_up(int(self.tree_order.new_edges.sum()), multiple)
             tokens = max(tokens, min(LARGEST_MICROBATCH_TOKENS // multiple * multiple, every))
         # A microbatch that holds whole paths is no shorter than the longest of them.
         least = longest if boundary == "within" else round_up(LEAST_MICROBATCH_TOKENS, multiple)
         found: list[Plan] = []
+        smallest: list[Plan] = []
+        search = self._soft_ways if self.soft else self._ways
+        policies = self._policies()
+        for policy in policies:
+            # Shorter microbatches than fill a device are for the policy that keeps least.
+            shortest = least if policy == policies[-1] else max(least, min(tokens, FILLING_TOKENS))
+            ways = list(search(sharing, boundary, policy, tokens, shortest))
+            smallest.append(min(ways, key=_size))
+            fitting = [way for way in ways if _peak(way) <= self.budget]
+            if not fitting:
+                continue
+            # In order of their microbatches' lengths, the longest first.
+            most = min(map(cost_with_preference, fitting)) * (1 + LONGER_IS_WORTH)
+            found.append(next(way for way in fitting if cost_with_preference(way) <= most))
+            # Repeating forwards buys nothing where as much fits as fills a device.
+            if any(_keeps_all(way) and _fills(way) for way in fitting):
+                break
+        if found:
+            return min(found, key=_cost_of_many)
+        plan = min(smallest, key=_size)
+        if self.soft:
+            return self.prices.priced(plan, self.prices.meter(plan))
+        raise PlanError(
+            f"microbatches of {plan.max_microbatch_tokens} tokens are predicted to need "
+            f"{exactly(_peak(plan))} and memory_budget is {exactly(self.budget)}; raise the "
+            f"budget, or {self._remedy(boundary, plan.max_microbatch_tokens)}."
+        )
+
+    def _policies(self) -> tuple[str, ...]:
+        """The policies of checkpointing to try, the one that repeats least first."""
+        if self.config.checkpointing != AUTO:
+            return (self.config.checkpointing,)
+        if self.shape is not None and self.shape.checkpointed:
+            return ("none",)
+        able = self.capabilities.checkpoints
+        return tuple(policy for policy in ("none", "selective", "full") if policy in able)
+
+    def _ways(
+        self, sharing: str, boundary: str, policy: str, tokens: int, least: int
+    ) -> Iterator[Plan]:
+        """Plans of shorter and shorter microbatches, until shorter ones pay for nothing; what is
+        beyond the budget among them."""
+        assert self.budget is not None
+        multiple = self.capabilities.length_multiple
+        found = False
         shorter = 0
         while True:
-            plan = self._build(sharing, boundary, tokens)
+            plan = self._build(sharing, boundary, tokens, policy)
             meter = self.prices.meter(plan)
             plan = self._priced(plan, meter)
             few = len(plan.microbatches) <= FEW_MICROBATCHES
-            ways = self._fitted(plan, meter, budget)
-            needed = min(_peak(way) for way in ways)
-            found += [way for way in ways if _peak(way) <= budget]
+            for way in self._fitted(plan, meter, self.budget):
+                found |= _peak(way) <= self.budget
+                yield way
             # Microbatches a little shorter than what fits may divide the work more evenly. Where
             # there are many it makes no difference, and where they are too short to fill a device
             # they do not pay for what they let be kept.
-            if _peak(plan) <= budget:
+            if _peak(plan) <= self.budget:
                 shorter += 1
                 if shorter > SHORTER_TRIED or not few:
-                    break
+                    return
             elif found and tokens <= EFFICIENT_TOKENS:
-                break
-            if given or tokens <= least:
-                break
-            tokens = tokens * (7 if few else 6) // 8
+                return
+            if self.config.max_microbatch_tokens or tokens <= least:
+                return
+            # No shorter plan fits before its longest microbatch alone does.
+            longest = max(plan.microbatches, key=meter.kept_bytes, default=None)
+            kept = 0 if longest is None else meter.kept_bytes(longest)
+            next_tokens = tokens * (7 if few else 6) // 8
+            if longest is not None and not found and kept > self.budget:
+                next_tokens = min(next_tokens, int(longest.run_tokens * self.budget / kept) + 1)
+            tokens = next_tokens
             tokens = max(least, tokens - tokens % multiple)
-        if found:
-            # In order of their microbatches' lengths, the longest first.
-            most = min(cost_with_preference(plan) for plan in found) * (1 + LONGER_IS_WORTH)
-            return next(plan for plan in found if cost_with_preference(plan) <= most)
-        raise PlanError(
-            f"microbatches of {tokens} tokens are predicted to need {exactly(needed)} and "
-            f"memory_budget is {exactly(budget)}; raise the budget, or "
-            f"{self._remedy(boundary, tokens)}."
-        )
+
+    def _soft_ways(
+        self, sharing: str, boundary: str, policy: str, tokens: int, least: int
+    ) -> Iterator[Plan]:
+        """Plans of shorter and shorter microbatches until one fits, in few steps: every step of a
+        training run is planned so."""
+        assert self.budget is not None
+        multiple = self.capabilities.length_multiple
+        while True:
+            plan = self._build(sharing, boundary, tokens, policy)
+            meter = self.prices.meter(plan)
+            ways = self._fitted(self._priced(plan, meter), meter, self.budget)
+            yield from ways
+            needed = min(_peak(way) for way in ways)
+            if needed <= self.budget or tokens <= least or self.config.max_microbatch_tokens:
+                return
+            longest = max(microbatch.run_tokens for microbatch in plan.microbatches)
+            # Were all of it activations of the longest microbatch, this would fit.
+            tokens = min(tokens * 3 // 4, longest * self.budget // needed)
+            tokens = max(least, tokens - tokens % multiple)
 
     def _remedy(self, boundary: str, tokens: int) -> str:
         """A remedy that may help where microbatches of so many tokens are too much."""
@@ -213,7 +288,7 @@ class Builder:
         if config.activations == "keep":
             return "leave activations to the planner (activations='auto')"
         checkpointed = shape is not None and shape.checkpointed
-        if config.checkpointing != "full" and not checkpointed:
+        if config.checkpointing not in ("full", AUTO) and not checkpointed:
             return "checkpoint activations"
         return "take fewer rollouts at a time"
 
@@ -232,13 +307,12 @@ class Builder:
 
     def _priced(self, plan: Plan, meter: Meter) -> Plan:
         """With its price, and with logits kept as the configuration says."""
-        budget = self.config.memory_budget_bytes
-        if self.config.head_logits == "auto" and budget is not None:
+        if self.config.head_logits == "auto" and self.budget is not None and not self.soft:
             assert plan.shape is not None
-            plan = keep_logits(plan, meter, plan.shape, budget)
-        return self.prices.priced(plan, meter, budget)
+            plan = keep_logits(plan, meter, plan.shape, self.budget)
+        return self.prices.priced(plan, meter, self.budget)
 
-    def _build(self, sharing: str, boundary: str, tokens: int) -> Plan:
+    def _build(self, sharing: str, boundary: str, tokens: int, policy: str) -> Plan:
         padded = self.config.leaf_layout == "padded"
         order, multiple = self.order(sharing), self.capabilities.length_multiple
         if boundary == "within" and not (padded and sharing == "none"):
@@ -265,7 +339,7 @@ class Builder:
         microbatches = [
             replace(
                 microbatch,
-                checkpointing=self.config.checkpointing,
+                checkpointing=policy,
                 keeps_logits=self.config.head_logits == "keep" and not microbatch.children,
                 activations=(
                     self.config.activations
@@ -295,6 +369,7 @@ class Builder:
             shared=forest_work(forest, labelled, self.windows),
             fingerprint=self.fingerprint,
             capabilities=self.capabilities,
+            memory_budget_bytes=self.budget,
             shape=self.shape,
         )
         return plan.with_program(scores=self.prices.splits(plan))
@@ -302,8 +377,29 @@ class Builder:
 
 def cost_with_preference(plan: Plan) -> float:
     """Its cost, and KEEPING_IS_WORTH besides where some microbatch is not kept."""
-    keeps = all(microbatch.activations == "keep" for microbatch in plan.microbatches)
-    return plan.cost * (1 if keeps else 1 + KEEPING_IS_WORTH)
+    return plan.cost * (1 if _keeps_all(plan) else 1 + KEEPING_IS_WORTH)
+
+
+def _keeps_all(plan: Plan) -> bool:
+    return all(microbatch.activations == "keep" for microbatch in plan.microbatches)
+
+
+def _fills(plan: Plan) -> bool:
+    """Whether microbatches are as long as asked for, or long enough to keep a device busy."""
+    return plan.max_microbatch_tokens >= min(FILLING_TOKENS, plan.computed_tokens)
+
+
+def _cost_of_many(plan: Plan) -> float:
+    """Its cost, with what counted FLOPs leave out of many microbatches: each reads and writes all
+    gradients."""
+    cost = cost_with_preference(plan)
+    if plan.cost_unit == "ms":
+        return cost
+    return cost * (1 + GRADIENT_TOKENS * len(plan.microbatches) / max(1, 3 * plan.run_tokens))
+
+
+def _size(plan: Plan) -> tuple[int, int]:
+    return _peak(plan), plan.max_microbatch_tokens
 
 
 def _peak(plan: Plan) -> int:

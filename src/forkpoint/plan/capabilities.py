@@ -12,6 +12,8 @@ class Capabilities:
     leaves_early: bool = True
     """Whether a forward can end in the last block, once this has computed what later tokens read
     of it. Not where activation checkpointing of the model's own repeats forwards."""
+    checkpoints: tuple[str, ...] = ("none", "selective", "full")
+    """Policies of checkpointing that its blocks can run with."""
     length_multiple: int = 1
     """Lengths of microbatches must be multiples of this many tokens; 1 is any length. A host that
     splits sequences over ranks, or whose kernels take whole tiles alone, needs more: plans then pad

@@ -81,10 +81,19 @@ class PlanContents:
     """Time of a step; None without a calibration."""
     predicted_peak_bytes: int | None = None
     """Activations, prefix cache and its gradients at the worst moment; not weights."""
+    memory_budget_bytes: int | None = None
+    """The most that `predicted_peak_bytes` was to be; None is no limit. Beyond a budget that was
+    measured (`Config.memory_budget`) a plan is made all the same where nothing fits."""
     rests_on: str = ""
     """The calibration that the predictions are made from; without one they are counted."""
     candidates: tuple[Candidate, ...] = ()
     reason: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is within the budget, if there is one."""
+        budget, peak = self.memory_budget_bytes, self.predicted_peak_bytes
+        return budget is None or peak is None or peak <= budget
 
     @property
     def computed_tokens(self) -> int:

@@ -56,6 +56,9 @@ def _summary(plan: PlanContents) -> Table:
         add("FLOPs with policy.logprobs besides", flops_text(again))
     if plan.predicted_peak_bytes is not None:
         add("activations and prefix cache at the peak", shown(plan.predicted_peak_bytes))
+    if plan.memory_budget_bytes is not None:
+        name = "budget for them" if plan.fits else "budget for them, which DOES NOT FIT"
+        add(name, shown(plan.memory_budget_bytes))
     if plan.predicted_ms is not None:
         add("predicted time of a step, ms", f"{plan.predicted_ms:,.1f}")
     if plan.shape is not None:

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from forkpoint.byte_sizes import shown
 from forkpoint.config import Config
 from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
@@ -28,6 +29,7 @@ def make_plan(
     coupling: IntArray | None = None,
     calibration: Calibration | None = None,
     capabilities: Capabilities | None = None,
+    measured_budget_bytes: int | None = None,
 ) -> Plan:
     """Plan a batch.
 
@@ -43,6 +45,8 @@ def make_plan(
             configuration names, if it names one.
         capabilities: what the host of the model can do (`Host.capabilities`). None: all, but that
             a model whose shape says that it checkpoints itself is not left early.
+        measured_budget_bytes: what a memory_budget of "auto" stands for on the device; None is no
+            limit. Where nothing fits, the plan of the least predicted peak is made.
 
     Raises:
         PlanError: no combination fits the limits; every reason is named. Or there is a budget in
@@ -54,7 +58,9 @@ def make_plan(
         calibration = Calibration.load(Path(config.calibration))
     if capabilities is None:
         capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
-    builder = Builder(batch, shape, config, coupling, calibration, capabilities)
+    builder = Builder(
+        batch, shape, config, coupling, calibration, capabilities, measured_budget_bytes
+    )
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
     plans: list[Plan] = []
@@ -66,14 +72,27 @@ def make_plan(
             except PlanError as error:
                 candidates.append(Candidate(sharing, boundary, None, str(error)))
                 continue
-            candidates.append(Candidate(sharing, boundary, plan.cost))
+            refused = None if plan.fits else _beyond(plan)
+            candidates.append(Candidate(sharing, boundary, plan.cost, refused))
             plans.append(plan)
     if not plans:
         reasons = "\n".join(f"  {c.sharing} + {c.boundary}: {c.refused}" for c in candidates)
         raise PlanError(f"no plan fits this batch:\n{reasons}")
-    plan = _chosen(plans)
+    fitting = [plan for plan in plans if plan.fits]
+    plan = _chosen(fitting) if fitting else min(plans, key=_peak)
     dense = min((p.cost for p in plans if p.sharing == "none"), default=None)
     return replace(plan, candidates=tuple(candidates), reason=_reason(plan, dense, config))
+
+
+def _peak(plan: Plan) -> int:
+    return plan.predicted_peak_bytes or 0
+
+
+def _beyond(plan: Plan) -> str:
+    return (
+        f"it is predicted to need {shown(_peak(plan))} and the budget is "
+        f"{shown(plan.memory_budget_bytes or 0)}"
+    )
 
 
 def _chosen(plans: list[Plan]) -> Plan:
@@ -88,6 +107,8 @@ def _chosen(plans: list[Plan]) -> Plan:
 
 
 def _reason(plan: Plan, dense: float | None, config: Config) -> str:
+    if not plan.fits:
+        return "the least memory of all that was tried: nothing fits the budget"
     if config.sharing == "none" or "auto" not in (config.sharing, config.boundary):
         return "as asked"
     if dense is None:

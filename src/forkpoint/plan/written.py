@@ -94,7 +94,13 @@ ROW = record(
 INSTRUCTION = row_of(
     whole(0, 1), one_of(*OPERATIONS), TOKENS, whole(IDLE, MOST_TOKENS), one_of(*ENDS), flag, flag
 )
-CAPABILITIES = record({"leaves_early": flag, "length_multiple": whole(1, MOST_TOKENS)})
+CAPABILITIES = record(
+    {
+        "leaves_early": flag,
+        "checkpoints": array(one_of(*get_args(Checkpointing))),
+        "length_multiple": whole(1, MOST_TOKENS),
+    }
+)
 WORK = record({"tokens": TOKENS, "pairs": _pairs, "labelled": TOKENS})
 SIZE, NONE_OR_MORE = whole(1, MOST_SIZE), whole(0, 2**62)
 SHAPE = record(
@@ -141,6 +147,7 @@ PLAN = record(
         "cost_unit": one_of("ms", "FLOPs", "tokens"),
         "predicted_ms": or_null(COST),
         "predicted_peak_bytes": BYTES,
+        "memory_budget_bytes": BYTES,
         "rests_on": text,
         "candidates": array(CANDIDATE),
         "reason": text,
@@ -190,7 +197,8 @@ def _values(given: dict[str, Any]) -> dict[str, Any]:
     values["microbatches"] = tuple(_microbatch(microbatch) for microbatch in values["microbatches"])
     instructions = (Instruction(*instruction) for instruction in values["program"])
     values["program"] = Program(tuple(instructions))
-    values["capabilities"] = Capabilities(**values["capabilities"])
+    able = values["capabilities"]
+    values["capabilities"] = Capabilities(**{**able, "checkpoints": tuple(able["checkpoints"])})
     values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
     for name in ("dense", "shared"):
         values[name] = Work(**values[name])

@@ -96,6 +96,12 @@ class ReplayFolder:
             self.close()
             raise
 
+    def memory_budget_bytes(self) -> int | None:
+        """The budget that the replay to be resumed was begun with; None where there is none."""
+        if not self.resume or not (self.path / MANIFEST).is_file():
+            return None
+        return read_manifest(self.path)["fixed"]["runs_on"]["memory_budget_bytes"]
+
     def close(self) -> None:
         """Let others open the folder; closing again does nothing."""
         self._lock.release()

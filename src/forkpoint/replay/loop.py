@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forkpoint.config import Config
+from forkpoint.config import AUTO, Config
 from forkpoint.engine.host import Host
+from forkpoint.engine.memory import measured_budget
 from forkpoint.errors import ConfigError
 from forkpoint.losses.base import Loss, LossFunction, as_loss
 from forkpoint.plan import Plan
@@ -95,6 +96,8 @@ def replay(
         dense = _Side(copy.deepcopy(model), dense_config, optimizer, rate, max_grad_norm)
         start = [_on_host(parameter) for parameter in model.parameters()]
     shared = _Side(model, config, optimizer, rate, max_grad_norm)
+    sides = {"shared": shared} | ({} if dense is None else {"dense": dense})
+    _set_budgets(list(sides.values()), config, folder)
     loss.check_head(shared.policy.host.head)
     for part in batches.every():
         loss.check(part)
@@ -115,10 +118,12 @@ def replay(
                 "baseline": baseline,
                 "config": asdict(config),
                 "runs_on": _runs_on(shared.policy.host)
-                # Plans are chosen by it, and another order of work rounds otherwise.
-                | {"calibration": shared.policy.plan(batches.at(0).batch, loss).rests_on},
+                # Plans are chosen by these, and another order of work rounds otherwise.
+                | {
+                    "calibration": shared.policy.plan(batches.at(0).batch, loss).rests_on,
+                    "memory_budget_bytes": shared.policy.memory_budget_bytes,
+                },
             }
-            sides = {"shared": shared} | ({} if dense is None else {"dense": dense})
             checkpoint = Checkpoint(
                 {name: (side.model, side.optimizer) for name, side in sides.items()}
             )
@@ -140,6 +145,27 @@ def replay(
             if on_step is not None:
                 on_step(row)
         return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
+
+
+def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | None) -> None:
+    """Let all sides plan for the memory that is free for each, or that was when the replay began.
+
+    Gradients and optimizers of all sides stay allocated while one of them runs.
+    """
+    device = sides[0].policy.host.device
+    if config.memory_budget != AUTO or device.type != "cuda":
+        return
+    budget = None if folder is None else folder.memory_budget_bytes()
+    if budget is None:
+        budget = measured_budget(
+            device,
+            [parameter for side in sides for parameter in side.parameters],
+            optimizer_bytes_per_parameter=config.optimizer_bytes_per_parameter,
+            float32_sums=config.grad_accumulation_dtype == "float32",
+            restore=config.restore_grads,
+        )
+    for side in sides:
+        side.policy.use_memory_budget(budget)
 
 
 class _Side:

@@ -109,7 +109,13 @@ FIXED = record(
         "baseline": flag,
         "config": mapping(tree),
         "runs_on": record(
-            {"device": text, "threads": whole(1), "torch": text, "calibration": text}
+            {
+                "device": text,
+                "threads": whole(1),
+                "torch": text,
+                "calibration": text,
+                "memory_budget_bytes": or_null(whole(1)),
+            }
         ),
     }
 )

@@ -70,9 +70,10 @@ class Prices:
         Beyond a budget of bytes its cost is infinite: nobody asks what it would be.
         """
         key = (
+            budget,
             _key_of_microbatches(plan),
             *(
-                (microbatch.activations, microbatch.keeps_logits)
+                (microbatch.activations, microbatch.keeps_logits, microbatch.checkpointing)
                 for microbatch in plan.microbatches
             ),
         )

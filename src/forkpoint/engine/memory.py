@@ -1,0 +1,163 @@
+"""The budget of activations that a device has room for, measured."""
+
+import gc
+import logging
+from collections.abc import Hashable, Iterable
+
+import torch
+from torch import nn
+
+from forkpoint.byte_sizes import GIB, shown, size_in_bytes
+from forkpoint.config import AUTO, Config
+from forkpoint.engine.host import Host
+from forkpoint.plan.plan import Plan
+
+_log = logging.getLogger("forkpoint")
+
+MARGIN_BYTES = GIB
+MARGIN_SHARE = 0.04
+"""Kept free: what predictions leave out, such as workspaces of matrix products and memory lost
+between blocks of the allocator."""
+LEAST_BYTES = GIB
+LOWERED = 0.75
+"""The part of a predicted peak that is tried next where it was too much."""
+
+DOES_NOT_FIT = (
+    "no plan is predicted to fit: the one chosen needs %s, and %s are free for it "
+    "(memory_budget='auto'). It runs all the same. Less is needed by fewer or shorter rollouts, by "
+    "frozen layers or adapters, by a sharded model, and by an optimizer of smaller states "
+    "(optimizer_bytes_per_parameter)."
+)
+OUT_OF_MEMORY = (
+    "the device ran out of memory; memory_budget='auto' is lowered from %s to %s, and the step "
+    "runs once more. Config(memory_budget='%s') plans so from the start."
+)
+
+
+class MemoryBudgets:
+    """Measured budgets of one model, for the life of its policies."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[Hashable, int] = {}
+        self._predicted: int | None = None
+        self._warned = False
+
+    def of(self, host: Host, config: Config) -> int | None:
+        """The budget that a configuration stands for, in bytes; None is no limit.
+
+        Of memory_budget "auto" it is measured on CUDA when first asked for, and the same from then
+        on, so that plans and bits do not change from step to step.
+        """
+        if config.memory_budget != AUTO or host.device.type != "cuda":
+            return config.memory_budget_bytes
+        key = _key(config)
+        if key not in self._bytes:
+            self._bytes[key] = measured_budget(
+                host.device,
+                (p for _, p in host.named_parameters()),
+                optimizer_bytes_per_parameter=config.optimizer_bytes_per_parameter,
+                float32_sums=config.grad_accumulation_dtype == "float32",
+                restore=config.restore_grads,
+            )
+        return self._bytes[key]
+
+    def use(self, config: Config, size_bytes: int) -> None:
+        """Take this in place of what is measured. Raises ConfigError for no size."""
+        found = size_in_bytes(size_bytes, "the memory budget")
+        assert found is not None
+        self._bytes[_key(config)] = found
+
+    def planned(self, plan: Plan) -> None:
+        """Remember what was planned last, and warn once of a plan that does not fit."""
+        self._predicted = plan.predicted_peak_bytes
+        if not plan.fits and not self._warned:
+            self._warned = True
+            needed, budget = plan.predicted_peak_bytes or 0, plan.memory_budget_bytes or 0
+            _log.warning(DOES_NOT_FIT, shown(needed), shown(budget))
+
+    def lower(self, host: Host, config: Config) -> bool:
+        """After an out-of-memory error: set a lower budget, if there is one that may help.
+
+        Ranks plan together, so that none of them changes its budget by itself.
+        """
+        before = self.of(host, config)
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if config.memory_budget != AUTO or before is None:
+            return False
+        if ranks and torch.distributed.get_world_size() > 1:
+            return False
+        least = min(before, self._predicted or before)
+        lower = max(LEAST_BYTES, int(least * LOWERED) // GIB * GIB)
+        if lower >= before:
+            return False
+        self._bytes[_key(config)] = lower
+        _log.warning(OUT_OF_MEMORY, shown(before), shown(lower), f"{lower // GIB}GiB")
+        torch.cuda.empty_cache()
+        return True
+
+
+def _key(config: Config) -> Hashable:
+    """Options that change what a step allocates besides."""
+    return (
+        config.optimizer_bytes_per_parameter,
+        config.grad_accumulation_dtype,
+        config.restore_grads,
+    )
+
+
+def measured_budget(
+    device: torch.device,
+    parameters: Iterable[nn.Parameter],
+    *,
+    optimizer_bytes_per_parameter: float,
+    float32_sums: bool,
+    restore: bool,
+) -> int:
+    """Bytes that activations and prefix cache may take on a CUDA device, in whole GiB.
+
+    That is what is free, and what torch has cached, less what will be allocated besides:
+
+    Args:
+        device: the CUDA device.
+        parameters: those that are trained. Their gradients that do not exist yet count.
+        optimizer_bytes_per_parameter: bytes of the optimizer's states for each element of them.
+            States that some optimizer has already do not count again.
+        float32_sums: whether steps sum gradients in float32 apart from `.grad`.
+        restore: whether steps copy existing gradients.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    elements = sum(p.numel() for p in trained)
+    gradients = sum(p.numel() * p.element_size() for p in trained)
+    needed = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
+    needed += 4 * elements if float32_sums else 0
+    needed += gradients if restore else 0
+    states = int(optimizer_bytes_per_parameter * elements) - _state_bytes(trained, device)
+    needed += max(0, states)
+    free, total = torch.cuda.mem_get_info(device)
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    reserved = torch.cuda.memory_reserved(device)
+    if fraction is not None:
+        free = min(free, int(fraction(device) * total) - reserved)
+    free += reserved - torch.cuda.memory_allocated(device)
+    room = free - needed - MARGIN_BYTES - int(MARGIN_SHARE * total)
+    return max(LEAST_BYTES, room // GIB * GIB)
+
+
+def _state_bytes(parameters: list[nn.Parameter], device: torch.device) -> int:
+    """Bytes on the device that optimizers hold for these parameters."""
+    wanted = {id(p) for p in parameters}
+    seen: set[int] = set()
+    total = 0
+    # By type alone: objects may answer questions about their class with work of their own.
+    optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+    for optimizer in optimizers:
+        for parameter, states in list(optimizer.state.items()):
+            if id(parameter) not in wanted or not isinstance(states, dict):
+                continue
+            for value in states.values():
+                if isinstance(value, torch.Tensor) and value.device == device:
+                    storage = value.untyped_storage()
+                    if storage.data_ptr() not in seen:
+                        seen.add(storage.data_ptr())
+                        total += storage.nbytes()
+    return total

@@ -1,0 +1,60 @@
+"""Results of steps and of scores."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forkpoint.engine.offload import OffloadStats
+from forkpoint.losses.outputs import PerToken
+from forkpoint.plan import Plan
+from forkpoint.stats_text import scores_line, step_line
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Scores(PerToken):
+    """`logprobs`, and `entropies` where asked for, or a critic's `values`, flat over the batch.
+
+    All are float32 (float64 for a float64 model) [T] on the model's device; entry i belongs to
+    token i, and entries outside the loss mask are 0. The value of token i is that of the tokens
+    before it. Reading what the model does not give raises ConfigError.
+    """
+
+    per_token: Mapping[str, Tensor]
+    plan: Plan
+    events: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return scores_line(self.per_token, self.plan)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StepStats(PerToken):
+    """Results of a step, and the model's `logprobs` or `values` before it as in `Scores`.
+
+    Printed, it is one line of text.
+    """
+
+    loss: float
+    logical_tokens: int
+    unique_tokens: int
+    computed_tokens: int
+    plan: Plan
+    events: tuple[str, ...]
+    phase_ms: dict[str, float]
+    """Milliseconds by phase. "prefix forward": forwards of microbatches that others read. "leaf":
+    microbatches that none reads. "prefix backward": recomputes and backwards of those that others
+    have read."""
+    event_ms: tuple[float, ...]
+    """Of each of `events`."""
+    event_memory_bytes: tuple[int, ...] | None
+    """Bytes that CUDA held allocated when each of `events` had been issued; None on the CPU."""
+    peak_memory_bytes: int | None
+    """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
+    per_token: Mapping[str, Tensor]
+    """[T] by name; entries outside the loss mask are 0."""
+    offload: OffloadStats | None = None
+    """Copies to the host's memory and back; None where the plan offloads nothing."""
+
+    def __repr__(self) -> str:
+        return step_line(self.loss, self.plan, self.phase_ms, self.peak_memory_bytes)

@@ -1,0 +1,308 @@
+"""Budgets that are measured: what they leave room for, and what plans do with them."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forkpoint import Config, losses, wrap
+from forkpoint.byte_sizes import GIB
+from forkpoint.engine import memory
+from forkpoint.engine.memory import MARGIN_BYTES, MARGIN_SHARE, measured_budget
+from forkpoint.errors import ConfigError
+from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.models import MODELS
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.testing import tiny_model
+
+SHAPE = ModelShape.from_config(MODELS["qwen3-8b"], dtype_bytes=2)
+TOTAL = 80 * 10**9
+
+
+def batch_of(prompt: int, response: int, count: int) -> RolloutBatch:
+    ids = list(range(1, prompt + 1))
+    mask = [0] * prompt + [1] * response
+    return RolloutBatch(
+        [
+            Rollout([*ids, *range(n * 7, n * 7 + response)], mask, 1.0, group_id="g")
+            for n in range(count)
+        ]
+    )
+
+
+BATCH = batch_of(3000, 2000, 8)
+
+
+def planned(budget_gib: float | None, config: Config | None = None, **given: Any) -> Plan:
+    budget = None if budget_gib is None else int(budget_gib * GIB)
+    return make_plan(BATCH, SHAPE, config or Config(), measured_budget_bytes=budget, **given)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """A CUDA device of 80 GB of which 50 GB are free, 4 GB are cached and 2 GB of these used."""
+    found = {"free": 50 * 10**9, "reserved": 4 * 10**9, "allocated": 2 * 10**9}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (found["free"], TOTAL))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: found["reserved"])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: found["allocated"])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    if hasattr(torch.cuda, "get_per_process_memory_fraction"):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+    return found
+
+
+def room(device: dict[str, int], besides: int) -> int:
+    free = device["free"] + device["reserved"] - device["allocated"]
+    return (free - besides - MARGIN_BYTES - int(MARGIN_SHARE * TOTAL)) // GIB * GIB
+
+
+def weights() -> list[nn.Parameter]:
+    """2 and 1 GiB of bfloat16 that are trained, and 4 that are not; nothing is allocated."""
+    made = [torch.empty(n * GIB // 2, dtype=torch.bfloat16, device="meta") for n in (2, 1, 4)]
+    return [nn.Parameter(x, requires_grad=n < 2) for n, x in enumerate(made)]
+
+
+def measured(parameters: list[nn.Parameter], **options: Any) -> int:
+    given = {"optimizer_bytes_per_parameter": 8, "float32_sums": False, "restore": False}
+    return measured_budget(torch.device("meta"), parameters, **{**given, **options})
+
+
+def test_a_budget_leaves_room_for_what_a_step_allocates_besides(device: dict[str, int]) -> None:
+    elements = 3 * GIB // 2
+    gradients = 2 * elements
+    assert measured(weights()) == room(device, gradients + 8 * elements)
+    assert measured(weights(), optimizer_bytes_per_parameter=2) == room(
+        device, gradients + 2 * elements
+    )
+    assert measured(weights(), float32_sums=True) == room(device, gradients + 12 * elements)
+    assert measured(weights(), restore=True) == room(device, 2 * gradients + 8 * elements)
+    assert measured(weights()) % GIB == 0
+
+
+def test_what_exists_does_not_count_again(device: dict[str, int]) -> None:
+    trained = weights()
+    for parameter in trained[:2]:
+        parameter.grad = torch.empty_like(parameter)
+    elements = 3 * GIB // 2
+    assert measured(trained) == room(device, 8 * elements)
+    optimizer = torch.optim.AdamW(trained[:2])
+    for parameter in trained[:1]:  # states of the first of them alone
+        optimizer.state[parameter] = {
+            name: torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+    # Tensors of meta have no storage to tell apart, so they count once each by size at most.
+    assert measured(trained) >= room(device, 8 * elements)
+
+
+def test_a_device_without_room_has_the_least_budget(device: dict[str, int]) -> None:
+    device["free"] = 0
+    assert measured(weights()) == memory.LEAST_BYTES
+
+
+def test_a_step_that_fits_is_planned_as_without_a_limit() -> None:
+    free, roomy = planned(None), planned(500)
+    assert replace(roomy, memory_budget_bytes=None).to_json() == free.to_json()
+    assert roomy.fits and roomy.memory_budget_bytes == 500 * GIB
+
+
+@pytest.mark.parametrize("budget_gib", [40, 20, 8, 4, 3])
+def test_a_plan_keeps_to_what_was_measured(budget_gib: float) -> None:
+    plan = planned(budget_gib)
+    assert plan.predicted_peak_bytes <= budget_gib * GIB and plan.fits
+    assert plan.predicted_peak_bytes < planned(None).predicted_peak_bytes
+    again = Plan.from_json(plan.to_json())
+    assert again.fits and again.to_json() == plan.to_json()
+    # It costs about as much at most as recomputing all blocks does, without a limit.
+    full = planned(None, Config(checkpointing="full"))
+    assert plan.cost <= full.cost * 1.15 or budget_gib < 4
+
+
+def test_checkpointing_is_what_the_host_is_able_to() -> None:
+    ways = {
+        kind: {m.checkpointing for m in planned(3, capabilities=able).microbatches}
+        for kind, able in {
+            "any": Capabilities(),
+            "full": Capabilities(checkpoints=("none", "full")),
+            "none": Capabilities(checkpoints=("none",)),
+        }.items()
+    }
+    assert ways["any"] <= {"selective", "full"} and ways["none"] == {"none"}
+    assert ways["full"] == {"full"}
+    asked = planned(3, Config(checkpointing="none"))
+    assert {m.checkpointing for m in asked.microbatches} == {"none"}
+
+
+def test_what_fits_nowhere_is_planned_with_the_least_memory() -> None:
+    plan = planned(0.01)
+    assert not plan.fits and "nothing fits the budget" in plan.reason
+    assert "DOES NOT FIT" in plan.explain()
+    # Prefix cache of a chain, which one rollout of 5,000 tokens takes.
+    assert plan.predicted_peak_bytes < 2.2 * GIB
+    assert all("budget" in (c.refused or "") for c in plan.candidates)
+
+
+def test_no_batch_is_too_long_for_a_chain() -> None:
+    """One rollout of 60,000 tokens: whole, and with all activations, it takes 480 GiB."""
+    long = batch_of(100, 60_000, 1)
+    free = make_plan(long, SHAPE, Config(boundary="within"))
+    assert free.predicted_peak_bytes > 200 * GIB
+    assert make_plan(long, SHAPE, Config(), measured_budget_bytes=30 * GIB).fits
+
+
+@pytest.mark.parametrize("value", [-1, True, "8", None, 1e9, float("nan")])
+def test_bytes_of_optimizers_are_a_number(value: Any) -> None:
+    with pytest.raises(ConfigError, match="optimizer_bytes_per_parameter is"):
+        Config(optimizer_bytes_per_parameter=value)
+
+
+# Steps
+# ------------------------------------------------------------
+
+
+class OnCuda:
+    """A policy's host that says that it is on CUDA where budgets ask."""
+
+    def __init__(self, host: Any) -> None:
+        self._host = host
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+    @property
+    def device(self) -> torch.device:
+        self.asked += 1
+        return torch.device("cuda")
+
+
+@pytest.fixture
+def policy(device: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = wrap(tiny_model("llama"), Config(self_check=False))
+    budgets = made._kept.budgets
+    of, lower = budgets.of, budgets.lower
+    monkeypatch.setattr(budgets, "of", lambda host, config: of(OnCuda(host), config))
+    monkeypatch.setattr(budgets, "lower", lambda host, config: lower(OnCuda(host), config))
+    return made
+
+
+def small() -> RolloutBatch:
+    return RolloutBatch([Rollout([1, 2, 3, n], [0, 0, 1, 1], 1.0) for n in range(3)])
+
+
+def test_a_budget_is_measured_once(policy: Any, device: dict[str, int]) -> None:
+    before = policy.memory_budget_bytes
+    device["free"] //= 2
+    assert policy.memory_budget_bytes == before == policy.plan(small()).memory_budget_bytes
+    assert policy.with_config(head_chunk_tokens=7).memory_budget_bytes == before
+    assert policy.with_config(memory_budget=None).memory_budget_bytes is None
+    assert policy.with_config(memory_budget="3GiB").memory_budget_bytes == 3 * GIB
+    # With other options a step allocates other things.
+    assert policy.with_config(optimizer_bytes_per_parameter=0).memory_budget_bytes < before
+
+
+def test_a_budget_of_an_earlier_run_is_taken(policy: Any) -> None:
+    policy.use_memory_budget(7 * GIB)
+    assert policy.memory_budget_bytes == 7 * GIB
+    with pytest.raises(ConfigError, match="memory budget is 0"):
+        policy.use_memory_budget(0)
+
+
+@pytest.fixture
+def failing(policy: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the next forwards run out of memory, counted down, and the budgets of all plans."""
+    left = [1]
+    forward = type(policy.host).forward
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if left[0] > 0:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory, made up")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(policy.host), "forward", run)
+    return left
+
+
+def test_a_step_out_of_memory_runs_once_more_with_less(
+    policy: Any, failing: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = policy.memory_budget_bytes
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        stats = policy.forward_backward(small(), losses.GRPO())
+    assert policy.last_step.gradients == "added"
+    lowered = policy.memory_budget_bytes
+    assert lowered < before and stats.plan.memory_budget_bytes == lowered
+    assert f"Config(memory_budget='{lowered // GIB}GiB')" in caplog.text
+    plain = wrap(tiny_model("llama"), Config(self_check=False))
+    plain.forward_backward(small(), losses.GRPO())
+    pairs = zip(policy.host.model.parameters(), plain.host.model.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+@pytest.mark.parametrize("what", ["forward_backward", "score", "logprobs"])
+def test_a_second_time_it_is_raised(what: str, policy: Any, failing: list[int]) -> None:
+    failing[0] = 2
+    arguments = (losses.GRPO(),) if what == "forward_backward" else ()
+    with pytest.raises(torch.OutOfMemoryError):
+        getattr(policy, what)(small(), *arguments)
+    assert failing[0] == 0
+    assert all(p.grad is None for p in policy.host.model.parameters())
+    getattr(policy, what)(small(), *arguments)
+
+
+def test_nothing_is_repeated_that_may_not_be(policy: Any, failing: list[int]) -> None:
+    given = policy.plan(small())
+    for other, arguments in (
+        (policy, {"plan": given}),  # the caller's plan
+        (policy.with_config(memory_budget="4GiB"), {}),  # the caller's budget
+        (policy.with_config(memory_budget=None), {}),
+    ):
+        failing[0] = 1
+        with pytest.raises(torch.OutOfMemoryError):
+            other.forward_backward(small(), losses.GRPO(), **arguments)
+        assert failing[0] == 0
+
+
+def test_gradients_from_before_are_not_lost(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails in its second backward has added to `.grad` already."""
+    policy = policy.with_config(sharing="none", boundary="within", max_microbatch_tokens=3)
+    policy.forward_backward(small(), losses.GRPO())
+    kept = {n: p.grad.clone() for n, p in policy.host.model.named_parameters()}
+    backward, calls = type(policy.host).backward, []
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory, made up")
+        backward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(policy.host), "backward", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        policy.forward_backward(small(), losses.GRPO())
+    assert policy.last_step.gradients == "cleared" and len(calls) == 2
+    calls.clear()
+    for name, parameter in policy.host.model.named_parameters():
+        parameter.grad = kept[name].clone()
+    copying = policy.with_config(restore_grads=True)
+    copying.forward_backward(small(), losses.GRPO())
+    for name, parameter in policy.host.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * kept[name], rtol=1e-12, atol=1e-14)
+
+
+def test_a_plan_that_does_not_fit_is_said_once(
+    policy: Any, device: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkey = batch_of(30, 20, 2)
+    shape = replace(policy.host.shape, layers=10_000, hidden=2**22, windows=(0,) * 10_000)
+    policy.host._shape = shape
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        plan = policy.plan(monkey)
+        policy.plan(monkey)
+    assert not plan.fits
+    assert caplog.text.count("no plan is predicted to fit") == 1
