@@ -21,6 +21,7 @@ COMMANDS = {
     "memory": "steps.memory:Memory",
     "capacity": "steps.capacity:Capacity",
     "tree": "steps.tree:Tree",
+    "plain-loop": "steps.plain_loop:PlainLoop",
     "hybrid": "steps.hybrid:Hybrid",
     "plan-variants": "steps.plan_variants:PlanVariants",
     "profile-step": "steps.profile:ProfileStep",

@@ -66,7 +66,9 @@ class Stepper:
         compile_blocks: bool | None = None,
         **options: object,
     ) -> None:
-        base = Config(compile_blocks=compile_blocks, **options)  # type: ignore[arg-type]
+        # Dense at its best and cells that were kept: without a limit unless a benchmark sets one.
+        limits = {"memory_budget": None, "checkpointing": "none"}
+        base = Config(compile_blocks=compile_blocks, **{**limits, **options})  # type: ignore[arg-type]
         self.model: nn.Module = model
         self.policy: Policy = wrap(model, base)
         self.device: torch.device = self.policy.host.device

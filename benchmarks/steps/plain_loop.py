@@ -1,0 +1,250 @@
+"""A loop over single rollouts in plain transformers, as most write it, beside a default policy."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from tyro.conf import DisallowNone, arg
+
+from benchmarks.rows import ResultRow
+from benchmarks.runner import Benchmark, Deadline, Seconds
+from benchmarks.shapes import make_group, make_model
+from benchmarks.steps.cells import cell_row
+from forkpoint.byte_sizes import shown, size_in_bytes
+from forkpoint.cli.options import Count, Flag
+from forkpoint.config import Config
+from forkpoint.errors import ConfigError
+from forkpoint.losses import GRPO
+from forkpoint.policy import wrap
+from forkpoint.rollouts import RolloutBatch
+from forkpoint.traces import load_rollouts
+
+BATCHES = (
+    # prompt, response and rollouts of one group each
+    (128, 128, 8),
+    (256, 512, 8),
+    (1024, 256, 16),
+    (1024, 1024, 8),
+    (2048, 256, 16),
+    (2048, 2048, 4),
+    (4096, 512, 8),
+    (4800, 1000, 8),
+    (8192, 512, 8),
+    (12288, 1024, 4),
+    (16384, 512, 4),
+    (32768, 1024, 2),
+)
+"""Twelve groups, short and long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainLoop(Benchmark):
+    """Time steps and take their peaks beside a plain loop of transformers over single rollouts.
+
+    Attributes:
+        shape: Whose sizes the model has.
+        train: Which parameters are trained: all, or those of the last four blocks.
+        file: Rollouts in place of the made-up groups; groups are taken whole.
+        groups: How many groups of FILE make a batch.
+        batches: At most so many batches.
+        device_memory: Use no more of the device than this, such as 80GB.
+        optimizer: What holds states on the device: AdamW in the parameters' dtype, SGD with
+            momentum, which takes as much as Adam in 8 bits on bfloat16 weights, or nothing.
+        compiled: Measure a plain loop of the compiled model besides.
+        repeats: Steps of each side that are timed, after one that is not.
+        max_seconds: Begin no batch after so many seconds.
+        tiny: A tiny model and lengths divided by 64, on the CPU as well.
+    """
+
+    NAME: ClassVar[str] = "plain-loop"
+
+    shape: Literal["qwen3-1.7b", "qwen3-8b"] = "qwen3-1.7b"
+    train: Literal["all", "last"] = "all"
+    file: DisallowNone[
+        Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: made up)")]
+    ] = None
+    groups: Count = 1
+    batches: Count = 12
+    device_memory: DisallowNone[
+        Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: all of it)")]
+    ] = None
+    optimizer: Literal["adamw", "momentum", "none"] = "adamw"
+    compiled: Flag = False
+    repeats: Count = 2
+    max_seconds: Seconds = 540.0
+    tiny: Flag = False
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        cuda = torch.cuda.is_available()
+        if not cuda and not self.tiny:
+            raise ConfigError(
+                f"{self.NAME} measures steps of {self.shape} on a GPU, and torch sees no CUDA "
+                "device here; run it on a machine with one, or try it out with --tiny."
+            )
+        device = torch.device("cuda" if cuda else "cpu")
+        limit = size_in_bytes(self.device_memory, "device_memory")
+        if cuda and limit is not None:
+            _, total = torch.cuda.mem_get_info(device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        model = make_model("tiny" if self.tiny else self.shape, device)
+        if self.train == "last":
+            model.requires_grad_(False)
+            for block in model.model.layers[-4:]:
+                block.requires_grad_(True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        states = self._states(trained)
+        each = {"adamw": 4, "momentum": 2, "none": 0}[self.optimizer]
+        policy = wrap(model, Config(optimizer_bytes_per_parameter=each))
+        label = f"{self.shape}, {self.train} trained, {self.optimizer}"
+        if limit is not None:
+            label += f", {shown(limit)}"
+        sides: dict[str, Callable[[RolloutBatch], object]] = {
+            "plain": partial(plain_step, model, device),
+            "forkpoint": partial(policy.forward_backward, loss=GRPO()),
+        }
+        if self.compiled:
+            sides["plain compiled"] = partial(
+                plain_step, torch.compile(model, dynamic=True), device
+            )
+        for name, batch in self._inputs(model.config.vocab_size):
+            case = f"{label}: {name}"
+            if deadline.over(case):
+                continue
+            yield from compared(sides, trained, batch, case, self.repeats, policy.plan(batch).bound)
+        if policy.memory_budget_bytes is not None:
+            yield cell_row(self.NAME, label, "budget", policy.memory_budget_bytes, "bytes")
+        del states
+
+    def _states(self, trained: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+        """An optimizer that has its states, from a step with gradients of zeros."""
+        if self.optimizer == "none":
+            return None
+        made = (
+            torch.optim.AdamW(trained, lr=0.0, foreach=False)
+            if self.optimizer == "adamw"
+            else torch.optim.SGD(trained, lr=0.0, momentum=0.9, foreach=False)
+        )
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        made.step()
+        made.zero_grad(set_to_none=True)
+        return made
+
+    def _inputs(self, vocab: int) -> Iterator[tuple[str, RolloutBatch]]:
+        if self.file is None:
+            scale = 64 if self.tiny else 1
+            for prompt, response, count in BATCHES[: self.batches]:
+                lengths = [max(2, response // scale)] * count
+                made = make_group(max(2, prompt // scale), lengths, vocab=vocab)
+                yield f"P={prompt} R={response} N={count}", made
+            return
+        whole = RolloutBatch(load_rollouts(self.file))
+        known = int(whole.group_index.max()) + 1
+        for number in range(min(self.batches, known // self.groups)):
+            first = number * self.groups
+            inside = (whole.group_index >= first) & (whole.group_index < first + self.groups)
+            part = whole.select(np.flatnonzero(inside).tolist())
+            name = f"{self.file.name}, groups {first} to {first + self.groups - 1}"
+            yield f"{name}, {part.logical_tokens} tokens", part
+
+
+def plain_step(model: Callable[..., Any], device: torch.device, batch: RolloutBatch) -> None:
+    """The policy gradient of a batch, one rollout after the other, with all logits."""
+    trained = int(batch.loss_mask.sum())
+    for n, rollout in enumerate(batch):
+        ids_BL = torch.as_tensor(rollout.token_ids, device=device)[None]
+        logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
+        logprobs_L = logits_BLV[0, :-1].float().log_softmax(-1)
+        taken_L = logprobs_L.gather(-1, ids_BL[0, 1:, None])[:, 0]
+        begin, end = batch.offsets[n] + 1, batch.offsets[n + 1]
+        advantages = batch.advantages[begin:end] * batch.loss_mask[begin:end]
+        weights_L = torch.as_tensor(advantages, dtype=torch.float32, device=device)
+        (-(weights_L * taken_L).sum() / trained).backward()
+
+
+def compared(
+    sides: dict[str, Callable[[RolloutBatch], object]],
+    trained: list[nn.Parameter],
+    batch: RolloutBatch,
+    case: str,
+    repeats: int,
+    bound: float,
+) -> Iterator[ResultRow]:
+    """Steps of each side by turns, and how far their gradients are apart."""
+    found: dict[str, tuple[float, int] | None] = {}
+    gradients: dict[str, list[torch.Tensor]] = {}
+    for name, step in sides.items():
+        found[name] = measured(step, trained, batch, repeats)
+        if found[name] is not None:
+            gradients[name] = [p.grad.to("cpu") for p in trained if p.grad is not None]
+        for parameter in trained:
+            parameter.grad = None
+    row = partial(cell_row, PlainLoop.NAME, case)
+    ours = found["forkpoint"]
+    for name, result in found.items():
+        if result is None:
+            yield row(f"{name} step", float("nan"), "ms", note="out of memory")
+            continue
+        seconds, peak = result
+        yield row(f"{name} step", seconds * 1e3, "ms")
+        yield row(f"{name} peak", peak, "bytes")
+        if name != "forkpoint" and ours is not None:
+            yield row(f"faster than {name}", seconds / ours[0], "x", baseline=name, bound=bound)
+            yield row(
+                f"gradients apart from {name}",
+                distance(gradients["forkpoint"], gradients[name]),
+                "1",
+                note="norm of the difference over the norm",
+            )
+
+
+def measured(
+    step: Callable[[RolloutBatch], object],
+    trained: list[nn.Parameter],
+    batch: RolloutBatch,
+    repeats: int,
+) -> tuple[float, int] | None:
+    """Seconds (median) and the peak of allocated bytes; None where memory runs out."""
+    cuda = trained[0].is_cuda
+    seconds = []
+    try:
+        for number in range(repeats + 1):
+            for parameter in trained:
+                parameter.grad = None
+            if cuda:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            begin = time.perf_counter()
+            step(batch)
+            if cuda:
+                torch.cuda.synchronize()
+            if number:
+                seconds.append(time.perf_counter() - begin)
+    except torch.OutOfMemoryError:
+        out = True
+    else:
+        out = False
+    if out:
+        for parameter in trained:
+            parameter.grad = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
+    return median(seconds), torch.cuda.max_memory_allocated() if cuda else 0
+
+
+def distance(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """The norm of the difference of two gradients over the norm of the second."""
+    apart = total = 0.0
+    for one, other in zip(found, wanted, strict=True):
+        apart += float((one.float() - other.float()).square().sum())
+        total += float(other.float().square().sum())
+    return (apart / total) ** 0.5 if total else 0.0
