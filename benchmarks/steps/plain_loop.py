@@ -93,7 +93,7 @@ class PlainLoop(Benchmark):
         limit = size_in_bytes(self.device_memory, "device_memory")
         if cuda and limit is not None:
             _, total = torch.cuda.mem_get_info(device)
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
         model = make_model("tiny" if self.tiny else self.shape, device)
         if self.train == "last":
             model.requires_grad_(False)
