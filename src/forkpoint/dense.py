@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from forkpoint.dense_parts import run_in_parts
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
 from forkpoint.losses.views import LossViews, batch_denominators
@@ -48,6 +49,8 @@ def dense_run(
     loss: Loss,
     denominators: Denominators | None = None,
     entering: Callable[[IntArray], None] | None = None,
+    *,
+    head_tokens: int | None = None,
 ) -> DenseRun:
     """Loss, log-probs, entropies and every parameter's gradient of ordinary training.
 
@@ -58,6 +61,8 @@ def dense_run(
 
     entering: called before each forward of the model (and the backward that belongs to it) with the
         tokens that it runs: int64, positions in the batch's flat tokens.
+    head_tokens: of how many tokens logits exist at a time; None is all of a rollout's, as ordinary
+        training has them. A critic has one logit a token, and takes no notice.
     """
     parameters = dict(model.named_parameters())
     before = {name: p.grad for name, p in parameters.items()}
@@ -67,6 +72,10 @@ def dense_run(
     per_token = {
         name: torch.zeros(batch.logical_tokens, dtype=dtype, device=weight.device) for name in names
     }
+
+    def keep(tokens: Tensor, found: dict[str, Tensor]) -> None:
+        for name, values_T in per_token.items():
+            values_T[tokens] = found[name]
 
     def enter(rollout: int) -> None:
         if entering is not None:
@@ -78,9 +87,7 @@ def dense_run(
         with torch.no_grad():
             for rollout in range(len(batch)):
                 enter(rollout)
-                tokens, found = _of_rollout(model, batch, rollout, dtype)
-                for name, values_T in per_token.items():
-                    values_T[tokens] = found[name]
+                _run_rollout(model, batch, rollout, dtype, head_tokens, keep)
         wanted = [name for name in names if name != "entropies" or loss.needs_entropy]
         for name in wanted:
             per_token[name].requires_grad_()
@@ -90,16 +97,18 @@ def dense_run(
         if value.requires_grad:
             leaves = [per_token[name] for name in wanted]
             weights = torch.autograd.grad(value, leaves, allow_unused=True)
-            for rollout in range(len(batch)):
-                enter(rollout)
-                tokens, found = _of_rollout(model, batch, rollout, dtype)
+
+            def weigh(tokens: Tensor, found: dict[str, Tensor]) -> Tensor | None:
                 total = sum(
                     (w[tokens] * found[name]).sum()
                     for name, w in zip(wanted, weights, strict=True)
                     if w is not None
                 )
-                if isinstance(total, Tensor) and total.requires_grad:
-                    total.backward()
+                return total if isinstance(total, Tensor) else None
+
+            for rollout in range(len(batch)):
+                enter(rollout)
+                _run_rollout(model, batch, rollout, dtype, head_tokens, weigh)
         if not batch.loss_mask.any():
             # Ordinary training multiplies every token's loss by the mask: all gradients are zeros.
             with torch.enable_grad():
@@ -124,23 +133,45 @@ def _is_critic(model: nn.Module) -> bool:
     return type(inner).__name__.endswith("ForTokenClassification")
 
 
-def _of_rollout(
-    model: nn.Module, batch: RolloutBatch, rollout: int, dtype: torch.dtype
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Trained tokens of one rollout as positions in the batch, and what the model gives of each."""
+def _run_rollout(
+    model: nn.Module,
+    batch: RolloutBatch,
+    rollout: int,
+    dtype: torch.dtype,
+    head_tokens: int | None,
+    use: Callable[[Tensor, dict[str, Tensor]], Tensor | None],
+) -> None:
+    """Run one rollout, and a backward from what `use` returns of its trained tokens (positions in
+    the batch) and of what the model gives of each."""
     device = next(model.parameters()).device
     begin, end = int(batch.offsets[rollout]), int(batch.offsets[rollout + 1])
     trained = torch.as_tensor(np.flatnonzero(batch.loss_mask[begin:end]), device=device)
-    ids = torch.as_tensor(batch.token_ids[begin:end].copy(), device=device)
     if len(trained) == 0:
-        empty = torch.zeros(0, dtype=dtype, device=device)
-        return trained, {"logprobs": empty, "entropies": empty, "values": empty}
+        return
+    ids = torch.as_tensor(batch.token_ids[begin:end].copy(), device=device)
+    temperature = float(batch.temperatures[rollout])
+
+    def use_logits(part: slice, logits: Tensor) -> Tensor | None:
+        found = _of_logits(logits.to(dtype), ids[trained[part]], temperature)
+        return use(trained[part] + begin, found)
+
+    critic = _is_critic(model)
+    if head_tokens is not None and not critic:
+        run_in_parts(model, ids[:-1], trained - 1, head_tokens, use_logits)
+        return
     out = model(input_ids=ids[None, :-1], use_cache=False, return_dict=True)
-    logits = out.logits[0, trained - 1].to(dtype)
-    if _is_critic(model):
-        return trained + begin, {"values": logits[:, 0]}
-    logits = logits / float(batch.temperatures[rollout])
-    every = logits.log_softmax(-1)
+    logits = out.logits[0, trained - 1]
+    if critic:
+        total = use(trained + begin, {"values": logits.to(dtype)[:, 0]})
+    else:
+        total = use_logits(slice(None), logits)
+    del out, logits  # not to be alive in the backward
+    if total is not None and total.requires_grad:
+        total.backward()
+
+
+def _of_logits(logits: Tensor, labels: Tensor, temperature: float) -> dict[str, Tensor]:
+    every = (logits / temperature).log_softmax(-1)
     entropy = -(every.exp() * every).sum(-1)
-    logprobs = every.gather(-1, ids[trained, None])[:, 0]
-    return trained + begin, {"logprobs": logprobs, "entropies": entropy}
+    logprobs = every.gather(-1, labels[:, None])[:, 0]
+    return {"logprobs": logprobs, "entropies": entropy}

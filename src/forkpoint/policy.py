@@ -21,7 +21,13 @@ from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.transformers import TransformersHost
-from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
+from forkpoint.losses.base import (
+    Denominators,
+    Loss,
+    LossFunction,
+    as_loss,
+    check_denominators,
+)
 from forkpoint.losses.views import batch_denominators, check_range
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
@@ -29,7 +35,7 @@ from forkpoint.results import Scores as Scores
 from forkpoint.results import StepStats as StepStats
 from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.selfcheck import self_check
-from forkpoint.verify import VerifyReport, verify
+from forkpoint.verify import VerifyProgress, VerifyReport, verify
 
 T = TypeVar("T")
 
@@ -180,12 +186,7 @@ class Policy:
         loss.check(batch)
         check_range(batch, self.host.loss_dtype)
         fingerprint = self.host.check(batch, training=True)
-        if denominators is not None and not isinstance(denominators, Denominators):
-            raise ConfigError(
-                f"denominators is {short(denominators)} of type {type(denominators).__name__}; it "
-                "takes forkpoint.losses.Denominators(tokens=..., rollouts=..., groups=...), or "
-                "None for the batch's own counts."
-            )
+        check_denominators(denominators)
         factor = _finite(scale)
         plan = self._plan_for(batch, plan, loss)
         self._check_sample(step, batch, fingerprint, training=True)
@@ -329,13 +330,25 @@ class Policy:
         *,
         denominators: Denominators | None = None,
         hold_routes: bool = True,
+        progress: Callable[[VerifyProgress], None] | None = None,
     ) -> VerifyReport:
         """Compare every parameter's gradient, shared and dense, with a run in higher precision.
 
-        The model's gradients are as before when this returns. See `forkpoint.verify.verify`.
+        A plan that shares within microbatches and one that shares across them are run, and the
+        planner's own where it is neither. `progress` is called before the first run and then as
+        the work goes on. The model's gradients are as before when this returns.
+
+        See `forkpoint.verify.verify`.
         """
         _check_batch(batch)
-        return verify(self, batch, as_loss(loss), denominators, hold_routes=hold_routes)
+        return verify(
+            self,
+            batch,
+            as_loss(loss),
+            denominators,
+            hold_routes=hold_routes,
+            progress=progress,
+        )
 
     def with_config(self, **changes: object) -> "Policy":
         """The same model with other options.

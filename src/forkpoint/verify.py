@@ -1,12 +1,15 @@
 """Is it exact on this model and batch? Every parameter's gradient, shared and dense.
 
-Both are compared with ordinary training in higher precision, so that the question has an answer for
-16-bit models too: sharing may be no further from the truth than dense training already is.
+Plans that share within microbatches and across them are compared, with ordinary training in higher
+precision, and so is ordinary training itself. So the question has an answer for 16-bit models too:
+sharing may be no further from the truth than dense training already is.
 """
 
-import copy
+import gc
 import math
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -17,14 +20,32 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
-from forkpoint.errors import UnsupportedError
+from forkpoint.errors import PlanError, UnsupportedError
+from forkpoint.forest import IntArray
+from forkpoint.hosts.modules import forget_lists
 from forkpoint.hosts.routes import Observed, RoutedRun, Router, Routes, find_routers, follow
-from forkpoint.hosts.upcasts import lift_upcasts, run_plain_experts, run_plain_recurrences
-from forkpoint.losses.base import Denominators, Loss
+from forkpoint.losses.base import Denominators, Loss, check_denominators
+from forkpoint.losses.views import check_range
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.sampler import compute_dtype
+from forkpoint.verify_memory import (
+    DENSE_WAYS,
+    REFERENCE_WAYS,
+    Needs,
+    Way,
+    count_needs,
+    first_fitting,
+    free_bytes,
+    in_some_way,
+)
+from forkpoint.verify_plans import Choice, Compared, Planning, choose_plans, count_shared
+from forkpoint.verify_progress import Clock, Run
+from forkpoint.verify_progress import VerifyProgress as VerifyProgress
+from forkpoint.verify_reference import copy_in, run_plainly, save_memory
+from forkpoint.verify_report import FAILED, PASSED, nothing_to_verify
 from forkpoint.verify_report import ParameterError as ParameterError
+from forkpoint.verify_report import PlanFindings as PlanFindings
 from forkpoint.verify_report import RouteCounts as RouteCounts
 from forkpoint.verify_report import RouteReport as RouteReport
 from forkpoint.verify_report import VerifyReport as VerifyReport
@@ -42,6 +63,14 @@ OVERALL_ULPS = {torch.float32: 8.0, torch.bfloat16: 1 / 16, torch.float16: 1 / 1
 # A parameter whose gradient is less than this part of the others' is measured by that part: a
 # gradient that cancels to nearly nothing is all rounding.
 LEAST_PART = 0.01
+PIECE_ELEMENTS = 1 << 24
+"""Elements of a gradient that are compared at a time."""
+SMALLER_TRIED = 2
+"""Smaller plans that are tried, one after the other, where memory runs out."""
+LOWERED = 0.7
+"""The part of a predicted peak that is tried next where it was too much."""
+REFERENCE, DENSE = "reference", "dense"
+"""Names of the runs of single rollouts."""
 
 
 class StepFigures(Protocol):
@@ -59,12 +88,11 @@ class StepFigures(Protocol):
     def computed_tokens(self) -> int: ...
 
 
-class Stepping(Observed, Protocol):
+class Stepping(Planning, Observed, Protocol):
     """A policy whose steps are compared: see `forkpoint.Policy`."""
 
     @property
     def host(self) -> Host: ...
-    def plan(self, batch: RolloutBatch, loss: Loss | None = None) -> Plan: ...
     def with_config(self, **changes: object) -> "Stepping": ...
     def _run_step(
         self,
@@ -86,8 +114,15 @@ def verify(
     denominators: Denominators | None = None,
     *,
     hold_routes: bool = True,
+    progress: Callable[[VerifyProgress], None] | None = None,
 ) -> VerifyReport:
-    """Compare the policy's step with ordinary training, and both with higher precision.
+    """Compare steps that share with ordinary training, and both with higher precision.
+
+    Two plans are compared, within the policy's options: one that shares within microbatches, and
+    one whose microbatches read by prefix cache what others have shared; and the planner's own where
+    it is neither. Where one microbatch would hold everything, microbatches are made shorter. The
+    verdict is that of all. A batch of which nothing can be shared is called "nothing to verify",
+    and nothing is run.
 
     The reference is the stock model run densely, without forkpoint's code, in float32 for 16-bit
     models and float64 for float32 models; it needs a copy of the model. Over all parameters the
@@ -101,12 +136,22 @@ def verify(
     been others, or why they could not be held. With `hold_routes` False each run chooses for
     itself, as training does, and the bars are then no question of sharing alone.
 
+    On CUDA memory is counted before anything runs, and runs take less of it where it would not
+    suffice (`forkpoint.verify_memory`). `progress` is called with what is predicted, before the
+    first run, and with how far the work is.
+
     Raises as `Policy.forward_backward`.
     """
     return run_or_fall_back(
         policy.host,
         lambda step: _verify(
-            policy, batch, loss, denominators, step.changes, hold_routes=hold_routes
+            policy,
+            batch,
+            loss,
+            denominators,
+            step.changes,
+            hold_routes=hold_routes,
+            progress=progress,
         ),
     )
 
@@ -119,50 +164,200 @@ def _verify(
     changes: Changes,
     *,
     hold_routes: bool,
+    progress: Callable[[VerifyProgress], None] | None,
 ) -> VerifyReport:
-    model = policy.host.model
-    policy.host.prepare(changes)
-    dtype = compute_dtype(model, policy.host.device)
-    routes = None
-    for p in model.parameters():
+    host = policy.host
+    host.prepare(changes)
+    dtype = compute_dtype(host.model, host.device)
+    reference_dtype = torch.float32 if dtype.itemsize < 4 else torch.float64
+    for p in host.model.parameters():
         changes.later(setattr, p, "grad", p.grad)
         p.grad = None
-    reference_dtype = torch.float64
-    if dtype == torch.float64:
-        mark = changes.mark
-        _run_plainly(model, dtype, changes)
-        with torch.enable_grad():
-            shared, stats = _shared(policy, batch, loss, denominators, changes)
-            dense = reference = dense_run(model, batch, loss, denominators)
-        changes.undo(mark)
-    else:
-        reference_dtype = torch.float64 if dtype == torch.float32 else torch.float32
-        # What a step refuses is refused before anything runs.
-        loss.check_head(policy.host.head)
-        loss.check(batch)
-        policy.host.check(batch, training=True)
-        plan = policy.plan(batch, loss)
-        held = _HeldRoutes(model, batch, changes, hold=hold_routes)
-        reference = _reference(policy, batch, loss, denominators, reference_dtype, held, changes)
-        with torch.enable_grad():
-            mark = changes.mark
-            shared_run = held.run(model)
-            shared, stats = _shared(policy, batch, loss, denominators, changes, plan, shared_run)
-            changes.undo(mark)
-            run = held.run(model)
-            dense = dense_run(model, batch, loss, denominators, run and run.at)
-            changes.undo(mark)
-        routes = held.report(shared_run, run)
+    # What a step refuses is refused before anything runs.
+    loss.check_head(host.head)
+    loss.check(batch)
+    check_range(batch, host.loss_dtype)
+    check_denominators(denominators)
+    host.check(batch, training=True)
+    needs = count_needs(host, batch, dtype, reference_dtype)
+    room = free_bytes(host.device)
+    policy, choice, keeps = _fitting_plans(policy, batch, loss, needs, room)
+    described = {
+        "dtype": _name(dtype),
+        "reference_dtype": _name(reference_dtype),
+        "head": host.head,
+        "left_out": choice.left_out,
+        "asked": (policy.config.sharing, policy.config.boundary),
+        "given_tokens": batch.logical_tokens,
+    }
+    if choice.reason is not None:
+        return nothing_to_verify(reason=choice.reason, **described)
+    work = _Work(policy, batch, loss, denominators, changes, dtype, reference_dtype)
+    work.held = _HeldRoutes(host.model, batch, changes, hold=hold_routes, needed=not work.double)
+    ways = _Ways.fitting(needs, room, keeps, work.double)
+    work.clock = _clock(work, choice, needs, room, ways, keeps, progress)
+    if work.double:
+        run_plainly(host.model, dtype, changes)
+    with torch.enable_grad():
+        reference = _reference(work, ways.reference, keeps=keeps)
+        if work.double:
+            dense, dense_routes = reference, None
+            dense_errors = dict.fromkeys(reference.gradients, 0.0)
+        else:
+            dense, dense_routes = _dense(work, ways.dense)
+            dense_errors = {
+                name: _distance(dense.gradients[name], truth)
+                for name, truth in reference.gradients.items()
+            }
+            dense = replace(dense, gradients={})
+        norms = {name: _norm(gradient) for name, gradient in reference.gradients.items()}
+        truth = _Truth(reference, norms, dense_errors)
+        plans = tuple(_findings(work, entry, truth, dense_routes) for entry in choice.compared)
+    norm = math.hypot(*norms.values()) or 1.0
+    head = host.head
+    truth_T = reference.per_token[head]
+    return VerifyReport(
+        verdict=PASSED if all(plan.passed for plan in plans) else FAILED,
+        plans=plans,
+        reason=None,
+        dense_error=math.hypot(*dense_errors.values()) / norm,
+        dense_loss_difference=dense.loss - reference.loss,
+        dense_logprob_difference=float((dense.per_token[head] - truth_T).abs().max()),
+        **described,
+    )
 
-    errors = _parameter_errors(model, dtype, shared, dense.gradients, reference.gradients)
-    norm = math.hypot(*(e.norm for e in errors)) or 1.0
+
+@dataclass
+class _Work:
+    """One comparison: its arguments, and what all its runs use."""
+
+    policy: Stepping
+    batch: RolloutBatch
+    loss: Loss
+    denominators: Denominators | None
+    changes: Changes
+    dtype: torch.dtype
+    reference_dtype: torch.dtype
+    held: "_HeldRoutes" = field(init=False)
+    clock: Clock = field(init=False)
+
+    @property
+    def double(self) -> bool:
+        """Whether the model is its own reference."""
+        return self.dtype == torch.float64
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """The reference, and how far ordinary training is from it."""
+
+    reference: DenseRun
+    norms: dict[str, float]
+    dense_errors: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """How the two runs of single rollouts save memory: the first way that fits, and further ones
+    for where memory runs out all the same."""
+
+    reference: tuple[Way, ...]
+    dense: tuple[Way, ...]
+
+    @classmethod
+    def fitting(cls, needs: Needs, room: int | None, keeps: bool, double: bool) -> "_Ways":
+        # A float64 model is its own reference, and is nowhere else.
+        ways = REFERENCE_WAYS[:-1] if double else REFERENCE_WAYS
+        left = room if room is None or not keeps else room - needs.gradients
+        return cls(
+            reference=first_fitting(ways, needs.reference, room),
+            dense=first_fitting(DENSE_WAYS, needs.dense, left),
+        )
+
+
+def _fitting_plans(
+    policy: Stepping, batch: RolloutBatch, loss: Loss, needs: Needs, room: int | None
+) -> tuple[Stepping, Choice, bool]:
+    """The policy to run, its plans, and whether the reference's gradients stay on the device.
+
+    They go to the host's memory where plans would have to become smaller for their sake.
+    """
+    choice = choose_plans(policy, batch, loss)
+    if room is None or choice.reason is not None:
+        return policy, choice, True
+    left = room - needs.own_gradients
+    if choice.peak_bytes + needs.gradients <= left:
+        return policy, choice, True
+    if choice.peak_bytes <= left:
+        return policy, choice, False
+    changed = policy
+    given = policy.config.checkpointing
+    for checkpointing in (given, "full") if given != "full" else (given,):
+        changed = policy.with_config(memory_budget=max(1, left), checkpointing=checkpointing)
+        try:
+            smaller = choose_plans(changed, batch, loss)
+        except PlanError:
+            continue
+        if smaller.compared and (choice.unfit or not smaller.unfit):
+            return changed, smaller, False
+    # Predictions may be too high, and what does not fit says so.
+    return policy, choice, False
+
+
+def _clock(
+    work: _Work,
+    choice: Choice,
+    needs: Needs,
+    room: int | None,
+    ways: _Ways,
+    keeps: bool,
+    progress: Callable[[VerifyProgress], None] | None,
+) -> Clock:
+    """The runs to come, with their work and their memory."""
+    shape = work.policy.host.shape
+    dense = choice.compared[0].plan.dense
+    runs = []
+    own = () if work.double else ((DENSE, work.dtype, ways.dense[0]),)
+    for name, dtype, way in ((REFERENCE, work.reference_dtype, ways.reference[0]), *own):
+        # Log-probs first, then forwards with a graph.
+        forwards = 2 if way.checkpointed else 1
+        flops = dense.step_flops(shape) + forwards * dense.forward_flops(shape)
+        runs.append(Run(name, flops, dtype))
+    for entry in choice.compared:
+        plan = entry.plan
+        scores = plan.shared.forward_flops(shape) if plan.program.has_scores else 0.0
+        runs.append(Run(entry.kind, plan.shared.step_flops(shape) + scores, work.dtype))
+    kept = needs.gradients if keeps else 0
+    memory = max(
+        needs.reference(ways.reference[0]),
+        kept + needs.dense(ways.dense[0]) if own else 0,
+        kept + needs.own_gradients + choice.peak_bytes,
+    )
+    texts = {ways.reference[0].text(), *(way.text() for way in ways.dense[: len(own)])}
+    text = ", ".join(sorted(texts - {"plain"})) or "plain"
+    return Clock(
+        runs, work.policy.host.device, progress, memory_bytes=memory, free_bytes=room, ways=text
+    )
+
+
+def _findings(
+    work: _Work, entry: Compared, truth: _Truth, dense_routes: RoutedRun | None
+) -> PlanFindings:
+    """Run one plan, and compare it."""
+    policy, dtype, reference = work.policy, work.dtype, truth.reference
+    model, head = policy.host.model, policy.host.head
+    shared, stats, run = _in_memory(work, entry)
+    errors = _parameter_errors(model, dtype, shared, truth)
+    del shared
+    _clear_gradients(model)
+    work.clock.end(entry.kind)
+    norm = math.hypot(*truth.norms.values()) or 1.0
     shared_error = math.hypot(*(e.shared_error for e in errors)) / norm
-    dense_error = math.hypot(*(e.dense_error for e in errors)) / norm
+    dense_error = math.hypot(*truth.dense_errors.values()) / norm
     loss_difference = stats.loss - reference.loss
-    head = policy.host.head
     truth_T = reference.per_token[head]
     difference = float((stats.per_token[head] - truth_T).abs().max())
-    if dtype == torch.float64:
+    if work.double:
         allowed = FLOAT64_BAR
         loss_error = abs(loss_difference) / max(1.0, abs(reference.loss))
         # Values of a critic have any scale.
@@ -171,41 +366,44 @@ def _verify(
     else:
         allowed = OVERALL_RATIO * dense_error + OVERALL_ULPS[dtype] * torch.finfo(dtype).eps
         values_pass = True
-    return VerifyReport(
+    return PlanFindings(
+        kind=entry.kind,
         passed=shared_error <= allowed and all(e.excess <= 1 for e in errors) and values_pass,
-        dtype=str(dtype).removeprefix("torch."),
-        reference_dtype=str(reference_dtype).removeprefix("torch."),
+        sharing=stats.plan.sharing,
+        boundary=stats.plan.boundary,
+        max_microbatch_tokens=stats.plan.max_microbatch_tokens,
+        # Of the plan that ran, whichever was to run.
+        counts=count_shared(stats.plan),
         shared_error=shared_error,
-        dense_error=dense_error,
         allowed=allowed,
         worst=tuple(sorted(errors, key=lambda e: -e.excess)),
         loss_difference=loss_difference,
-        dense_loss_difference=dense.loss - reference.loss,
         logprob_difference=difference,
-        dense_logprob_difference=float((dense.per_token[head] - truth_T).abs().max()),
-        head=head,
-        sharing=stats.plan.sharing,
-        boundary=stats.plan.boundary,
-        logical_tokens=stats.logical_tokens,
-        computed_tokens=stats.computed_tokens,
-        routes=routes,
+        routes=work.held.report(run, dense_routes),
     )
 
 
 class _HeldRoutes:
     """The routes of a mixture of experts, which the reference records and the others are held to.
 
-    Of a model without experts, and of one whose routes cannot be held, nothing is held.
+    Of a model without experts, of one whose routes cannot be held, and of one that needs no holding
+    (in float64), nothing is held.
     """
 
     def __init__(
-        self, model: nn.Module, batch: RolloutBatch, changes: Changes, *, hold: bool
+        self,
+        model: nn.Module,
+        batch: RolloutBatch,
+        changes: Changes,
+        *,
+        hold: bool,
+        needed: bool = True,
     ) -> None:
         self._changes = changes
         self._routers: tuple[Router, ...] = ()
         self._problem: str | None = None
         try:
-            self._routers = find_routers(model, changes)
+            self._routers = find_routers(model, changes) if needed else ()
         except UnsupportedError as error:
             self._problem = str(error)
         if self._routers and not hold:
@@ -230,84 +428,175 @@ class _HeldRoutes:
         return RouteReport(True, None, *counts)
 
 
+def _in_memory(work: _Work, entry: Compared) -> tuple[Gradients, StepFigures, RoutedRun | None]:
+    """Run one plan or, where memory runs out, one of the same kind that is predicted to need
+    less."""
+    policy, mark = work.policy, work.changes.mark
+    for _ in range(SMALLER_TRIED):
+        run = work.held.run(policy.host.model)
+        work.clock.begin(entry.kind)
+        try:
+            return *_shared(work, entry, run), run
+        except torch.OutOfMemoryError as error:
+            peak = int(LOWERED * (entry.plan.predicted_peak_bytes or 0))
+            smaller = policy.with_config(memory_budget=max(1, peak), checkpointing="full")
+            try:
+                choice = choose_plans(smaller, work.batch, work.loss)
+                entry = next(other for other in choice.compared if other.kind == entry.kind)
+            except (PlanError, StopIteration):
+                raise error from None
+            traceback.clear_frames(error.__traceback__)
+        finally:
+            work.changes.undo(mark)
+        _clear_gradients(policy.host.model)
+        torch.cuda.empty_cache()
+    run = work.held.run(policy.host.model)
+    work.clock.begin(entry.kind)
+    try:
+        return *_shared(work, entry, run), run
+    finally:
+        work.changes.undo(mark)
+
+
 def _parameter_errors(
-    model: nn.Module, dtype: torch.dtype, shared: Gradients, dense: Gradients, truth: Gradients
+    model: nn.Module, dtype: torch.dtype, shared: Gradients, truth: _Truth
 ) -> list[ParameterError]:
-    norms = {name: _norm(gradient) for name, gradient in truth.items()}
+    norms = truth.norms
     total = math.hypot(*norms.values())
     typical = total / math.sqrt(max(1, sum(norm > 0 for norm in norms.values())))
     errors = []
     for name, parameter in model.named_parameters():
-        dense_error = _distance(dense[name], truth[name])
+        dense_error = truth.dense_errors[name]
         if dtype == torch.float64:
             allowed = FLOAT64_BAR * total
         else:
             few = 1 + 2 / math.sqrt(parameter.numel())
             ulp = torch.finfo(dtype).eps * max(norms[name], LEAST_PART * typical)
             allowed = WORST_RATIO * few * dense_error + PARAMETER_ULPS[dtype] * ulp
-        shared_error = _distance(shared[name], truth[name])
+        shared_error = _distance(shared[name], truth.reference.gradients[name])
         errors.append(ParameterError(name, norms[name], shared_error, dense_error, allowed))
     return errors
 
 
-def _shared(
-    policy: Stepping,
-    batch: RolloutBatch,
-    loss: Loss,
-    denominators: Denominators | None,
-    changes: Changes,
-    plan: Plan | None = None,
-    run: RoutedRun | None = None,
-) -> tuple[Gradients, StepFigures]:
+def _shared(work: _Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradients, StepFigures]:
+    """Run one plan; its gradients are those of the model."""
+    policy, batch, plan = work.policy, work.batch, entry.plan
     # It compares more than a sample does.
     unchecked = policy.with_config(self_check=False)
-    unchecked.observer = policy.observer
+    whole, done = len(plan.events()), 0
+
+    def observe(event: str) -> None:
+        nonlocal done
+        work.clock.at(entry.kind, done / whole)
+        done += 1
+        if policy.observer is not None:
+            policy.observer(event)
+
+    unchecked.observer = observe
     if run is not None:
-        assert plan is not None
-        follow(run, unchecked, plan, batch, changes)
+        follow(run, unchecked, plan, batch, work.changes)
     step = Step(policy.host.device)
     stats = step.run(
-        lambda: unchecked._run_step(step, batch, loss, denominators, 1.0, plan, announced=False)
+        lambda: unchecked._run_step(
+            step, batch, work.loss, work.denominators, 1.0, plan, announced=False
+        )
     )
     return {name: p.grad for name, p in policy.host.model.named_parameters()}, stats
 
 
-def _reference(
-    policy: Stepping,
-    batch: RolloutBatch,
-    loss: Loss,
-    denominators: Denominators | None,
-    dtype: torch.dtype,
-    held: _HeldRoutes,
-    changes: Changes,
-) -> DenseRun:
-    twin = copy.deepcopy(policy.host.model).to(dtype)
-    for module in twin.modules():
-        # It computes in one dtype, and functions are not copied: they call the model itself.
-        vars(module).pop("forward", None)
+def _dense(work: _Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | None]:
+    """Run the model itself densely."""
+    host, changes = work.policy.host, work.changes
     mark = changes.mark
-    _run_plainly(twin, dtype, changes)
-    with torch.enable_grad(), torch.autocast(policy.host.device.type, enabled=False):
-        run = held.run(twin, record=True)
-        found = dense_run(twin, batch, loss, denominators, run and run.at)
+
+    def run(way: Way) -> tuple[DenseRun, RoutedRun | None]:
+        save_memory(host.blocks, way, host.device, changes)
+        routed = work.held.run(host.model)
+        return _single_rollouts(work, DENSE, host.model, routed, way), routed
+
+    found = in_some_way(ways, run, lambda: changes.undo(mark))
     changes.undo(mark)
     return found
 
 
-def _run_plainly(model: nn.Module, dtype: torch.dtype, changes: Changes) -> None:
-    """Let a stock model compute in `dtype` throughout, by code that takes any dtype."""
-    run_plain_recurrences(model, changes)
-    run_plain_experts(model, changes)
-    if dtype == torch.float64:
-        lift_upcasts(model, changes)
+def _reference(work: _Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
+    """Run the reference; its gradients are on the device only if it `keeps` them there."""
+    host, changes = work.policy.host, work.changes
+    mark = changes.mark
+
+    def run(way: Way) -> DenseRun:
+        model, blocks = host.model, host.blocks
+        if not work.double:
+            model, blocks = copy_in(model, blocks, work.reference_dtype, streamed=way.streamed)
+            run_plainly(model, work.reference_dtype, changes)
+        save_memory(blocks, way, host.device, changes)
+        with torch.autocast(host.device.type, enabled=False):
+            routed = None if work.double else work.held.run(model, record=True)
+            return _single_rollouts(work, REFERENCE, model, routed, way)
+
+    def undo() -> None:
+        changes.undo(mark)
+        forget_lists()  # which would keep the copy alive until the end
+
+    found = in_some_way(ways, run, undo)
+    undo()
+    place = host.device if keeps else torch.device("cpu")
+    for name, gradient in found.gradients.items():
+        if gradient is not None:
+            found.gradients[name] = gradient.to(place)
+    if host.device.type == "cuda":
+        gc.collect()  # the copy, whose modules refer to one another
+        torch.cuda.empty_cache()
+    return found
+
+
+def _single_rollouts(
+    work: _Work, name: str, model: nn.Module, routed: RoutedRun | None, way: Way
+) -> DenseRun:
+    """Run rollouts one at a time, without forkpoint's code, and say how far that is."""
+    batch = work.batch
+    # Each comes twice: log-probs, then a forward and a backward.
+    done, calls, whole = 0, 0, 4 * int((batch.lengths - 1).sum()) or 1
+    work.clock.begin(name)
+
+    def entering(tokens: IntArray) -> None:
+        nonlocal done, calls
+        work.clock.at(name, done / whole)
+        done += len(tokens) * (1 if calls < len(batch) else 3)
+        calls += 1
+        if routed is not None:
+            routed.at(tokens)
+
+    found = dense_run(
+        model, batch, work.loss, work.denominators, entering, head_tokens=way.head_tokens
+    )
+    work.clock.end(name)
+    return found
+
+
+def _clear_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _pieces(gradient: Tensor) -> Iterator[Tensor]:
+    """Flat pieces, so that copies in double precision stay small beside the largest parameter."""
+    return iter(gradient.detach().reshape(-1).split(PIECE_ELEMENTS))
 
 
 def _norm(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None else float(gradient.double().norm())
+    if gradient is None:
+        return 0.0
+    return math.hypot(*(float(piece.double().norm()) for piece in _pieces(gradient)))
 
 
 def _distance(gradient: Tensor | None, truth: Tensor | None) -> float:
     if gradient is None or truth is None:
         present = gradient if truth is None else truth
         return _norm(present)
-    return float((gradient.double() - truth.double()).norm())
+    pieces = zip(_pieces(gradient), _pieces(truth), strict=True)
+    return math.hypot(*(float((g.double() - t.to(g.device).double()).norm()) for g, t in pieces))

@@ -1,5 +1,8 @@
 """The commands verify and doctor, run in this process on tiny files and models."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch._inductor.exc import InductorError
 
 from forkpoint import RolloutBatch, losses
 from forkpoint.cli.losses import CLASSES, LossOptions, coupling
+from forkpoint.cli.output import Output
 from forkpoint.cli.verify import groups_with_gradient
 from forkpoint.engine.engine import Engine
 
@@ -38,6 +42,9 @@ def test_verify_passes(dtype: str, shell: Shell, rollouts: Path, config: Path) -
         *("--sharing", "tree", "--boundary", "across", "--max-microbatch-tokens", 24),
     )
     assert done.code == 0, done.out
+    runs = (
+        "2 runs (reference, across)" if dtype == "float64" else "3 runs (reference, dense, across)"
+    )
     result = done.result
     assert result["passed"] and result["dtype"] == dtype
     assert result["groups"] == 2 and result["rollouts"] == 6
@@ -45,7 +52,10 @@ def test_verify_passes(dtype: str, shell: Shell, rollouts: Path, config: Path) -
     assert 0 < result["computed_tokens"] < result["logical_tokens"]
     assert all(entry["norm"] > 0 for entry in result["worst"]), "nothing was compared"
     assert {"shared_error", "dense_error", "allowed", "config", "versions"} <= set(result)
-    assert "passed" in done.out.splitlines()[-2] + done.out.splitlines()[-3]
+    assert f"to run: {runs}" in done.out
+    assert "not compared: a plan that shares within microbatches, because" in done.out
+    assert f"passed: {dtype}, tree + across, " in done.out
+    assert "passed: 1 of 1 plans, sharing across microbatches" in done.out
 
 
 @pytest.mark.usefixtures("wrong_gradients")
@@ -53,6 +63,39 @@ def test_verify_fails(shell: Shell, rollouts: Path, config: Path) -> None:
     done = shell("verify", rollouts, "--model", config)
     assert done.code == 1
     assert done.result["passed"] is False and "FAILED" in done.out
+
+
+def test_nothing_to_verify_has_an_exit_code_of_its_own(
+    shell: Shell, tmp_path: Path, rollouts: Path, config: Path
+) -> None:
+    alone = made_up_rollouts(groups=1)[:1]
+    file = write_rollouts(tmp_path / "alone.jsonl", alone)
+    for given in (("verify", file), ("verify", rollouts, "--sharing", "none")):
+        done = shell(*given, "--model", config)
+        assert done.code == 3
+        assert done.result["verdict"] == "nothing to verify" and not done.result["passed"]
+        assert "NOTHING TO VERIFY: " in done.out and "passed" not in done.out
+        assert "to run:" not in done.out
+
+
+def test_progress_is_told_through_a_pipe(
+    shell: Shell, rollouts: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Output, "following", told)
+    TOLD.clear()
+    assert shell("verify", rollouts, "--model", config, "--dtype", "float64").code == 0
+    names = [text.partition(",")[0] for text in TOLD]
+    assert list(dict.fromkeys(names)) == ["reference", "within", "across"]
+    assert all(re.fullmatch(r"\w+, \d+% done, about .+ left", text) for text in TOLD)
+
+
+TOLD: list[str] = []
+
+
+@contextmanager
+def told(_: Output, what: str) -> Iterator[Any]:
+    assert what == "comparing gradients"
+    yield TOLD.append
 
 
 def test_every_loss_has_a_name() -> None:

@@ -4,8 +4,10 @@ In float32 and float64 the models are tiny; in bfloat16 model and batch have the
 ones, for there the question is whether a bug stands out from the rounding of ordinary training.
 """
 
+import gc
 import json
 import math
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +20,23 @@ from steps import ACROSS, clear_gradients, forked_batch, gradients
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
+from forkpoint import (
+    Config,
+    Rollout,
+    RolloutBatch,
+    UnsupportedError,
+    VerifyReport,
+    losses,
+    verify_memory,
+    wrap,
+)
+from forkpoint import policy as policy_module
 from forkpoint import verify as verify_module  # the function is policy.verify
 from forkpoint.losses import Denominators
 from forkpoint.testing import DenseRun, dense_run, tiny_model
 from lanes import slow_besides
 
 TREE_IN_ROW = Config(sharing="tree", boundary="within")
-DENSE = Config(sharing="none")
 GROUPS_ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=400)
 GROUPS_IN_ROW = Config(sharing="group", boundary="within")
 LOSS = losses.GRPO(kl=0.1)
@@ -71,10 +82,10 @@ def real_batch(seed: int = 1) -> RolloutBatch:
 def remembered_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense runs of real models, which are all of one batch, are done once a family and dtype."""
 
-    def run(model: PreTrainedModel, *args: Any) -> DenseRun:
+    def run(model: PreTrainedModel, *args: Any, **options: Any) -> DenseRun:
         key = (model.config.model_type, model.dtype)
         if key not in DENSE_RUNS:
-            DENSE_RUNS[key] = dense_run(model, *args)
+            DENSE_RUNS[key] = dense_run(model, *args, **options)
         return DENSE_RUNS[key]
 
     monkeypatch.setattr(verify_module, "dense_run", run)
@@ -86,7 +97,9 @@ DENSE_RUNS: dict[Any, DenseRun] = {}
 # What is exact passes ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [DENSE, TREE_IN_ROW, ACROSS, Config()], ids=repr)
+@pytest.mark.parametrize(
+    "config", [TREE_IN_ROW, ACROSS, Config()], ids=["within", "across", "auto"]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_an_untouched_model_passes(family: str, dtype: torch.dtype, config: Config) -> None:
@@ -99,7 +112,7 @@ def test_an_untouched_model_passes(family: str, dtype: torch.dtype, config: Conf
     wanted = 1 if dtype == torch.float64 else 2
     assert sum(r.passed for r in reports) >= wanted, report.table()
     assert report.logical_tokens == 184
-    assert report.computed_tokens == (172 if config is DENSE else 60)
+    assert report.computed_tokens == 60
     assert (report.dtype, report.reference_dtype) == (str(dtype).removeprefix("torch."), "float64")
     if dtype == torch.float64:
         assert report.shared_error < 1e-13
@@ -115,7 +128,7 @@ def test_an_untouched_model_passes(family: str, dtype: torch.dtype, config: Conf
     ("family", "config"),
     slow_besides(
         [("llama", GROUPS_ACROSS)],
-        [("llama", GROUPS_ACROSS), ("qwen3", GROUPS_IN_ROW), ("qwen3", DENSE)],
+        [("llama", GROUPS_ACROSS), ("qwen3", GROUPS_IN_ROW)],
     ),
 )
 def test_an_untouched_bfloat16_model_passes(family: str, config: Config) -> None:
@@ -328,10 +341,10 @@ def test_a_gradient_that_should_not_be_there_fails(tampered: Any) -> None:
 
 
 def test_the_table_names_the_worst_parameters_and_the_verdict(tampered: Any) -> None:
-    good = tiny_report("qwen3", torch.float32, ACROSS)
+    good = tiny_report("qwen3", torch.float64, ACROSS)
     tampered(scaled(1.5, only="layers.1.mlp.down_proj"))
     bad = tiny_report("qwen3", torch.float32, ACROSS)
-    assert "passed: float32, tree + across, 60 of 184 tokens run" in good.table(width=200)
+    assert "passed: float64, tree + across, 60 of 184 tokens run" in good.table(width=200)
     table = bad.table(width=200).splitlines()
     assert any("FAILED: float32, tree + across" in line for line in table)
     assert any("against float64 training" in line for line in table)
@@ -429,3 +442,242 @@ def test_it_works_where_gradients_are_switched_off() -> None:
     with torch.no_grad():
         assert wrap(model, ACROSS).verify(forked_batch(), LOSS).passed
     clear_gradients(model)
+
+
+# Both kinds of sharing ---------------------------------------------------------------------------
+
+
+def unshared(rollouts: int = 3) -> RolloutBatch:
+    return RolloutBatch(
+        [Rollout([n, 2, 3, 4, 5 + n], [0, 0, 1, 1, 1], 1.0 - n) for n in range(rollouts)]
+    )
+
+
+def test_sharing_within_and_across_microbatches_is_compared() -> None:
+    """Though one microbatch holds the whole batch, prefix cache is written and read."""
+    model = tiny_model("qwen3")
+    seen: list[str] = []
+    policy = wrap(model)
+    policy.observer = seen.append
+    report = policy.verify(forked_batch(), LOSS)
+    assert report.verdict == "passed" and report.left_out == ()
+    within, across = report.plans
+    assert (within.kind, across.kind) == ("within", "across")
+    assert within.counts.with_children == 0 and within.counts.shared_segments > 0
+    assert across.counts.read_across > 0 and across.counts.cache_tokens > 0
+    for plan in report.plans:
+        assert plan.counts.computed_tokens == 60 and plan.counts.saved_tokens == 112
+        assert plan.passed and plan.shared_error < 1e-13
+    assert any(event.startswith("backward prefix") for event in seen)
+    text = " ".join(report.table(width=400).split())
+    assert "passed: 2 of 2 plans, sharing within microbatches and across microbatches" in text
+    kinds = [entry["kind"] for entry in report.to_dict()["plans"]]
+    assert kinds == ["within", "across"]
+
+
+def test_one_group_in_one_microbatch_is_split_for_the_comparison() -> None:
+    prompt = list(range(20))
+    batch = RolloutBatch(
+        [Rollout([*prompt, 30 + n, 7, n], [0] * 20 + [1] * 3, n - 1.0) for n in range(3)]
+    )
+    assert len(wrap(tiny_model("llama"), Config(sharing="group")).plan(batch).microbatches) == 1
+    report = wrap(tiny_model("llama"), Config(sharing="group")).verify(batch, losses.GRPO())
+    across = next(plan for plan in report.plans if plan.kind == "across")
+    assert report.passed and across.counts.with_children >= 1
+    assert across.max_microbatch_tokens < across.counts.computed_tokens
+
+
+@pytest.mark.parametrize("sabotage", [*ACROSS_MICROBATCHES, *WITHIN])
+def test_whatever_the_planner_chooses_sabotage_is_caught(
+    sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage(monkeypatch)
+    report = wrap(tiny_model("qwen3")).verify(forked_batch(), LOSS)
+    assert report.verdict == "failed", report.table()
+    assert not report.plans[-1].passed, "sharing across microbatches"
+
+
+def test_it_cannot_pass_by_not_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner that shares nothing, whatever it is asked, is found out before anything runs."""
+    real = policy_module.make_plan
+
+    def dense(batch: RolloutBatch, shape: Any, config: Config, **options: Any) -> Any:
+        return real(batch, shape, replace(config, sharing="none"), **options)
+
+    monkeypatch.setattr(policy_module, "make_plan", dense)
+    report = wrap(tiny_model("llama")).verify(forked_batch(), LOSS)
+    assert not report.passed
+    assert report.verdict == "nothing to verify" and report.plans == ()
+    assert report.reason is not None and "no plan shares what could be shared" in report.reason
+
+
+def test_the_choice_of_not_sharing_is_compared_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner that prefers dense training does not keep others from being compared."""
+    real = policy_module.make_plan
+
+    def dearer(batch: RolloutBatch, shape: Any, config: Config, **options: Any) -> Any:
+        chosen = replace(config, sharing="none") if config.sharing == "auto" else config
+        return real(batch, shape, chosen, **options)
+
+    monkeypatch.setattr(policy_module, "make_plan", dearer)
+    report = wrap(tiny_model("llama")).verify(forked_batch(), LOSS)
+    assert [plan.kind for plan in report.plans] == ["within", "across", "chosen"]
+    assert report.passed and report.plans[-1].counts.computed_tokens == 172
+
+
+@pytest.mark.parametrize(
+    ("config", "batch", "reason"),
+    [
+        (Config(sharing="none"), forked_batch(), "sharing is 'none', which is ordinary training"),
+        (Config(), unshared(), "no two rollouts of the batch begin with the same two tokens"),
+        (Config(), unshared(1), "1 rollout in 1 group"),
+        (Config(sharing="group"), unshared(), "no two rollouts of one group begin"),
+    ],
+    ids=["none", "unshared", "one", "groups"],
+)
+def test_nothing_to_verify(
+    config: Config, batch: RolloutBatch, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forkpoint.verify._reference", pytest.fail)
+    report = wrap(tiny_model("llama"), config).verify(batch, losses.GRPO())
+    assert report.verdict == "nothing to verify" and not report.passed
+    assert report.reason is not None and reason in report.reason
+    assert "NOTHING TO VERIFY: " in report.table() and "passed" not in report.table()
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert found["passed"] is False and found["verdict"] == "nothing to verify"
+    assert found["shared_error"] is None and found["plans"] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds", "reason"),
+    [
+        (TREE_IN_ROW, ["within"], "boundary is 'within'"),
+        (ACROSS, ["across"], "boundary is 'across'"),
+        (Config(boundary="mixed", max_microbatch_tokens=12), ["across"], "boundary is 'mixed'"),
+        (replace(ACROSS, max_leaf_tokens=8), ["across"], "boundary is 'across'"),
+    ],
+    ids=["within", "across", "mixed", "leaves"],
+)
+def test_options_leave_kinds_out_and_it_is_said(
+    config: Config, kinds: list[str], reason: str
+) -> None:
+    report = wrap(tiny_model("llama"), config).verify(forked_batch(), LOSS)
+    assert report.passed and [plan.kind for plan in report.plans] == kinds
+    (left,) = report.left_out
+    assert left.asked and left.reason == reason
+    assert f"because {reason}" in " ".join(report.table().split())
+    for plan in report.plans:
+        assert plan.boundary == config.boundary
+
+
+# Memory and progress -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["IN_PARTS", "CHECKPOINTED", "SMALL", "STREAMED"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_runs_that_save_memory_are_as_exact(
+    family: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits in parts of 2 tokens, checkpointed blocks, blocks that stay in the host's memory."""
+    chosen: verify_memory.Way = getattr(verify_memory, way)
+    if chosen.head_tokens is not None:
+        chosen = replace(chosen, head_tokens=2)
+    model = tiny_model(family, dtype=torch.float32)
+    plain = wrap(model, ACROSS).verify(forked_batch(), LOSS)
+    monkeypatch.setattr(verify_module, "REFERENCE_WAYS", (chosen, chosen))
+    monkeypatch.setattr(verify_module, "DENSE_WAYS", (replace(chosen, streamed=False),))
+    saving = wrap(model, ACROSS).verify(forked_batch(), LOSS)
+    norms = {entry.name: entry.norm for entry in plain.worst}
+    for entry in saving.worst:
+        assert entry.norm == pytest.approx(norms[entry.name], rel=1e-12)
+    assert saving.shared_error == pytest.approx(plain.shared_error, rel=1e-6)
+    assert saving.dense_error == pytest.approx(plain.dense_error, rel=0.5)
+
+
+def test_memory_decides_how_runs_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3", dtype=torch.float32)
+    policy, batch = wrap(model), forked_batch()
+    needs = verify_memory.count_needs(policy.host, batch, torch.float32, torch.float64)
+    sizes = [needs.reference(way) for way in verify_memory.REFERENCE_WAYS]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
+    assert needs.weights == 8 * sum(p.numel() for p in model.parameters())
+    ways: list[str] = []
+    for room in (None, sizes[0] - 1, sizes[2], 0):
+        monkeypatch.setattr(verify_module, "free_bytes", lambda _, room=room: room)
+        seen: list[verify_module.VerifyProgress] = []
+        report = policy.verify(batch, LOSS, progress=seen.append)
+        assert {plan.kind for plan in report.plans} == {"within", "across"}
+        assert seen[0].forecast.free_bytes == room
+        ways.append(seen[0].forecast.ways)
+    assert ways[:2] == ["plain", "logits in parts of 1,024 tokens"]
+    assert ways[2].startswith("blocks checkpointed") and "blocks streamed" in ways[3]
+
+
+def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+    real = verify_module._single_rollouts
+
+    def failing(work: Any, name: str, model: Any, routed: Any, way: Any) -> Any:
+        tried.append((name, way))
+        if way in (verify_memory.PLAIN, verify_memory.CHECKPOINTED):
+            raise torch.OutOfMemoryError("injected")
+        return real(work, name, model, routed, way)
+
+    monkeypatch.setattr(verify_module, "_single_rollouts", failing)
+    model = tiny_model("llama", dtype=torch.float32)
+    before = set(vars(model))
+    assert wrap(model, ACROSS).verify(forked_batch(), LOSS).plans
+    reference = [way for name, way in tried if name == "reference"]
+    assert reference == [verify_memory.PLAIN, verify_memory.IN_PARTS]
+    assert [way for name, way in tried if name == "dense"] == list(verify_memory.DENSE_WAYS)
+    assert set(vars(model)) == before
+
+
+def test_a_plan_that_runs_out_of_memory_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, plans = verify_module._shared, []
+
+    def failing(work: Any, entry: Any, run: Any) -> Any:
+        plans.append(entry.plan)
+        if len(plans) == 1:
+            raise torch.OutOfMemoryError("injected")
+        return real(work, entry, run)
+
+    monkeypatch.setattr(verify_module, "_shared", failing)
+    config = Config(sharing="tree", boundary="across")
+    report = wrap(tiny_model("llama"), config).verify(forked_batch(), LOSS)
+    assert report.passed
+    assert plans[1].predicted_peak_bytes <= 0.7 * plans[0].predicted_peak_bytes
+
+
+def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[Any] = []
+    copy_in, dense = verify_module.copy_in, verify_module._dense
+
+    def copied(*args: Any, **options: Any) -> Any:
+        found = copy_in(*args, **options)
+        copies.append(weakref.ref(found[0]))
+        return found
+
+    def checked(*args: Any) -> Any:
+        gc.collect()
+        assert [copy() for copy in copies] == [None]
+        return dense(*args)
+
+    monkeypatch.setattr(verify_module, "copy_in", copied)
+    monkeypatch.setattr(verify_module, "_dense", checked)
+    wrap(tiny_model("llama", dtype=torch.float32), ACROSS).verify(forked_batch(), LOSS)
+    assert len(copies) == 1
+
+
+def test_progress_says_beforehand_what_will_run() -> None:
+    seen: list[verify_module.VerifyProgress] = []
+    policy = wrap(tiny_model("qwen3", dtype=torch.float32))
+    policy.verify(forked_batch(), LOSS, progress=seen.append)
+    forecast = seen[0].forecast
+    assert forecast.runs == ("reference", "dense", "within", "across")
+    assert forecast.flops > 0 and forecast.seconds > 0 and forecast.memory_bytes > 0
+    assert seen[0].done == 0 and seen[-1].done == 1 and seen[-1].seconds_left == 0
+    assert list(dict.fromkeys(at.run for at in seen)) == list(forecast.runs)
+    for run in forecast.runs:
+        assert len([at for at in seen if at.run == run]) >= 4
+    assert "4 runs (reference, dense, within, across)" in forecast.text()

@@ -43,7 +43,8 @@ ALL_HELP = "--help-all"
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code: 0 done, 1 a check failed, 2 wrong arguments."""
+    """Run one command and return its exit code: 0 done, 1 a check failed, 2 wrong arguments,
+    3 nothing to verify."""
     write_anything(sys.stdout)
     arguments = colours.take_off(arguments)
     if arguments == ["--version"]:

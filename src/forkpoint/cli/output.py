@@ -113,6 +113,23 @@ class Output:
             yield
 
     @contextmanager
+    def following(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Say how far something is while the block runs, as `waiting` does; call what it yields
+        with the newest text."""
+        text = what
+        if self._bars:
+            with self._errors.status(what) as status:
+                yield lambda newest: status.update(f"{what}: {newest}")
+            return
+
+        def follow(newest: str) -> None:
+            nonlocal text
+            text = f"{what}: {newest}"
+
+        with lines(lambda seconds: f"{text}, {duration(seconds)}"):
+            yield follow
+
+    @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
         """A bar on a terminal with the time left, lines of text elsewhere; call what it yields with
         the steps just done."""

@@ -137,8 +137,9 @@ PAGES: dict[str, Page] = {
     "verify": Page(
         usage="FILE --model M [OPTIONS]",
         about="Check on your model and rollouts that shared gradients are as exact as dense "
-        "training's, of every parameter. Takes memory for a second model. The exit code is 1 if "
-        "they are not.",
+        "training's, of every parameter, sharing within microbatches and across them. Takes "
+        "memory for a second model. The exit code is 1 if they are not, 3 if nothing can be "
+        "shared.",
         rows=(
             _FILE,
             _RUNS,
@@ -189,7 +190,7 @@ Begin with `forkpoint demo`, then `forkpoint plan FILE` on your own rollouts.
 {options}
 
 exit codes: 0 done, 1 a check failed, 2 an error in what was given,
-70 a defect of forkpoint, 130 interrupted"""
+3 nothing to verify, 70 a defect of forkpoint, 130 interrupted"""
 
 _ABOUT = (
     ("demo", "watch GRPO learn on a CPU, with nothing to prepare"),

@@ -1,6 +1,7 @@
 """`forkpoint verify`: is sharing exact on this model and these rollouts?"""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,14 +23,23 @@ from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
 from forkpoint.rollouts import RolloutBatch
 
+if TYPE_CHECKING:
+    from forkpoint.verify import VerifyProgress
+
+CODES = {"passed": 0, "failed": 1, "nothing to verify": 3}
+"""Exit codes by verdict."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
     """Check on your model and rollouts that shared gradients are as exact as dense training's.
 
     Compares the gradient of every parameter, shared and dense, with a dense run in higher precision
-    (float32 for 16-bit models, else float64). The exit code is 1 if sharing is further from it than
-    dense training is, beyond rounding. Takes memory for a second model and time for two dense runs.
+    (float32 for 16-bit models, else float64). Two plans are compared: one that shares within
+    microbatches, and one whose microbatches read what others have shared. The exit code is 1 if one
+    is further from the reference than dense training is, beyond rounding, and 3 if nothing of the
+    rollouts can be shared. Takes memory for a second model and time for two dense runs, and says
+    before it begins how much.
 
     Attributes:
         file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
@@ -77,8 +87,17 @@ class Verify:
             loss = objective.make()
             loss.check(batch)
             policy = wrap(load_model(self.model, self.runtime), self.planning.config())
-        with out_of_memory_explained(), out.waiting("comparing gradients"):
-            report = policy.verify(batch, loss)
+        with out_of_memory_explained(), out.following("comparing gradients") as follow:
+            announced = False
+
+            def progress(at: "VerifyProgress") -> None:
+                nonlocal announced
+                if not announced:
+                    out.show(f"to run: {at.forecast.text()}")
+                    announced = True
+                follow(at.text())
+
+            report = policy.verify(batch, loss, progress=progress)
         out.show(report.table(width=out.width))
         out.result(
             {
@@ -90,7 +109,7 @@ class Verify:
                 "versions": versions(),
             }
         )
-        return 0 if report.passed else 1
+        return CODES[report.verdict]
 
 
 def groups_with_gradient(batch: RolloutBatch, objective: LossOptions) -> list[IntArray]:

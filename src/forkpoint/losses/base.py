@@ -18,7 +18,7 @@ from torch import Tensor
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.losses.outputs import MODELS, REMEDIES, Head
 from forkpoint.losses.outputs import LossOutputs as LossOutputs
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts import RolloutBatch, short
 
 Decomposition = Literal["token", "rollout", "joint"]
 
@@ -57,6 +57,16 @@ class Denominators:
     def __post_init__(self) -> None:
         for name in ("tokens", "rollouts", "groups"):
             check_number(f"denominators.{name}", getattr(self, name))
+
+
+def check_denominators(given: object) -> None:
+    """Raises ConfigError for what is neither Denominators nor None."""
+    if given is not None and not isinstance(given, Denominators):
+        raise ConfigError(
+            f"denominators is {short(given)} of type {type(given).__name__}; it takes "
+            "forkpoint.losses.Denominators(tokens=..., rollouts=..., groups=...), or None for the "
+            "batch's own counts."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

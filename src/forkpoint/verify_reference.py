@@ -1,0 +1,92 @@
+"""The reference of `verify`: ordinary training on a copy of the model in higher precision."""
+
+import copy
+import functools
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from forkpoint.engine.changes import Changes
+from forkpoint.hosts.checkpointing import checkpoint_blocks
+from forkpoint.hosts.upcasts import lift_upcasts, run_plain_experts, run_plain_recurrences
+from forkpoint.verify_memory import Way
+
+
+def copy_in(
+    model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
+) -> tuple[nn.Module, nn.ModuleList]:
+    """Copy a model in another dtype, and name the copy's blocks.
+
+    With `streamed` the parameters of the blocks are in the host's memory.
+    """
+    inside = {id(p) for p in blocks.parameters()} if streamed else set()
+    copies: dict[int, Any] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        place = torch.device("cpu") if id(tensor) in inside else tensor.device
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        copied: Tensor = tensor.detach().to(place, kind, copy=True)
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        copies[id(tensor)] = copied
+    twin = copy.deepcopy(model, copies)
+    for module in twin.modules():
+        # It computes in one dtype, and functions are not copied: they call the model itself.
+        vars(module).pop("forward", None)
+    name = next(name for name, module in model.named_modules() if module is blocks)
+    found = twin.get_submodule(name)
+    assert isinstance(found, nn.ModuleList)
+    return twin, found
+
+
+def save_memory(blocks: nn.ModuleList, way: Way, device: torch.device, changes: Changes) -> None:
+    """Let blocks run with less memory, until the changes are undone."""
+    if way.streamed:
+        _stream(blocks, device, changes)
+    elif way.checkpointed:
+        checkpoint_blocks(blocks, "full", changes, but=None)
+
+
+def run_plainly(model: nn.Module, dtype: torch.dtype, changes: Changes) -> None:
+    """Let a stock model compute in `dtype` throughout, by code that takes any dtype."""
+    run_plain_recurrences(model, changes)
+    run_plain_experts(model, changes)
+    if dtype == torch.float64:
+        lift_upcasts(model, changes)
+
+
+class _Called(nn.Module):
+    """A block's own forward, to be called with other parameters."""
+
+    def __init__(self, block: nn.Module, own: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block = block
+        self._own = own
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own(*args, **kwargs)
+
+
+def _stream(blocks: nn.ModuleList, device: torch.device, changes: Changes) -> None:
+    """Bring each block's parameters to the device for its forward, and again for its backward.
+
+    Their gradients are left in the host's memory.
+    """
+    for block in blocks:
+        called = _Called(block, block.forward)
+
+        def run(called: _Called, *args: Any, **kwargs: Any) -> Any:
+            there = {name: p.to(device) for name, p in called.named_parameters()}
+            return functional_call(called, there, args, kwargs)
+
+        recomputed = functools.partial(
+            checkpoint,
+            functools.partial(run, called),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        changes.replace_forward(block, recomputed)
