@@ -8,7 +8,7 @@ sharing may be no further from the truth than dense training already is.
 import gc
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -20,15 +20,25 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
-from forkpoint.errors import PlanError, UnsupportedError
+from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
 from forkpoint.hosts.modules import forget_lists
-from forkpoint.hosts.routes import Observed, RoutedRun, Router, Routes, find_routers, follow
+from forkpoint.hosts.routes import Observed, RoutedRun, follow
 from forkpoint.losses.base import Denominators, Loss, check_denominators
 from forkpoint.losses.views import check_range
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.sampler import compute_dtype
+from forkpoint.verify_errors import (
+    FLOAT64_BAR,
+    OVERALL_RATIO,
+    OVERALL_ULPS,
+    Gradients,
+    Truth,
+    distance_of,
+    norm_of,
+)
+from forkpoint.verify_errors import parameter_errors as _parameter_errors
 from forkpoint.verify_memory import (
     DENSE_WAYS,
     REFERENCE_WAYS,
@@ -49,22 +59,8 @@ from forkpoint.verify_report import PlanFindings as PlanFindings
 from forkpoint.verify_report import RouteCounts as RouteCounts
 from forkpoint.verify_report import RouteReport as RouteReport
 from forkpoint.verify_report import VerifyReport as VerifyReport
+from forkpoint.verify_routes import HeldRoutes
 
-Gradients = dict[str, Tensor | None]
-
-OVERALL_RATIO = 1.1
-WORST_RATIO = 1.5
-FLOAT64_BAR = 1e-10
-# An error is one draw of rounding, and where dense happened to draw a small one, a ratio to it says
-# little. So units in the last place are allowed on top: of the gradient of each parameter, and of
-# the gradient as a whole, where draws average out.
-PARAMETER_ULPS = {torch.float32: 8.0, torch.bfloat16: 1 / 4, torch.float16: 1 / 4}
-OVERALL_ULPS = {torch.float32: 8.0, torch.bfloat16: 1 / 16, torch.float16: 1 / 16}
-# A parameter whose gradient is less than this part of the others' is measured by that part: a
-# gradient that cancels to nearly nothing is all rounding.
-LEAST_PART = 0.01
-PIECE_ELEMENTS = 1 << 24
-"""Elements of a gradient that are compared at a time."""
 SMALLER_TRIED = 2
 """Smaller plans that are tried, one after the other, where memory runs out."""
 LOWERED = 0.7
@@ -193,7 +189,7 @@ def _verify(
     if choice.reason is not None:
         return nothing_to_verify(reason=choice.reason, **described)
     work = _Work(policy, batch, loss, denominators, changes, dtype, reference_dtype)
-    work.held = _HeldRoutes(host.model, batch, changes, hold=hold_routes, needed=not work.double)
+    work.held = HeldRoutes(host.model, batch, changes, hold=hold_routes, needed=not work.double)
     ways = _Ways.fitting(needs, room, keeps, work.double)
     work.clock = _clock(work, choice, needs, room, ways, keeps, progress)
     if work.double:
@@ -206,12 +202,12 @@ def _verify(
         else:
             dense, dense_routes = _dense(work, ways.dense)
             dense_errors = {
-                name: _distance(dense.gradients[name], truth)
+                name: distance_of(dense.gradients[name], truth)
                 for name, truth in reference.gradients.items()
             }
             dense = replace(dense, gradients={})
-        norms = {name: _norm(gradient) for name, gradient in reference.gradients.items()}
-        truth = _Truth(reference, norms, dense_errors)
+        norms = {name: norm_of(gradient) for name, gradient in reference.gradients.items()}
+        truth = Truth(reference, norms, dense_errors)
         plans = tuple(_findings(work, entry, truth, dense_routes) for entry in choice.compared)
     norm = math.hypot(*norms.values()) or 1.0
     head = host.head
@@ -238,22 +234,13 @@ class _Work:
     changes: Changes
     dtype: torch.dtype
     reference_dtype: torch.dtype
-    held: "_HeldRoutes" = field(init=False)
+    held: HeldRoutes = field(init=False)
     clock: Clock = field(init=False)
 
     @property
     def double(self) -> bool:
         """Whether the model is its own reference."""
         return self.dtype == torch.float64
-
-
-@dataclass(frozen=True)
-class _Truth:
-    """The reference, and how far ordinary training is from it."""
-
-    reference: DenseRun
-    norms: dict[str, float]
-    dense_errors: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -341,7 +328,7 @@ def _clock(
 
 
 def _findings(
-    work: _Work, entry: Compared, truth: _Truth, dense_routes: RoutedRun | None
+    work: _Work, entry: Compared, truth: Truth, dense_routes: RoutedRun | None
 ) -> PlanFindings:
     """Run one plan, and compare it."""
     policy, dtype, reference = work.policy, work.dtype, truth.reference
@@ -383,61 +370,19 @@ def _findings(
     )
 
 
-class _HeldRoutes:
-    """The routes of a mixture of experts, which the reference records and the others are held to.
-
-    Of a model without experts, of one whose routes cannot be held, and of one that needs no holding
-    (in float64), nothing is held.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: RolloutBatch,
-        changes: Changes,
-        *,
-        hold: bool,
-        needed: bool = True,
-    ) -> None:
-        self._changes = changes
-        self._routers: tuple[Router, ...] = ()
-        self._problem: str | None = None
-        try:
-            self._routers = find_routers(model, changes) if needed else ()
-        except UnsupportedError as error:
-            self._problem = str(error)
-        if self._routers and not hold:
-            self._routers, self._problem = (), "hold_routes is False"
-        self._routes: Routes | None = Routes(batch) if self._routers else None
-
-    def run(self, model: nn.Module, *, record: bool = False) -> RoutedRun | None:
-        """Hold the model, or a copy of it, to the routes, until the changes are undone.
-
-        None where no routes are held.
-        """
-        if self._routes is None:
-            return None
-        return RoutedRun(model, self._routers, self._routes, self._changes, record=record)
-
-    def report(self, shared: RoutedRun | None, dense: RoutedRun | None) -> RouteReport | None:
-        if self._problem is not None:
-            return RouteReport(held=False, reason=self._problem, shared=None, dense=None)
-        if shared is None or dense is None:
-            return None
-        counts = (RouteCounts(run.decisions, run.elsewhere) for run in (shared, dense))
-        return RouteReport(True, None, *counts)
-
-
 def _in_memory(work: _Work, entry: Compared) -> tuple[Gradients, StepFigures, RoutedRun | None]:
     """Run one plan or, where memory runs out, one of the same kind that is predicted to need
     less."""
     policy, mark = work.policy, work.changes.mark
-    for _ in range(SMALLER_TRIED):
+    tried = 0
+    while True:
         run = work.held.run(policy.host.model)
         work.clock.begin(entry.kind)
         try:
             return *_shared(work, entry, run), run
         except torch.OutOfMemoryError as error:
+            if tried == SMALLER_TRIED:
+                raise
             peak = int(LOWERED * (entry.plan.predicted_peak_bytes or 0))
             smaller = policy.with_config(memory_budget=max(1, peak), checkpointing="full")
             try:
@@ -448,34 +393,9 @@ def _in_memory(work: _Work, entry: Compared) -> tuple[Gradients, StepFigures, Ro
             traceback.clear_frames(error.__traceback__)
         finally:
             work.changes.undo(mark)
+        tried += 1
         _clear_gradients(policy.host.model)
         torch.cuda.empty_cache()
-    run = work.held.run(policy.host.model)
-    work.clock.begin(entry.kind)
-    try:
-        return *_shared(work, entry, run), run
-    finally:
-        work.changes.undo(mark)
-
-
-def _parameter_errors(
-    model: nn.Module, dtype: torch.dtype, shared: Gradients, truth: _Truth
-) -> list[ParameterError]:
-    norms = truth.norms
-    total = math.hypot(*norms.values())
-    typical = total / math.sqrt(max(1, sum(norm > 0 for norm in norms.values())))
-    errors = []
-    for name, parameter in model.named_parameters():
-        dense_error = truth.dense_errors[name]
-        if dtype == torch.float64:
-            allowed = FLOAT64_BAR * total
-        else:
-            few = 1 + 2 / math.sqrt(parameter.numel())
-            ulp = torch.finfo(dtype).eps * max(norms[name], LEAST_PART * typical)
-            allowed = WORST_RATIO * few * dense_error + PARAMETER_ULPS[dtype] * ulp
-        shared_error = _distance(shared[name], truth.reference.gradients[name])
-        errors.append(ParameterError(name, norms[name], shared_error, dense_error, allowed))
-    return errors
 
 
 def _shared(work: _Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradients, StepFigures]:
@@ -581,22 +501,3 @@ def _clear_gradients(model: nn.Module) -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _pieces(gradient: Tensor) -> Iterator[Tensor]:
-    """Flat pieces, so that copies in double precision stay small beside the largest parameter."""
-    return iter(gradient.detach().reshape(-1).split(PIECE_ELEMENTS))
-
-
-def _norm(gradient: Tensor | None) -> float:
-    if gradient is None:
-        return 0.0
-    return math.hypot(*(float(piece.double().norm()) for piece in _pieces(gradient)))
-
-
-def _distance(gradient: Tensor | None, truth: Tensor | None) -> float:
-    if gradient is None or truth is None:
-        present = gradient if truth is None else truth
-        return _norm(present)
-    pieces = zip(_pieces(gradient), _pieces(truth), strict=True)
-    return math.hypot(*(float((g.double() - t.to(g.device).double()).norm()) for g, t in pieces))

@@ -75,7 +75,7 @@ class Run:
     dtype: torch.dtype
     forecast_seconds: float = 0.0
     seconds: float | None = None
-    """What it took, once it is done."""
+    """Time that it took, once it is done."""
     done: float = field(default=0.0)
     began: float = 0.0
 
@@ -149,7 +149,7 @@ class Clock:
         )
 
     def _correction(self) -> float:
-        """What took longer than was forecast, for what is yet to come."""
+        """Measured time over what was forecast for it, for what is yet to come."""
         measured = forecast = 0.0
         for run in self._runs.values():
             if run.seconds is not None:

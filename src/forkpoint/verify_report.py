@@ -282,8 +282,8 @@ class VerifyReport:
     def to_dict(self) -> dict[str, Any]:
         """The verdict and the ten worst parameters, ready for JSON: None is not a finite number."""
         values = {
-            "verdict": self.verdict,
             "passed": self.passed,
+            "verdict": self.verdict,
             "reason": self.reason,
             "dtype": self.dtype,
             "reference_dtype": self.reference_dtype,

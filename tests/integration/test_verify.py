@@ -480,8 +480,10 @@ def test_one_group_in_one_microbatch_is_split_for_the_comparison() -> None:
     batch = RolloutBatch(
         [Rollout([*prompt, 30 + n, 7, n], [0] * 20 + [1] * 3, n - 1.0) for n in range(3)]
     )
-    assert len(wrap(tiny_model("llama"), Config(sharing="group")).plan(batch).microbatches) == 1
-    report = wrap(tiny_model("llama"), Config(sharing="group")).verify(batch, losses.GRPO())
+    policy = wrap(tiny_model("llama"), Config(sharing="group", boundary="mixed"))
+    assert len(policy.plan(batch).microbatches) == 1
+    report = policy.verify(batch, losses.GRPO())
+    assert [plan.kind for plan in report.plans] == ["within", "across"]
     across = next(plan for plan in report.plans if plan.kind == "across")
     assert report.passed and across.counts.with_children >= 1
     assert across.max_microbatch_tokens < across.counts.computed_tokens
