@@ -179,8 +179,8 @@ def _verify(
     room = free_bytes(host.device)
     policy, choice, keeps = _fitting_plans(policy, batch, loss, needs, room)
     described = {
-        "dtype": _name(dtype),
-        "reference_dtype": _name(reference_dtype),
+        "dtype": str(dtype).removeprefix("torch."),
+        "reference_dtype": str(reference_dtype).removeprefix("torch."),
         "head": host.head,
         "left_out": choice.left_out,
         "asked": (policy.config.sharing, policy.config.boundary),
@@ -497,7 +497,3 @@ def _single_rollouts(
 def _clear_gradients(model: nn.Module) -> None:
     for p in model.parameters():
         p.grad = None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
