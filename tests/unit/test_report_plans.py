@@ -10,6 +10,8 @@ from reports import CONFIGS, SHAPE, made_up
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.forest import build_forest, sort_rollouts
 from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.align_programs import align
+from forkpoint.plan.program import IDLE
 from forkpoint.report import forests, schedules
 from forkpoint.report.forests import draw_forest, forest_figure
 from forkpoint.report.schedules import counted_lane, labelled_of_segments, timeline_figure
@@ -168,6 +170,40 @@ def test_phases_by_hand() -> None:
     assert all(e["held"] < k["held"] for e, k in zip(again[1:-2], events[1:-1], strict=True))
 
 
+@pytest.mark.parametrize("name", ["tree-across", "recompute"])
+def test_instructions_that_idle(name: str) -> None:
+    """Two ranks with one shape: the one with less to do idles, and is drawn so."""
+    large, small = made_up(), made_up(groups=1, rollouts_per_group=2)
+    config = {**CONFIGS, **AWAY}[name]
+    plans = [make_plan(batch, SHAPE, config) for batch in (large, small)]
+    programs = align([plan.program for plan in plans])
+    plan = replace(plans[1], program=programs[1])
+    alone, made = lane(plans[1], small), lane(plan, small)
+    assert [event["name"] for event in made["events"]] == list(plan.events())
+    idle = [event for event in made["events"] if event["key"] == "idle"]
+    assert len(idle) == sum(instruction.idle for instruction in programs[1].instructions) > 4
+    assert {event["name"] for event in idle} >= {"forward idle", "backward idle"}
+    assert {(event["phase"], event["index"], event["tokens"]) for event in idle} == {
+        ("idle", IDLE, 0)
+    }
+    one = max(event["size"] for event in idle)
+    assert 0 < one < min(event["size"] for event in alone["events"]), "one token runs"
+    own = [(e["name"], e["size"]) for e in made["events"] if e["key"] != "idle"]
+    if name == "tree-across":
+        assert own == [(e["name"], e["size"]) for e in alone["events"]]
+    assert max(event["held"] for event in made["events"]) == plans[1].predicted_peak_bytes
+    figure = timeline_figure([("all", [made])], left_out=0)
+    assert any(note.startswith("Idle: other ranks") for note in figure.notes)
+    assert not any("Idle" in note for note in timeline_figure([("all", [alone])], 0).notes)
+    tokens = make_plan(small, config=CONFIGS["tree-across"])
+    without_shape = replace(
+        tokens,
+        program=align([make_plan(large, config=CONFIGS["tree-across"]).program, tokens.program])[1],
+    )
+    sizes = [e["size"] for e in lane(without_shape, small)["events"] if e["key"] == "idle"]
+    assert sizes and set(sizes) == {1.0}
+
+
 def test_without_a_model_tokens_are_shown() -> None:
     batch = made_up()
     made = lane(make_plan(batch), batch)
@@ -178,11 +214,12 @@ def test_without_a_model_tokens_are_shown() -> None:
 
 def test_much_work_is_counted_in_a_larger_unit() -> None:
     batch = made_up()
-    large = replace(SHAPE, vocab=61, hidden=8192, intermediate=32768, layers=80, windows=())
-    plan = make_plan(batch, large)
-    made = lane(plan, batch)
-    assert made["unit"] == "TFLOP"
-    assert made["total"] == pytest.approx(plan.shared.step_flops(large) / 1e12)
+    for hidden, unit, flops in ((8192, "TFLOP", 1e12), (65536, "PFLOP", 1e15)):
+        large = replace(SHAPE, hidden=hidden, intermediate=4 * hidden, layers=80, windows=())
+        plan = make_plan(batch, large)
+        made = lane(plan, batch)
+        assert made["unit"] == unit
+        assert made["total"] == pytest.approx(plan.shared.step_flops(large) / flops)
 
 
 def test_long_schedules_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

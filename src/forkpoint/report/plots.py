@@ -20,6 +20,7 @@ PHASES = {
     "leaf backward": ("#1f66c7", "leaf: backward"),
     "prefix recompute": ("#bfa3e0", "prefix: forward again"),
     "prefix backward": ("#7a4fb5", "prefix: backward"),
+    "idle": ("#e08e79", "idle: other ranks run"),
     "rest": ("#ccd3db", "planning and optimizer"),
 }
 STYLE: Any = {

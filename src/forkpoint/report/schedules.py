@@ -5,17 +5,20 @@ from typing import Any
 
 import numpy as np
 
+from forkpoint.byte_sizes import GIB, KIB, MIB
 from forkpoint.forest import IntArray
-from forkpoint.layout import Microbatch
 from forkpoint.plan import Plan
 from forkpoint.plan.predict import cache_bytes
 from forkpoint.plan.pricing.cost import Work, visible_pairs
-from forkpoint.plan.program import BACKWARD, FORWARD, HEAD, SCORE, phase_of
+from forkpoint.plan.program import BACKWARD, FORWARD, HEAD, IDLE, SCORE, phase_of
 from forkpoint.replay.records import StepRecord
 from forkpoint.report.figure import Choice, Figure, Table
 
 MOST_EVENTS = 500
 """Drawn at most in one lane; the rest is one block that says how many they are."""
+
+IDLE_KEY = "idle"
+"""The phase and the colour of instructions for which a rank has no microbatch."""
 
 Lane = dict[str, Any]
 
@@ -49,17 +52,13 @@ def counted_lane(name: str, plan: Plan, labelled_of_segment: IntArray) -> Lane:
     unit, flops = flops_unit(plan)
     events = _events(plan)
     for event in events:
-        row = plan.microbatches[event["index"]]
-        share = 1.0
+        event["size"] = float(event["places"])
         if plan.shape is not None:
-            labelled = 0
-            if event["ends_at"] == HEAD:
-                labelled = int(labelled_of_segment[list(row.segments)].sum())
-            work = _row_work(plan, row, labelled)
+            work = _work(plan, event, labelled_of_segment)
             share = work.forward_flops(plan.shape)
             if event["operation"] == BACKWARD:
                 share = work.step_flops(plan.shape) - share
-        event["size"] = share / flops if plan.shape is not None else float(row.run_tokens)
+            event["size"] = share / flops
     for event, value in zip(events, _held(plan, events), strict=True):
         event["held"] = value
     bytes_known = plan.shape is not None
@@ -82,23 +81,47 @@ def flops_unit(plan: Plan) -> tuple[str, float]:
     """A unit that dense training on the plan's batch is not too many of, and its FLOPs."""
     if plan.shape is None:
         return "tokens", 1.0
-    return ("TFLOP", 1e12) if plan.dense.step_flops(plan.shape) >= 1e13 else ("GFLOP", 1e9)
+    dense = plan.dense.step_flops(plan.shape)
+    for unit, flops in (("PFLOP", 1e15), ("TFLOP", 1e12)):
+        if dense >= 10 * flops:
+            return unit, flops
+    return "GFLOP", 1e9
+
+
+def bytes_unit(most: int) -> tuple[str, int]:
+    """A unit of which the largest of some sizes is at least one, and its bytes."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if most >= size:
+            return unit, size
+    return "bytes", 1
 
 
 def timeline_figure(timelines: Sequence[tuple[str, list[Lane]]], left_out: int) -> Figure:
     """Timelines to choose from, by label; `left_out` more batches are not drawn."""
-    rows = [
-        (label, lane["name"], e["name"], e["phase"], e["tokens"], e["size"], e["held"])
-        for label, lanes in timelines
-        for lane in lanes
-        for e in lane["events"]
-    ]
     lanes = [lane for _, found in timelines for lane in found]
     unit, memory = lanes[0]["unit"], lanes[0]["memory"]
     measured = lanes[0]["measured"]
+    held_unit, held_size = memory["unit"], 1
+    if held_unit == "bytes":
+        largest = max((e["held"] for lane in lanes for e in lane["events"]), default=0)
+        held_unit, held_size = bytes_unit(largest)
+    rows = [
+        (
+            *(label, lane["name"], e["name"], e["phase"], e["tokens"], e["size"]),
+            e["held"] / held_size if held_size > 1 else e["held"],
+        )
+        for label, lanes_of in timelines
+        for lane in lanes_of
+        for e in lane["events"]
+    ]
     notes = []
     if not measured:
         notes.append(f"Nothing was run: lengths are counted {unit}, not times.")
+    if any(e["key"].startswith(IDLE_KEY) for lane in lanes for e in lane["events"]):
+        notes.append(
+            "Idle: other ranks run a microbatch and this one has none. It runs one token, so that "
+            "it takes part in their collectives."
+        )
     if memory["source"] == "counted":
         what = "activations, prefix cache and its gradients" if memory["unit"] == "bytes" else ""
         notes.append(
@@ -120,7 +143,7 @@ def timeline_figure(timelines: Sequence[tuple[str, list[Lane]]], left_out: int) 
         table=Table(
             columns=(
                 *("batch", "way", "event", "phase", "tokens of the microbatch", unit),
-                f"held ({memory['unit']}, {memory['source']})",
+                f"held ({held_unit}, {memory['source']})",
             ),
             rows=rows,
         ),
@@ -164,25 +187,34 @@ def _lane(
 
 def _events(plan: Plan) -> list[dict[str, Any]]:
     """The instructions of a plan's program, with their microbatches and the keys of their
-    colours."""
+    colours.
+
+    An idle instruction has the index IDLE and no tokens of the batch; it runs one place.
+    """
     events = []
     for instruction, name in zip(plan.program.instructions, plan.events(), strict=True):
-        row = plan.microbatches[instruction.microbatch]
         operation = instruction.operation
-        kind = "prefix" if row.children else "leaf"
-        events.append(
-            {
-                "name": name,
-                "operation": operation,
+        event: dict[str, Any] = {
+            "name": name,
+            "operation": operation,
+            "phase": IDLE_KEY,
+            "key": IDLE_KEY,
+            "ends_at": instruction.ends_at,
+            "records": instruction.records,
+            "index": instruction.microbatch,
+            "tokens": 0,
+            "places": 1,
+        }
+        if not instruction.idle:
+            row = plan.microbatches[instruction.microbatch]
+            kind = "prefix" if row.children else "leaf"
+            event |= {
                 "phase": phase_of(operation, row),
                 "key": SCORE if operation == SCORE else f"{kind} {operation}",
-                "ends_at": instruction.ends_at,
-                "records": instruction.records,
-                "index": row.index,
                 "tokens": row.tokens,
                 "places": row.run_tokens,
             }
-        )
+        events.append(event)
     return events
 
 
@@ -191,32 +223,40 @@ def _held(plan: Plan, events: list[dict[str, Any]]) -> list[int]:
 
     The cache lasts the whole step. Activations are held from a microbatch's forward to its
     backward. Those of microbatches that are offloaded or computed again are held while these run
-    themselves. A score holds no activations.
+    themselves. A score holds no activations, and the one token of an idle instruction is not
+    counted.
     """
     shape = plan.shape
     always = 0 if shape is None else cache_bytes(plan, shape)
     open_rows: dict[int, int] = {}
     found = []
     for event in events:
-        row, operation = plan.microbatches[event["index"]], event["operation"]
+        operation = event["operation"]
+        if operation == SCORE or event["index"] == IDLE:
+            found.append(always + sum(open_rows.values()))
+            continue
+        row = plan.microbatches[event["index"]]
         own = (
             row.run_tokens
             if shape is None
             else row.run_tokens * shape.activation_bytes(row.checkpointing)
         )
-        if operation == SCORE:
-            found.append(always)
-            continue
         open_rows[row.index] = own
         found.append(always + sum(open_rows.values()))
-        if operation == BACKWARD or (operation == FORWARD and row.activations != "keep"):
+        # Of a slot that some rank computes again, no rank records the first forward.
+        gone = not event["records"] or row.activations != "keep"
+        if operation == BACKWARD or (operation == FORWARD and gone):
             del open_rows[row.index]
     return found
 
 
-def _row_work(plan: Plan, row: Microbatch, labelled: int) -> Work:
-    segments = list(row.segments)
+def _work(plan: Plan, event: dict[str, Any], labelled_of_segment: IntArray) -> Work:
+    """The work of an event's microbatch, or of the one token of an idle instruction."""
     windows = {0, *(plan.shape.windows if plan.shape else ())}
+    if event["index"] == IDLE:
+        return Work(tokens=1, pairs=dict.fromkeys(windows, 1), labelled=0)
+    segments = list(plan.microbatches[event["index"]].segments)
+    labelled = int(labelled_of_segment[segments].sum()) if event["ends_at"] == HEAD else 0
     start, length = plan.forest.start[segments], plan.forest.length[segments]
     pairs = {window: visible_pairs(start, length, window) for window in windows}
-    return Work(tokens=row.tokens, pairs=pairs, labelled=labelled)
+    return Work(tokens=event["tokens"], pairs=pairs, labelled=labelled)

@@ -7,6 +7,7 @@ const PHASES = [
   ["leaf backward", "leaf: backward", "var(--leaf-backward)"],
   ["prefix recompute", "prefix: forward again", "var(--prefix-recompute)"],
   ["prefix backward", "prefix: backward", "var(--prefix-backward)"],
+  ["idle", "idle: other ranks run", "var(--idle)"],
   ["rest", "planning and optimizer", "var(--rest)"],
   ["left out", "events left out", "url(#hatch)"],
 ];
