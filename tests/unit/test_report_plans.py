@@ -25,7 +25,7 @@ AWAY = {
 
 
 def picture(plan: Plan, batch: RolloutBatch) -> dict[str, Any]:
-    return draw_forest(plan, batch.rollout_ids)
+    return draw_forest(plan, batch.rollout_ids, batch.group_ids)
 
 
 # Forests ------------------------------------------------------------------------------------------

@@ -81,8 +81,11 @@ class Report:
         plots = [] if self.plots is None else write_plots(chapters, self.plots)
         for chapter in chapters:
             out.show(f"{chapter.title}: {chapter.subtitle}")
+            for warning in chapter.warnings:
+                out.show(f"  warning: {warning}")
             for tile in chapter.tiles:
-                out.show(f"  {tile.value} {tile.label} ({tile.remark})")
+                remark = tile.remark.partition(". ")[0].removesuffix(".")
+                out.show(f"  {tile.value} {tile.label} ({remark})")
         out.show(f"written: {self.output}, {len(content):,} bytes")
         out.result(
             {

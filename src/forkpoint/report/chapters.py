@@ -4,11 +4,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from forkpoint.batch_tensors.identifiers import prompt_lengths
+from forkpoint.byte_sizes import exactly
 from forkpoint.plan import Plan, Totals
 from forkpoint.replay.records import ReplayReport, ReplayStep
-from forkpoint.report.curves import drift_figure, drift_trend, loss_figure, speed_figure
+from forkpoint.report.curves import drift_figure, loss_figure, speed_figure
 from forkpoint.report.figure import Chapter, Figure, Table, Tile
 from forkpoint.report.forests import draw_forest, forest_figure
+from forkpoint.report.groups import group_names, groups_figure
 from forkpoint.report.runs import MOST_BATCHES, Run
 from forkpoint.report.schedules import (
     counted_lane,
@@ -17,6 +20,13 @@ from forkpoint.report.schedules import (
     timeline_figure,
 )
 from forkpoint.report.text import cut, shown
+from forkpoint.report.verdict import (
+    Peak,
+    gradients_tile,
+    measured_speed_tile,
+    predicted_speed_tile,
+    tokens_tile,
+)
 from forkpoint.rollouts import RolloutBatch
 
 MOST_GROUPS_NAMED = 3
@@ -24,9 +34,18 @@ MOST_NAME_CHARACTERS = 100
 """Of the names of a group, a file and a kind of model."""
 
 
-def replay_chapter(run: Run) -> Chapter:
-    """Chapters on the steps of a replay."""
+def replay_chapter(run: Run, *, device_memory_bytes: int | None = None) -> Chapter:
+    """Chapters on the steps of a replay.
+
+    `device_memory_bytes` is all the memory of the device, which the peak is shown beside.
+    """
     steps = run.steps
+    peak = Peak(measured=all(step.shared.peak_memory_bytes is not None for step in steps))
+    for step in steps:
+        record = step.shared
+        found = record.peak_memory_bytes if peak.measured else record.predicted_peak_bytes
+        # What has run has fitted.
+        peak.add(found, None)
     totals = ReplayReport(steps=steps).to_dict()
     left_out = run.batches - len(run.planned)
     forests, timelines = [], []
@@ -35,7 +54,7 @@ def replay_chapter(run: Run) -> Chapter:
         if step is None:
             continue  # planned, and then interrupted before its first row
         label = f"step {step.step}: {named_groups(planned.group_ids)}"
-        picture = draw_forest(planned.shared, planned.rollout_ids)
+        picture = draw_forest(planned.shared, planned.rollout_ids, planned.group_ids)
         forests.append((label, picture))
         lanes = [measured_lane("shared", planned.shared, step.shared)]
         if planned.dense is not None and step.dense is not None:
@@ -43,6 +62,7 @@ def replay_chapter(run: Run) -> Chapter:
         timelines.append((label, lanes))
     figures = [
         forest_figure(forests, left_out),
+        groups_figure(forests, left_out),
         timeline_figure(timelines, left_out),
         speed_figure(steps),
         drift_figure(steps),
@@ -57,25 +77,36 @@ def replay_chapter(run: Run) -> Chapter:
         title=cut(about.get("file", run.path.name), MOST_NAME_CHARACTERS),
         subtitle=f"A replay of {done} on {model_name(run.manifest)}, "
         + ("dense beside shared." if steps[0].dense is not None else "shared alone."),
-        tiles=replay_tiles(steps, totals),
+        tiles=replay_tiles(run, totals, peak.tile(device_memory_bytes)),
         figures=tuple(figure for figure in figures if figure is not None),
     )
 
 
 def rollouts_chapter(
-    name: str, batches: Iterable[tuple[RolloutBatch, Plan, Plan]], *, recorded: bool = False
+    name: str,
+    batches: Iterable[tuple[RolloutBatch, Plan, Plan]],
+    *,
+    recorded: bool = False,
+    device_memory_bytes: int | None = None,
 ) -> Chapter:
     """Chapters on the savings of sharing on batches, from a plan and a dense plan of each.
 
-    They are read one at a time, and the first MOST_BATCHES are drawn. `recorded` says that they are
-    those of a trace, and not one file taken as one batch.
+    They are read one at a time, and the first MOST_BATCHES are drawn.
+
+    Args:
+        name: the file's.
+        batches: rollouts, the plan and a dense plan of each batch.
+        recorded: whether they are those of a trace, and not one file taken as one batch.
+        device_memory_bytes: all the memory of the device. The predicted peak is shown beside it,
+            and a plan that needs more is warned of.
     """
-    totals = Totals()
+    totals, peak = Totals(), Peak()
     groups = trained = 0
     reason = ""
     forests, timelines = [], []
     for number, (batch, plan, dense) in enumerate(batches):
         totals.add(plan)
+        peak.add(plan.predicted_peak_bytes, device_memory_bytes)
         groups += len(batch.groups())
         trained += batch.trained_tokens
         reason = plan.reason
@@ -87,7 +118,8 @@ def rollouts_chapter(
             counted_lane(way, made, labelled_of_segments(made, batch.loss_mask, batch.offsets))
             for way, made in (("dense", dense), ("shared", plan))
         ]
-        forests.append((label, draw_forest(plan, batch.rollout_ids)))
+        prompts = prompt_lengths(batch.loss_mask, batch.offsets).tolist()
+        forests.append((label, draw_forest(plan, batch.rollout_ids, group_names(batch), prompts)))
         timelines.append((label, lanes))
     left_out = totals.batches - len(forests)
     what = f"{totals.batches:,} recorded batches, each on its own"
@@ -96,21 +128,24 @@ def rollouts_chapter(
     return Chapter(
         title=cut(name, MOST_NAME_CHARACTERS),
         subtitle=f"What sharing would save on these {what}. Nothing was run.",
-        tiles=(
-            Tile(
-                value=f"{totals.bound:.2f}x",
-                label="bound on the speed-up",
-                remark=f"counted {_unit(totals)}, dense over shared",
-            ),
-            saved_tile(totals.computed_tokens, totals.logical_tokens),
-            Tile(
-                value=f"{totals.rollouts:,}",
-                label="rollouts",
-                remark=f"in {groups:,} groups",
-            ),
+        tiles=tuple(
+            tile
+            for tile in (
+                predicted_speed_tile(totals),
+                tokens_tile(totals.computed_tokens, totals.logical_tokens),
+                peak.tile(device_memory_bytes),
+                Tile(
+                    value=f"{totals.rollouts:,} rollouts",
+                    label=f"in {groups:,} group{'' if groups == 1 else 's'}",
+                    remark=f"{trained:,} trained tokens of {totals.logical_tokens:,} given.",
+                ),
+            )
+            if tile is not None
         ),
+        warnings=peak.warnings(),
         figures=(
             forest_figure(forests, left_out),
+            groups_figure(forests, left_out),
             timeline_figure(timelines, left_out),
             _counts_figure(totals, groups, trained, reason),
         ),
@@ -143,7 +178,8 @@ def _counts_figure(totals: Totals, groups: int, trained: int, reason: str) -> Fi
     counts.append((f"bound on the speed-up ({_unit(totals)})", totals.bound))
     if totals.predicted_peak_bytes is not None:
         of = ", the largest of any batch" if several else ""
-        counts.append((f"predicted peak (bytes, not weights{of})", totals.predicted_peak_bytes))
+        peak = exactly(totals.predicted_peak_bytes)
+        counts.append((f"predicted peak of activations and prefix cache{of}", peak))
     return Figure(
         name="counts",
         title="Counts",
@@ -154,47 +190,22 @@ def _counts_figure(totals: Totals, groups: int, trained: int, reason: str) -> Fi
     )
 
 
-def replay_tiles(steps: Sequence[ReplayStep], totals: dict[str, Any]) -> tuple[Tile, ...]:
-    tiles = []
-    if totals["speedup"] is not None:
-        tiles.append(
-            Tile(
-                value=f"{totals['speedup']:.2f}x",
-                label="the speed of dense",
-                remark=f"counted bound {totals['bound']:.2f}x",
-            )
-        )
-    else:
-        tiles.append(
-            Tile(
-                value=f"{totals['bound']:.2f}x",
-                label="bound on the speed-up",
-                remark="counted; dense was not run",
-            )
-        )
-    tiles.append(saved_tile(totals["computed_tokens"], totals["logical_tokens"]))
+def replay_tiles(run: Run, totals: dict[str, Any], memory: Tile | None) -> tuple[Tile, ...]:
+    """The answers of a replay: gradients, speed, tokens, memory, parameters."""
+    steps = run.steps
+    tiles = [
+        gradients_tile(steps, run.manifest),
+        measured_speed_tile(totals["speedup"], totals["bound"]),
+        tokens_tile(totals["computed_tokens"], totals["logical_tokens"]),
+    ]
+    if memory is not None:
+        tiles.append(memory)
     difference = steps[-1].difference
     if difference is not None:
-        known = drift_trend(steps)
-        remark = "too few steps for a trend"
-        if known is not None:
-            remark = "no trend in the mean" if known.is_noise else "a trend in the mean"
-        tiles.append(
-            Tile(
-                value=f"{difference.rms:.1e}",
-                label="parameters apart (rms)",
-                remark=f"after moving by {difference.rms_change:.1e}; {remark}",
-            )
-        )
+        remark = f"Root mean square after {len(steps):,} step{'' if len(steps) == 1 else 's'}; "
+        remark += f"training has moved them by {difference.rms_change:.1e}."
+        tiles.append(Tile(value=f"{difference.rms:.1e}", label="parameters apart", remark=remark))
     return tuple(tiles)
-
-
-def saved_tile(run: int, given: int) -> Tile:
-    return Tile(
-        value=f"{run / given:.1%}",
-        label="of the tokens run",
-        remark=f"{run:,} of {given:,} given",
-    )
 
 
 def typical_step(steps: Sequence[ReplayStep], fingerprint: str) -> ReplayStep | None:

@@ -67,11 +67,13 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One number at the top of a chapter."""
+    """One answer at the top of a chapter."""
 
     value: str
     label: str
     remark: str = ""
+    state: Literal["good", "bad", "plain"] = "plain"
+    """Whether it is what a reader hopes for, where that can be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +84,5 @@ class Chapter:
     subtitle: str
     tiles: tuple[Tile, ...]
     figures: tuple[Figure, ...]
+    warnings: tuple[str, ...] = ()
+    """Sentences that stand above everything else."""

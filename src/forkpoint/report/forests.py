@@ -13,6 +13,7 @@ import numpy as np
 from forkpoint.forest import Forest
 from forkpoint.plan import Plan
 from forkpoint.report.figure import Choice, Figure, Table
+from forkpoint.report.groups import label_groups
 from forkpoint.report.text import cut
 
 MOST_SEGMENTS = 900
@@ -65,8 +66,21 @@ class _Merged:
         return len(self.first)
 
 
-def draw_forest(plan: Plan, rollout_ids: Sequence[str]) -> dict[str, Any]:
-    """A forest as the page draws it; lists have one entry a node, parents before children."""
+def draw_forest(
+    plan: Plan,
+    rollout_ids: Sequence[str],
+    group_ids: Sequence[str | None],
+    prompt_tokens: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """A forest as the page draws it; lists have one entry a node, parents before children.
+
+    Args:
+        plan: of a batch.
+        rollout_ids: of its rollouts.
+        group_ids: of its rollouts.
+        prompt_tokens: of its rollouts, the tokens before the first trained one; None where masks
+            are not known.
+    """
     merged = _Merged(plan)
     keep = np.zeros(len(merged), bool)
     keep[np.argsort(-merged.below_given, kind="stable")[:MOST_SEGMENTS]] = True
@@ -89,8 +103,11 @@ def draw_forest(plan: Plan, rollout_ids: Sequence[str]) -> dict[str, Any]:
     nodes += _left_out(merged, keep, place)
     order: list[int] = plan.forest.order.tolist()
     named = len(order) <= MOST_NAMES
+    groups, runs = label_groups(order, group_ids, nodes, prompt_tokens)
     return {
         "nodes": nodes,
+        "groups": groups,
+        "runs": runs,
         "names": [cut(rollout_ids[i], MOST_NAME_CHARACTERS) for i in order] if named else None,
         "rollouts": len(order),
         "segments": len(merged),

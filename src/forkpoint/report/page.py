@@ -100,14 +100,16 @@ def _chapter(chapter: Chapter, number: int) -> Markup:
             tag("div", tile.value, class_="value"),
             tag("div", tile.label, class_="label"),
             tag("div", tile.remark, class_="remark"),
-            class_="tile",
+            class_=f"tile {tile.state}",
         )
         for tile in chapter.tiles
     )
+    warnings = (tag("p", warning, class_="warning", role="note") for warning in chapter.warnings)
     return tag(
         "article",
         tag("h2", cut(chapter.title, MOST_TITLE_CHARACTERS), class_="input"),
         tag("p", chapter.subtitle, class_="subtitle"),
+        *warnings,
         tag("div", *tiles, class_="tiles"),
         *(_figure(figure, number) for figure in chapter.figures),
         id=f"chapter-{number}",
@@ -159,7 +161,10 @@ def _table(table: Table, caption: str) -> list[Markup]:
 def _cell(value: Cell) -> Markup:
     if value is None or isinstance(value, str):
         return tag("td", None if value is None else cut(value))
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    # Numbers are shown as people read them, and copied whole.
+    text = str(value)
+    if isinstance(value, float | int):
+        text = f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"
     return tag("td", text, class_="number", data_value=repr(value))
 
 

@@ -44,7 +44,17 @@ function bytes(value) {
 }
 
 function amount(value, unit) {
-  return unit === "bytes" ? bytes(value) : `${shortNumber(value)} ${unit}`;
+  if (unit === "bytes") return bytes(value);
+  if (unit === "ms" && value >= 1000) return `${shortNumber(value / 1000)} s`;
+  if (unit === "TFLOP" && value > 0 && value < 0.1) return `${shortNumber(value * 1000)} GFLOP`;
+  if (unit === "PFLOP" && value > 0 && value < 0.1) return `${shortNumber(value * 1000)} TFLOP`;
+  return `${shortNumber(value)} ${unit}`;
+}
+
+// As much of a text as fits into so many pixels, at 12 pixels a line.
+function fitted(text, pixels) {
+  const most = Math.floor(pixels / 7);
+  return text.length <= most ? text : most < 2 ? "" : `${text.slice(0, most - 1)}…`;
 }
 
 // About `count` round numbers that cover a range, and never many: far from 0, where neighbouring

@@ -17,7 +17,7 @@ function positionMap(forest, toScale) {
   return found;
 }
 
-function placeForest(forest, width, height, toScale) {
+function placeForest(forest, gutter, width, height, toScale) {
   const at = positionMap(forest, toScale);
   const nodes = forest.nodes.map((node, index) => ({ ...node, index, children: [] }));
   let reach = 0;
@@ -63,12 +63,13 @@ function placeForest(forest, width, height, toScale) {
     node.y0 = middle - (node.many * lane) / 2;
     node.y1 = middle + (node.many * lane) / 2;
   }
-  const scale = (width - 24) / (reach || 1);
+  const scale = (width - gutter - 24) / (reach || 1);
   for (const node of nodes) {
-    node.x0 = 12 + node.x0 * scale;
-    node.x1 = 12 + node.x1 * scale;
+    node.x0 = gutter + 12 + node.x0 * scale;
+    node.x1 = gutter + 12 + node.x1 * scale;
   }
-  return { nodes, lane, used: y + 12 };
+  const groups = forest.runs.map(([begin, end, group]) => ({ y0: top[begin], y1: bottom(end), ...forest.groups[group] }));
+  return { nodes, lane, groups, used: y + 12 };
 }
 
 // Where a node leaves its parent: rollouts of the parent in order, each one lane wide.
@@ -88,12 +89,33 @@ function bandPath(node, parent, lane, view) {
     + `C${X(half)} ${Y(node.y1)} ${X(half)} ${Y(to)} ${X(x0)} ${Y(to)}Z`;
 }
 
+function plural(count, word) {
+  return `${whole(count)} ${word}${count === 1 ? "" : "s"}`;
+}
+
+// How long the prompts of a group are; without masks, what all of its rollouts share.
+function promptText(group) {
+  if (!group.prompt) return group.shared ? `share ${whole(group.shared)}` : "";
+  const [least, most] = group.prompt;
+  return `prompt ${whole(least)}${least === most ? "" : `–${whole(most)}`}`;
+}
+
+function groupText(forest, node) {
+  const inside = forest.runs.filter(([begin, end]) => begin < node.end && end > node.begin);
+  const numbers = new Set(inside.map(([, , group]) => group));
+  if (numbers.size > 1) return `${whole(numbers.size)} groups`;
+  const group = forest.groups[inside[0][2]];
+  const prompt = promptText(group);
+  return `group ${group.name}: ${plural(group.rollouts, "rollout")}${prompt ? `, ${prompt} tokens` : ""}`;
+}
+
 function nodeText(forest, node) {
   if (node.segments) {
     return `${whole(node.segments)} segments not drawn\n${whole(node.tokens)} tokens, ${whole(node.many)} rollouts`;
   }
   const lines = [
-    `${whole(node.length)} tokens × ${whole(node.many)} rollout${node.many > 1 ? "s" : ""}`,
+    `${plural(node.length, "token")} × ${plural(node.many, "rollout")}`,
+    groupText(forest, node),
     `positions ${whole(node.start)} to ${whole(node.start + node.length - 1)}, microbatch ${node.microbatches}`,
   ];
   if (forest.names) {
@@ -114,7 +136,8 @@ function showForest(place, figure) {
     svg("rect", { width: 18, height: 10, rx: 2, class: `band ${kind}` }, key);
     make("span", {}, item, word);
   }
-  let forest = figure.choices[0].data, width = 0, toScale = false, chosen = -1;
+  const hidden = make("p", { class: "caption" }, place);
+  let forest = figure.choices[0].data, width = 0, gutter = 0, toScale = false, chosen = -1;
   let view = { k: 1, x: 0, y: 0 }, placed = null, root = null, layer = null;
   const paths = [];
 
@@ -162,7 +185,8 @@ function showForest(place, figure) {
   function begin() {
     view = { k: 1, x: 0, y: 0 };
     const wanted = Math.min(520, Math.max(150, 24 + forest.rollouts * 22));
-    placed = placeForest(forest, width, wanted, toScale);
+    gutter = width < 640 ? Math.round(width * 0.27) : 190;
+    placed = placeForest(forest, gutter, width, wanted, toScale);
     const height = Math.round(Math.min(wanted, Math.max(90, placed.used)));
     picture.replaceChildren();
     paths.length = 0;
@@ -180,6 +204,8 @@ function showForest(place, figure) {
       paths.push(path);
     }
     svg("g", { class: "labels" }, root);
+    svg("rect", { class: "gutter", x: 0, y: 0, width: gutter, height }, root);
+    svg("g", { class: "names" }, root);
     movable(height);
     redraw();
     light(null);
@@ -193,7 +219,7 @@ function showForest(place, figure) {
     labels.replaceChildren();
     for (const node of placed.nodes) {
       const bend = node.parent < 0 ? 0 : Math.min(FORK, (node.x1 - node.x0) * view.k * 0.6);
-      const from = Math.max(0, node.x0 * view.k + view.x + bend), to = Math.min(width, node.x1 * view.k + view.x);
+      const from = Math.max(gutter, node.x0 * view.k + view.x + bend), to = Math.min(width, node.x1 * view.k + view.x);
       const tall = (node.y1 - node.y0) * view.k, middle = ((node.y0 + node.y1) / 2) * view.k + view.y;
       if (node.segments || tall < 14) continue;
       const full = `${whole(node.length)} × ${whole(node.many)}`;
@@ -201,6 +227,33 @@ function showForest(place, figure) {
       if (to - from < text.length * 7 + 8) continue;
       svg("text", { class: node.many > 1 ? "inside common" : "inside", x: from + 6, y: middle + 4 }, labels, text);
     }
+    nameGroups();
+  }
+
+  // Beside their rollouts, as far as there is room for a line of text; zooming in makes more.
+  function nameGroups() {
+    const names = root.querySelector(".names"), height = root.viewBox.baseVal.height;
+    names.replaceChildren();
+    let last = 0, skipped = 0;
+    for (const group of placed.groups) {
+      const y0 = group.y0 * view.k + view.y, y1 = group.y1 * view.k + view.y;
+      if (y1 < 0 || y0 > height) continue;
+      const low = Math.max(0, y0), high = Math.min(height, y1);
+      svg("line", { class: "bracket", x1: gutter - 1, x2: gutter - 1, y1: low + 1, y2: Math.max(low + 2, high - 1) }, names);
+      const middle = (low + high) / 2, prompt = promptText(group);
+      const size = gutter < 150 ? `${whole(group.rollouts)} roll.` : plural(group.rollouts, "rollout");
+      const second = gutter < 150 ? [size, prompt.replace("prompt ", "p. ")].filter(Boolean) : [prompt ? `${size}, ${prompt}` : size];
+      const lines = high - low >= 16 * (1 + second.length) ? second : [];
+      const top = middle - 8 * (1 + lines.length);
+      if (top < last - 1 || top + 16 > height) { skipped += 1; continue; }
+      const room = gutter - 16;
+      const beside = !lines.length && group.name.length + size.length + 2 <= room / 7 ? `, ${size}` : "";
+      svg("text", { class: "group", x: 8, y: top + 12 }, names, fitted(group.name, room) + beside);
+      lines.forEach((line, n) => svg("text", { x: 8, y: top + 28 + 16 * n }, names, fitted(line, room)));
+      last = top + 16 * (1 + lines.length);
+    }
+    hidden.textContent = skipped ? `${plural(skipped, "name")} of groups find no room here: zoom in, or see Groups below.` : "";
+    hidden.hidden = !skipped;
   }
 
   function zoom(factor, at) {
