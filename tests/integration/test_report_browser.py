@@ -281,6 +281,70 @@ def test_a_request_would_be_seen(tmp_path: Path) -> None:
         assert any("missing is not defined" in message for message in messages(driver))
 
 
+SHORTENED = 'id="data">'
+
+
+def test_what_is_short_is_drawn_so_that_it_is_seen(page: Path, tmp_path: Path) -> None:
+    """Events of a thousandth of a pixel are widened, and the page says how many."""
+    text = page.read_text(encoding="utf-8")
+    head, _, rest = text.partition(SHORTENED)
+    data, _, tail = rest.partition("</script>")
+    figures = json.loads(data)
+    events = figures["schedule-0"]["choices"][0]["data"][1]["events"]
+    shortened = [event for event in events if event["key"].startswith("prefix")]
+    assert shortened
+    for event in shortened:
+        event["size"] /= 1e6
+    changed_page = tmp_path / "short.html"
+    again = json.dumps(figures).replace("<", "\\u003c")
+    changed_page.write_text(f"{head}{SHORTENED}{again}</script>{tail}", encoding="utf-8")
+    with opened(changed_page, tmp_path) as driver:
+        widths = driver.execute_script(
+            "return [...document.querySelectorAll('#schedule-0 rect.event')]"
+            ".map(r => [r.dataset.phase, r.width.baseVal.value, r.classList.contains('short')])"
+        )
+        short = [(phase, width) for phase, width, is_short in widths if is_short]
+        assert len(short) >= len(shortened) and {width for _, width in short} == {3}
+        assert {phase for phase, _ in short} >= {"prefix forward", "prefix backward"}
+        said = driver.find_element(By.CSS_SELECTOR, "#schedule-0 .widened").text
+        assert said.startswith(f"{len(short)} of ") and "drawn 3 pixels wide" in said
+        hover(driver, driver.find_element(By.CSS_SELECTOR, "#schedule-0 rect.short"))
+        assert "prefix" in driver.find_element(By.ID, "tip").text
+
+
+def test_groups_are_named_beside_their_rollouts(driver: Any) -> None:
+    names = driver.execute_script(
+        "return [...document.querySelectorAll('#forest-1 text.group')].map(t => t.textContent)"
+    )
+    assert any(name.startswith("g0") for name in names) and len(names) >= 2
+    second = driver.execute_script("return document.querySelector('#forest-1 .names').textContent")
+    assert "rollouts" in second and "prompt" in second
+
+
+CUT_OFF = """
+const found = [];
+for (const text of document.querySelectorAll('svg[role=img] text')) {
+  const is = text.getBoundingClientRect(), may = text.ownerSVGElement.getBoundingClientRect();
+  const within = is.left >= may.left - 1 && is.right <= may.right + 1
+    && is.top >= may.top - 1 && is.bottom <= may.bottom + 1;
+  if (is.width > 0 && !within) found.push(text.textContent);
+}
+for (const element of document.querySelectorAll('h1, h2, h3, p, li, button, .tile, .legend')) {
+  const box = element.getBoundingClientRect();
+  if (box.right > window.innerWidth + 1 || element.scrollWidth > element.clientWidth + 1) {
+    found.push(element.textContent);
+  }
+}
+return found;"""
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_nothing_is_cut_off(page: Path, tmp_path: Path, width: int) -> None:
+    with opened(page, tmp_path, width=width) as driver:
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+        assert driver.execute_script(CUT_OFF) == []
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_on_a_phone(page: Path, tmp_path: Path, dark: bool) -> None:
     with opened(page, tmp_path, width=390, height=844, dark=dark) as driver:

@@ -67,6 +67,23 @@ def test_long_tables_say_what_they_leave_out() -> None:
     assert f"The first {MOST_TABLE_ROWS:,} rows; 5 more are left out." in page
     assert page.count("<tr>") == MOST_TABLE_ROWS + 1
     assert f'data-value="{1 / 3!r}"' in page, "numbers are copied whole"
+    large = page_of([(1234567, 1234.5)])
+    assert '<td class="number" data-value="1234567">1,234,567</td>' in large
+    assert '<td class="number" data-value="1234.5">1,234.5</td>' in large
+    assert '<th scope="col" class="number">what</th>' in large, "aligned as what is below it"
+
+
+def test_warnings_stand_above_the_answers() -> None:
+    chapter = Chapter(
+        title="t",
+        subtitle="s",
+        tiles=(Tile(value="v", label="l", state="bad"),),
+        figures=(),
+        warnings=("This plan does not fit <b>.",),
+    )
+    page = render_page("t", [chapter])
+    warning, tile = page.index("This plan does not fit &lt;b&gt;."), page.index("tile bad")
+    assert 0 < warning < tile
 
 
 # Plots and the command ----------------------------------------------------------------------------
@@ -99,9 +116,9 @@ def test_the_command_without_a_replay(tmp_path: Path, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert main([*given, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["figures"] == [["forest", "schedule", "counts"]]
+    assert result["figures"] == [["forest", "groups", "schedule", "counts"]]
     assert result["bytes"] == len(page.read_bytes())
-    assert "bound on the speed-up" in out
+    assert "faster than dense, of at most" in out and "of the tokens computed" in out
 
 
 def test_the_command_on_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

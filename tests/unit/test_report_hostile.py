@@ -161,7 +161,10 @@ def test_figures_of_any_values(value: Any) -> None:
         chapter = Chapter(title="t", subtitle=text, tiles=(tile,), figures=(figure,))
         return render_page("t", [chapter])
 
-    number = [("td", (("class", "number"), ("data-value", "")))]
+    number = [
+        ("td", (("class", "number"), ("data-value", ""))),
+        ("th", (("scope", "col"), ("class", "number"))),
+    ]
     assert kinds(page(value)) <= {*kinds(page("plain")), *number}
     assert [name for name, _ in read(page(value)).elements] == [
         name for name, _ in read(page("plain")).elements

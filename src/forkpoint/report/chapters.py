@@ -41,11 +41,13 @@ def replay_chapter(run: Run, *, device_memory_bytes: int | None = None) -> Chapt
     """
     steps = run.steps
     peak = Peak(measured=all(step.shared.peak_memory_bytes is not None for step in steps))
+    budget = run.manifest["fixed"]["runs_on"]["memory_budget_bytes"]
     for step in steps:
-        record = step.shared
-        found = record.peak_memory_bytes if peak.measured else record.predicted_peak_bytes
-        # What has run has fitted.
-        peak.add(found, None)
+        # A budget is for what is predicted; what was measured has fitted.
+        if peak.measured:
+            peak.add(step.shared.peak_memory_bytes, None, None)
+        else:
+            peak.add(step.shared.predicted_peak_bytes, budget, device_memory_bytes)
     totals = ReplayReport(steps=steps).to_dict()
     left_out = run.batches - len(run.planned)
     forests, timelines = [], []
@@ -78,6 +80,7 @@ def replay_chapter(run: Run, *, device_memory_bytes: int | None = None) -> Chapt
         subtitle=f"A replay of {done} on {model_name(run.manifest)}, "
         + ("dense beside shared." if steps[0].dense is not None else "shared alone."),
         tiles=replay_tiles(run, totals, peak.tile(device_memory_bytes)),
+        warnings=peak.warnings(),
         figures=tuple(figure for figure in figures if figure is not None),
     )
 
@@ -106,7 +109,7 @@ def rollouts_chapter(
     forests, timelines = [], []
     for number, (batch, plan, dense) in enumerate(batches):
         totals.add(plan)
-        peak.add(plan.predicted_peak_bytes, device_memory_bytes)
+        peak.add(plan.predicted_peak_bytes, plan.memory_budget_bytes, device_memory_bytes)
         groups += len(batch.groups())
         trained += batch.trained_tokens
         reason = plan.reason
@@ -175,7 +178,7 @@ def _counts_figure(totals: Totals, groups: int, trained: int, reason: str) -> Fi
         counts.append(
             (f"batches planned as {kind}", count) if several else ("plan", f"{kind}: {reason}")
         )
-    counts.append((f"bound on the speed-up ({_unit(totals)})", totals.bound))
+    counts.append((f"bound on the speed-up ({_unit(totals)})", f"{totals.bound:.2f}x"))
     if totals.predicted_peak_bytes is not None:
         of = ", the largest of any batch" if several else ""
         peak = exactly(totals.predicted_peak_bytes)
@@ -191,7 +194,7 @@ def _counts_figure(totals: Totals, groups: int, trained: int, reason: str) -> Fi
 
 
 def replay_tiles(run: Run, totals: dict[str, Any], memory: Tile | None) -> tuple[Tile, ...]:
-    """The answers of a replay: gradients, speed, tokens, memory, parameters."""
+    """The answers of a replay: gradients, speed, tokens, memory."""
     steps = run.steps
     tiles = [
         gradients_tile(steps, run.manifest),
@@ -200,11 +203,6 @@ def replay_tiles(run: Run, totals: dict[str, Any], memory: Tile | None) -> tuple
     ]
     if memory is not None:
         tiles.append(memory)
-    difference = steps[-1].difference
-    if difference is not None:
-        remark = f"Root mean square after {len(steps):,} step{'' if len(steps) == 1 else 's'}; "
-        remark += f"training has moved them by {difference.rms_change:.1e}."
-        tiles.append(Tile(value=f"{difference.rms:.1e}", label="parameters apart", remark=remark))
     return tuple(tiles)
 
 

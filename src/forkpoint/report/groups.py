@@ -1,6 +1,7 @@
 """Groups of a batch as a forest is labelled with them, and as a table. Imports no torch."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,10 @@ from forkpoint.rollouts import RolloutBatch
 
 MOST_NAME_CHARACTERS = 60
 NO_GROUP = "no group"
+MOST_GROUPS = 2_000
+"""Listed of one batch."""
+MOST_RUNS = 4_000
+"""Of more runs of lanes none is named in the forest."""
 
 
 def group_names(batch: RolloutBatch) -> list[str]:
@@ -27,7 +32,7 @@ def label_groups(
     nodes: Sequence[dict[str, Any]],
     prompt_tokens: Sequence[int] | None,
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """The groups of a forest, and where each lies in it.
+    """The groups of a forest, up to MOST_GROUPS, and where each lies in it.
 
     Args:
         order: rollouts of the forest, from lane 0 on.
@@ -36,17 +41,17 @@ def label_groups(
         prompt_tokens: of every rollout of the batch; None where masks are not known.
 
     Returns:
-        Of each group, in order of first lane: name, rollouts, the least and the most prompt tokens
-        (or None), and the tokens at the beginning that all of its rollouts share. And runs of
-        lanes, [first lane, one past the last, group]: a group can lie in several.
+        Of each group, in order of its first rollout: name, rollouts, the least and the most prompt
+        tokens (or None), and the tokens at the beginning that all of its rollouts share. And runs
+        of lanes, [first lane, one past the last, group]: a group can lie in several. There are no
+        runs where they would be more than MOST_RUNS, or where not all groups are listed.
     """
-    lanes: dict[str | None, list[int]] = {}
+    lanes: dict[str | None, list[int]] = {group_ids[rollout]: [] for rollout in sorted(order)}
+    numbers = {group: number for number, group in enumerate(lanes)}
     runs: list[list[int]] = []
-    numbers: dict[str | None, int] = {}
     for lane, rollout in enumerate(order):
-        group = group_ids[rollout]
-        number = numbers.setdefault(group, len(numbers))
-        lanes.setdefault(group, []).append(lane)
+        number = numbers[group_ids[rollout]]
+        lanes[group_ids[rollout]].append(lane)
         if runs and runs[-1][2] == number:
             runs[-1][1] = lane + 1
         else:
@@ -56,7 +61,7 @@ def label_groups(
     end = np.array([node["end"] for node in bands], np.int64)
     reach = np.array([node["start"] + node["length"] for node in bands], np.int64)
     groups = []
-    for group, of in lanes.items():
+    for group, of in islice(lanes.items(), MOST_GROUPS):
         through = (begin <= of[0]) & (end > of[-1])
         prompts = None
         if prompt_tokens is not None:
@@ -71,20 +76,30 @@ def label_groups(
                 "shared": int(reach[through].max(initial=0)) if len(of) > 1 else 0,
             }
         )
-    return groups, runs
+    every = len(groups) == len(lanes) and len(runs) <= MOST_RUNS
+    return groups, runs if every else []
 
 
 def groups_figure(forests: Sequence[tuple[str, dict[str, Any]]], left_out: int) -> Figure:
     """The groups of the batches whose forests are drawn; `left_out` more batches are not."""
     found = [(label, group) for label, forest in forests for group in forest["groups"]]
     with_prompts = all(group["prompt"] is not None for _, group in found)
+    several = len(forests) > 1
     rows: list[tuple[Cell, ...]] = []
     for label, group in found:
         prompt: tuple[Cell, ...] = ()
         if with_prompts:
             least, most = group["prompt"]
             prompt = (least if least == most else f"{least:,} to {most:,}",)
-        rows.append((label, group["name"], group["rollouts"], *prompt, group["shared"]))
+        batch = (label,) if several else ()
+        rows.append((*batch, group["name"], group["rollouts"], *prompt, group["shared"]))
+    notes = [
+        f"{label}: the first {MOST_GROUPS:,} groups are listed."
+        for label, forest in forests
+        if sum(group["rollouts"] for group in forest["groups"]) < forest["rollouts"]
+    ]
+    if left_out:
+        notes.append(f"Not listed: groups of {left_out:,} more batches.")
     return Figure(
         name="groups",
         title="Groups",
@@ -94,11 +109,12 @@ def groups_figure(forests: Sequence[tuple[str, dict[str, Any]]], left_out: int) 
         kind="table",
         table=Table(
             columns=(
-                *("batch", "group", "rollouts"),
+                *(("batch",) if several else ()),
+                *("group", "rollouts"),
                 *(("prompt (tokens)",) if with_prompts else ()),
                 "shared by the whole group (tokens)",
             ),
             rows=rows,
         ),
-        notes=(f"Not listed: groups of {left_out:,} more batches.",) if left_out else (),
+        notes=tuple(notes),
     )

@@ -138,6 +138,14 @@ def _figure(figure: Figure, number: int) -> Markup:
 
 def _table(table: Table, caption: str) -> list[Markup]:
     rows = (tag("tr", *map(_cell, row)) for row in table.rows[:MOST_TABLE_ROWS])
+    # Above numbers, as they are aligned.
+    first = table.rows[0] if table.rows else ()
+    kinds = ["number" if type(cell) in (int, float) else None for cell in first]
+    kinds += [None] * (len(table.columns) - len(kinds))
+    heads = (
+        tag("th", name, scope="col", class_=kind)
+        for name, kind in zip(table.columns, kinds, strict=False)
+    )
     parts = [
         tag("button", "Copy as table", type="button", class_="copy"),
         tag(
@@ -145,8 +153,9 @@ def _table(table: Table, caption: str) -> list[Markup]:
             tag(
                 "table",
                 tag("caption", caption),
-                tag("thead", tag("tr", *(tag("th", name, scope="col") for name in table.columns))),
+                tag("thead", tag("tr", *heads)),
                 tag("tbody", *rows),
+                class_="pairs" if table.columns == ("what", "value") else None,
             ),
             class_="scroll",
             tabindex="0",

@@ -43,18 +43,25 @@ def gradients_tile(steps: Sequence[ReplayStep], manifest: Mapping[str, Any]) -> 
         return Tile(value="gradients match: not shown", label=label, remark=remark)
     dtype, bar = norm_bar(manifest)
     remark = (
-        f"Largest difference of the gradient norm, with equal weights (step 1): {_part(apart)} of "
-        f"the norm. The bar is {bar:.0e}, for {dtype}."
+        f"With equal weights (step 1) the norms of the gradients differ by {_part(apart)} of the "
+        f"norm; the bar is {bar:.0e} ({dtype}). "
     )
     if apart > bar:
-        return Tile(value="gradients match: no", label=label, remark=f"{remark} {VERIFY}", state="bad")
-    trend = drift_trend(steps)
+        return Tile(value="gradients match: no", label=label, remark=remark + VERIFY, state="bad")
+    last, trend = steps[-1].difference, drift_trend(steps)
+    if last is not None:
+        remark += (
+            f"After {len(steps):,} step{'' if len(steps) == 1 else 's'} the parameters are "
+            f"{last.rms:.1e} apart, having moved by {last.rms_change:.1e} (rms)"
+        )
+        remark += (
+            ". " if trend is None else f", {'without' if trend.is_noise else 'with'} a trend. "
+        )
     if trend is not None and not trend.is_noise:
-        remark += " But the parameters drift apart (see Drift of the parameters)."
-        return Tile(value="gradients match: in doubt", label=label, remark=f"{remark} {VERIFY}", state="bad")
-    if trend is not None:
-        remark += f" Over {len(steps):,} steps the parameters do not drift apart."
-    return Tile(value="gradients match: yes", label=label, remark=f"{remark} {VERIFY}", state="good")
+        return Tile(
+            value="gradients match: in doubt", label=label, remark=remark + VERIFY, state="bad"
+        )
+    return Tile(value="gradients match: yes", label=label, remark=remark + VERIFY, state="good")
 
 
 def norms_apart(step: ReplayStep) -> float | None:
@@ -95,6 +102,16 @@ def faster(speedup: float) -> str:
     return f"{speedup:.2f}x faster" if speedup > 1 else f"{1 / speedup:.2f}x slower"
 
 
+def _beside(speedup: float, bound: float) -> str:
+    """What a speed is compared with. What lies above the counted bound comes of something else."""
+    than = "as dense" if abs(speedup - 1) < SAME else "than dense"
+    return (
+        f"{than}; counted bound {bound:.2f}x"
+        if speedup > bound
+        else (f"{than}, of at most {bound:.2f}x")
+    )
+
+
 def measured_speed_tile(speedup: float | None, bound: float) -> Tile:
     """The speed of a replay beside its counted bound."""
     if speedup is None:
@@ -105,9 +122,9 @@ def measured_speed_tile(speedup: float | None, bound: float) -> Tile:
         )
     return Tile(
         value=faster(speedup),
-        label=f"than dense, of at most {bound:.2f}x",
+        label=_beside(speedup, bound),
         remark="Measured over all steps, the first with its warm-up included. Dense is ordinary "
-        "training; at most is counted in FLOPs.",
+        "training, and the limit is counted in FLOPs.",
         state="plain" if abs(speedup - 1) < SAME else "good" if speedup > 1 else "bad",
     )
 
@@ -122,13 +139,13 @@ def predicted_speed_tile(totals: Totals) -> Tile:
             remark=f"Counted in {unit}. Dense is ordinary training.",
         )
     basis = "counted" if totals.predicted_ms is None else "calibrated on a device"
-    remark = f"Predicted, {basis}: nothing was run. Dense is ordinary training; at most is "
+    remark = f"Predicted, {basis}: nothing was run. Dense is ordinary training, and the limit is "
     remark += f"counted in {unit}."
     if totals.predicted_speedup > totals.bound:
         remark += " In these limits dense leaves a device idle the more often."
     return Tile(
         value=f"predicted {faster(totals.predicted_speedup)}",
-        label=f"than dense, of at most {totals.bound:.2f}x",
+        label=_beside(totals.predicted_speedup, totals.bound),
         remark=remark,
         state="good" if totals.predicted_speedup > 1 + SAME else "plain",
     )
@@ -145,10 +162,13 @@ def tokens_tile(computed: int, given: int) -> Tile:
 
 # Memory -------------------------------------------------------------------------------------------
 
+SET_A_BUDGET = (
+    "Set --memory-budget (Config.memory_budget) to what is free for them: microbatches then get "
+    "shorter, and activations are computed again."
+)
 LESS_MEMORY = (
-    "Set --memory-budget (Config.memory_budget) to what is free for them, so that microbatches get "
-    "shorter and activations are let go; or train fewer or shorter rollouts in a batch, "
-    "checkpoint blocks, or shard the model."
+    "It is the least of all plans that were tried. Less is needed by fewer or shorter rollouts, by "
+    "frozen layers or adapters, by a sharded model, and by an optimizer of smaller states."
 )
 
 
@@ -159,6 +179,7 @@ class Peak:
     Attributes:
         peak_bytes: activations, prefix cache and its gradients; None where none is known.
         room_bytes: what there is for the largest of them; None where no limit is known.
+        budgeted: whether that is the budget that its plan was made for.
         measured: whether a device said so.
         too_large: how many batches need more than there is.
         batches: how many there are.
@@ -166,38 +187,48 @@ class Peak:
 
     peak_bytes: int | None = None
     room_bytes: int | None = None
+    budgeted: bool = False
     measured: bool = False
     too_large: int = 0
     batches: int = 0
 
-    def add(self, peak_bytes: int | None, room_bytes: int | None) -> None:
+    def add(
+        self, peak_bytes: int | None, budget_bytes: int | None, device_bytes: int | None
+    ) -> None:
         """Count one batch more, and whether its peak is beyond the room that there is for it.
 
         Args:
-            peak_bytes: of its plan or of its step.
-            room_bytes: the budget that its plan was made for, or the memory of the device.
+            peak_bytes: of its plan or of its step; None where it is not known.
+            budget_bytes: what its plan was made for; None is no limit.
+            device_bytes: all the memory of the device, which is the limit without a budget; None
+                where it is not known.
         """
         self.batches += 1
         if peak_bytes is None:
             return
+        budgeted = budget_bytes is not None
+        room_bytes = budget_bytes if budgeted else device_bytes
         if self.peak_bytes is None or peak_bytes > self.peak_bytes:
-            self.peak_bytes, self.room_bytes = peak_bytes, room_bytes
+            self.peak_bytes, self.room_bytes, self.budgeted = peak_bytes, room_bytes, budgeted
         self.too_large += room_bytes is not None and peak_bytes > room_bytes
 
     def tile(self, device_memory_bytes: int | None) -> Tile | None:
-        """The peak beside the memory of the device, where that is known; None without a peak."""
+        """The peak beside the memory of the device, or beside the budget; None without a peak."""
         if self.peak_bytes is None:
             return None
         how = "Measured" if self.measured else "Predicted"
         remark = f"{how}: activations and prefix cache at the worst moment. "
         label = "of memory at the peak"
-        if device_memory_bytes is None:
-            remark += "Weights, their gradients and the optimizer come on top."
-        else:
+        if device_memory_bytes is not None:
             label += f", of {shown(device_memory_bytes)}"
             left = max(0, device_memory_bytes - self.peak_bytes)
             remark += f"{shown(left) if left else 'Nothing'} is left for weights, their gradients "
             remark += "and the optimizer."
+        elif self.room_bytes is not None:
+            label += f", of a budget of {shown(self.room_bytes)}"
+            remark += "Weights, their gradients and the optimizer are not in it."
+        else:
+            remark += "Weights, their gradients and the optimizer come on top."
         state = "bad" if self.too_large else "plain"
         return Tile(value=shown(self.peak_bytes), label=label, remark=remark, state=state)
 
@@ -208,7 +239,8 @@ class Peak:
         what = "This plan does not fit"
         if self.batches > 1:
             what = f"The plans of {self.too_large:,} of {self.batches:,} batches do not fit"
+        has = "the budget is" if self.budgeted else "the device has"
         return (
-            f"{what}: activations and prefix cache need {shown(self.peak_bytes)}, and there are "
-            f"{shown(self.room_bytes)}. {LESS_MEMORY}",
+            f"{what}: activations and prefix cache need {shown(self.peak_bytes)}, and {has} "
+            f"{shown(self.room_bytes)}. {LESS_MEMORY if self.budgeted else SET_A_BUDGET}",
         )

@@ -47,7 +47,7 @@ function drawChart(parent, chart, width) {
     for (let n = Math.round(Math.log10(low)); n <= Math.round(Math.log10(high)); n += every) marks.push(10 ** n);
   }
   const texts = marks.map((v) => (chart.log ? `1e${Math.round(Math.log10(v))}`.replace("-", "−") : shortNumber(v)));
-  const left = 14 + 6.6 * Math.max(...texts.map((t) => t.length), 3);
+  const left = 14 + 7.4 * Math.max(...texts.map((t) => t.length), 3);
   const box = { left, right: width - 10, top: 24, bottom: height - 30 };
   const first = chart.x[0], last = chart.x[chart.x.length - 1];
   const xOf = (x) => (first === last ? (box.left + box.right) / 2 : box.left + ((x - first) / (last - first)) * (box.right - box.left));

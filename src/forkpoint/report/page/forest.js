@@ -68,7 +68,7 @@ function placeForest(forest, gutter, width, height, toScale) {
     node.x0 = gutter + 12 + node.x0 * scale;
     node.x1 = gutter + 12 + node.x1 * scale;
   }
-  const groups = forest.runs.map(([begin, end, group]) => ({ y0: top[begin], y1: bottom(end), ...forest.groups[group] }));
+  const groups = forest.runs.map(([begin, end, group]) => ({ y0: top[begin], y1: bottom(end), here: end - begin, ...forest.groups[group] }));
   return { nodes, lane, groups, used: y + 12 };
 }
 
@@ -103,7 +103,7 @@ function promptText(group) {
 function groupText(forest, node) {
   const inside = forest.runs.filter(([begin, end]) => begin < node.end && end > node.begin);
   const numbers = new Set(inside.map(([, , group]) => group));
-  if (numbers.size > 1) return `${whole(numbers.size)} groups`;
+  if (numbers.size !== 1) return numbers.size ? `${whole(numbers.size)} groups` : "";
   const group = forest.groups[inside[0][2]];
   const prompt = promptText(group);
   return `group ${group.name}: ${plural(group.rollouts, "rollout")}${prompt ? `, ${prompt} tokens` : ""}`;
@@ -115,7 +115,7 @@ function nodeText(forest, node) {
   }
   const lines = [
     `${plural(node.length, "token")} × ${plural(node.many, "rollout")}`,
-    groupText(forest, node),
+    ...[groupText(forest, node)].filter(Boolean),
     `positions ${whole(node.start)} to ${whole(node.start + node.length - 1)}, microbatch ${node.microbatches}`,
   ];
   if (forest.names) {
@@ -185,7 +185,7 @@ function showForest(place, figure) {
   function begin() {
     view = { k: 1, x: 0, y: 0 };
     const wanted = Math.min(520, Math.max(150, 24 + forest.rollouts * 22));
-    gutter = width < 640 ? Math.round(width * 0.27) : 190;
+    gutter = !forest.runs.length ? 0 : width < 640 ? Math.round(width * 0.27) : 190;
     placed = placeForest(forest, gutter, width, wanted, toScale);
     const height = Math.round(Math.min(wanted, Math.max(90, placed.used)));
     picture.replaceChildren();
@@ -239,15 +239,16 @@ function showForest(place, figure) {
       const y0 = group.y0 * view.k + view.y, y1 = group.y1 * view.k + view.y;
       if (y1 < 0 || y0 > height) continue;
       const low = Math.max(0, y0), high = Math.min(height, y1);
-      svg("line", { class: "bracket", x1: gutter - 1, x2: gutter - 1, y1: low + 1, y2: Math.max(low + 2, high - 1) }, names);
+      if (high - low > 3) svg("line", { class: "bracket", x1: gutter - 1, x2: gutter - 1, y1: low + 1, y2: high - 1 }, names);
       const middle = (low + high) / 2, prompt = promptText(group);
-      const size = gutter < 150 ? `${whole(group.rollouts)} roll.` : plural(group.rollouts, "rollout");
-      const second = gutter < 150 ? [size, prompt.replace("prompt ", "p. ")].filter(Boolean) : [prompt ? `${size}, ${prompt}` : size];
-      const lines = high - low >= 16 * (1 + second.length) ? second : [];
+      const narrow = gutter < 150, part = group.here < group.rollouts;
+      const size = part ? `${whole(group.here)} of ${whole(group.rollouts)}` : plural(group.rollouts, "rollout");
+      const second = narrow ? [size, prompt].filter(Boolean) : [prompt ? `${size}, ${prompt}` : size];
+      const lines = second.slice(0, Math.max(0, Math.floor((high - low) / 16) - 1));
       const top = middle - 8 * (1 + lines.length);
       if (top < last - 1 || top + 16 > height) { skipped += 1; continue; }
       const room = gutter - 16;
-      const beside = !lines.length && group.name.length + size.length + 2 <= room / 7 ? `, ${size}` : "";
+      const beside = !narrow && !lines.length && group.name.length + size.length + 2 <= room / 7 ? `, ${size}` : "";
       svg("text", { class: "group", x: 8, y: top + 12 }, names, fitted(group.name, room) + beside);
       lines.forEach((line, n) => svg("text", { x: 8, y: top + 28 + 16 * n }, names, fitted(line, room)));
       last = top + 16 * (1 + lines.length);
