@@ -45,8 +45,8 @@ def answer(norm: float, dtype: str = "float32", means: list[float] | None = None
     ("dtype", "apart", "said", "state"),
     [
         ("float64", 0.0, "yes", "good"),
-        ("float64", 1e-12, "yes", "good"),
-        ("float64", 1e-8, "no", "bad"),
+        ("float64", 1e-8, "yes", "good"),
+        ("float64", 1e-5, "no", "bad"),
         ("float32", 1e-8, "yes", "good"),
         ("float32", 1e-3, "no", "bad"),
         ("bfloat16", 1e-3, "yes", "good"),
@@ -59,7 +59,7 @@ def answer(norm: float, dtype: str = "float32", means: list[float] | None = None
 def test_gradients_match_within_a_bar(dtype: str, apart: float, said: str, state: str) -> None:
     tile = answer(2.0 * (1 + apart), dtype)
     assert (tile.value, tile.state) == (f"gradients match: {said}", state)
-    if apart in (1e-8, 1e-3, 5e-2):
+    if 0 < apart < 1:
         assert f"differ by {apart:.1e} of the norm; the bar is" in tile.remark
     assert ("not known" in tile.remark) == (dtype == "int7")
 

@@ -138,7 +138,7 @@ def timeline_figure(timelines: Sequence[tuple[str, list[Lane]]], left_out: int) 
         title="The schedule",
         caption="Microbatches in the order in which they run. Others read the prefix cache of a "
         "prefix, between its forward and its backward; none reads that of a leaf. "
-        "Beneath: what is held meanwhile.",
+        "Beneath: the memory held meanwhile.",
         kind="timeline",
         table=Table(
             columns=(

@@ -11,8 +11,9 @@ from forkpoint.replay.records import ReplayStep
 from forkpoint.report.curves import drift_trend
 from forkpoint.report.figure import Tile
 
-NORM_BARS = {"float64": 1e-10, "float32": 1e-4}
-"""By dtype: how far gradient norms of equal weights may be apart, as a part of the norm."""
+NORM_BARS = {"float64": 1e-6, "float32": 1e-4}
+"""By dtype: how far gradient norms of equal weights may be apart, as a part of the norm. Models of
+float64 still compute their RMS norms in float32, unless `verify` runs them."""
 WIDEST_BAR = 2e-2
 """For 16 bits, and where the dtype is not known."""
 VERIFY = "forkpoint verify compares every parameter's gradient."
@@ -103,7 +104,7 @@ def faster(speedup: float) -> str:
 
 
 def _beside(speedup: float, bound: float) -> str:
-    """What a speed is compared with. What lies above the counted bound comes of something else."""
+    """The words after a speed. One above the counted bound is not called at most that."""
     than = "as dense" if abs(speedup - 1) < SAME else "than dense"
     return (
         f"{than}; counted bound {bound:.2f}x"

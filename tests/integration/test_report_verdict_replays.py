@@ -1,0 +1,56 @@
+"""The answer on gradients at the top of a replay's report, for replays that are right or broken."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from commands import made_up_rollouts
+from sabotage import Sabotage, dropped_boundary_gradient, restarted_positions, wrong_lse
+
+from forkpoint import Config, RolloutBatch
+from forkpoint.losses import GRPO
+from forkpoint.replay.folder import ReplayFolder
+from forkpoint.replay.loop import replay
+from forkpoint.report.chapters import replay_chapter
+from forkpoint.report.runs import read_run
+from forkpoint.testing import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "said"),
+    [
+        (None, "yes"),
+        (dropped_boundary_gradient, "no"),
+        (restarted_positions, "no"),
+        (wrong_lse, "no"),
+    ],
+    ids=["as it is", "dropped boundary gradient", "restarted positions", "wrong log-sum-exp"],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_a_broken_boundary_is_seen(
+    sabotage: Sabotage | None,
+    said: str,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if sabotage is not None:
+        sabotage(monkeypatch)
+    replay(
+        tiny_model("qwen3", dtype=dtype),
+        RolloutBatch(made_up_rollouts(groups=1)),
+        GRPO(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        steps=1,
+        config=Config(
+            sharing="group",
+            boundary="across",
+            max_microbatch_tokens=32,
+            compile_blocks=False,
+            self_check=False,
+        ),
+        folder=ReplayFolder(tmp_path / "run"),
+        about={"options": {"dtype": str(dtype).removeprefix("torch.")}},
+    )
+    answer = replay_chapter(read_run(tmp_path / "run")).tiles[0]
+    assert answer.value == f"gradients match: {said}", answer.remark
