@@ -11,10 +11,11 @@ from torch import nn
 from forkpoint import Config, losses, wrap
 from forkpoint.byte_sizes import GIB
 from forkpoint.engine import memory
-from forkpoint.engine.memory import MARGIN_BYTES, MARGIN_SHARE, measured_budget
+from forkpoint.engine.memory import measured_budget
 from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.device_memory import margin_bytes
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts import Rollout, RolloutBatch
@@ -58,7 +59,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def room(device: dict[str, int], besides: int) -> int:
     free = device["free"] + device["reserved"] - device["allocated"]
-    return (free - besides - MARGIN_BYTES - int(MARGIN_SHARE * TOTAL)) // GIB * GIB
+    return (free - besides - margin_bytes(TOTAL)) // GIB * GIB
 
 
 def weights() -> list[nn.Parameter]:

@@ -9,6 +9,7 @@ from forkpoint.cli.suggestions import suggested
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.plan import MODELS, ModelShape, known_name
+from forkpoint.plan.device_memory import total_parameters
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -54,6 +55,14 @@ def read_config(path: Path) -> dict[str, Any]:
             'transformers writes it, with "model_type": "qwen3", say.'
         )
     return config
+
+
+def read_parameters(model: Path, shape: ModelShape) -> int:
+    """The number of a model's parameters, of a configuration or of a model by name, whose shape
+    `read_shape` has read."""
+    name = None if model.exists() else known_name(str(model))
+    config = read_config(config_path(model)) if name is None else MODELS[name]
+    return total_parameters(config, shape)
 
 
 def read_shape(model: Path, options: Memory) -> ModelShape:

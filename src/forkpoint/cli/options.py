@@ -12,10 +12,12 @@ from typing import Annotated, Literal
 from tyro.conf import DisallowNone, Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
+from forkpoint.byte_sizes import size_in_bytes
 from forkpoint.cli.last_resort import working_on
 from forkpoint.cli.output import Output
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, TraceError
+from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.traces import RolloutFile, Trace, open_rollouts
 
@@ -124,6 +126,42 @@ class Memory:
 
     dtype: DtypeName = "float32"
     gradient_checkpointing: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device to plan for, without one at hand.
+
+    Attributes:
+        device_memory: Its memory, such as 80GB. Weights, gradients and optimizer are counted, and
+            the rest is the memory budget; what does not fit is said.
+        optimizer_bytes: Bytes of the optimizer's states for each trained parameter: 8 for Adam in
+            float32, 4 on bfloat16 weights, 2 in 8 bits, 0 for SGD.
+        trained_share: The part of the parameters that is trained, such as 0.01 with adapters.
+    """
+
+    device_memory: DisallowNone[
+        Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: no limit)")]
+    ] = None
+    optimizer_bytes: float = 8.0
+    trained_share: float = 1.0
+
+    def memory(self, parameters: int, dtype_bytes: int) -> DeviceMemory | None:
+        """What is taken of it besides activations; None where no device is given."""
+        total = size_in_bytes(self.device_memory, "device_memory")
+        if not 0 <= self.optimizer_bytes <= 1024:
+            raise ConfigError(
+                f"optimizer_bytes is {self.optimizer_bytes}; it takes a number from 0 to 1024."
+            )
+        if not 0 <= self.trained_share <= 1:
+            raise ConfigError(
+                f"trained_share is {self.trained_share}; it takes a number from 0 to 1."
+            )
+        if total is None:
+            return None
+        return DeviceMemory(
+            total, parameters, dtype_bytes, self.optimizer_bytes, self.trained_share
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

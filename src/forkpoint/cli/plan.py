@@ -4,7 +4,7 @@ Imports no torch, unless the file is one of torch's.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,9 +22,10 @@ from forkpoint.cli.estimate import (
 )
 from forkpoint.cli.last_resort import working_on
 from forkpoint.cli.losses import LossName, coupling
-from forkpoint.cli.model_config import read_shape
+from forkpoint.cli.model_config import read_parameters, read_shape
 from forkpoint.cli.options import (
     Count,
+    Device,
     File,
     Flag,
     Limit,
@@ -41,6 +42,7 @@ from forkpoint.cli.plan_lines import plan_lines
 from forkpoint.errors import ConfigError, ForkpointError
 from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
+from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.traces import RolloutFile
@@ -105,21 +107,25 @@ class Plan:
     batching: Batching = field(default_factory=Batching)
     planning: Planning = field(default_factory=Planning)
     memory: Memory = field(default_factory=Memory)
+    device: Device = field(default_factory=Device)
 
     def run(self) -> int:
         out = Output(json_only=self.json)
         shape = None if self.model is None else read_shape(self.model, self.memory)
+        device = self._device(shape)
         with working_on(self.file):
             source = self.reading.open(self.file, self.limit)
         measured = self.planning.calibration
         calibration = None if measured is None else Calibration.load(measured)
-        estimate, totals, shown = Estimate(shape), Totals(), None
+        estimate, totals, shown, worst = Estimate(shape), Totals(), None, None
         with out.waiting("planning"), working_on(self.file):
             for batch in self._batches(source):
-                plan = self._plan(batch, totals.batches, shape, calibration)
+                plan = self._plan(batch, totals.batches, shape, calibration, device)
                 estimate.add(batch)
                 if totals.batches == (self.batch or 0):
                     shown = plan
+                if (plan.predicted_peak_bytes or 0) > (totals.predicted_peak_bytes or -1):
+                    worst = batch
                 totals.add(plan)
         if shown is None:
             batches, most = "one batch", "0"
@@ -130,10 +136,47 @@ class Plan:
                 f"batch is {self.batch}, and {self.file} is read as {batches}; it takes {most}."
             )
         show_source(source, out)
-        out.show(*plan_lines(shown, totals, estimate, self.file, self.model))
+        remedies: list[str] = []
+        if device is not None and not device.fits(totals.predicted_peak_bytes or 0):
+            assert worst is not None and shape is not None
+            remedies = self._remedies(device, worst, shape, calibration)
+        lines = plan_lines(shown, totals, estimate, self.file, self.model, device, remedies)
+        out.show(*lines)
         self._show_details(out, shown, totals, estimate)
-        out.result(self._result(shown, totals, estimate))
+        facts = _device_facts(device, totals, remedies)
+        out.result(self._result(shown, totals, estimate) | facts)
         return 0
+
+    def _remedies(
+        self,
+        device: DeviceMemory,
+        batch: RolloutBatch,
+        shape: ModelShape,
+        calibration: Calibration | None,
+    ) -> list[str]:
+        """Settings with which the batch that needs most fits, each by itself."""
+        found = []
+        for words, milder in device.milder().items():
+            narrow = replace(shape, dtype_bytes=milder.dtype_bytes)
+            # A calibration is of one dtype.
+            known = calibration if narrow == shape else None
+            if milder.budget_bytes is not None:
+                plan = self._plan(batch, 0, narrow, known, milder)
+                if milder.fits(plan.predicted_peak_bytes or 0):
+                    found.append(words)
+        return found
+
+    def _device(self, shape: ModelShape | None) -> DeviceMemory | None:
+        """The device that is planned for. Raises ConfigError where nothing is known of bytes."""
+        if shape is None or self.model is None:
+            if self.device.device_memory is not None:
+                raise ConfigError(
+                    f"device_memory is {self.device.device_memory}, but without a model bytes "
+                    "cannot be predicted. Add --model Qwen/Qwen3-8B, say."
+                )
+            return None
+        parameters = read_parameters(self.model, shape)
+        return self.device.memory(parameters, shape.dtype_bytes)
 
     def _show_details(self, out: Output, plan: MadePlan, totals: Totals, of: Estimate) -> None:
         """The tables that were asked for."""
@@ -152,6 +195,7 @@ class Plan:
         number: int,
         shape: ModelShape | None,
         calibration: Calibration | None,
+        device: DeviceMemory | None,
     ) -> MadePlan:
         """The plan of a batch; errors of batches that are not the first say which it is."""
         try:
@@ -163,6 +207,7 @@ class Plan:
                 self.planning.config(),
                 coupling=coupling(self.loss, batch),
                 calibration=calibration,
+                measured_budget_bytes=None if device is None else device.budget_bytes,
             )
         except ForkpointError as error:
             if not number:
@@ -222,6 +267,25 @@ class Plan:
             "distributions": distributions(estimate),
             "splits": splits(estimate),
         }
+
+
+def _device_facts(
+    device: DeviceMemory | None, totals: Totals, remedies: list[str]
+) -> dict[str, Any]:
+    """Memory of the device in the JSON line; null where none was given."""
+    if device is None:
+        return {"device_memory": None}
+    peak = totals.predicted_peak_bytes or 0
+    facts = {
+        "bytes": device.total_bytes,
+        "weights_bytes": device.weights_bytes,
+        "gradients_bytes": device.gradients_bytes,
+        "optimizer_bytes": device.optimizer_bytes,
+        "left_bytes": device.left_bytes,
+        "fits": device.fits(peak),
+        "remedies": remedies,
+    }
+    return {"device_memory": facts}
 
 
 def by_rollouts(rollouts: Iterable[Rollout], count: int) -> Iterator[RolloutBatch]:

@@ -1,10 +1,12 @@
 """The six lines that `forkpoint plan` answers with. Imports no torch."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from forkpoint.byte_sizes import shown
 from forkpoint.plan import Estimate, Plan, Totals
+from forkpoint.plan.device_memory import DeviceMemory
 
 LABEL = 14
 WIDTH = 80
@@ -12,7 +14,13 @@ _WHERE = {"group": "within groups", "tree": "within the batch"}
 
 
 def plan_lines(
-    plan: Plan, totals: Totals, estimate: Estimate, file: Path, model: Path | None
+    plan: Plan,
+    totals: Totals,
+    estimate: Estimate,
+    file: Path,
+    model: Path | None,
+    device: DeviceMemory | None = None,
+    remedies: Sequence[str] = (),
 ) -> list[str]:
     """Answers, each a line: what shares, what that saves, what runs, memory, why, what next.
 
@@ -22,15 +30,19 @@ def plan_lines(
         estimate: what all batches share.
         file: the rollouts.
         model: as it was named; None where tokens alone are counted.
+        device: the device that is planned for, if one was given.
+        remedies: settings with which it fits there, where it does not.
     """
     answers = {
         "shares": _shares(totals),
         "speed-up": _speed_up(totals),
         "microbatches": _microbatches(plan, totals, estimate.groups),
-        "memory": _memory(totals),
+        "memory": _memory(totals, device),
         "plan": _plan(plan, totals),
         "next": _next(totals, file, model),
     }
+    if device is not None and not device.fits(totals.predicted_peak_bytes or 0):
+        answers["next"] = _remedy(remedies)
     return [f"{name:{LABEL}}{answer}" for name, answer in answers.items()]
 
 
@@ -64,11 +76,26 @@ def _microbatches(plan: Plan, totals: Totals, groups: int) -> str:
     return f"{totals.microbatches:,} of at most {plan.max_microbatch_tokens:,} tokens each: {of}"
 
 
-def _memory(totals: Totals) -> str:
+def _memory(totals: Totals, device: DeviceMemory | None) -> str:
     if totals.predicted_peak_bytes is None:
         return "not predicted without a model"
     peak = shown(totals.predicted_peak_bytes)
-    return f"{peak} of activations and prefix cache, weights not counted"
+    if device is None:
+        return f"{peak} of activations and prefix cache; see --device-memory 80GB"
+    verdict = "fits" if device.fits(totals.predicted_peak_bytes) else "DOES NOT FIT"
+    fixed = f"{shown(device.besides_bytes)} of weights etc."
+    return f"{verdict}: {fixed} + {peak} in {shown(device.total_bytes)}"
+
+
+def _remedy(remedies: Sequence[str]) -> str:
+    """Settings that make it fit, as far as there is room for them."""
+    if not remedies:
+        return "take a larger device, a smaller model, or shards of it on several"
+    found = remedies[0]
+    for other in remedies[1:]:
+        if len(f"{found}, or {other}") <= WIDTH - LABEL - len("fits with "):
+            found = f"{found}, or {other}"
+    return f"fits with {found}"
 
 
 def _plan(plan: Plan, totals: Totals) -> str:

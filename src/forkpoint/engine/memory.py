@@ -10,15 +10,11 @@ from torch import nn
 from forkpoint.byte_sizes import GIB, shown, size_in_bytes
 from forkpoint.config import AUTO, Config
 from forkpoint.engine.host import Host
+from forkpoint.plan.device_memory import LEAST_BYTES, margin_bytes
 from forkpoint.plan.plan import Plan
 
 _log = logging.getLogger("forkpoint")
 
-MARGIN_BYTES = GIB
-MARGIN_SHARE = 0.04
-"""Kept free: what predictions leave out, such as workspaces of matrix products and memory lost
-between blocks of the allocator."""
-LEAST_BYTES = GIB
 LOWERED = 0.75
 """The part of a predicted peak that is tried next where it was too much."""
 
@@ -139,7 +135,7 @@ def measured_budget(
     if fraction is not None:
         free = min(free, int(fraction(device) * total) - reserved)
     free += reserved - torch.cuda.memory_allocated(device)
-    room = free - needed - MARGIN_BYTES - int(MARGIN_SHARE * total)
+    room = free - needed - margin_bytes(total)
     return max(LEAST_BYTES, room // GIB * GIB)
 
 

@@ -1,7 +1,7 @@
 """Builds one combination of sharing and boundary for a batch, with microbatches that fit the
 limits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -44,6 +44,7 @@ SHORTER_TRIED = 4
 # gradients takes a microbatch as long as some hundred tokens do (8 bytes a parameter, two FLOPs a
 # parameter and token, on a device of 200 FLOPs a byte).
 FILLING_TOKENS = 4096
+NEAR_THE_LEAST = 1.25
 GRADIENT_TOKENS = 800
 # Longer microbatches are preferred to shorter ones that are predicted to cost so little less: a
 # microbatch costs something besides that no meter sees (benchmarks/results/step-grid-h200.jsonl,
@@ -177,14 +178,14 @@ class Builder:
         # A microbatch that holds whole paths is no shorter than the longest of them.
         least = longest if boundary == "within" else round_up(LEAST_MICROBATCH_TOKENS, multiple)
         found: list[Plan] = []
-        smallest: list[Plan] = []
+        tried: list[Plan] = []
         search = self._soft_ways if self.soft else self._ways
         policies = self._policies()
         for policy in policies:
             # Shorter microbatches than fill a device are for the policy that keeps least.
             shortest = least if policy == policies[-1] else max(least, min(tokens, FILLING_TOKENS))
             ways = list(search(sharing, boundary, policy, tokens, shortest))
-            smallest.append(min(ways, key=_size))
+            tried += ways
             fitting = [way for way in ways if _peak(way) <= self.budget]
             if not fitting:
                 continue
@@ -196,9 +197,10 @@ class Builder:
                 break
         if found:
             return min(found, key=_cost_of_many)
-        plan = min(smallest, key=_size)
         if self.soft:
-            return self.prices.priced(plan, self.prices.meter(plan))
+            unlimited = [self.prices.priced(p, self.prices.meter(p)) for p in _least(tried)]
+            return min(unlimited, key=_cost_of_many)
+        plan = min(tried, key=_size)
         raise PlanError(
             f"microbatches of {plan.max_microbatch_tokens} tokens are predicted to need "
             f"{exactly(_peak(plan))} and memory_budget is {exactly(self.budget)}; raise the "
@@ -396,6 +398,17 @@ def _cost_of_many(plan: Plan) -> float:
     if plan.cost_unit == "ms":
         return cost
     return cost * (1 + GRADIENT_TOKENS * len(plan.microbatches) / max(1, 3 * plan.run_tokens))
+
+
+def _least(plans: Sequence[Plan]) -> list[Plan]:
+    """Those that need least, or little more: the very least may take many times as long."""
+    most = min(map(_peak, plans)) * NEAR_THE_LEAST
+    return [plan for plan in plans if _peak(plan) <= most]
+
+
+def least_memory(plans: Sequence[Plan]) -> Plan:
+    """Of plans that do not fit the budget, the cheapest of those that need least."""
+    return min(_least(plans), key=_cost_of_many)
 
 
 def _size(plan: Plan) -> tuple[int, int]:

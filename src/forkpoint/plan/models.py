@@ -21,34 +21,43 @@ def _config(
     }
 
 
-def _experts(config: dict[str, Any], width: int, used: int) -> dict[str, Any]:
-    return {**config, "moe_intermediate_size": width, "num_experts_per_tok": used}
+def _experts(config: dict[str, Any], width: int, used: int, count: int) -> dict[str, Any]:
+    return {
+        **config,
+        "moe_intermediate_size": width,
+        "num_experts_per_tok": used,
+        "num_experts": count,
+    }
+
+
+def _tied(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "tie_word_embeddings": True}
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _config(28, 1024, 16, 8, 128, 3072, 151936),
-    "qwen3-1.7b": _config(28, 2048, 16, 8, 128, 6144, 151936),
-    "qwen3-4b": _config(36, 2560, 32, 8, 128, 9728, 151936),
+    "qwen3-0.6b": _tied(_config(28, 1024, 16, 8, 128, 3072, 151936)),
+    "qwen3-1.7b": _tied(_config(28, 2048, 16, 8, 128, 6144, 151936)),
+    "qwen3-4b": _tied(_config(36, 2560, 32, 8, 128, 9728, 151936)),
     "qwen3-8b": _config(36, 4096, 32, 8, 128, 12288, 151936),
     "qwen3-14b": _config(40, 5120, 40, 8, 128, 17408, 151936),
     "qwen3-32b": _config(64, 5120, 64, 8, 128, 25600, 151936),
-    "qwen3-30b-a3b": _experts(_config(48, 2048, 32, 4, 128, 6144, 151936), 768, 8),
-    "qwen3-235b-a22b": _experts(_config(94, 4096, 64, 4, 128, 12288, 151936), 1536, 8),
-    "qwen2.5-0.5b": _config(24, 896, 14, 2, 64, 4864, 151936),
-    "qwen2.5-1.5b": _config(28, 1536, 12, 2, 128, 8960, 151936),
-    "qwen2.5-3b": _config(36, 2048, 16, 2, 128, 11008, 151936),
+    "qwen3-30b-a3b": _experts(_config(48, 2048, 32, 4, 128, 6144, 151936), 768, 8, 128),
+    "qwen3-235b-a22b": _experts(_config(94, 4096, 64, 4, 128, 12288, 151936), 1536, 8, 128),
+    "qwen2.5-0.5b": _tied(_config(24, 896, 14, 2, 64, 4864, 151936)),
+    "qwen2.5-1.5b": _tied(_config(28, 1536, 12, 2, 128, 8960, 151936)),
+    "qwen2.5-3b": _tied(_config(36, 2048, 16, 2, 128, 11008, 151936)),
     "qwen2.5-7b": _config(28, 3584, 28, 4, 128, 18944, 152064),
     "qwen2.5-14b": _config(48, 5120, 40, 8, 128, 13824, 152064),
     "qwen2.5-32b": _config(64, 5120, 40, 8, 128, 27648, 152064),
     "qwen2.5-72b": _config(80, 8192, 64, 8, 128, 29568, 152064),
-    "llama3.2-1b": _config(16, 2048, 32, 8, 64, 8192, 128256),
-    "llama3.2-3b": _config(28, 3072, 24, 8, 128, 8192, 128256),
+    "llama3.2-1b": _tied(_config(16, 2048, 32, 8, 64, 8192, 128256)),
+    "llama3.2-3b": _tied(_config(28, 3072, 24, 8, 128, 8192, 128256)),
     "llama3-8b": _config(32, 4096, 32, 8, 128, 14336, 128256),
     "llama3-70b": _config(80, 8192, 64, 8, 128, 28672, 128256),
     "llama3-405b": _config(126, 16384, 128, 8, 128, 53248, 128256),
     "mistral-7b": _config(32, 4096, 32, 8, 128, 14336, 32768),
     "deepseek-v3": {
-        **_experts(_config(61, 7168, 128, 128, 192, 18432, 129280), 2048, 8),
+        **_experts(_config(61, 7168, 128, 128, 192, 18432, 129280), 2048, 8, 256),
         "n_shared_experts": 1,
         "first_k_dense_replace": 3,
         "q_lora_rank": 1536,

@@ -8,7 +8,7 @@ from forkpoint.byte_sizes import shown
 from forkpoint.config import Config
 from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
-from forkpoint.plan.builder import Builder, cost_with_preference
+from forkpoint.plan.builder import Builder, cost_with_preference, least_memory
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import Candidate, Plan
 from forkpoint.plan.pricing.calibration import Calibration
@@ -46,7 +46,7 @@ def make_plan(
         capabilities: what the host of the model can do (`Host.capabilities`). None: all, but that
             a model whose shape says that it checkpoints itself is not left early.
         measured_budget_bytes: what a memory_budget of "auto" stands for on the device; None is no
-            limit. Where nothing fits, the plan of the least predicted peak is made.
+            limit. Where nothing fits, a plan of about the least predicted peak is made.
 
     Raises:
         PlanError: no combination fits the limits; every reason is named. Or there is a budget in
@@ -79,7 +79,7 @@ def make_plan(
         reasons = "\n".join(f"  {c.sharing} + {c.boundary}: {c.refused}" for c in candidates)
         raise PlanError(f"no plan fits this batch:\n{reasons}")
     fitting = [plan for plan in plans if plan.fits]
-    plan = _chosen(fitting) if fitting else min(plans, key=_peak)
+    plan = _chosen(fitting) if fitting else least_memory(plans)
     dense = min((p.cost for p in plans if p.sharing == "none"), default=None)
     return replace(plan, candidates=tuple(candidates), reason=_reason(plan, dense, config))
 
@@ -108,7 +108,7 @@ def _chosen(plans: list[Plan]) -> Plan:
 
 def _reason(plan: Plan, dense: float | None, config: Config) -> str:
     if not plan.fits:
-        return "the least memory of all that was tried: nothing fits the budget"
+        return "needs about the least; nothing fits the budget"
     if config.sharing == "none" or "auto" not in (config.sharing, config.boundary):
         return "as asked"
     if dense is None:
