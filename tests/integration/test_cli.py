@@ -191,7 +191,8 @@ def test_progress_through_a_pipe(
     lines = captured.err.splitlines()
     assert captured.err.endswith("\n") and captured.err.isascii()
     assert all(line.isprintable() for line in lines)
-    wanted = rf"{said}: (\d of \d steps, )?\d s(, about \d s left)?"
+    left = r"(about \d s left, )?\d s(, about \d s left)?"
+    wanted = rf"{said}[^0-9]*(\d+% done, )?(\d of \d steps, )?{left}"
     assert any(re.fullmatch(wanted, line) for line in lines), lines
 
 

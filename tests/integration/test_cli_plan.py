@@ -32,6 +32,7 @@ PLAN_FIELDS = {
     *("sharing", "boundary", "leaf_layout", "reason", "candidates"),
     *("predicted_peak_bytes", "predicted_ms", "predicted_speedup", "plans", "batch"),
     *("model", "batches", "modes", "distributions", "splits", "format", "skipped"),
+    "device_memory",
 }
 LOSSES = ("grpo", "gspo", "dpo", "simpo", "likelihood")
 
@@ -303,3 +304,49 @@ def test_plan_takes_the_batches_of_a_trace(shell: Shell, tmp_path: Path) -> None
     assert (result["batches"], result["groups"], result["format"]) == (2, 4, "trace")
     assert shell("plan", tmp_path / "trace", "--batch-rollouts", 12).result["batches"] == 1
     assert shell("plan", tmp_path / "trace", "--format", "verl").code == 2
+
+
+def test_a_device_is_planned_for(shell: Shell, rollouts: Path) -> None:
+    plan = ("plan", rollouts, "--model", "Qwen/Qwen3-8B", "--dtype", "bfloat16")
+    fits = shell(*plan, "--device-memory", "80GB", "--optimizer-bytes", "2")
+    assert fits.code == 0 and "memory        fits: " in fits.out
+    facts = fits.result["device_memory"]
+    assert facts["fits"] and facts["bytes"] == 80 * 10**9 and facts["remedies"] == []
+    taken = sum(facts[f"{what}_bytes"] for what in ("weights", "gradients", "optimizer"))
+    assert taken == pytest.approx(8.19e9 * 6, rel=0.01)
+    # It is an answer, so that the exit code is 0.
+    too_much = shell(*plan, "--device-memory", "80GB")
+    assert too_much.code == 0 and "DOES NOT FIT" in too_much.out
+    assert "--optimizer-bytes 2" in too_much.out
+    assert too_much.result["device_memory"]["remedies"][0].startswith("--optimizer-bytes 2")
+    assert all(len(line) <= 80 for line in too_much.out.splitlines())
+    for remedy in too_much.result["device_memory"]["remedies"]:
+        words = remedy.partition(" (")[0].split()
+        assert shell(*plan, "--device-memory", "80GB", *words).result["device_memory"]["fits"]
+    assert shell(*plan).result["device_memory"] is None
+    nothing = shell(*plan, "--device-memory", "20GB", "--optimizer-bytes", "0")
+    assert nothing.code == 0 and "DOES NOT FIT" in nothing.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--device-memory", "80GB"), "without a model bytes cannot be predicted"),
+        (("--model", "qwen3-8b", "--device-memory", "much"), "device_memory is 'much'"),
+        (("--model", "qwen3-8b", "--trained-share", "2"), "trained_share is 2.0"),
+        (("--model", "qwen3-8b", "--optimizer-bytes", "-1"), "optimizer_bytes is -1.0"),
+    ],
+)
+def test_a_device_that_is_none(
+    words: tuple[str, ...], message: str, shell: Shell, rollouts: Path
+) -> None:
+    done = shell("plan", rollouts, *words)
+    assert done.code == 2 and message in done.err
+
+
+def test_a_report_of_a_device(shell: Shell, rollouts: Path, tmp_path: Path) -> None:
+    report = ("report", rollouts, "--model", "qwen3-8b", "--dtype", "bfloat16")
+    page = tmp_path / "page.html"
+    done = shell(*report, "--device-memory", "40GB", "--optimizer-bytes", "2", "--output", page)
+    assert done.code == 0 and "does not fit" in done.out
+    assert "does not fit" in page.read_text()

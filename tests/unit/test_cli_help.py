@@ -17,6 +17,7 @@ PLANNING = {
 }
 READING = {"--format", "--on-error", "--tokenizer", "--memory-limit"}
 BATCHING = {"--batch-rollouts", "--batch-tokens"}
+DEVICE = ("--device-memory", "--optimizer-bytes", "--trained-share")
 MEMORY = {"--dtype", "--gradient-checkpointing"}
 RUNTIME = {*MEMORY, "--device", "--seed"}
 LOSS = {
@@ -32,7 +33,7 @@ OPTIONS = {
     },
     "plan": {
         *("--model", "--loss", "--details", "--batch", "--limit", "--json"),
-        *(*READING, *BATCHING, *PLANNING, *MEMORY),
+        *(*READING, *BATCHING, *PLANNING, *MEMORY, *DEVICE),
     },
     "replay": {
         *("--model", "--limit", "--json", *READING),
@@ -43,7 +44,7 @@ OPTIONS = {
     },
     "report": {
         *("--output", "--plots", "--model", "--limit", "--json"),
-        *(*READING, *PLANNING, *MEMORY),
+        *(*READING, *PLANNING, *MEMORY, *DEVICE),
     },
     "verify": {
         *("--model", "--limit-groups", "--limit", "--json"),

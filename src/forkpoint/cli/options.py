@@ -147,7 +147,7 @@ class Device:
     trained_share: float = 1.0
 
     def memory(self, parameters: int, dtype_bytes: int) -> DeviceMemory | None:
-        """What is taken of it besides activations; None where no device is given."""
+        """Memory of it that is taken besides activations; None where no device is given."""
         total = size_in_bytes(self.device_memory, "device_memory")
         if not 0 <= self.optimizer_bytes <= 1024:
             raise ConfigError(

@@ -22,7 +22,7 @@ from forkpoint.cli.estimate import (
 )
 from forkpoint.cli.last_resort import working_on
 from forkpoint.cli.losses import LossName, coupling
-from forkpoint.cli.model_config import read_parameters, read_shape
+from forkpoint.cli.model_config import device_of, read_shape
 from forkpoint.cli.options import (
     Count,
     Device,
@@ -112,7 +112,7 @@ class Plan:
     def run(self) -> int:
         out = Output(json_only=self.json)
         shape = None if self.model is None else read_shape(self.model, self.memory)
-        device = self._device(shape)
+        device = device_of(self.device, self.model, shape)
         with working_on(self.file):
             source = self.reading.open(self.file, self.limit)
         measured = self.planning.calibration
@@ -165,18 +165,6 @@ class Plan:
                 if milder.fits(plan.predicted_peak_bytes or 0):
                     found.append(words)
         return found
-
-    def _device(self, shape: ModelShape | None) -> DeviceMemory | None:
-        """The device that is planned for. Raises ConfigError where nothing is known of bytes."""
-        if shape is None or self.model is None:
-            if self.device.device_memory is not None:
-                raise ConfigError(
-                    f"device_memory is {self.device.device_memory}, but without a model bytes "
-                    "cannot be predicted. Add --model Qwen/Qwen3-8B, say."
-                )
-            return None
-        parameters = read_parameters(self.model, shape)
-        return self.device.memory(parameters, shape.dtype_bytes)
 
     def _show_details(self, out: Output, plan: MadePlan, totals: Totals, of: Estimate) -> None:
         """The tables that were asked for."""

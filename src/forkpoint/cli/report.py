@@ -4,14 +4,16 @@ Imports no torch.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import DisallowNone, Positional, arg
 
 from forkpoint.cli.last_resort import working_on
-from forkpoint.cli.model_config import read_shape
+from forkpoint.cli.model_config import device_of, read_shape
 from forkpoint.cli.options import (
+    Device,
     Flag,
     Limit,
     Memory,
@@ -63,6 +65,7 @@ class Report:
     reading: Reading = field(default_factory=Reading)
     planning: Planning = field(default_factory=Planning)
     memory: Memory = field(default_factory=Memory)
+    device: Device = field(default_factory=Device)
 
     def run(self) -> int:
         out = Output(json_only=self.json)
@@ -148,13 +151,23 @@ class Report:
         if _is_replay(path):
             return replay_chapter(read_run(path))
         shape = None if self.model is None else read_shape(self.model, self.memory)
+        device = device_of(self.device, self.model, shape)
+        given: dict[str, Any] = {}
+        if device is not None:
+            given["device_memory_bytes"] = device.total_bytes
+            given["besides_bytes"] = device.besides_bytes
+        made = partial(
+            make_plan,
+            shape=shape,
+            measured_budget_bytes=None if device is None else device.budget_bytes,
+        )
         config = self.planning.config()
         dense = replace(config, sharing="none", boundary="auto", leaf_layout="packed")
 
         def planned(batch: RolloutBatch) -> tuple[RolloutBatch, Plan, Plan]:
             if shape is not None:
                 batch.check_vocabulary(shape.vocab)
-            return batch, make_plan(batch, shape, config), make_plan(batch, shape, dense)
+            return batch, made(batch, config=config), made(batch, config=dense)
 
         # Batches of a trace are those of optimizer steps, which share nothing with each other.
         recorded = is_trace(path) and self.limit is None
@@ -162,9 +175,9 @@ class Report:
             source = self.reading.open(path, None)
             show_source(source, out)
             batches = map(planned, recorded_batches(source))
-            return rollouts_chapter(path.name, batches, recorded=True)
+            return rollouts_chapter(path.name, batches, recorded=True, **given)
         batch = load_batch(path, self.limit, self.reading, out)
-        return rollouts_chapter(path.name, [planned(batch)])
+        return rollouts_chapter(path.name, [planned(batch)], **given)
 
 
 def _is_replay(path: Path) -> bool:

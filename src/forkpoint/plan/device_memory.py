@@ -44,7 +44,7 @@ def total_parameters(config: Mapping[str, Any], shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a training run takes of a device besides activations, in bytes."""
+    """Memory of a device that a training run takes besides activations, in bytes."""
 
     total_bytes: int
     parameters: int
@@ -77,8 +77,8 @@ class DeviceMemory:
 
     @property
     def left_bytes(self) -> int:
-        """What is left for activations and prefix cache; negative where there is too little for
-        the rest."""
+        """Bytes left for activations and prefix cache; negative where there is too little for the
+        rest."""
         return self.total_bytes - self.besides_bytes
 
     @property

@@ -91,6 +91,7 @@ def rollouts_chapter(
     *,
     recorded: bool = False,
     device_memory_bytes: int | None = None,
+    besides_bytes: int | None = None,
 ) -> Chapter:
     """Chapters on the savings of sharing on batches, from a plan and a dense plan of each.
 
@@ -102,8 +103,10 @@ def rollouts_chapter(
         recorded: whether they are those of a trace, and not one file taken as one batch.
         device_memory_bytes: all the memory of the device. The predicted peak is shown beside it,
             and a plan that needs more is warned of.
+        besides_bytes: what weights, gradients, the optimizer and a margin take of it; None where
+            that is not known.
     """
-    totals, peak = Totals(), Peak()
+    totals, peak = Totals(), Peak(besides_bytes=besides_bytes)
     groups = trained = 0
     reason = ""
     forests, timelines = [], []

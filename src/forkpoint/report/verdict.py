@@ -168,8 +168,13 @@ SET_A_BUDGET = (
     "shorter, and activations are computed again."
 )
 LESS_MEMORY = (
-    "It is the least of all plans that were tried. Less is needed by fewer or shorter rollouts, by "
-    "frozen layers or adapters, by a sharded model, and by an optimizer of smaller states."
+    "It is about the least of all plans that were tried. Less is needed by fewer or shorter "
+    "rollouts, by frozen layers or adapters, by a sharded model, and by an optimizer of smaller "
+    "states."
+)
+LESS_BESIDES = (
+    "Less is taken by bfloat16 weights, by an optimizer of smaller states, by frozen layers or "
+    "adapters, and by a model that is sharded over several devices."
 )
 
 
@@ -184,6 +189,8 @@ class Peak:
         measured: whether a device said so.
         too_large: how many batches need more than there is.
         batches: how many there are.
+        besides_bytes: what weights, gradients, the optimizer and a margin take; None where that is
+            not known.
     """
 
     peak_bytes: int | None = None
@@ -192,6 +199,7 @@ class Peak:
     measured: bool = False
     too_large: int = 0
     batches: int = 0
+    besides_bytes: int | None = None
 
     def add(
         self, peak_bytes: int | None, budget_bytes: int | None, device_bytes: int | None
@@ -209,6 +217,8 @@ class Peak:
             return
         budgeted = budget_bytes is not None
         room_bytes = budget_bytes if budgeted else device_bytes
+        if device_bytes is not None and self.besides_bytes is not None:
+            room_bytes = max(0, device_bytes - self.besides_bytes)
         if self.peak_bytes is None or peak_bytes > self.peak_bytes:
             self.peak_bytes, self.room_bytes, self.budgeted = peak_bytes, room_bytes, budgeted
         self.too_large += room_bytes is not None and peak_bytes > room_bytes
@@ -222,6 +232,11 @@ class Peak:
         label = "of memory at the peak"
         if device_memory_bytes is not None:
             label += f", of {shown(device_memory_bytes)}"
+            if self.besides_bytes is not None:
+                remark += "Weights, gradients, the optimizer and a margin take "
+                remark += f"{shown(self.besides_bytes)} besides."
+                state = "bad" if self.too_large else "plain"
+                return Tile(value=shown(self.peak_bytes), label=label, remark=remark, state=state)
             left = max(0, device_memory_bytes - self.peak_bytes)
             remark += f"{shown(left) if left else 'Nothing'} is left for weights, their gradients "
             remark += "and the optimizer."
@@ -240,6 +255,12 @@ class Peak:
         what = "This plan does not fit"
         if self.batches > 1:
             what = f"The plans of {self.too_large:,} of {self.batches:,} batches do not fit"
+        if self.besides_bytes is not None:
+            return (
+                f"{what}: weights, gradients, the optimizer and a margin take "
+                f"{shown(self.besides_bytes)}, which leaves {shown(self.room_bytes)}, and "
+                f"activations and prefix cache need {shown(self.peak_bytes)}. {LESS_BESIDES}",
+            )
         has = "the budget is" if self.budgeted else "the device has"
         return (
             f"{what}: activations and prefix cache need {shown(self.peak_bytes)}, and {has} "
