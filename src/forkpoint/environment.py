@@ -73,6 +73,9 @@ def environment() -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
+    if package == "torch":
+        # That of the package leaves out for which CUDA it was built, or that it was for none.
+        return str(torch.__version__)
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
