@@ -60,7 +60,7 @@ test-gpu: $(ready)  ## the tests that need one CUDA device
 test-wheel:  ## build sdist and wheel, and use the wheel in an empty environment
 	@$(PYTHON) scripts/test_wheel.py
 
-test-versions: $(ready)  ## the transformers tests under every supported version
+test-versions: $(ready)  ## the tests under oldest and newest torch and transformers; hours
 	@bash scripts/test_versions.sh
 
 bench-forest: $(ready)  ## time the forest of a million tokens

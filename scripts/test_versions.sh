@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
-# Runs the tests that depend on transformers against each supported version of it, every one in a
-# virtual environment of its own under .venvs/, which is kept and reused.
+# Runs tests against each supported version of transformers and of torch, every one in a virtual
+# environment of its own under .venvs/, which is kept and reused.
 #
-#   scripts/test_versions.sh                          the oldest, a middle and the newest version
-#   scripts/test_versions.sh 5.17.0 -- -k checkpoint  one version, with arguments for pytest
+#   scripts/test_versions.sh                          every version that the README names
+#   scripts/test_versions.sh torch==2.14.1            one version
+#   scripts/test_versions.sh 5.17.0 -- -k checkpoint  one of transformers, with pytest's arguments
 #
 # PYTHON names the interpreter (python3 by default). Whatever else is needed comes from
-# constraints.txt, so that only transformers differs. Exits nonzero if any version fails.
+# constraints.txt, so that only one library differs. Exits nonzero if any version fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# The errors in docs/families.md are the worst of every way of sharing.
-export FORKPOINT_FULL_PRODUCTS=1
 
 newest=$(sed -n "s/^transformers==//p" constraints.txt)
-DEFAULT_VERSIONS=(5.10.4 5.17.0 "$newest")
-TESTS=(
+TRANSFORMERS=(transformers==5.10.4 transformers==5.17.0 "transformers==$newest")
+# The oldest that pyproject.toml allows, and the newest; constraints.txt has one between them.
+TORCH=(torch==2.11.0 torch==2.15.0)
+# Whatever depends on transformers.
+TRANSFORMERS_TESTS=(
   tests/integration/test_hosts_transformers.py
   tests/integration/test_hosts_adapters.py
   tests/integration/test_hosts_leave_no_trace.py
@@ -29,43 +31,62 @@ TESTS=(
   tests/numerics/test_families.py
   tests/fuzz/test_fuzz.py
 )
+# The whole of `make test` and `make test-slow`.
+TORCH_TESTS=(-m "not gpu and not multi_gpu and not examples" -n "${WORKERS:-2}" --dist worksteal tests)
 
 versions=()
 while [[ $# -gt 0 && $1 != -- ]]; do
-  versions+=("$1")
+  case $1 in
+    torch==* | transformers==*) versions+=("$1") ;;
+    [0-9]*) versions+=("transformers==$1") ;;
+    *)
+      echo "\"$1\" is no version: give torch==2.14.1, transformers==5.17.0 or 5.17.0" >&2
+      exit 2
+      ;;
+  esac
   shift
 done
 [[ ${1:-} == -- ]] && shift
-[[ ${#versions[@]} -gt 0 ]] || versions=("${DEFAULT_VERSIONS[@]}")
+every=("${TRANSFORMERS[@]}" "${TORCH[@]}")
+[[ ${#versions[@]} -gt 0 ]] || versions=("${every[@]}")
 
 rows=$(mktemp)
 trap 'rm -f "$rows"' EXIT
-export FORKPOINT_FAMILIES_ROWS=$rows
 
 failed=()
 for version in "${versions[@]}"; do
-  venv=.venvs/transformers-$version
+  library=${version%%==*}
+  venv=.venvs/$library-${version##*==}
   python=$venv/bin/python
   stamp=$venv/installed
   if ! cmp -s constraints.txt "$stamp"; then
-    echo "== transformers $version: installing into $venv"
+    echo "== $version: installing into $venv"
     rm -rf "$venv"
     "${PYTHON:-python3}" -m venv "$venv"
-    grep -v '^transformers==' constraints.txt >"$venv/constraints.txt"
-    "$python" -m pip install --quiet --quiet --constraint "$venv/constraints.txt" \
-      "transformers==$version" torch peft accelerate hypothesis pytest pytest-timeout --editable .
+    grep -v "^$library==" constraints.txt >"$venv/constraints.txt"
+    "$python" -m pip install --quiet --quiet --constraint "$venv/constraints.txt" "$version" \
+      torch transformers peft accelerate pyarrow hypothesis pytest pytest-timeout pytest-xdist \
+      selenium --editable .
     cp constraints.txt "$stamp"
   fi
-  echo "== transformers $("$python" -c 'import transformers; print(transformers.__version__)')"
-  "$python" -m pytest -q -p no:cacheprovider "${TESTS[@]}" "$@" || failed+=("$version")
+  installed=$("$python" -m pip list --format freeze | grep -E '^(torch|transformers)==')
+  echo "== ${installed//$'\n'/, }"
+  pytest=("$python" -m pytest -q -p no:cacheprovider)
+  if [[ $library == torch ]]; then
+    OMP_NUM_THREADS=1 "${pytest[@]}" "${TORCH_TESTS[@]}" "$@" || failed+=("$version")
+  else
+    # The errors in docs/families.md are the worst of every way of sharing.
+    FORKPOINT_FULL_PRODUCTS=1 FORKPOINT_FAMILIES_ROWS=$rows \
+      "${pytest[@]}" "${TRANSFORMERS_TESTS[@]}" "$@" || failed+=("$version")
+  fi
 done
 
 if [[ ${#failed[@]} -gt 0 ]]; then
-  echo "failed with transformers ${failed[*]}"
+  echo "failed with ${failed[*]}"
   exit 1
 fi
 # A whole run rewrites the table of docs/families.md; a part of one would leave columns out.
-if [[ $# -eq 0 && ${versions[*]} == "${DEFAULT_VERSIONS[*]}" ]]; then
+if [[ $# -eq 0 && ${versions[*]} == "${every[*]}" ]]; then
   "$python" tests/numerics/families_table.py "$rows"
 fi
-echo "passed with transformers ${versions[*]}"
+echo "passed with ${versions[*]}"
