@@ -2,11 +2,14 @@
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import forkpoint
 from docs_runner import Block, blocks, commands, reader, run_file
 from lanes import slow_besides
 
@@ -52,10 +55,15 @@ def test_readme_runs_the_public_surface() -> None:
     }
 
 
-def test_readme_before_and_after_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_readme_before_and_after_agree(
+    off_policy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first block adds the same gradients twice: ordinary training's, then forkpoint's."""
     monkeypatch.chdir(tmp_path)
     namespace = reader(tmp_path)
+    if off_policy:
+        _move_policy(namespace["model"], tmp_path / "rollouts.jsonl")
     first = blocks((ROOT / "README.md").read_text(encoding="utf-8"))[0]
     before, after = first.code.split("\n# after", maxsplit=1)
     gradients = []
@@ -64,7 +72,20 @@ def test_readme_before_and_after_agree(tmp_path: Path, monkeypatch: pytest.Monke
         gradients.append({n: p.grad.clone() for n, p in namespace["model"].named_parameters()})
         namespace["model"].zero_grad()
     for parameter, gradient in gradients[0].items():
+        assert gradient.abs().max() > 1e-4
         torch.testing.assert_close(gradients[1][parameter], gradient, rtol=1e-3, atol=1e-5)
+
+
+def _move_policy(model: torch.nn.Module, path: Path) -> None:
+    """Give rollouts old log-probs that are off by up to 0.5, so that some ratios are clipped."""
+    batch = forkpoint.RolloutBatch(forkpoint.load_rollouts(path))
+    logprobs = forkpoint.wrap(model).score(batch).logprobs.numpy()
+    noise = np.random.default_rng(1).uniform(-0.5, 0.5, len(logprobs))
+    moved = [
+        replace(rollout, old_logprobs=(logprobs + noise)[begin:end])
+        for rollout, begin, end in zip(batch, batch.offsets, batch.offsets[1:], strict=False)
+    ]
+    forkpoint.save_rollouts(path, moved)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
