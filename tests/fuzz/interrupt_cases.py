@@ -32,6 +32,9 @@ DEVICE = torch.device(os.environ.get("FORKPOINT_INTERRUPTS_DEVICE", "cpu"))
 Gradients = dict[str, Tensor | None]
 
 
+LEAVING = (FORWARD_BACKWARD, Policy._run.__code__, Step.run.__code__)
+
+
 def small_batch() -> RolloutBatch:
     """One prompt, a fork below it, and a fork below that: microbatches A0, B0, B1, C0."""
     rng = np.random.default_rng(0)
@@ -189,7 +192,7 @@ class Case:
             wrong.append("gradients cleared that could have been put back")
         # No note can be put on what is raised once the call has returned, or as it is left.
         inside = attempt.error is not None and FORWARD_BACKWARD in attempt.codes
-        left = attempt.leaving and attempt.codes[-1] in (FORWARD_BACKWARD, Step.run.__code__)
+        left = attempt.leaving and attempt.codes[-1] in LEAVING
         if inside and not left and notes != expected.get(step.gradients):
             wrong.append(f"last_step says {step.gradients}, notes are {notes}")
         # An error of the step itself may have left the call right before the interrupt came.

@@ -188,5 +188,5 @@ def test_a_report_of_a_trace(shell: Shell, tmp_path: Path) -> None:
     record(tmp_path / "trace")
     done = shell("report", tmp_path / "trace", "--output", tmp_path / "page.html", "--json")
     assert done.code == 0, done.err
-    assert done.result["figures"] == [["forest", "schedule", "counts"]]
+    assert done.result["figures"] == [["forest", "groups", "schedule", "counts"]]
     assert done.result["format"] == "trace" and done.result["skipped"]["records"] == 0
