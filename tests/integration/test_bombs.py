@@ -113,7 +113,9 @@ def test_a_model_is_not_run_on_what_inflates(files: Callable[[Key], Path], tmp_p
 def check(outcome: contained.Outcome, code: int) -> None:
     assert outcome.code == code, outcome.err
     assert "Traceback" not in outcome.err
-    assert code == 0 or outcome.err.startswith("error: ")
+    # A slow machine may show progress before.
+    said = [line for line in outcome.err.splitlines() if not line.startswith("planning: ")]
+    assert code == 0 or said[0].startswith("error: ")
     assert len(outcome.err) < 2000
     assert outcome.cpu_seconds < MOST_CPU_SECONDS
     assert outcome.peak_bytes < GIB
