@@ -211,6 +211,7 @@ def test_doctor(shell: Shell) -> None:
         assert word in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wrong_gradients")
 def test_doctor_fails(shell: Shell) -> None:
     done = shell("doctor")
