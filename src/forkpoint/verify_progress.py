@@ -103,7 +103,7 @@ class Clock:
         rates = {dtype: _rate(device, dtype) for dtype in {run.dtype for run in runs}}
         for run in runs:
             run.forecast_seconds = run.flops / rates[run.dtype]
-        self.forecast = Forecast(
+        self.forecast: Forecast = Forecast(
             runs=tuple(run.name for run in runs),
             flops=sum(run.flops for run in runs),
             seconds=sum(run.forecast_seconds for run in runs),
