@@ -69,8 +69,7 @@ def weights() -> list[nn.Parameter]:
 
 
 def measured(parameters: list[nn.Parameter], **options: Any) -> int:
-    given = {"optimizer_bytes_per_parameter": 8, "float32_sums": False, "restore": False}
-    return measured_budget(torch.device("meta"), parameters, **{**given, **options})
+    return measured_budget(torch.device("meta"), parameters, Config(**options))
 
 
 def test_a_budget_leaves_room_for_what_a_step_allocates_besides(device: dict[str, int]) -> None:
@@ -80,8 +79,10 @@ def test_a_budget_leaves_room_for_what_a_step_allocates_besides(device: dict[str
     assert measured(weights(), optimizer_bytes_per_parameter=2) == room(
         device, gradients + 2 * elements
     )
-    assert measured(weights(), float32_sums=True) == room(device, gradients + 12 * elements)
-    assert measured(weights(), restore=True) == room(device, 2 * gradients + 8 * elements)
+    assert measured(weights(), grad_accumulation_dtype="float32") == room(
+        device, gradients + 12 * elements
+    )
+    assert measured(weights(), restore_grads=True) == room(device, 2 * gradients + 8 * elements)
     assert measured(weights()) % GIB == 0
 
 

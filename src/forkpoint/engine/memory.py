@@ -48,13 +48,8 @@ class MemoryBudgets:
             return config.memory_budget_bytes
         key = _key(config)
         if key not in self._bytes:
-            self._bytes[key] = measured_budget(
-                host.device,
-                (p for _, p in host.named_parameters()),
-                optimizer_bytes_per_parameter=config.optimizer_bytes_per_parameter,
-                float32_sums=config.grad_accumulation_dtype == "float32",
-                restore=config.restore_grads,
-            )
+            parameters = (p for _, p in host.named_parameters())
+            self._bytes[key] = measured_budget(host.device, parameters, config)
         return self._bytes[key]
 
     def use(self, config: Config, size_bytes: int) -> None:
@@ -102,32 +97,25 @@ def _key(config: Config) -> Hashable:
 
 
 def measured_budget(
-    device: torch.device,
-    parameters: Iterable[nn.Parameter],
-    *,
-    optimizer_bytes_per_parameter: float,
-    float32_sums: bool,
-    restore: bool,
+    device: torch.device, parameters: Iterable[nn.Parameter], config: Config
 ) -> int:
     """Bytes that activations and prefix cache may take on a CUDA device, in whole GiB.
 
-    That is what is free, and what torch has cached, less what will be allocated besides:
+    That is what is free, and what torch has cached, less what will be allocated besides.
 
     Args:
         device: the CUDA device.
-        parameters: those that are trained. Their gradients that do not exist yet count.
-        optimizer_bytes_per_parameter: bytes of the optimizer's states for each element of them.
-            States that some optimizer has already do not count again.
-        float32_sums: whether steps sum gradients in float32 apart from `.grad`.
-        restore: whether steps copy existing gradients.
+        parameters: those of all models that are trained there. Their gradients that do not exist
+            yet count, and the states of their optimizers that do not.
+        config: its optimizer_bytes_per_parameter, grad_accumulation_dtype and restore_grads.
     """
     trained = [p for p in parameters if p.requires_grad]
     elements = sum(p.numel() for p in trained)
     gradients = sum(p.numel() * p.element_size() for p in trained)
     needed = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
-    needed += 4 * elements if float32_sums else 0
-    needed += gradients if restore else 0
-    states = int(optimizer_bytes_per_parameter * elements) - _state_bytes(trained, device)
+    needed += 4 * elements if config.grad_accumulation_dtype == "float32" else 0
+    needed += gradients if config.restore_grads else 0
+    states = int(config.optimizer_bytes_per_parameter * elements) - _state_bytes(trained, device)
     needed += max(0, states)
     free, total = torch.cuda.mem_get_info(device)
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)

@@ -157,13 +157,8 @@ def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | No
         return
     budget = None if folder is None else folder.memory_budget_bytes()
     if budget is None:
-        budget = measured_budget(
-            device,
-            [parameter for side in sides for parameter in side.parameters],
-            optimizer_bytes_per_parameter=config.optimizer_bytes_per_parameter,
-            float32_sums=config.grad_accumulation_dtype == "float32",
-            restore=config.restore_grads,
-        )
+        parameters = [parameter for side in sides for parameter in side.parameters]
+        budget = measured_budget(device, parameters, config)
     for side in sides:
         side.policy.use_memory_budget(budget)
 
