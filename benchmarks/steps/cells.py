@@ -63,6 +63,8 @@ def cell_rows(
             note=dense.note,
         )
         yield row("dense rate", rate, "TFLOP/s")
+        if dense.timed.peak_bytes is not None:
+            yield row("dense peak", dense.timed.peak_bytes, "bytes", note=dense.note)
         ratio = dense.ms / shared.typical_ms
         yield row("speed-up", ratio, "x", baseline="dense", bound=plan.bound, note=how)
         yield row("share of bound", ratio / plan.bound, "1", baseline="dense", bound=plan.bound)

@@ -24,7 +24,7 @@ from benchmarks.steps.cells import cell_rows
 from benchmarks.steps.hybrid_time import device_ms
 from benchmarks.steps.options import Layers, check_at_least_one
 from benchmarks.steps.stepper import Dense, Stepper, Timed, best_dense
-from forkpoint.cli.options import Count
+from forkpoint.cli.options import Count, Flag
 from forkpoint.errors import ConfigError
 from forkpoint.policy import Policy
 from forkpoint.rollouts import Rollout, RolloutBatch
@@ -116,6 +116,8 @@ class Hybrid(Benchmark):
         layers: How many layers the model has; by default all of its 32.
         blocks: Whether decoder blocks are compiled, dense and shared alike; on CPUs they are not.
         repeats: How often a step is timed.
+        planned: Measure the plan that the planner chooses, in place of the fastest of three.
+        all_rollouts: Run all rollouts densely, once, in place of scaling two of them.
     """
 
     NAME: ClassVar[str] = "hybrid"
@@ -125,6 +127,8 @@ class Hybrid(Benchmark):
     layers: Layers = None
     blocks: Literal["compiled", "eager"] = "compiled"
     repeats: Count = 3
+    planned: Flag = False
+    all_rollouts: Flag = False
 
     def check(self) -> None:
         check_at_least_one("layers", self.layers)
@@ -152,16 +156,36 @@ class Hybrid(Benchmark):
             stepper = Stepper(model, compile_blocks=None if self.blocks == "compiled" else False)
             for case in SUITES[suite]:
                 if self._wants(case.name) and not deadline.over(case.name):
-                    yield from run_case(case, stepper, repeats=self.repeats)
+                    yield from run_case(
+                        case,
+                        stepper,
+                        repeats=self.repeats,
+                        planned=self.planned,
+                        all_rollouts=self.all_rollouts,
+                    )
             del model, stepper
 
 
-def run_case(case: HybridCase, stepper: Stepper, *, repeats: int) -> Iterator[ResultRow]:
-    """Dense and shared steps of one case, each at its best."""
+def run_case(
+    case: HybridCase,
+    stepper: Stepper,
+    *,
+    repeats: int,
+    planned: bool = False,
+    all_rollouts: bool = False,
+) -> Iterator[ResultRow]:
+    """Dense and shared steps of one case, each at its best, or shared as `planned`."""
     row = partial(_row, case)
     batch = case.batch(stepper.vocab)
-    dense, dense_policy, some = best_dense(stepper, batch, repeats=repeats, sample=SAMPLE)
-    shared, policy, too_large = _best_shared(case, stepper, batch, repeats)
+    dense, dense_policy, some = best_dense(
+        stepper, batch, repeats=repeats, sample=SAMPLE, all_rollouts=all_rollouts
+    )
+    if planned:
+        policy, too_large = stepper.configured(memory_budget=stepper.budget_bytes), []
+        warm = stepper.step(policy, batch)
+        shared = stepper.repeat(policy, batch, repeats=repeats, into=Timed(warm.plan))
+    else:
+        shared, policy, too_large = _best_shared(case, stepper, batch, repeats)
     for how in too_large:
         yield row("shared fits", 0.0, "1 is yes", note=how)
     yield _nonfinite(case, "shared", stepper)
@@ -207,8 +231,6 @@ def _best_shared(
 def _dense_rows(case: HybridCase, dense: Dense) -> Iterator[ResultRow]:
     for phase in sorted(dense.timed.phase_ms):
         yield _row(case, f"dense phase {phase}", dense.phase_ms(phase), "ms", note=dense.note)
-    if dense.timed.peak_bytes is not None:
-        yield _row(case, "dense peak", float(dense.timed.peak_bytes), "bytes", note=dense.note)
 
 
 def _compared(

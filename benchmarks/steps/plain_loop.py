@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from tyro.conf import DisallowNone, arg
 
 from benchmarks.rows import ResultRow
@@ -51,10 +52,12 @@ class PlainLoop(Benchmark):
 
     Attributes:
         shape: Whose sizes the model has.
-        train: Which parameters are trained: all, or those of the last four blocks.
+        train: Which parameters are trained: all, those of the last four blocks, or LoRA adapters of
+            rank 16 on every linear layer of the blocks.
         file: Rollouts in place of the made-up groups; groups are taken whole.
         groups: How many groups of FILE make a batch.
         batches: At most so many batches.
+        only: Parts of the names of made-up groups to measure, such as P=8192; by default all.
         device_memory: Use no more of the device than this, such as 80GB.
         optimizer: What holds states on the device: AdamW in the parameters' dtype, SGD with
             momentum, which takes as much as Adam in 8 bits on bfloat16 weights, or nothing.
@@ -67,12 +70,13 @@ class PlainLoop(Benchmark):
     NAME: ClassVar[str] = "plain-loop"
 
     shape: Literal["qwen3-1.7b", "qwen3-8b"] = "qwen3-1.7b"
-    train: Literal["all", "last"] = "all"
+    train: Literal["all", "last", "lora"] = "all"
     file: DisallowNone[
         Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: made up)")]
     ] = None
     groups: Count = 1
     batches: Count = 12
+    only: tuple[str, ...] = ()
     device_memory: DisallowNone[
         Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: all of it)")]
     ] = None
@@ -99,6 +103,9 @@ class PlainLoop(Benchmark):
             model.requires_grad_(False)
             for block in model.model.layers[-4:]:
                 block.requires_grad_(True)
+        vocab = model.config.vocab_size
+        if self.train == "lora":
+            model = with_lora(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         states = self._states(trained)
         each = {"adamw": 4, "momentum": 2, "none": 0}[self.optimizer]
@@ -114,7 +121,7 @@ class PlainLoop(Benchmark):
             sides["plain compiled"] = partial(
                 plain_step, torch.compile(model, dynamic=True), device
             )
-        for name, batch in self._inputs(model.config.vocab_size):
+        for name, batch in self._inputs(vocab):
             case = f"{label}: {name}"
             if deadline.over(case):
                 continue
@@ -142,9 +149,12 @@ class PlainLoop(Benchmark):
         if self.file is None:
             scale = 64 if self.tiny else 1
             for prompt, response, count in BATCHES[: self.batches]:
+                name = f"P={prompt} R={response} N={count}"
+                if self.only and not any(part in name for part in self.only):
+                    continue
                 lengths = [max(2, response // scale)] * count
                 made = make_group(max(2, prompt // scale), lengths, vocab=vocab)
-                yield f"P={prompt} R={response} N={count}", made
+                yield name, made
             return
         whole = RolloutBatch(load_rollouts(self.file))
         known = int(whole.group_index.max()) + 1
@@ -154,6 +164,15 @@ class PlainLoop(Benchmark):
             part = whole.select(np.flatnonzero(inside).tolist())
             name = f"{self.file.name}, groups {first} to {first + self.groups - 1}"
             yield f"{name}, {part.logical_tokens} tokens", part
+
+
+def with_lora(model: PreTrainedModel) -> nn.Module:
+    """The model with LoRA adapters of rank 16 on every linear layer of its blocks, by peft."""
+    from peft import LoraConfig, get_peft_model
+
+    wanted = LoraConfig(r=16, lora_dropout=0.0, target_modules="all-linear")
+    adapted = get_peft_model(model, wanted)
+    return adapted.train()
 
 
 def plain_step(model: Callable[..., Any], device: torch.device, batch: RolloutBatch) -> None:

@@ -19,6 +19,7 @@ from benchmarks.steps.stepper import (
     best_dense,
     repeated,
 )
+from forkpoint.cli.options import Flag
 from forkpoint.rollouts import RolloutBatch
 
 
@@ -29,18 +30,31 @@ class PolicyUpdate(Steps):
     Attributes:
         shape: Whose sizes the model has. qwen3-8b gets 32 responses to 8,192 tokens, qwen3-4b four
             in contexts of 4,096 and 8,192.
+        all_rollouts: Run all rollouts densely, in place of scaling eight of them.
     """
 
     NAME: ClassVar[str] = "policy-update"
 
     shape: Literal["qwen3-8b", "qwen3-4b"] = "qwen3-8b"
+    all_rollouts: Flag = False
 
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
-        return policy_update(self.stepper(self.shape), deadline, name=self.shape, tiny=self.tiny)
+        return policy_update(
+            self.stepper(self.shape),
+            deadline,
+            name=self.shape,
+            tiny=self.tiny,
+            all_rollouts=self.all_rollouts,
+        )
 
 
 def policy_update(
-    stepper: Stepper, deadline: Deadline, *, name: str, tiny: bool = False
+    stepper: Stepper,
+    deadline: Deadline,
+    *,
+    name: str,
+    tiny: bool = False,
+    all_rollouts: bool = False,
 ) -> Iterator[ResultRow]:
     """Update and log-prob pass of a group: 32 responses to 8,192 tokens, or 4 to 4,096 and 8,192.
 
@@ -65,10 +79,17 @@ def policy_update(
         batch = make_group(prompt // scale, lengths, vocab=stepper.vocab)
         policy = stepper.configured(memory_budget=stepper.budget_bytes)
         row_tokens = DENSE_ROW_TOKENS // scale
-        dense, _, some = best_dense(stepper, batch, repeats=1, sample=8, row_tokens=row_tokens)
+        dense, _, some = best_dense(
+            stepper,
+            batch,
+            repeats=1,
+            sample=8,
+            row_tokens=row_tokens,
+            all_rollouts=all_rollouts,
+        )
         shared = repeated(stepper, policy, batch)
         yield from cell_rows("policy-update", case, shared, dense)
-        yield from _score_rows(stepper, case, batch, some, dense)
+        yield from _score_rows(stepper, case, batch, batch if all_rollouts else some, dense)
 
 
 def _score_rows(

@@ -169,7 +169,8 @@ class Dense:
     @property
     def note(self) -> str:
         """Note on the sample that stands for the whole, for the rows of figures."""
-        run = f"{self.rollouts} rollouts, scaled by {self.scale:.4g}"
+        whole = self.scale == 1.0
+        run = f"{self.rollouts} rollouts, " + ("all" if whole else f"scaled by {self.scale:.4g}")
         return f"{run}; microbatches of at most {self.row_tokens} tokens"
 
     @property
@@ -199,12 +200,14 @@ def best_dense(
     repeats: int,
     sample: int = 4,
     row_tokens: int = DENSE_ROW_TOKENS,
+    all_rollouts: bool = False,
 ) -> tuple[Dense, Policy, RolloutBatch]:
-    """Dense with the row size that is fastest of those that fit.
+    """Dense with the row size that is fastest of those that fit, and the sample that showed it.
 
     One rollout a row, two, and twice as many as long as such a row has no more than `row_tokens`.
     Logits are kept for the backward where they fit. The dense cost is linear in the rollouts: a
-    sample is measured, of at least as many as the longest rows hold, and scaled by counted FLOPs.
+    sample is measured, of at least as many as the longest rows hold, and scaled by counted FLOPs;
+    with `all_rollouts` the sample chooses the row size, and one step of the whole batch is timed.
     """
     longest = int(batch.lengths.max())
     sample = max(sample, row_tokens // longest)
@@ -227,9 +230,12 @@ def best_dense(
     if not found:
         raise torch.OutOfMemoryError(f"dense training of one rollout of {longest} tokens")
     timed, policy = min(found, key=lambda f: f[0].typical_ms)
+    row_size = policy.config.max_microbatch_tokens or 0
+    if all_rollouts:
+        return Dense(stepper.step(policy, batch), len(batch), row_size, 1.0), policy, some
     assert whole.shape is not None
     scale = whole.dense.step_flops(whole.shape) / timed.plan.dense.step_flops(whole.shape)
-    return Dense(timed, len(some), policy.config.max_microbatch_tokens or 0, scale), policy, some
+    return Dense(timed, len(some), row_size, scale), policy, some
 
 
 def _rollouts_of_rows(longest: int, count: int, row_tokens: int) -> list[int]:
