@@ -103,6 +103,7 @@ def commands(options: argparse.Namespace, device: str) -> list[list[str]]:
         "steps": options.loop_steps,
         "rollouts_per_group": options.rollouts_per_group,
     }
+    loop = [sys.executable, "-c", LOOP, json.dumps(settings)]
     found = [
         [*cli],
         [*cli, "doctor"],
@@ -115,9 +116,12 @@ def commands(options: argparse.Namespace, device: str) -> list[list[str]]:
             *("--groups-per-step", "2", "--optimizer", "sgd", "--output", "replay", *planning),
         ],
         [*cli, "report", "replay", "--output", "report.html"],
-        [sys.executable, "-c", LOOP, json.dumps(settings)],
+        loop,
     ]
-    return [words for words in found if not options.only or set(options.only) & {*words, "loop"}]
+    if not options.only:
+        return found
+    wanted = set(options.only)
+    return [w for w in found if wanted & {*w} or (w is loop and "loop" in wanted)]
 
 
 def main() -> int:

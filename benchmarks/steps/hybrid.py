@@ -9,7 +9,7 @@ for dense and shared apart, and those of the few rollouts are compared, as are t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -47,17 +47,21 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class HybridCase:
-    """One group: `size` responses of `response` tokens to a prompt of `prompt` tokens."""
+    """One group: `size` responses of `response` tokens to a prompt of `prompt` tokens.
+
+    `how` says what was measured otherwise than by default.
+    """
 
     prompt: int
     response: int
     size: int = 9
     published: float | None = None
     """The speed-up that was published for these sizes, on another GPU."""
+    how: str = ""
 
     @property
     def name(self) -> str:
-        return f"P{self.prompt}-R{self.response}-G{self.size}"
+        return f"P{self.prompt}-R{self.response}-G{self.size}" + self.how
 
     def batch(self, vocab: int) -> RolloutBatch:
         random = np.random.default_rng(0)
@@ -147,6 +151,15 @@ class Hybrid(Benchmark):
     def _wants(self, case: str) -> bool:
         return not self.only or any(part in case for part in self.only)
 
+    def _how(self) -> str:
+        """What differs from the default, as a part of the case's name."""
+        said = [
+            *(["eager"] if self.blocks == "eager" else []),
+            *(["the planner's choice"] if self.planned else []),
+            *(["all rollouts"] if self.all_rollouts else []),
+        ]
+        return "".join(f", {part}" for part in said)
+
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
         for suite in self.suite:
             if suite == "smoke":
@@ -157,7 +170,7 @@ class Hybrid(Benchmark):
             for case in SUITES[suite]:
                 if self._wants(case.name) and not deadline.over(case.name):
                     yield from run_case(
-                        case,
+                        replace(case, how=self._how()),
                         stepper,
                         repeats=self.repeats,
                         planned=self.planned,

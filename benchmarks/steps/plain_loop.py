@@ -62,7 +62,7 @@ class PlainLoop(Benchmark):
         optimizer: What holds states on the device: AdamW in the parameters' dtype, SGD with
             momentum, which takes as much as Adam in 8 bits on bfloat16 weights, or nothing.
         compiled: Measure a plain loop of the compiled model besides.
-        repeats: Steps of each side that are timed, after one that is not.
+        repeats: Steps of each side that are timed, after two that are not.
         max_seconds: Begin no batch after so many seconds.
         tiny: A tiny model and lengths divided by 64, on the CPU as well.
     """
@@ -166,6 +166,9 @@ class PlainLoop(Benchmark):
             yield f"{name}, {part.logical_tokens} tokens", part
 
 
+WARM_STEPS = 2
+
+
 def with_lora(model: PreTrainedModel) -> nn.Module:
     """The model with LoRA adapters of rank 16 on every linear layer of its blocks, by peft."""
     from peft import LoraConfig, get_peft_model
@@ -203,6 +206,7 @@ def compared(
     for name, step in sides.items():
         found[name] = measured(step, trained, batch, repeats)
         if found[name] is not None:
+            # On the host, for the device may have no room; compared on the device, one by one.
             gradients[name] = [p.grad.to("cpu") for p in trained if p.grad is not None]
         for parameter in trained:
             parameter.grad = None
@@ -219,7 +223,7 @@ def compared(
             yield row(f"faster than {name}", seconds / ours[0], "x", baseline=name, bound=bound)
             yield row(
                 f"gradients apart from {name}",
-                distance(gradients["forkpoint"], gradients[name]),
+                distance(gradients["forkpoint"], gradients[name], trained[0].device),
                 "1",
                 note="norm of the difference over the norm",
             )
@@ -231,11 +235,15 @@ def measured(
     batch: RolloutBatch,
     repeats: int,
 ) -> tuple[float, int] | None:
-    """Seconds (median) and the peak of allocated bytes; None where memory runs out."""
+    """Seconds (median) and the peak of allocated bytes; None where memory runs out.
+
+    Two steps are not timed: the first compiles, and the second is slow as well where it is first
+    to allocate what compiled code needs.
+    """
     cuda = trained[0].is_cuda
     seconds = []
     try:
-        for number in range(repeats + 1):
+        for number in range(repeats + WARM_STEPS):
             for parameter in trained:
                 parameter.grad = None
             if cuda:
@@ -245,7 +253,7 @@ def measured(
             step(batch)
             if cuda:
                 torch.cuda.synchronize()
-            if number:
+            if number >= WARM_STEPS:
                 seconds.append(time.perf_counter() - begin)
     except torch.OutOfMemoryError:
         out = True
@@ -260,10 +268,12 @@ def measured(
     return median(seconds), torch.cuda.max_memory_allocated() if cuda else 0
 
 
-def distance(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+def distance(found: list[torch.Tensor], wanted: list[torch.Tensor], device: torch.device) -> float:
     """The norm of the difference of two gradients over the norm of the second."""
-    apart = total = 0.0
+    apart = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros_like(apart)
     for one, other in zip(found, wanted, strict=True):
-        apart += float((one.float() - other.float()).square().sum())
-        total += float(other.float().square().sum())
-    return (apart / total) ** 0.5 if total else 0.0
+        theirs = other.to(device).float()
+        total += theirs.square().sum()
+        apart += theirs.sub_(one.to(device).float()).square().sum()
+    return float((apart / total).sqrt()) if total else 0.0

@@ -169,8 +169,7 @@ class Dense:
     @property
     def note(self) -> str:
         """Note on the sample that stands for the whole, for the rows of figures."""
-        whole = self.scale == 1.0
-        run = f"{self.rollouts} rollouts, " + ("all" if whole else f"scaled by {self.scale:.4g}")
+        run = f"{self.rollouts} rollouts, scaled by {self.scale:.4g}"
         return f"{run}; microbatches of at most {self.row_tokens} tokens"
 
     @property
@@ -229,13 +228,30 @@ def best_dense(
             break
     if not found:
         raise torch.OutOfMemoryError(f"dense training of one rollout of {longest} tokens")
-    timed, policy = min(found, key=lambda f: f[0].typical_ms)
-    row_size = policy.config.max_microbatch_tokens or 0
+    found.sort(key=lambda f: f[0].typical_ms)
     if all_rollouts:
-        return Dense(stepper.step(policy, batch), len(batch), row_size, 1.0), policy, some
+        return _whole_batch(stepper, batch, [policy for _, policy in found], some)
+    timed, policy = found[0]
+    row_size = policy.config.max_microbatch_tokens or 0
     assert whole.shape is not None
     scale = whole.dense.step_flops(whole.shape) / timed.plan.dense.step_flops(whole.shape)
     return Dense(timed, len(some), row_size, scale), policy, some
+
+
+def _whole_batch(
+    stepper: Stepper, batch: RolloutBatch, policies: list[Policy], some: RolloutBatch
+) -> tuple[Dense, Policy, RolloutBatch]:
+    """The whole batch, run densely by the first of the policies for which memory suffices.
+
+    A row of the batch may hold longer rollouts than any of the sample does.
+    """
+    for policy in policies:
+        tokens = policy.config.max_microbatch_tokens or 0
+        try:
+            return Dense(stepper.step(policy, batch), len(batch), tokens, 1.0), policy, some
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+    raise torch.OutOfMemoryError(f"dense training of {len(batch)} rollouts")
 
 
 def _rollouts_of_rows(longest: int, count: int, row_tokens: int) -> list[int]:
