@@ -66,6 +66,10 @@ class Change:
     """The class and function that it is in."""
     what: str
     tree: ast.Module
+    place: ast.AST
+    """The node of the file that is replaced."""
+    make: ast.expr
+    """What replaces it."""
 
     @property
     def name(self) -> str:
@@ -113,10 +117,17 @@ def changes_of(path: Path) -> Iterator[Change]:
     defaults, choices = _fields(tree)
     for node, scope, field in _walk(tree):
         for what, make in _variants(node, scope, field, defaults, choices):
-            changed = copy.deepcopy(tree)
-            target = next(n for n in ast.walk(changed) if _same_place(n, node))
-            _replace(changed, target, make)
-            yield Change(path.stem, node.lineno, scope, what, ast.fix_missing_locations(changed))
+            changed = with_changes(tree, [(node, make)])
+            yield Change(path.stem, node.lineno, scope, what, changed, node, make)
+
+
+def with_changes(tree: ast.Module, changes: Sequence[tuple[ast.AST, ast.expr]]) -> ast.Module:
+    """A copy of a file's tree with nodes replaced; none of them lies within another."""
+    changed = copy.deepcopy(tree)
+    for node, make in changes:
+        target = next(n for n in ast.walk(changed) if _same_place(n, node))
+        _replace(changed, target, make)
+    return ast.fix_missing_locations(changed)
 
 
 def _fields(tree: ast.Module) -> tuple[Defaults, Choices]:

@@ -9,8 +9,9 @@
 A change is one of those of scripts/mutate_losses.py (an operator, a comparison, a condition, a
 number, a detach()) in a line of engine, layout, plan, ops, losses or hosts that the drawn rows run.
 It runs the tests whose options are drawn by `tests/pairwise.py`, with the rows that `make test` and
-`make test-slow` draw. Only a change that survives these runs them with whole products, as
-`make test-full` does. Exits with 1 if a whole product finds a change that the drawn rows do not.
+`make test-slow` draw. Changes that survive these run them with whole products, as `make test-full`
+does: changes of different lines together, and each alone if a test fails then. Exits with 1 if a
+whole product finds a change that the drawn rows do not.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 import mutate_losses
-from mutate_losses import IMPORTED_BEFORE, ROOT, Change, changes_of
+from mutate_losses import IMPORTED_BEFORE, ROOT, Change, changes_of, with_changes
 
 SOURCE = ROOT / "src" / "forkpoint"
 # Files whose lines decide numbers; what only says, measures or refuses is tested by itself.
@@ -114,14 +115,18 @@ def all_changes() -> Iterator[Placed]:
                 yield Placed(module, change)
 
 
-def run(placed: Placed | None, *, full: bool) -> str:
-    """The first test that fails with the change, in a process of its own; "" if all pass."""
+def run(changes: Sequence[Placed], *, full: bool) -> str:
+    """The first test that fails with the changes, in a process of its own; "" if all pass."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.environ["FORKPOINT_FULL_PRODUCTS"] = "1" if full else "0"
-        if placed is not None:
-            sys.meta_path.insert(0, _Changed(placed.module, placed.change.tree, placed.path))
+        for module in {placed.module for placed in changes}:
+            these = [placed for placed in changes if placed.module == module]
+            path = these[0].path
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            tree = with_changes(tree, [(p.change.place, p.change.make) for p in these])
+            sys.meta_path.insert(0, _Changed(module, tree, path))
         _run_here(writing)
     os.close(writing)
     with os.fdopen(reading) as pipe:
@@ -235,20 +240,49 @@ def main() -> int:
     if chosen.list:
         print("\n".join(placed.name for placed in changes))
         return 0
-    lost = []
+    survivors = []
     for n, placed in enumerate(changes, start=1):
         begun = time.monotonic()
-        drawn = "" if chosen.whole_only else run(placed, full=False)
-        whole = ""
-        if not drawn and not chosen.drawn_only:
-            whole = run(placed, full=True)
-            if whole:
-                lost.append(placed)
-        found = drawn or (f"LOST: whole products alone: {whole}" if whole else "survives")
+        found = "" if chosen.whole_only else run([placed], full=False)
+        if not found:
+            survivors.append(placed)
         seconds = time.monotonic() - begun
+        found = found or ("not run" if chosen.whole_only else "survives the drawn rows")
         print(f"{n}/{len(changes)} {placed.name} | {found} | {seconds:.0f} s", flush=True)
-    print(f"{len(changes)} changes, {len(lost)} found by whole products alone")
+    if chosen.drawn_only:
+        return 0
+    lost = 0
+    for group in apart(survivors):
+        begun = time.monotonic()
+        found = run(group, full=True)
+        names = "\n    ".join(placed.name for placed in group)
+        seconds = time.monotonic() - begun
+        print(
+            f"whole products, together: {found or 'survive'} | {seconds:.0f} s\n    {names}",
+            flush=True,
+        )
+        for placed in group if found else ():
+            alone = run([placed], full=True) if len(group) > 1 else found
+            lost += bool(alone)
+            print(f"whole products, alone: {placed.name} | {alone or 'survives'}", flush=True)
+    print(
+        f"{len(changes)} changes; {len(survivors)} survive the drawn rows; whole products find "
+        f"{lost} of these"
+    )
     return 1 if lost else 0
+
+
+def apart(changes: Sequence[Placed]) -> list[list[Placed]]:
+    """Groups of changes that can be made together: of one line one at most."""
+    groups: list[dict[tuple[str, int], Placed]] = []
+    for placed in changes:
+        line = (placed.module, placed.change.line)
+        group = next((g for g in groups if line not in g), None)
+        if group is None:
+            group = {}
+            groups.append(group)
+        group[line] = placed
+    return [list(group.values()) for group in groups]
 
 
 if __name__ == "__main__":
