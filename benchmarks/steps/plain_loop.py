@@ -214,7 +214,7 @@ def compared(
     ours = found["forkpoint"]
     for name, result in found.items():
         if result is None:
-            yield row(f"{name} step", float("nan"), "ms", note="out of memory")
+            yield row(f"{name} out of memory", 1.0, "1")
             continue
         seconds, peak = result
         yield row(f"{name} step", seconds * 1e3, "ms")

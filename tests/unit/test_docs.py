@@ -64,7 +64,8 @@ def test_readme_before_and_after_agree(
     namespace = reader(tmp_path)
     if off_policy:
         _move_policy(namespace["model"], tmp_path / "rollouts.jsonl")
-    first = blocks((ROOT / "README.md").read_text(encoding="utf-8"))[0]
+    shown = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    first = next(block for block in shown if block.language == "python")
     before, after = first.code.split("\n# after", maxsplit=1)
     gradients = []
     for code in (before, f"# after{after}"):

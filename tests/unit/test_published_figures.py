@@ -1,4 +1,4 @@
-"""The README's tables say what the last rows say, rounded and not otherwise."""
+"""The tables of figures say what the last rows say, rounded and not otherwise."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plots import latest, read_rows
+from benchmarks.shapes import make_group
+from forkpoint.config import Config
+from forkpoint.plan import make_plan
+from forkpoint.plan.models import MODELS
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.replay.trend import LIMIT, trend
 
 ROOT = Path(__file__).parents[2]
@@ -58,9 +63,39 @@ STEPS: dict[str, tuple[str, tuple[str, ...], str]] = {
 }
 
 
-def table(header: str) -> list[list[str]]:
-    """Cells of the README's table whose header begins so."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+# What a row of the README's table begins with, its file and its case; then how metrics are named.
+HEADLINES: dict[str, tuple[str, str]] = {
+    "Qwen3-1.7B, AdamW: 8 answers to 7,800 tokens of retrieved text": (
+        "plain-loop",
+        "qwen3-1.7b, all trained, adamw, 74.5 GiB: rag.jsonl, groups 1 to 1, 62354 tokens",
+    ),
+    "Qwen3-1.7B, AdamW: 8 responses of 512 tokens to 8,192": (
+        "plain-loop",
+        "qwen3-1.7b, all trained, adamw, 74.5 GiB: P=8192 R=512 N=8",
+    ),
+    "Qwen3-1.7B, AdamW: an agent's dialogues, a tree of 4": (
+        "plain-loop",
+        "qwen3-1.7b, all trained, adamw, 74.5 GiB: airline.jsonl, groups 2 to 2, 24470 tokens",
+    ),
+    "Qwen3-8B, SGD with momentum: 16 responses of 256 tokens to 1,024": (
+        "plain-loop",
+        "qwen3-8b, all trained, momentum, 74.5 GiB: P=1024 R=256 N=16",
+    ),
+    "Qwen3.5-4B, checkpointed, fla: 9 responses of 64 tokens to 16,384": (
+        "hybrid",
+        "P16384-R64-G9, eager, the planner's choice, all rollouts",
+    ),
+}
+NAMES = {
+    "plain-loop": ("plain", "forkpoint", "faster than plain"),
+    "hybrid": ("dense", "shared", SPEED_UP),
+}
+BENCHMARKS = "benchmarks/README.md"
+
+
+def table(header: str, file: str = "README.md") -> list[list[str]]:
+    """Cells of a file's table whose header begins so."""
+    text = (ROOT / file).read_text(encoding="utf-8")
     _, found, rest = text.partition(f"\n| {header}")
     assert found, header
     lines = rest.split("\n")[2:]
@@ -72,8 +107,41 @@ def numbers(cell: str) -> list[float]:
     return [float(x.replace(",", "")) for x in re.findall(r"[\d,]*\d(?:\.\d+)?", cell)]
 
 
+def test_headlines() -> None:
+    rows = table("set-up")
+    assert [row[0] for row in rows] == list(HEADLINES)
+    for what, baseline, theirs, ours, ratio, bound, peaks in rows:
+        name, case = HEADLINES[what]
+        found = {
+            row["metric"]: row
+            for row in latest(read_rows([RESULTS / f"{name}-h200.jsonl"]))
+            if row["case"] == case
+        }
+        dense, shared, faster = NAMES[name]
+        assert baseline == {"plain-loop": "plain loop", "hybrid": "forkpoint, dense"}[name]
+        seconds = [round(found[f"{side} step"]["value"] / 1e3, 2) for side in (dense, shared)]
+        assert [*numbers(theirs), *numbers(ours)] == seconds, what
+        assert numbers(ratio) == [round(found[faster]["value"], 2)], what
+        assert numbers(bound) == [round(found[faster]["bound"], 2)], what
+        gib = [round(found[f"{side} peak"]["value"] / 2**30, 1) for side in (dense, shared)]
+        assert numbers(peaks) == gib, what
+
+
+def test_bounds_of_groups() -> None:
+    shape = ModelShape.from_config(MODELS["qwen3-8b"])
+    rows = table("prompt to response")
+    for ratio, *cells in rows:
+        prompt, response = (int(x) for x in numbers(ratio))
+        found = []
+        for size in (2, 4, 8, 16, 32):
+            batch = make_group(1024 * prompt // response, [1024] * size, vocab=1000)
+            config = Config(sharing="group", boundary="across")
+            found.append(round(make_plan(batch, shape, config).bound, 2))
+        assert [numbers(cell)[0] for cell in cells] == found, ratio
+
+
 def test_speed_ups_of_steps() -> None:
-    rows = table("model, random weights")
+    rows = table("model, random weights", BENCHMARKS)
     assert [row[1] for row in rows] == list(STEPS)
     for _, what, speed_ups, bounds in rows:
         name, cases, metric = STEPS[what]
@@ -87,7 +155,7 @@ def test_speed_ups_of_steps() -> None:
 
 
 def test_attention() -> None:
-    rows = table("P | N |")
+    rows = table("P | N |", BENCHMARKS)
     assert len(rows) == 4
     last = {}
     for row in read_rows([RESULTS / "attention-h200.jsonl"]):
@@ -106,7 +174,7 @@ def test_attention() -> None:
 
 
 def test_optimizer_steps_on_a_cpu() -> None:
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / BENCHMARKS).read_text(encoding="utf-8").split())
     (row,) = read_rows([RESULTS / "replay-cpu.jsonl"])
     result = row["result"]
     assert f"ran {row['value']:.2f} times faster shared than dense" in text
