@@ -63,11 +63,12 @@ STEPS: dict[str, tuple[str, tuple[str, ...], str]] = {
 }
 
 
-# What a row of the README's table begins with, its file and its case; then how metrics are named.
+# What a row of the README's table begins with, its file and its case, of which plots read 72
+# characters.
 HEADLINES: dict[str, tuple[str, str]] = {
     "Qwen3-1.7B, AdamW: 8 answers to 7,800 tokens of retrieved text": (
         "plain-loop",
-        "qwen3-1.7b, all trained, adamw, 74.5 GiB: rag.jsonl, groups 1 to 1, 62354 tokens",
+        "qwen3-1.7b, all trained, adamw, 74.5 GiB: rag.jsonl, groups 1 to 1, 623…",
     ),
     "Qwen3-1.7B, AdamW: 8 responses of 512 tokens to 8,192": (
         "plain-loop",
@@ -75,7 +76,7 @@ HEADLINES: dict[str, tuple[str, str]] = {
     ),
     "Qwen3-1.7B, AdamW: an agent's dialogues, a tree of 4": (
         "plain-loop",
-        "qwen3-1.7b, all trained, adamw, 74.5 GiB: airline.jsonl, groups 2 to 2, 24470 tokens",
+        "qwen3-1.7b, all trained, adamw, 74.5 GiB: airline.jsonl, groups 2 to 2,…",
     ),
     "Qwen3-8B, SGD with momentum: 16 responses of 256 tokens to 1,024": (
         "plain-loop",
@@ -86,6 +87,7 @@ HEADLINES: dict[str, tuple[str, str]] = {
         "P16384-R64-G9, eager, the planner's choice, all rollouts",
     ),
 }
+# Of a file: metrics of the baseline begin so, ours so, and the ratio's name.
 NAMES = {
     "plain-loop": ("plain", "forkpoint", "faster than plain"),
     "hybrid": ("dense", "shared", SPEED_UP),
