@@ -44,13 +44,15 @@ def token_lists(
 def batches(
     draw: st.DrawFn, *, max_rollouts: int = 12, max_tokens: int = 40, logprobs: bool = False
 ) -> RolloutBatch:
-    """A batch of `token_lists`, with or without group ids, at one temperature or at two.
+    """A batch of `token_lists`, with or without group ids, at one temperature, two, or three.
 
     logprobs: whether the batch may have old and reference log-probs.
     """
     lists = draw(token_lists(max_rollouts=max_rollouts, max_tokens=max_tokens))
     groups = draw(st.sampled_from((0, 1, 3)))
-    temperatures = draw(st.sampled_from(((1.0,), (1.0, 0.7))))
+    # The last two differ in their last bit alone.
+    several = ((1.0,), (1.0, 0.7), (1.0, 0.7, float(np.nextafter(0.7, 1))))
+    temperatures = draw(st.sampled_from(several))
     trained = draw(st.sampled_from((0.0, 0.3, 1.0)))
     has_logprobs = logprobs and draw(st.booleans())
     # What is left comes from one seed: drawn value by value it takes longer than the tests do.

@@ -10,11 +10,8 @@ profile, and what is left is ours.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forkpoint.forest import IntArray
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import visible_pairs
-from forkpoint.plan.pricing.meters import labelled_of_microbatches
-from forkpoint.rollouts import RolloutBatch
 
 ATTENTION = "attention"
 
@@ -30,15 +27,13 @@ class Amounts:
     labelled: int
 
     @classmethod
-    def of(cls, plan: Plan, batch: RolloutBatch) -> "Amounts":
-        """Work of the plan of this batch; the plan has a shape."""
+    def of(cls, plan: Plan) -> "Amounts":
+        """Work of a plan that has a shape."""
         shape, forest = plan.shape, plan.forest
         assert shape is not None
-        token_edge: IntArray = forest.token_edges(batch.offsets)
-        labelled = labelled_of_microbatches(plan, token_edge, batch.loss_mask)
         tokens = pairs = 0.0
         for row in plan.microbatches:
-            ends_early = not labelled[row.index]
+            ends_early = not row.labelled
             tokens += row.run_tokens * (shape.layers - ends_early)
             segments = list(row.segments)
             windows = shape.windows[:-1] if ends_early else shape.windows
@@ -47,7 +42,7 @@ class Amounts:
                 for w in set(windows)
             }
             pairs += sum(each[w] for w in windows)
-        return cls(tokens, pairs, sum(labelled))
+        return cls(tokens, pairs, plan.labelled)
 
 
 def at_dense_rates(

@@ -84,7 +84,7 @@ def profile_cell(stepper: Stepper, shape: str, cell: str, longest: int) -> Itera
     found = {}
     for name, (policy, rollouts) in sides.items():
         plan, wall_ms, spent = profiled(stepper, policy, rollouts, longest)
-        found[name] = plan, wall_ms, Amounts.of(plan, rollouts), spent
+        found[name] = plan, wall_ms, Amounts.of(plan), spent
         figure = partial(cell_row, ProfileStep.NAME, f"{shape} {cell}, {name}")
         yield figure("step", wall_ms, "ms")
         yield figure("device", sum(spent.values()), "ms")

@@ -94,6 +94,7 @@ class Policy:
             calibration=self._calibration(),
             capabilities=self.host.capabilities,
             measured_budget_bytes=self.memory_budget_bytes,
+            tempers=self.host.head == "logprobs",
         )
         self._kept.budgets.planned(plan)
         return plan

@@ -93,7 +93,13 @@ class Sampler:
         multiple = host.capabilities.length_multiple
         most = max(4, ids.shape[1] // 2, multiple)
         forced = Config(sharing="tree", boundary="across", max_microbatch_tokens=most)
-        self.plan: Plan = make_plan(sample, host.shape, forced, capabilities=host.capabilities)
+        self.plan: Plan = make_plan(
+            sample,
+            host.shape,
+            forced,
+            capabilities=host.capabilities,
+            tempers=host.head == "logprobs",
+        )
         for settings in configurations(host.model):
             if settings._attn_implementation == ATTENTION_NAME:  # which runs in steps alone
                 self.changes.set(vars(settings), "_attn_implementation_internal", "eager")

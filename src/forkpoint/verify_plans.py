@@ -182,7 +182,7 @@ def nothing_shared(config: Config, batch: RolloutBatch) -> str | None:
     among = "one group" if config.sharing == "group" else "the batch"
     rollouts = f"{len(batch):,} rollout{'s' * (len(batch) != 1)} in {len(batch.groups()):,}"
     return (
-        f"no two rollouts of {among} begin with the same two tokens at one temperature "
+        f"no two rollouts of {among} begin with the same two tokens "
         f"({rollouts} group{'s' * (len(batch.groups()) != 1)}). Give several rollouts of one "
         "prompt, such as a whole group or more groups"
     )

@@ -25,6 +25,7 @@ from fuzz_check import Outcome, Tally, check
 from fuzz_models import SPECIAL
 from transformers import CONFIG_MAPPING
 
+from forkpoint import RolloutBatch
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.testing import dense_run, lifted_upcasts
 from integration.sabotage import (
@@ -204,6 +205,17 @@ def test_every_family_and_option_is_drawn() -> None:
     assert windows == {None, *range(1, 13)}
 
 
+def _has_an_edge_at_several(batch: RolloutBatch) -> bool:
+    """Whether rollouts of one group train the same edge at different temperatures."""
+    found: dict[tuple[int, tuple[int, ...]], set[float]] = {}
+    for rollout, group in zip(batch, batch.group_index.tolist(), strict=True):
+        ids = rollout.token_ids.tolist()
+        for token in rollout.loss_mask.nonzero()[0].tolist():
+            at = found.setdefault((group, tuple(ids[: token + 1])), set())
+            at.add(rollout.temperature)
+    return any(len(temperatures) > 1 for temperatures in found.values())
+
+
 def test_every_shape_of_rollouts_is_drawn() -> None:
     seen: Counter[str] = Counter()
     for case in draws():
@@ -217,6 +229,7 @@ def test_every_shape_of_rollouts_is_drawn() -> None:
         seen["untrained"] += any(not mask.any() for mask in trained)
         seen["hole"] += any("x.x" in "".join(".x"[int(v)] for v in mask) for mask in trained)
         seen["temperatures"] += len(set(case.batch.temperatures)) > 1
+        seen["an edge at several temperatures"] += _has_an_edge_at_several(case.batch)
         seen["weights"] += case.batch.weights is not None
         seen["no groups"] += None in case.batch.group_ids
         seen["several groups"] += case.batch.group_index.max() > 0

@@ -2,8 +2,9 @@
 
 Group `alpha` is a tree three forks deep below its root, with a rollout that is a prefix of another,
 two identical ones, one of a single token, one without trained tokens, and two at a temperature of
-their own. Group `beta` begins as `alpha` does; `gamma` is one rollout that shares nothing. Tokens
-are trained inside shared segments, each owner with its own mask, advantage and old log-prob.
+their own, one of which has the tokens of the identical ones. Group `beta` begins as `alpha` does;
+`gamma` is one rollout that shares nothing. Tokens are trained inside shared segments, each owner
+with its own mask, advantage and old log-prob.
 """
 
 from collections.abc import Callable

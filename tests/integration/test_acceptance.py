@@ -197,15 +197,15 @@ def test_stats_say_what_ran() -> None:
     expected, model = truth(VARIANTS[0], "grpo"), VARIANTS[0].build()
     batch = expected.batch
     paths = [
-        (rollout.temperature, group, tuple(rollout.token_ids[:end].tolist()))
+        (group, tuple(rollout.token_ids[:end].tolist()))
         for rollout, group in zip(batch, batch.group_index.tolist(), strict=True)
         for end in range(1, len(rollout) + 1)
     ]
-    edges = [path for path in paths if len(path[2]) > 1]
+    edges = [path for path in paths if len(path[1]) > 1]
     computed = {
         "none": len(edges),
         "group": len(set(edges)),
-        "tree": len({(temperature, tokens) for temperature, _, tokens in edges}),
+        "tree": len({tokens for _, tokens in edges}),
     }
     assert len(set(computed.values())) == 3
     for sharing in SHARINGS:
@@ -213,7 +213,7 @@ def test_stats_say_what_ran() -> None:
         stats = policy.forward_backward(batch, LOSSES["grpo"])
         assert stats.computed_tokens == stats.plan.computed_tokens == computed[sharing]
         assert stats.logical_tokens == len(paths)
-        assert stats.unique_tokens == len({tokens for _, _, tokens in paths})
+        assert stats.unique_tokens == len({tokens for _, tokens in paths})
         assert stats.logprobs.shape == (len(paths),) and stats.logprobs.dtype == torch.float64
         trained = torch.tensor(batch.loss_mask.copy())
         assert (stats.logprobs[~trained] == 0).all() and (stats.logprobs[trained] < 0).all()
@@ -265,6 +265,11 @@ def test_the_batch_has_every_feature() -> None:
         del owners[-1]
         masks = [batch.loss_mask[tokens] for tokens in owners.values()]
         assert any(mask.any() and not mask.all() for mask in masks)
+        temperatures = np.repeat(batch.temperatures, batch.lengths)
+        trained_at = [
+            set(temperatures[t][mask]) for t, mask in zip(owners.values(), masks, strict=True)
+        ]
+        assert any(len(found) == 2 for found in trained_at)
         together = [t for t, mask in zip(owners.values(), masks, strict=True) if mask.sum() > 2]
         assert any(len(set(batch.advantages[tokens])) > 2 for tokens in together)
     assert any(np.ndim(rollout.advantage) for rollout in batch)

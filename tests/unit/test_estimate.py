@@ -41,11 +41,9 @@ def paths(rollout: Rollout) -> Iterator[tuple[int, ...]]:
 
 
 def edges(batch: RolloutBatch, classes: list) -> int:
-    """Distinct edges where rollouts of one class and temperature share."""
+    """Distinct edges where rollouts of one class share."""
     found = {
-        (c, rollout.temperature, path)
-        for c, rollout in zip(classes, batch, strict=True)
-        for path in paths(rollout)
+        (c, path) for c, rollout in zip(classes, batch, strict=True) for path in paths(rollout)
     }
     return len(found)
 
@@ -85,9 +83,7 @@ def test_distributions_are_counted_rollout_by_rollout(batch: RolloutBatch) -> No
         others = {
             path
             for m, other in enumerate(batch)
-            if m != n
-            and batch.group_index[m] == batch.group_index[n]
-            and other.temperature == rollout.temperature
+            if m != n and batch.group_index[m] == batch.group_index[n]
             for path in paths(other)
         }
         own = list(paths(rollout))

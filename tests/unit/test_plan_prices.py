@@ -14,18 +14,30 @@ from forkpoint.plan import builder, make_plan
 from forkpoint.plan.builder import Builder
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import peak_bytes, plan_cost
-from forkpoint.plan.pricing.meters import CountedMeter, labelled_of_microbatches
+from forkpoint.plan.pricing.meters import CountedMeter
 from forkpoint.plan.pricing.prices import Prices
 from pairwise import FULL
 from plan_shapes import SHAPE
 from strategies import batches
 
 
+def entries_of_microbatches(plan: Plan, batch: RolloutBatch) -> list[int]:
+    """How many pairs of a trained edge and a temperature each microbatch has."""
+    rollout = np.repeat(np.arange(len(batch)), batch.lengths)
+    edge = plan.forest.token_edges(batch.offsets)
+    pairs = {
+        (int(edge[t]), float(batch.temperatures[rollout[t]]))
+        for t in np.flatnonzero(batch.loss_mask)
+    }
+    segment_of_edge = np.repeat(np.arange(len(plan.forest)), plan.forest.length)
+    of_segment = np.bincount([segment_of_edge[e] for e, _ in pairs], minlength=len(plan.forest))
+    return [int(of_segment[list(m.segments)].sum()) for m in plan.microbatches]
+
+
 def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple[float, int]:
     """Cost and peak of a plan by a meter of its own."""
-    edges = plan.forest.token_edges(batch.offsets)
-    meter = CountedMeter(plan, labelled_of_microbatches(plan, edges, batch.loss_mask))
-    return plan_cost(plan, batch, meter), peak_bytes(plan, meter, SHAPE)
+    meter = CountedMeter(plan, entries_of_microbatches(plan, batch))
+    return plan_cost(plan, meter), peak_bytes(plan, meter, SHAPE)
 
 
 @pytest.mark.slow

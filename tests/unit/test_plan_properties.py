@@ -89,7 +89,7 @@ def sharing_classes(plan: Plan, batch: RolloutBatch) -> list[Hashable]:
         }[plan.sharing]
         leaf = int(plan.forest.leaf[rollout])
         microbatch = microbatch_of.get(leaf) if plan.boundary == "within" else None
-        classes.append((shares, float(batch.temperatures[rollout]), microbatch))
+        classes.append((shares, microbatch))
     return classes
 
 
@@ -158,10 +158,26 @@ def check_paths(plan: Plan, batch: RolloutBatch) -> None:
         ]
 
 
+def entries_of_microbatches(plan: Plan, batch: RolloutBatch) -> list[int]:
+    """How many pairs of a trained edge and a temperature each microbatch has."""
+    microbatch_of = microbatches_of_segments(plan)
+    segment_of_edge = np.repeat(np.arange(len(plan.forest)), plan.forest.length)
+    token_edges = plan.forest.token_edges(batch.offsets)
+    rollout_of = np.repeat(np.arange(len(batch)), batch.lengths)
+    pairs = {
+        (int(token_edges[token]), float(batch.temperatures[rollout_of[token]]))
+        for token in np.flatnonzero(batch.loss_mask)
+    }
+    found = [0] * len(plan.microbatches)
+    for edge, _ in pairs:
+        found[microbatch_of[int(segment_of_edge[edge])]] += 1
+    return found
+
+
 def check_counts(plan: Plan, batch: RolloutBatch) -> None:
     """The counts that the plan claims, and that microbatches of whole paths repeat no tree that
-    fits."""
-    classes = [cls[:2] for cls in sharing_classes(plan, batch) if isinstance(cls, tuple)]
+    fits. A trained edge counts once for each temperature, in the microbatch that holds it."""
+    classes = [cls[:1] for cls in sharing_classes(plan, batch) if isinstance(cls, tuple)]
     trees: dict[Hashable, set[Prefix]] = defaultdict(set)
     trained: set[Hashable] = set()
     unique: set[Prefix] = set()
@@ -170,7 +186,8 @@ def check_counts(plan: Plan, batch: RolloutBatch) -> None:
         unique |= {tuple(ids[:end]) for end in range(1, len(ids) + 1)}
         trees[cls, tuple(ids[:2])] |= {tuple(ids[:end]) for end in range(2, len(ids) + 1)}
         mask = batch.loss_mask[batch.offsets[rollout] :]
-        trained |= {(cls, tuple(ids[: at + 1])) for at in range(len(ids)) if mask[at]}
+        temperature = float(batch.temperatures[rollout])
+        trained |= {(cls, temperature, tuple(ids[: at + 1])) for at in range(len(ids)) if mask[at]}
     once = sum(map(len, trees.values()))
     assert plan.rollouts == len(batch)
     assert plan.logical_tokens == batch.logical_tokens
@@ -179,6 +196,7 @@ def check_counts(plan: Plan, batch: RolloutBatch) -> None:
     assert plan.dense.labelled == batch.loss_mask.sum()
     assert plan.computed_tokens == plan.forest.edges == plan.shared.tokens
     assert plan.shared.labelled == plan.labelled
+    assert [m.labelled for m in plan.microbatches] == entries_of_microbatches(plan, batch)
     if plan.boundary != "within":
         assert plan.computed_tokens == once
         assert plan.labelled == len(trained)

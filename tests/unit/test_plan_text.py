@@ -47,10 +47,10 @@ def test_every_plan_reads_back_and_explains_its_counts(
 def test_a_plan_of_another_version_is_refused() -> None:
     plan = make_plan(batch_of([[1, 2, 3], [1, 2, 4]]), SHAPE)
     values = json.loads(plan.to_json())
-    assert values["version"] == 5
+    assert values["version"] == 6
     for version in (1, "2", None):
         text = json.dumps({**values, "version": version})
-        with pytest.raises(PlanError, match=f"version {version!r} .* reads plans of version 5"):
+        with pytest.raises(PlanError, match=f"version {version!r} .* reads plans of version 6"):
             Plan.from_json(text)
     with pytest.raises(PlanError, match="version 'list'"):
         Plan.from_json("[]")
@@ -102,7 +102,7 @@ def check_explained(plan: Plan) -> None:
         ("logical tokens (as given)", f"{plan.logical_tokens:,}"),
         ("unique tokens (once in the whole batch)", f"{plan.unique_tokens:,}"),
         ("computed tokens (edges run)", f"{plan.computed_tokens:,}"),
-        ("labelled edges (head)", f"{plan.labelled:,}"),
+        ("labelled edges (head), for each temperature", f"{plan.labelled:,}"),
         ("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}"),
         ("prefix cache held at once, tokens", f"{plan.cache_tokens:,}"),
     ):

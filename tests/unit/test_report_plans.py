@@ -14,7 +14,7 @@ from forkpoint.plan.align_programs import align
 from forkpoint.plan.program import IDLE
 from forkpoint.report import forests, schedules
 from forkpoint.report.forests import draw_forest, forest_figure
-from forkpoint.report.schedules import counted_lane, labelled_of_segments, timeline_figure
+from forkpoint.report.schedules import counted_lane, timeline_figure
 
 AWAY = {
     activations: Config(
@@ -101,17 +101,15 @@ def test_rollouts_of_one_token() -> None:
 # Schedules ----------------------------------------------------------------------------------------
 
 
-def lane(plan: Plan, batch: RolloutBatch) -> dict[str, Any]:
-    labelled = labelled_of_segments(plan, batch.loss_mask, batch.offsets)
-    assert labelled.sum() == plan.labelled
-    return counted_lane("shared", plan, labelled)
+def lane(plan: Plan) -> dict[str, Any]:
+    return counted_lane("shared", plan)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_counted_lengths_add_up_to_the_step(name: str) -> None:
     batch = made_up()
     plan = make_plan(batch, SHAPE, CONFIGS[name])
-    made = lane(plan, batch)
+    made = lane(plan)
     assert [event["name"] for event in made["events"]] == list(plan.events())
     assert made["total"] == pytest.approx(plan.shared.step_flops(SHAPE) / 1e9)
     assert made["unit"] == "GFLOP" and not made["measured"]
@@ -119,9 +117,9 @@ def test_counted_lengths_add_up_to_the_step(name: str) -> None:
 
 def test_what_is_computed_again_is_counted_again() -> None:
     batch = made_up()
-    kept = lane(make_plan(batch, SHAPE, CONFIGS["tree-across"]), batch)
+    kept = lane(make_plan(batch, SHAPE, CONFIGS["tree-across"]))
     plan = make_plan(batch, SHAPE, AWAY["recompute"])
-    again = lane(plan, batch)
+    again = lane(plan)
     assert [event["name"] for event in again["events"]] == list(plan.events())
     second = [event for event in again["events"] if event["operation"] == "recompute"]
     assert second and {event["phase"] for event in second} == {"prefix backward"}
@@ -137,7 +135,7 @@ def test_what_is_computed_again_is_counted_again() -> None:
 def test_what_is_held_reaches_the_predicted_peak(name: str) -> None:
     batch = made_up()
     plan = make_plan(batch, SHAPE, {**CONFIGS, **AWAY}[name])
-    held = [event["held"] for event in lane(plan, batch)["events"]]
+    held = [event["held"] for event in lane(plan)["events"]]
     assert max(held) == plan.predicted_peak_bytes
     assert min(held) > 0
 
@@ -148,7 +146,7 @@ def test_phases_by_hand() -> None:
     plan = make_plan(
         batch, SHAPE, Config(sharing="group", boundary="across", max_microbatch_tokens=30)
     )
-    events = lane(plan, batch)["events"]
+    events = lane(plan)["events"]
     assert [(e["name"], e["phase"]) for e in events if e["index"] == 0] == [
         ("forward prefix 0", "prefix forward"),
         ("backward prefix 0", "prefix backward"),
@@ -164,7 +162,7 @@ def test_phases_by_hand() -> None:
             sharing="group", boundary="across", max_microbatch_tokens=30, activations="recompute"
         ),
     )
-    again = lane(away, batch)["events"]
+    again = lane(away)["events"]
     assert [e["name"] for e in again[-2:]] == ["recompute prefix 0", "backward prefix 0"]
     assert again[-1]["held"] == again[-2]["held"] == again[0]["held"] == parent
     assert all(e["held"] < k["held"] for e, k in zip(again[1:-2], events[1:-1], strict=True))
@@ -178,7 +176,7 @@ def test_instructions_that_idle(name: str) -> None:
     plans = [make_plan(batch, SHAPE, config) for batch in (large, small)]
     programs = align([plan.program for plan in plans])
     plan = replace(plans[1], program=programs[1])
-    alone, made = lane(plans[1], small), lane(plan, small)
+    alone, made = lane(plans[1]), lane(plan)
     assert [event["name"] for event in made["events"]] == list(plan.events())
     idle = [event for event in made["events"] if event["key"] == "idle"]
     assert len(idle) == sum(instruction.idle for instruction in programs[1].instructions) > 4
@@ -200,13 +198,13 @@ def test_instructions_that_idle(name: str) -> None:
         tokens,
         program=align([make_plan(large, config=CONFIGS["tree-across"]).program, tokens.program])[1],
     )
-    sizes = [e["size"] for e in lane(without_shape, small)["events"] if e["key"] == "idle"]
+    sizes = [e["size"] for e in lane(without_shape)["events"] if e["key"] == "idle"]
     assert sizes and set(sizes) == {1.0}
 
 
 def test_without_a_model_tokens_are_shown() -> None:
     batch = made_up()
-    made = lane(make_plan(batch), batch)
+    made = lane(make_plan(batch))
     assert made["unit"] == made["memory"]["unit"] == "tokens"
     figure = timeline_figure([("all", [made])], left_out=0)
     assert any("not times" in note for note in figure.notes)
@@ -217,7 +215,7 @@ def test_much_work_is_counted_in_a_larger_unit() -> None:
     for hidden, unit, flops in ((8192, "TFLOP", 1e12), (65536, "PFLOP", 1e15)):
         large = replace(SHAPE, hidden=hidden, intermediate=4 * hidden, layers=80, windows=())
         plan = make_plan(batch, large)
-        made = lane(plan, batch)
+        made = lane(plan)
         assert made["unit"] == unit
         assert made["total"] == pytest.approx(plan.shared.step_flops(large) / flops)
 
@@ -225,9 +223,9 @@ def test_much_work_is_counted_in_a_larger_unit() -> None:
 def test_long_schedules_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = made_up()
     plan = make_plan(batch, SHAPE, CONFIGS["tree-across"])
-    whole = lane(plan, batch)
+    whole = lane(plan)
     monkeypatch.setattr(schedules, "MOST_EVENTS", 4)
-    cut = lane(plan, batch)
+    cut = lane(plan)
     assert len(cut["events"]) == 4 and cut["total"] == pytest.approx(whole["total"])
     assert cut["events_left_out"] == len(whole["events"]) - 4
     sizes = sum(event["size"] for event in cut["events"]) + cut["size_left_out"]

@@ -184,7 +184,8 @@ class Engine:
         guard.add_sums()
 
     def _prepare(self, plan: Plan, batch: RolloutBatch) -> list[MicrobatchInputs]:
-        return prepare_microbatches(plan, batch, self.host.device)
+        tempers = self.host.head == "logprobs"
+        return prepare_microbatches(plan, batch, self.host.device, tempers=tempers)
 
     # How a loss is applied to one microbatch
     # ------------------------------------------------------------

@@ -23,6 +23,7 @@ from forkpoint.layout import (
 )
 from forkpoint.ops.attention import AttentionTable, CacheSlice
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
+from forkpoint.plan.entries import entries_of
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 
@@ -37,7 +38,8 @@ class MicrobatchInputs:
     position_ids: Tensor
     """The same shape: positions along each token's path."""
     head_index: Tensor
-    """int64 [n]: places whose next token some rollout trains on."""
+    """int64 [n]: places whose next token some rollout trains on, ascending; a place comes once for
+    each temperature at which it is trained."""
     head_labels: Tensor
     """int64 [n]"""
     head_temperatures: Tensor | None
@@ -45,7 +47,8 @@ class MicrobatchInputs:
     trained_tokens: IntArray
     """Positions in the batch's flat tokens of what is trained in this microbatch, ascending."""
     trained_entry: IntArray
-    """For each of them, its entry among the n; rollouts that share a trained token share it."""
+    """For each of them, its entry among the n; rollouts of one temperature that share a trained
+    token share it."""
 
 
 @dataclass(frozen=True)
@@ -153,42 +156,45 @@ def _capture_runs(plan: Plan, microbatch: Microbatch) -> list[tuple[int, int, in
 
 
 def prepare_microbatches(
-    plan: Plan, batch: RolloutBatch, device: torch.device
+    plan: Plan, batch: RolloutBatch, device: torch.device, *, tempers: bool = True
 ) -> list[MicrobatchInputs]:
-    """Turn every microbatch of a plan into tensors; the host waits for no copy of them."""
+    """Turn every microbatch of a plan into tensors; the host waits for no copy of them.
+
+    `tempers`: whether the head's outputs depend on temperatures, as a critic's do not.
+    """
     forest = plan.forest
     first_token = forest.segment_tokens(batch.offsets)
     edge_offsets = forest.edge_offsets
     token_edge = forest.token_edges(batch.offsets)
 
     trained = np.flatnonzero(batch.loss_mask)
-    labelled = np.zeros(forest.edges, bool)
-    labelled[token_edge[trained]] = True
-    temperature = np.ones(forest.edges)
+    entries = entries_of(forest.edges, token_edge, batch, tempers=tempers)
+    temperature = np.ones(entries.numbers)
     rollout_of = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))
-    temperature[token_edge[trained]] = batch.temperatures[rollout_of[trained]]
+    temperature[entries.of_trained] = batch.temperatures[rollout_of[trained]]
+    label = np.zeros(entries.numbers, np.int64)
+    label[entries.of_trained] = batch.token_ids[trained]
     microbatch_of_edge = np.zeros(forest.edges, np.int64)
-    entry_of_edge = np.full(forest.edges, -1, np.int64)
+    # Among the entries of its microbatch.
+    place_of_entry = np.full(entries.numbers, -1, np.int64)
     pending = []
     for microbatch in plan.microbatches:
         ids, positions, edges = _places(plan, batch, microbatch, first_token, edge_offsets)
         microbatch_of_edge[edges[edges >= 0]] = microbatch.index
-        places = np.flatnonzero(np.where(edges >= 0, labelled[edges], False))
-        entry_of_edge[edges[places]] = np.arange(len(places))
-        pending.append((microbatch, ids, positions, places, edges[places]))
+        places, numbers = entries.at(edges)
+        place_of_entry[numbers] = np.arange(len(numbers))
+        pending.append((microbatch, ids, positions, places, numbers))
 
-    label_of_edge = np.zeros(forest.edges, np.int64)
-    label_of_edge[token_edge[trained]] = batch.token_ids[trained]
     microbatch_of_token = microbatch_of_edge[token_edge[trained]]
     by_microbatch = np.argsort(microbatch_of_token, kind="stable")
     bounds = np.searchsorted(
         microbatch_of_token[by_microbatch], np.arange(len(plan.microbatches) + 1)
     )
-    warm = bool((batch.temperatures != 1.0).any())
+    warm = tempers and bool((batch.temperatures != 1.0).any())
 
     prepared = []
-    for microbatch, ids, positions, places, edges in pending:
-        tokens = trained[by_microbatch[bounds[microbatch.index] : bounds[microbatch.index + 1]]]
+    for microbatch, ids, positions, places, numbers in pending:
+        here = by_microbatch[bounds[microbatch.index] : bounds[microbatch.index + 1]]
         shape = (
             (len(microbatch.segments), microbatch.width)
             if microbatch.width
@@ -200,10 +206,10 @@ def prepare_microbatches(
                 input_ids=on_device(ids.reshape(shape), device),
                 position_ids=on_device(positions.reshape(shape), device),
                 head_index=on_device(places, device),
-                head_labels=on_device(label_of_edge[edges], device),
-                head_temperatures=on_device(temperature[edges], device) if warm else None,
-                trained_tokens=tokens,
-                trained_entry=entry_of_edge[token_edge[tokens]],
+                head_labels=on_device(label[numbers], device),
+                head_temperatures=on_device(temperature[numbers], device) if warm else None,
+                trained_tokens=trained[here],
+                trained_entry=place_of_entry[entries.of_trained[here]],
             )
         )
     return prepared

@@ -39,7 +39,8 @@ class Microbatch:
     keeps_logits: bool = False
     """Whether its head keeps all logits for the backward instead of computing them again."""
     labelled: int = 0
-    """Edges whose label some rollout trains on: entries that its head computes."""
+    """Entries that its head computes: edges whose label some rollout trains on, each as often as
+    there are temperatures at which it is trained."""
     padding: int = 0
     """Places after the last segment of a packed microbatch, so that its length is a multiple of
     what the host takes. They are a sequence of their own, which nothing else reads."""

@@ -9,7 +9,7 @@ import numpy as np
 from forkpoint.byte_sizes import exactly
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
-from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
+from forkpoint.forest import Forest, SortedRollouts, build_forest, sort_rollouts
 from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.packing import (
@@ -20,7 +20,6 @@ from forkpoint.plan.packing import (
 )
 from forkpoint.plan.plan import Plan, fingerprint
 from forkpoint.plan.predict import keep_logits, let_go, microbatches_let_go
-from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
 from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, Meter
 from forkpoint.plan.pricing.prices import Prices
@@ -59,20 +58,18 @@ class Builder:
 
     def __init__(
         self,
-        batch: RolloutBatch,
-        shape: ModelShape | None,
+        prices: Prices,
         config: Config,
-        coupling: IntArray | None,
-        calibration: Calibration | None,
         capabilities: Capabilities | None = None,
         measured_budget: int | None = None,
     ) -> None:
         """`measured_budget`: the bytes that a memory_budget of "auto" stands for, if any."""
+        batch, shape, calibration = prices.batch, prices.shape, prices.calibration
         self.batch: RolloutBatch = batch
         self.capabilities: Capabilities = capabilities or Capabilities()
         self.shape: ModelShape | None = shape
         self.config: Config = config
-        self.prices: Prices = Prices(batch, shape, coupling, calibration)
+        self.prices: Prices = prices
         if calibration is not None:
             if shape is None:
                 raise PlanError(
@@ -93,31 +90,19 @@ class Builder:
             self.budget = measured_budget
         self.fingerprint: str = fingerprint(batch)
         self._forests: dict[str, Forest] = {}
-        # The hidden states of one path do not depend on the temperature, but its log-probs do.
-        classes = np.unique(batch.temperatures, return_inverse=True)[1]
-        self.temperature_class: IntArray = classes.astype(np.int64)
         self.windows: tuple[int, ...] = shape.windows if shape else ()
         edges = np.diff(batch.offsets) - 1
         self.dense_work: Work = dense_work(edges, int(batch.loss_mask.sum()), self.windows)
         self.tree_order: SortedRollouts = sort_rollouts(
-            batch.token_ids, batch.offsets, self.temperature_class
+            batch.token_ids, batch.offsets, np.zeros(len(batch), np.int64)
         )
-        tree = build_forest(self.tree_order, len(batch))
         firsts = np.unique(batch.token_ids[batch.offsets[:-1]])
-        self.unique_tokens: int = self._unique_tokens(tree, len(firsts))
+        self.unique_tokens: int = int(self.tree_order.new_edges.sum()) + len(firsts)
         self.longest: int = int(self.tree_order.edges.max(initial=1))
         self.orders: dict[str, SortedRollouts] = {"tree": self.tree_order}
         # Then sharing within groups is sharing over the batch.
         self.one_group: bool = len(np.unique(batch.group_index)) == 1
         self._built: dict[tuple[str, str], Plan] = {}
-
-    def _unique_tokens(self, tree: Forest, firsts: int) -> int:
-        if len(np.unique(self.temperature_class)) == 1:
-            return tree.edges + firsts
-        plain = sort_rollouts(
-            self.batch.token_ids, self.batch.offsets, np.zeros(len(self.batch), np.int64)
-        )
-        return int(plain.new_edges.sum()) + firsts
 
     def order(self, sharing: str) -> SortedRollouts:
         sharing = self._as(sharing)
@@ -126,9 +111,8 @@ class Builder:
                 every = np.ones(len(self.tree_order.rollouts), bool)
                 self.orders[sharing] = self.tree_order.cut(every)
             else:
-                classes = self.batch.group_index * (self.temperature_class.max(initial=0) + 1)
                 self.orders[sharing] = sort_rollouts(
-                    self.batch.token_ids, self.batch.offsets, classes + self.temperature_class
+                    self.batch.token_ids, self.batch.offsets, self.batch.group_index
                 )
         return self.orders[sharing]
 

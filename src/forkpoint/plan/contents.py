@@ -27,7 +27,7 @@ from forkpoint.plan.program import (
 )
 from forkpoint.rollouts import RolloutBatch
 
-JSON_VERSION = 5
+JSON_VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class PlanContents:
     unique_tokens: int
     """Distinct (path, token) pairs of the whole batch."""
     labelled: int
-    """Distinct edges whose label some rollout trains on."""
+    """Entries of the head: edges whose label some rollout trains on, each as often as there are
+    temperatures at which it is trained. A critic's edges have one each."""
     dense: Work
     shared: Work
     fingerprint: str
@@ -318,7 +319,8 @@ _fingerprints: WeakKeyDictionary[RolloutBatch, str] = WeakKeyDictionary()
 
 
 def fingerprint(batch: RolloutBatch) -> str:
-    """A digest of everything that decides which rollouts may share and which edges are trained."""
+    """A digest of everything that decides which rollouts may share and which entries the head
+    computes."""
     if batch not in _fingerprints:
         _fingerprints[batch] = _fingerprint(batch)
     return _fingerprints[batch]

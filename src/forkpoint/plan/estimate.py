@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
+from forkpoint.plan.entries import entries_of
 from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
 from forkpoint.rollouts import RolloutBatch
 
@@ -107,12 +108,10 @@ class Estimate:
 
     def add(self, batch: RolloutBatch) -> None:
         """Count one batch: what one optimizer step trains on."""
-        # As in a plan: log-probs at several temperatures are not those of one path.
-        temperature = np.unique(batch.temperatures, return_inverse=True)[1].astype(np.int64)
-        classes = batch.group_index * (int(temperature.max(initial=0)) + 1) + temperature
+        one_class = np.zeros(len(batch), np.int64)
         orders = {
-            "group": sort_rollouts(batch.token_ids, batch.offsets, classes),
-            "tree": sort_rollouts(batch.token_ids, batch.offsets, temperature),
+            "group": sort_rollouts(batch.token_ids, batch.offsets, batch.group_index),
+            "tree": sort_rollouts(batch.token_ids, batch.offsets, one_class),
         }
         forests = {mode: build_forest(order, len(batch)) for mode, order in orders.items()}
         windows = self.shape.windows if self.shape else ()
@@ -122,10 +121,9 @@ class Estimate:
             self.work[mode] += forest_work(forest, _labelled(forest, batch), windows)
         firsts = batch.token_ids[batch.offsets[:-1]]
         pairs = np.stack([batch.group_index, firsts])
-        one_temperature = int(temperature.max(initial=0)) == 0
-        whole = orders if one_temperature else _without_temperatures(batch)
-        self.group_tokens += int(whole["group"].new_edges.sum()) + np.unique(pairs, axis=1).shape[1]
-        self.unique_tokens += int(whole["tree"].new_edges.sum()) + len(np.unique(firsts))
+        group_firsts = np.unique(pairs, axis=1).shape[1]
+        self.group_tokens += int(orders["group"].new_edges.sum()) + group_firsts
+        self.unique_tokens += int(orders["tree"].new_edges.sum()) + len(np.unique(firsts))
         self.logical_tokens += batch.logical_tokens
         self.trained_tokens += batch.trained_tokens
         self.rollouts += len(batch)
@@ -152,17 +150,9 @@ class Estimate:
         return dense.step_flops(self.shape) / shared.step_flops(self.shape)
 
 
-def _without_temperatures(batch: RolloutBatch) -> dict[str, SortedRollouts]:
-    return {
-        "group": sort_rollouts(batch.token_ids, batch.offsets, batch.group_index),
-        "tree": sort_rollouts(batch.token_ids, batch.offsets, np.zeros(len(batch), np.int64)),
-    }
-
-
 def _labelled(forest: Forest, batch: RolloutBatch) -> int:
-    labelled = np.zeros(forest.edges, bool)
-    labelled[forest.token_edges(batch.offsets)[batch.loss_mask]] = True
-    return int(labelled.sum())
+    entries = entries_of(forest.edges, forest.token_edges(batch.offsets), batch)
+    return int(entries.count.sum())
 
 
 def _shared_steps(order: SortedRollouts) -> IntArray:

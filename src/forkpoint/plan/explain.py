@@ -45,7 +45,7 @@ def _summary(plan: PlanContents) -> Table:
     add("computed tokens (edges run)", f"{plan.computed_tokens:,}")
     if plan.run_tokens != plan.computed_tokens:
         add("padding run besides", f"{plan.run_tokens - plan.computed_tokens:,}")
-    add("labelled edges (head)", f"{plan.labelled:,}")
+    add("labelled edges (head), for each temperature", f"{plan.labelled:,}")
     add("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}")
     add("prefix cache held at once, tokens", f"{plan.cache_tokens:,}")
     if plan.shape is not None:

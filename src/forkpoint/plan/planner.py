@@ -13,6 +13,7 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import Candidate, Plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.prices import Prices
 from forkpoint.rollouts import RolloutBatch
 
 # Auto prefers the simpler of two plans whose costs differ by less than this.
@@ -30,6 +31,7 @@ def make_plan(
     calibration: Calibration | None = None,
     capabilities: Capabilities | None = None,
     measured_budget_bytes: int | None = None,
+    tempers: bool = True,
 ) -> Plan:
     """Plan a batch.
 
@@ -47,6 +49,8 @@ def make_plan(
             a model whose shape says that it checkpoints itself is not left early.
         measured_budget_bytes: what a memory_budget of "auto" stands for on the device; None is no
             limit. Where nothing fits, a plan of about the least predicted peak is made.
+        tempers: whether the head's outputs depend on temperatures, as log-probs do and a critic's
+            values do not. An edge then has an entry for each temperature at which it is trained.
 
     Raises:
         PlanError: no combination fits the limits; every reason is named. Or there is a budget in
@@ -58,9 +62,8 @@ def make_plan(
         calibration = Calibration.load(Path(config.calibration))
     if capabilities is None:
         capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
-    builder = Builder(
-        batch, shape, config, coupling, calibration, capabilities, measured_budget_bytes
-    )
+    prices = Prices(batch, shape, coupling, calibration, tempers=tempers)
+    builder = Builder(prices, config, capabilities, measured_budget_bytes)
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
     plans: list[Plan] = []

@@ -10,9 +10,8 @@ from heapq import heappop, heappush
 
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter, labelled_of_microbatches
+from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter
 from forkpoint.plan.program import BACKWARD, FORWARD, HEAD, PHASES, phase_of
-from forkpoint.rollouts import RolloutBatch
 
 # Layers that a backward holds on to while it runs, and that are fetched ahead of it at least
 # (engine/given_back.py, engine/offload.py).
@@ -93,23 +92,22 @@ def _copy_back(meter: Meter, nbytes: int) -> float:
     return meter.copy(nbytes, out=False) or 0.0
 
 
-def plan_cost(plan: Plan, batch: RolloutBatch, meter: Meter | None = None) -> float:
+def plan_cost(plan: Plan, meter: Meter | None = None) -> float:
     """Predicted cost of a step: smaller is faster.
 
     Unlike the bound this counts what runs: padding, microbatches too small to keep the chip busy,
     forwards that are repeated, scores, and waiting for copies. By default in FLOPs, in tokens
     without a shape.
     """
-    meter = meter or _counted_meter(plan, batch)
+    meter = meter or _counted_meter(plan)
     cost = play(plan, meter).cost
     return cost / 3 if isinstance(meter, TokenMeter) else cost
 
 
-def _counted_meter(plan: Plan, batch: RolloutBatch) -> Meter:
+def _counted_meter(plan: Plan) -> Meter:
     if plan.shape is None:
         return TokenMeter()
-    token_edge = plan.forest.token_edges(batch.offsets)
-    return CountedMeter(plan, labelled_of_microbatches(plan, token_edge, batch.loss_mask))
+    return CountedMeter(plan, [microbatch.labelled for microbatch in plan.microbatches])
 
 
 def peak_bytes(plan: Plan, meter: Meter, shape: ModelShape) -> int:

@@ -387,8 +387,10 @@ def _check_counts(plan: PlanContents) -> None:
         ("shared.labelled", plan.shared.labelled, plan.labelled),
     ):
         _require(found == wanted, f"{name} is {found}, and its forest has {wanted}")
+    # An edge has an entry for each temperature of its rollouts.
+    paths = forest.length * forest.multiplicity
     _require(
-        plan.labelled <= forest.edges and plan.dense.labelled <= dense,
+        plan.labelled <= plan.dense.labelled <= dense,
         "more edges have labels than there are",
     )
     _require(
@@ -397,7 +399,8 @@ def _check_counts(plan: PlanContents) -> None:
     )
     labelled = sum(microbatch.labelled for microbatch in plan.microbatches)
     _require(
-        labelled == plan.labelled and all(m.labelled <= m.tokens for m in plan.microbatches),
+        labelled == plan.labelled
+        and all(m.labelled <= paths[list(m.segments)].sum() for m in plan.microbatches),
         f"its microbatches have {labelled} labels, and it has {plan.labelled}",
     )
     windows = {0, *(plan.shape.windows if plan.shape else ())}

@@ -15,7 +15,6 @@ from forkpoint.report.groups import group_names, groups_figure
 from forkpoint.report.runs import MOST_BATCHES, Run
 from forkpoint.report.schedules import (
     counted_lane,
-    labelled_of_segments,
     measured_lane,
     timeline_figure,
 )
@@ -120,10 +119,7 @@ def rollouts_chapter(
             continue
         of_batch = f"batch {number}: {named_groups(batch.group_ids)}"
         label = of_batch if recorded else f"all of {cut(name, MOST_NAME_CHARACTERS)}"
-        lanes = [
-            counted_lane(way, made, labelled_of_segments(made, batch.loss_mask, batch.offsets))
-            for way, made in (("dense", dense), ("shared", plan))
-        ]
+        lanes = [counted_lane(way, made) for way, made in (("dense", dense), ("shared", plan))]
         prompts = prompt_lengths(batch.loss_mask, batch.offsets).tolist()
         forests.append((label, draw_forest(plan, batch.rollout_ids, group_names(batch), prompts)))
         timelines.append((label, lanes))

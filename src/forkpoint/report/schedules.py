@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from forkpoint.byte_sizes import GIB, KIB, MIB
-from forkpoint.forest import IntArray
 from forkpoint.plan import Plan
 from forkpoint.plan.predict import cache_bytes
 from forkpoint.plan.pricing.cost import Work, visible_pairs
@@ -47,14 +44,14 @@ def measured_lane(name: str, plan: Plan, record: StepRecord) -> Lane:
     )
 
 
-def counted_lane(name: str, plan: Plan, labelled_of_segment: IntArray) -> Lane:
+def counted_lane(name: str, plan: Plan) -> Lane:
     """A plan that was not run: sizes are counted FLOPs, or tokens without a model shape."""
     unit, flops = flops_unit(plan)
     events = _events(plan)
     for event in events:
         event["size"] = float(event["places"])
         if plan.shape is not None:
-            work = _work(plan, event, labelled_of_segment)
+            work = _work(plan, event)
             share = work.forward_flops(plan.shape)
             if event["operation"] == BACKWARD:
                 share = work.step_flops(plan.shape) - share
@@ -152,16 +149,6 @@ def timeline_figure(timelines: Sequence[tuple[str, list[Lane]]], left_out: int) 
     )
 
 
-def labelled_of_segments(plan: Plan, loss_mask: np.ndarray, offsets: IntArray) -> IntArray:
-    """[S] distinct edges of each segment whose label is trained on."""
-    edges = plan.forest.token_edges(offsets)[loss_mask]
-    labelled = np.zeros(plan.forest.edges + 1, np.int64)
-    labelled[np.unique(edges[edges >= 0])] = 1
-    total = np.concatenate([[0], np.cumsum(labelled[:-1])])
-    firsts = plan.forest.edge_offsets
-    return total[firsts[1:]] - total[firsts[:-1]]
-
-
 def _lane(
     name: str,
     events: list[dict[str, Any]],
@@ -250,13 +237,14 @@ def _held(plan: Plan, events: list[dict[str, Any]]) -> list[int]:
     return found
 
 
-def _work(plan: Plan, event: dict[str, Any], labelled_of_segment: IntArray) -> Work:
+def _work(plan: Plan, event: dict[str, Any]) -> Work:
     """The work of an event's microbatch, or of the one token of an idle instruction."""
     windows = {0, *(plan.shape.windows if plan.shape else ())}
     if event["index"] == IDLE:
         return Work(tokens=1, pairs=dict.fromkeys(windows, 1), labelled=0)
-    segments = list(plan.microbatches[event["index"]].segments)
-    labelled = int(labelled_of_segment[segments].sum()) if event["ends_at"] == HEAD else 0
+    row = plan.microbatches[event["index"]]
+    segments = list(row.segments)
+    labelled = row.labelled if event["ends_at"] == HEAD else 0
     start, length = plan.forest.start[segments], plan.forest.length[segments]
     pairs = {window: visible_pairs(start, length, window) for window in windows}
     return Work(tokens=event["tokens"], pairs=pairs, labelled=labelled)

@@ -1,8 +1,8 @@
 """Counted floating-point operations, bytes and tokens of a batch for a model shape.
 
 The bound of every speed-up is defined here and nowhere else: FLOPs of dense training over FLOPs of
-the edges run, attention on visible pairs, the head on labelled tokens only on both sides, and
-nothing of ours (recomputation, zero roots, padding) counted as useful.
+the edges run, attention on visible pairs, the head on labelled tokens only on both sides (once for
+each temperature), and nothing of ours (recomputation, zero roots, padding) counted as useful.
 """
 
 from collections.abc import Mapping

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 
-from forkpoint.forest import Forest, IntArray
 from forkpoint.layout import Microbatch
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import (
@@ -162,18 +161,3 @@ class TokenMeter:
 def logits_bytes(microbatch: Microbatch, shape: ModelShape, labelled: int) -> int:
     """Bytes of a microbatch's kept logits, as the head's product leaves them."""
     return labelled * shape.vocab * shape.dtype_bytes if microbatch.keeps_logits else 0
-
-
-def labelled_of_segments(forest: Forest, token_edge: IntArray, loss_mask: np.ndarray) -> IntArray:
-    """[S] how many edges of each segment have a label that some rollout trains on."""
-    labelled = np.zeros(forest.edges, bool)
-    labelled[token_edge[loss_mask]] = True
-    before = np.concatenate([[0], np.cumsum(labelled, dtype=np.int64)])
-    begin = forest.edge_offsets
-    return before[begin[1:]] - before[begin[:-1]]
-
-
-def labelled_of_microbatches(plan: Plan, token_edge: IntArray, loss_mask: np.ndarray) -> list[int]:
-    """How many edges of each microbatch have a label that some rollout trains on."""
-    of_segment = labelled_of_segments(plan.forest, token_edge, loss_mask)
-    return [int(of_segment[list(microbatch.segments)].sum()) for microbatch in plan.microbatches]

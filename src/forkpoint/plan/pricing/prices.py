@@ -10,12 +10,13 @@ from hashlib import blake2b
 import numpy as np
 
 from forkpoint.forest import Forest, IntArray
+from forkpoint.plan.entries import entries_of
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import peak_bytes, plan_cost
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.measured import MeasuredMeter
-from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter, labelled_of_segments
+from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter
 from forkpoint.rollouts import RolloutBatch
 
 
@@ -28,21 +29,26 @@ class Prices:
         shape: ModelShape | None,
         coupling: IntArray | None,
         calibration: Calibration | None,
+        *,
+        tempers: bool = True,
     ) -> None:
+        """`tempers`: whether the head's outputs depend on temperatures."""
         self.batch: RolloutBatch = batch
         self.shape: ModelShape | None = shape
         self.coupling: IntArray | None = coupling
         self.calibration: Calibration | None = calibration
+        self.tempers: bool = tempers
         self._labelled_of: dict[bytes, IntArray] = {}
         self._meter_of: dict[bytes, Meter] = {}
         self._cost_of: dict[tuple[object, ...], tuple[float, int | None]] = {}
 
     def labelled(self, forest: Forest) -> IntArray:
-        """[S] of each segment, how many of its edges have a label that some rollout trains on."""
+        """[S] how many entries the head computes for each segment's edges."""
         key = _key_of_forest(forest)
         if key not in self._labelled_of:
             edges = forest.token_edges(self.batch.offsets)
-            self._labelled_of[key] = labelled_of_segments(forest, edges, self.batch.loss_mask)
+            entries = entries_of(forest.edges, edges, self.batch, tempers=self.tempers)
+            self._labelled_of[key] = entries.of_segments(forest)
         return self._labelled_of[key]
 
     def meter(self, plan: Plan) -> Meter:
@@ -80,7 +86,7 @@ class Prices:
         if key not in self._cost_of:
             peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
             fits = budget is None or peak is None or peak <= budget
-            cost = plan_cost(plan, self.batch, meter) if fits else math.inf
+            cost = plan_cost(plan, meter) if fits else math.inf
             self._cost_of[key] = cost, peak
         cost, peak = self._cost_of[key]
         measured = isinstance(meter, MeasuredMeter)

@@ -1,0 +1,74 @@
+"""Entries of the head: one for each trained edge and each temperature at which it is trained."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.forest import Forest, IntArray
+from forkpoint.rollouts import RolloutBatch
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """The head's entries of one forest, numbered so that those of one edge are neighbours.
+
+    Hidden states do not depend on a rollout's temperature and the log-prob of a label does. So
+    rollouts share an edge whatever their temperatures, and those of one temperature its entry.
+    """
+
+    numbers: int
+    """Numbers are below this. Where no edge has two entries, an entry has its edge's number."""
+    of_trained: IntArray
+    """[n] the entry that each trained token of the batch reads, in the order of its flat tokens."""
+    count: NDArray[np.bool_] | IntArray
+    """[E] how many entries each edge has."""
+    first: IntArray | None
+    """[E] the number of each edge's first entry; None where no edge has two."""
+
+    def at(self, edges: IntArray) -> tuple[IntArray, IntArray]:
+        """Places with entries, and the entries: int64 [m] each, by place, then by temperature.
+
+        edges: int64 [T], the edge of each place; -1 for padding.
+        """
+        counts = np.where(edges >= 0, self.count[edges], 0)
+        places = np.flatnonzero(counts)
+        if self.first is None:
+            return places, edges[places]
+        counts = counts[places]
+        before = np.cumsum(counts) - counts
+        entry = np.arange(counts.sum()) + np.repeat(self.first[edges[places]] - before, counts)
+        return np.repeat(places, counts), entry
+
+    def of_segments(self, forest: Forest) -> IntArray:
+        """[S] how many entries the edges of each segment have."""
+        before = np.concatenate([[0], np.cumsum(self.count, dtype=np.int64)])
+        begin = forest.edge_offsets
+        return before[begin[1:]] - before[begin[:-1]]
+
+
+def entries_of(
+    edges: int, token_edge: IntArray, batch: RolloutBatch, *, tempers: bool = True
+) -> Entries:
+    """The entries of a forest of so many edges.
+
+    Args:
+        edges: E.
+        token_edge: [T] what `Forest.token_edges` gave.
+        batch: the rollouts.
+        tempers: whether the head's outputs depend on temperatures; those of a critic do not.
+    """
+    trained = np.flatnonzero(batch.loss_mask)
+    trained_edge = token_edge[trained]
+    temperatures, classes = np.unique(batch.temperatures, return_inverse=True)
+    if tempers and len(temperatures) > 1:
+        rollout = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))[trained]
+        pairs, of_trained = np.unique(
+            trained_edge * len(temperatures) + classes[rollout], return_inverse=True
+        )
+        count = np.bincount(pairs // len(temperatures), minlength=edges)
+        if count.max(initial=0) > 1:
+            return Entries(len(pairs), of_trained, count, np.cumsum(count) - count)
+    labelled = np.zeros(edges, bool)
+    labelled[trained_edge] = True
+    return Entries(edges, trained_edge, labelled, None)
