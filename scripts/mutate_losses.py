@@ -69,7 +69,7 @@ class Change:
     place: ast.AST
     """The node of the file that is replaced."""
     make: ast.expr
-    """What replaces it."""
+    """The node in its place."""
 
     @property
     def name(self) -> str:

@@ -152,7 +152,7 @@ class Hybrid(Benchmark):
         return not self.only or any(part in case for part in self.only)
 
     def _how(self) -> str:
-        """What differs from the default, as a part of the case's name."""
+        """Options that are not the default, as a part of the case's name."""
         said = [
             *(["eager"] if self.blocks == "eager" else []),
             *(["the planner's choice"] if self.planned else []),
