@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybrids import tiny_hybrid
 from steps import ACROSS, clear_gradients, forked_batch, gradients, model_state, relative_distance
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
@@ -17,7 +16,7 @@ from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.exc import InductorError
 
-from forkpoint import Config, Policy, losses, wrap
+from forkpoint import Policy, losses, wrap
 from forkpoint.engine.compiling import Compiling, is_of_compiler
 from forkpoint.engine.guard import CLEARED
 from forkpoint.errors import UnsupportedError
@@ -251,22 +250,3 @@ def test_what_is_compiled_by_default() -> None:
     assert asked.give_up(compiler_error())
     assert "no such kernel" in str(asked.reason_for_eager(cuda, torch.float32))
     assert not Compiling(False).give_up(compiler_error())
-
-
-@pytest.mark.parametrize(("version", "right"), [("2.11.0+cu130", False), ("2.13.0", True)])
-def test_blocks_with_recurrences_are_compiled_where_that_is_right(
-    version: str, right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    cuda = torch.device("cuda")
-    default = Compiling(None, recurrent=True)
-    assert (default.reason_for_eager(cuda, torch.bfloat16) is None) == right
-    assert Compiling(None).reason_for_eager(cuda, torch.bfloat16) is None
-    hybrid = tiny_hybrid("qwen3_5_text")
-    assert not wrap(hybrid).host.compiles
-    if right:
-        assert wrap(hybrid, Config(compile_blocks=True)).host.compiles
-    else:
-        with pytest.raises(UnsupportedError, match=r"torch 2\.11\.0\+cu130 compiles .* wrong"):
-            wrap(hybrid, Config(compile_blocks=True))
-    assert wrap(tiny_model("llama"), Config(compile_blocks=True)).host.compiles

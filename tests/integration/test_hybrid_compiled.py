@@ -10,16 +10,13 @@ from steps import clear_gradients, forked_batch, gradients, relative_distance
 from transformers import PreTrainedModel
 
 from forkpoint import Config, wrap
-from forkpoint.engine.compiling import RECURRENT_TORCH, torch_release
+from forkpoint.hosts.linear_attention import RECURRENT_FORWARDS
 from forkpoint.losses import GRPO
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from pairwise import FULL
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
-    pytest.mark.skipif(
-        torch_release() < RECURRENT_TORCH, reason="this torch compiles recurrences wrongly"
-    ),
     pytest.mark.filterwarnings("ignore"),  # torch's compiler looks at what warns
 ]
 ACROSS = Config(sharing="tree", boundary="across", compile_blocks=True)
@@ -89,3 +86,9 @@ def test_models_that_checkpoint_themselves(family: str) -> None:
     flagged = [vars(m)["gradient_checkpointing"] for m in model.model.layers]
     assert flagged == [True] * len(flagged)
     assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_forwards_have_no_variables_of_closures() -> None:
+    """With them torch 2.11 goes on after the convolution with the globals of another module."""
+    for forward in set(RECURRENT_FORWARDS.values()):
+        assert forward.__code__.co_cellvars == (), forward.__name__  # type: ignore[attr-defined]

@@ -268,7 +268,11 @@ def test_gradients_of_inputs_that_are_read_often_are_rounded_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_compiled_convolution_is_the_eager_one(dtype: torch.dtype, biased: bool) -> None:
-    """Value and gradients; in 16 bits no further from float64 than the library's convolution."""
+    """Value and gradients; in 16 bits no further from float64 than the library's convolution.
+
+    Torch 2.11 loses gradients of a Function that casts its result to the dtype it has (torch issue
+    180642), here those of float32 and float64.
+    """
     torch._dynamo.reset()
     random = torch.Generator().manual_seed(0)
     shapes = [(37, 6), (6, 4), (6,), (5, 4, 6)]

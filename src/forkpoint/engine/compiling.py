@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from forkpoint.errors import ForkpointError, UnsupportedError
+from forkpoint.errors import ForkpointError
 
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "triton")
 """Packages of torch's compiler: their errors, and errors raised in their code, are the compiler's.
@@ -21,40 +21,12 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx",
 MOST_REASON_CHARACTERS = 200
 
 
-RECURRENT_TORCH = (2, 13)
-"""The first release seen to compile blocks with recurrences right: of torch 2.11 gradients are off
-by half of their norm, with any backend of the compiler; 2.12 was not tried."""
-
-
-def torch_release() -> tuple[int, int]:
-    """The first two numbers of torch's version."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
 class Compiling:
     """The choice between compiled and eager decoder blocks of one model."""
 
-    def __init__(self, asked: bool | None, *, recurrent: bool = False) -> None:
-        """`asked` is Config.compile_blocks: None compiles on CUDA, but not float64 models.
-
-        `recurrent`: whether layers of the model carry a state.
-
-        Raises UnsupportedError where it is asked for what this torch compiles wrongly.
-        """
+    def __init__(self, asked: bool | None) -> None:
+        """`asked` is Config.compile_blocks: None compiles on CUDA, but not float64 models."""
         self.asked: bool | None = asked
-        self.wrong: str | None = None
-        """Why compiled blocks would be wrong; None where they are right."""
-        if recurrent and torch_release() < RECURRENT_TORCH:
-            self.wrong = (
-                f"layers of the model carry a state, and torch {torch.__version__} compiles blocks "
-                "with such layers to code whose gradients are wrong; torch 2.13 and later do not"
-            )
-        if asked and self.wrong is not None:
-            raise UnsupportedError(
-                f"compile_blocks is True, but {self.wrong}. Use a newer torch, or leave "
-                "compile_blocks to its default."
-            )
         self.failure: str | None = None
         """The compiler's error, in one line, once it has failed: blocks then run eagerly."""
         self.proven: bool = False
@@ -67,8 +39,6 @@ class Compiling:
         """Why blocks on this device and of this dtype run eagerly; None where they are compiled."""
         if self.asked is False:
             return "compile_blocks is False"
-        if self.wrong is not None:
-            return self.wrong
         if self.failure is not None:
             return f"the compiler failed ({self.failure})"
         if self.asked:

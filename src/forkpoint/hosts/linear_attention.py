@@ -102,14 +102,13 @@ def mamba2(
     dtype = accumulate_dtype(hidden_BLC.dtype)
     dt_TG = F.softplus(dt_TG + module.dt_bias.to(dt_TG.dtype)).clamp(*module.time_step_limit)
     dt_TG, x_TGE = dt_TG.to(dtype), x.to(dtype).unflatten(-1, (heads, -1))
-    b_THD, c_THD = (y.to(dtype).unflatten(-1, (-1, state_dim)) for y in (b, c))
     o_TGE = _selective_scan(
         module,
         context,
         x_TGE * dt_TG[..., None],
         -module.A_log.to(dtype).exp() * dt_TG,
-        b_THD,
-        c_THD,
+        b.to(dtype).unflatten(-1, (-1, state_dim)),
+        c.to(dtype).unflatten(-1, (-1, state_dim)),
     )
     o_TC = (o_TGE + x_TGE * module.D[:, None]).flatten(1)
     normed_TC = module.norm(o_TC, gate_TC).to(hidden_BLC.dtype)
@@ -118,6 +117,8 @@ def mamba2(
 
 # What depends on the microbatch, and on which layer it is, is left out of compiled blocks. So
 # neither the microbatch's tables nor a layer's number are things that compiled code is made for.
+# No comprehension in a forward reads the forward's variables: torch 2.11 would go on, after what is
+# left out, in a closure that looks up globals in the module of the block.
 
 
 @torch.compiler.disable()

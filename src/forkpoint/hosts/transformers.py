@@ -158,9 +158,7 @@ class TransformersHost:
         self._check_idle()
         self._check_model()
         refusals.check_rotary_buffers(self.causal)  # here alone: it waits for the device
-        self.compiling: Compiling = Compiling(
-            compile_blocks, recurrent=bool(recurrent_modules(self.causal))
-        )
+        self.compiling: Compiling = Compiling(compile_blocks)
         self._blocks = CompiledBlocks(
             cast(nn.ModuleList, self.causal.base_model.layers), self.compiling
         )

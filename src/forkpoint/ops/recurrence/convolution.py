@@ -142,6 +142,11 @@ class _ShiftedSum(torch.autograd.Function):
 
     The backward shifts the gradient and not, as autograd would, the inputs: compiled code keeps
     what is padded in the forward for it, in float32 and for every shift.
+
+    Dynamo of torch 2.11 makes every tensor and size of a Function's forward an output of it. If the
+    result is there under two names, as one that is cast to the dtype it has, the gradient goes to
+    the other name and is lost, silently (pytorch issue 180642; torch 2.12.1 is right). A size that
+    turns out to be a constant ends compilation. So the forward makes neither.
     """
 
     @staticmethod
@@ -149,13 +154,16 @@ class _ShiftedSum(torch.autograd.Function):
         ctx.save_for_backward(x_TC, weight_CW)
         ctx.biased = bias_C is not None
         wide = accumulate_dtype(x_TC.dtype)
-        x, weight, tokens = x_TC.to(wide), weight_CW.to(wide), len(x_TC)
-        total = x * weight[:, -1]
-        for back in range(1, weight.shape[1]):
-            total = total + F.pad(x, (0, 0, back, 0))[:tokens] * weight[:, -1 - back]
+        x, tokens = x_TC.to(wide), len(x_TC)
+        # No range over weight_CW.shape[1], which may be a size that is not known as a constant.
+        newest, *older = reversed(weight_CW.to(wide).unbind(1))
+        total = x * newest
+        for back, weight_C in enumerate(older, 1):
+            total = total + F.pad(x, (0, 0, back, 0))[:tokens] * weight_C
         if bias_C is not None:
             total = total + bias_C.to(wide)
-        return total.to(x_TC.dtype)
+        # Not `to` in any case: see above.
+        return total if total.dtype == x_TC.dtype else total.to(x_TC.dtype)
 
     @staticmethod
     def backward(ctx, grad_TC):  # type: ignore[override]
