@@ -31,6 +31,7 @@ COMMANDS = {
     "batches": "planning.batches:Batches",
     "plan-scale": "planning.plan_scale:PlanScale",
     "align": "planning.align:Align",
+    "placement": "planning.placement:Placement",
     "delta-rule-gradients": "delta_rule.gradients:DeltaRuleGradients",
     "stock-hybrid": "delta_rule.stock_hybrid:StockHybrid",
     "plot": "plots:Plot",

@@ -40,6 +40,7 @@ __all__ = [
     "VerifyReport",
     "load_rollouts",
     "losses",
+    "place",
     "record",
     "save_rollouts",
     "traces",
@@ -48,6 +49,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from forkpoint import losses as losses
+    from forkpoint.placement import place as place
     from forkpoint.policy import Policy as Policy
     from forkpoint.policy import Scores as Scores
     from forkpoint.policy import StepOutcome as StepOutcome
@@ -57,13 +59,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Names that need torch are imported when first used: plans and the CLI's help need none.
+# Names are imported when first used that need torch, or more than most need: plans and the CLI's
+# help need no torch.
 _LAZY = {
     "Policy": "forkpoint.policy",
     "Scores": "forkpoint.policy",
     "StepOutcome": "forkpoint.policy",
     "StepStats": "forkpoint.policy",
     "VerifyReport": "forkpoint.verify",
+    "place": "forkpoint.placement",
     "wrap": "forkpoint.policy",
 }
 

@@ -12,11 +12,14 @@ import pytest
 import torch
 from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_config, write_rollouts
 
+import forkpoint
 from forkpoint import Config, RolloutBatch, load_rollouts, record, wrap
 from forkpoint.cli.losses import LossOptions
 from forkpoint.cli.model_config import read_shape
 from forkpoint.cli.models import load_model
 from forkpoint.cli.options import Runtime
+from forkpoint.placement.lockstep import predict_step
+from forkpoint.plan import make_plan
 from forkpoint.testing import tiny_model
 
 PLAN_FIELDS = {
@@ -33,6 +36,7 @@ PLAN_FIELDS = {
     *("predicted_peak_bytes", "predicted_ms", "predicted_speedup", "plans", "batch"),
     *("model", "batches", "modes", "distributions", "splits", "format", "skipped"),
     "device_memory",
+    "ranks",
 }
 LOSSES = ("grpo", "gspo", "dpo", "simpo", "likelihood")
 
@@ -350,3 +354,50 @@ def test_a_report_of_a_device(shell: Shell, rollouts: Path, tmp_path: Path) -> N
     done = shell(*report, "--device-memory", "40GB", "--optimizer-bytes", "2", "--output", page)
     assert done.code == 0 and "does not fit" in done.out
     assert "does not fit" in page.read_text()
+
+
+def test_plan_on_ranks(shell: Shell, rollouts: Path, config: Path) -> None:
+    done = shell("plan", rollouts, "--model", config, "--ranks", 2)
+    assert done.code == 0 and done.err == ""
+    lines = done.out.splitlines()
+    assert [line.split("  ")[0] for line in lines[-3:]] == ["ranks", "placed", "or placed"]
+    assert lines[-3].startswith("ranks         2 ranks: step ")
+    found = done.result["ranks"]
+    assert found["ranks"] == 2
+    ways = found["ways"]
+    assert set(ways) == {"forkpoint", "token counts", "file order"}
+    batch = RolloutBatch(load_rollouts(rollouts))
+    shape = read_shape(config, Runtime())
+    for way in ways.values():
+        # What waits is never faster than what does not.
+        assert way["step_over_share"] >= way["gathered_once_over_share"] * (1 - 1e-12)
+        assert 0 <= way["idle_share"] < 1
+    # The figures are those of the plans of what `place` gives.
+    placed = forkpoint.place(batch, ranks=2, model=shape)
+    plans = [make_plan(batch.select(own), shape) for own in placed]
+    step = predict_step(plans)
+    alone = predict_step([make_plan(batch, shape)]).lockstep
+    assert ways["forkpoint"]["step_over_share"] == pytest.approx(2 * step.lockstep / alone)
+    assert ways["forkpoint"]["idle_share"] == pytest.approx(step.idle_share)
+    tokens = sum(plan.computed_tokens for plan in plans)
+    assert ways["forkpoint"]["replicated_tokens"] == tokens - done.result["computed_tokens"]
+
+
+def test_plan_on_ranks_of_several_batches(shell: Shell, rollouts: Path) -> None:
+    options = ("--batch-rollouts", 5, "--ranks", 3)
+    done = shell("plan", rollouts, *options)
+    assert done.code == 0 and done.result["batches"] == 2
+    ways = done.result["ranks"]["ways"]
+    assert ways["file order"]["groups_split"] > 0
+    # A pair of dpo is not taken apart.
+    pairs = shell("plan", rollouts, "--ranks", 9, "--loss", "dpo")
+    if pairs.code == 0:
+        assert pairs.result["ranks"]["ways"]["forkpoint"]["groups_split"] == 0
+    assert shell("plan", rollouts).result["ranks"] is None
+
+
+def test_plan_on_one_rank_is_the_plan(shell: Shell, rollouts: Path, config: Path) -> None:
+    found = shell("plan", rollouts, "--model", config, "--ranks", 1).result["ranks"]["ways"]
+    for way in found.values():
+        assert way["step_over_share"] == pytest.approx(1)
+        assert (way["replicated_tokens"], way["groups_split"]) == (0, 0)

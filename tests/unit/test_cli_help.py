@@ -32,7 +32,7 @@ OPTIONS = {
         *("--steps", "--lr", "--seed", "--output", "--json"),
     },
     "plan": {
-        *("--model", "--loss", "--details", "--batch", "--limit", "--json"),
+        *("--model", "--loss", "--details", "--batch", "--ranks", "--limit", "--json"),
         *(*READING, *BATCHING, *PLANNING, *MEMORY, *DEVICE),
     },
     "replay": {

@@ -50,7 +50,12 @@ CORE = {
         "errors",
     },
 }
-WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {"device", "ops", "losses", "engine"}
+WITHOUT_TORCH = {"__init__", "placement", "synthetic", *CORE} - {
+    "device",
+    "ops",
+    "losses",
+    "engine",
+}
 LIBRARIES_OF_HOSTS = {"transformers", "peft", "accelerate", "trl", "verl", "torchtitan"}
 TORCH_AND_HOSTS = {"torch", *LIBRARIES_OF_HOSTS}
 
@@ -233,7 +238,7 @@ except SystemExit as end:
         "import forkpoint",
         PLAN,
         COMMAND.replace("ARGUMENTS", '"--help"'),
-        PLAN + COMMAND.replace("ARGUMENTS", '"plan", "rollouts.jsonl"'),
+        PLAN + COMMAND.replace("ARGUMENTS", '"plan", "rollouts.jsonl", "--ranks", "2"'),
         COMMAND.replace("ARGUMENTS", f'"plan", {str(ROOT / "tests/fixtures/trl-batch.pt")!r}'),
         COMMAND.replace("ARGUMENTS", f'"plan", {str(ROOT / "tests/fixtures/verl-batch.pkl")!r}'),
     ],

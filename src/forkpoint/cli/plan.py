@@ -38,8 +38,11 @@ from forkpoint.cli.options import (
     streamed_batches,
 )
 from forkpoint.cli.output import Output
-from forkpoint.cli.plan_lines import plan_lines
+from forkpoint.cli.plan_lines import LABEL, plan_lines
+from forkpoint.cli.ranks import Ranks
 from forkpoint.errors import ConfigError, ForkpointError
+from forkpoint.placement.place import check_ranks
+from forkpoint.placement.rates import Rates
 from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.device_memory import DeviceMemory
@@ -92,6 +95,9 @@ class Plan:
         details: Show the whole plan as well: its microbatches and its tree, what was looked at, how
             rollouts share, and what is lost where a batch is cut.
         batch: Show the plan of batch N, counted from 0: its microbatches and its tree.
+        ranks: Show what a step costs on N data-parallel ranks, with the rollouts placed by
+            forkpoint, by token counts and in the order of the file. The ranks wait for each other
+            in every forward and backward, as with sharded weights.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
     """
@@ -101,6 +107,7 @@ class Plan:
     loss: LossName = "grpo"
     details: Flag = False
     batch: WhichBatch = None
+    ranks: WhichBatch = None
     limit: Limit = None
     json: Flag = False
     reading: Reading = field(default_factory=Reading)
@@ -118,15 +125,25 @@ class Plan:
         measured = self.planning.calibration
         calibration = None if measured is None else Calibration.load(measured)
         estimate, totals, shown, worst = Estimate(shape), Totals(), None, None
+        ranks = self._ranks(shape, calibration)
         with out.waiting("planning"), working_on(self.file):
             for batch in self._batches(source):
-                plan = self._plan(batch, totals.batches, shape, calibration, device)
+                make = partial(
+                    self._plan,
+                    number=totals.batches,
+                    shape=shape,
+                    calibration=calibration,
+                    device=device,
+                )
+                plan = make(batch)
                 estimate.add(batch)
                 if totals.batches == (self.batch or 0):
                     shown = plan
                 if (plan.predicted_peak_bytes or 0) > (totals.predicted_peak_bytes or -1):
                     worst = batch
                 totals.add(plan)
+                if ranks is not None:
+                    ranks.add(batch, plan, make)
         if shown is None:
             batches, most = "one batch", "0"
             if totals.batches > 1:
@@ -141,9 +158,10 @@ class Plan:
             assert worst is not None and shape is not None
             remedies = self._remedies(device, worst, shape, calibration)
         lines = plan_lines(shown, totals, estimate, self.file, self.model, device, remedies)
-        out.show(*lines)
+        out.show(*lines, *(ranks.lines(LABEL) if ranks else ()))
         self._show_details(out, shown, totals, estimate)
         facts = _device_facts(device, totals, remedies)
+        facts |= {"ranks": ranks.facts() if ranks else None}
         out.result(self._result(shown, totals, estimate) | facts)
         return 0
 
@@ -165,6 +183,19 @@ class Plan:
                 if milder.fits(plan.predicted_peak_bytes or 0):
                     found.append(words)
         return found
+
+    def _ranks(self, shape: ModelShape | None, calibration: Calibration | None) -> Ranks | None:
+        if self.ranks is None:
+            return None
+        check_ranks(self.ranks)
+        return Ranks(
+            self.ranks,
+            Rates.of(shape, calibration),
+            # Losses of pairs need both rollouts on one rank.
+            self.loss in ("dpo", "simpo"),
+            self.planning.max_microbatch_tokens,
+            calibration,
+        )
 
     def _show_details(self, out: Output, plan: MadePlan, totals: Totals, of: Estimate) -> None:
         """The tables that were asked for."""

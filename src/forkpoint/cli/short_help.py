@@ -86,6 +86,7 @@ PAGES: dict[str, Page] = {
             ),
             ("--details", "the whole plan, with its tables and its tree"),
             ("--loss NAME", "the loss it is for: gspo, dpo and simpo couple tokens"),
+            ("--ranks N", "the step on N data-parallel ranks, by how rollouts are placed"),
             ("--batch-rollouts N", "a batch is N rollouts (the whole file)"),
             ("--sharing NAME", "auto, none (ordinary training), group or tree"),
             ("--boundary NAME", "auto, within, across or mixed"),

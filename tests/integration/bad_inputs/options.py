@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from steps import forked_batch
 
+import forkpoint
 from bad_inputs.kind import Kind
 from forkpoint import Config, Policy, losses, wrap
 from forkpoint.cli.app import COMMANDS
@@ -44,6 +45,31 @@ def option_kind(
 
 
 OPTIONS = (
+    option_kind(
+        "No ranks",
+        lambda: forkpoint.place(forked_batch(), ranks=0, model=None),
+        argv=("plan", "ok.jsonl", "--ranks", "0"),
+        message="ranks is 0; it takes a whole number of at least 1: how many data-parallel ranks "
+        "take part in the step.",
+        means="Rollouts are placed on at least one rank.",
+        remedy="Give the number of ranks that each have rollouts of their own.",
+    ),
+    option_kind(
+        "A model that is none",
+        lambda: forkpoint.place(forked_batch(), ranks=2, model=7),  # pyright: ignore[reportArgumentType]
+        message="model is 7 of type int; it takes a ModelShape such as policy.host.shape, the "
+        "mapping of a config.json, a name such as 'Qwen/Qwen3-8B', a path, or None to count "
+        "tokens.",
+        means="Rollouts are placed by what they cost a model of some sizes.",
+        remedy="Pass policy.host.shape, or the model's name.",
+    ),
+    option_kind(
+        "Microbatches of no tokens",
+        lambda: forkpoint.place(forked_batch(), ranks=2, model=None, max_microbatch_tokens=0),
+        message="max_microbatch_tokens is 0; it takes a whole number of at least 1, or None.",
+        means="Ranks are balanced by the microbatches that their plans will have.",
+        remedy="Pass what the ranks' Config has, or leave it out.",
+    ),
     option_kind(
         "An unknown command",
         argv=("train", "ok.jsonl"),

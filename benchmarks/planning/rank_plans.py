@@ -1,0 +1,99 @@
+"""Plans of ranks from paths alone: batches of hundreds of millions of tokens without the tokens.
+
+`make_plan` reads tokens to sort rollouts, to find the labelled ones and to make a fingerprint. Here
+the order is given, loss masks are counted, and there is no fingerprint; microbatches, programs and
+prices are made by the same functions. `tests/unit/test_placement_ranks.py` compares both.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from forkpoint.errors import PlanError
+from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest
+from forkpoint.layout import Microbatch
+from forkpoint.placement.paths import Paths
+from forkpoint.plan import ModelShape, Plan, Work
+from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS
+from forkpoint.plan.cache import place_boundaries
+from forkpoint.plan.packing import microbatches_mixed, microbatches_of_whole_paths
+from forkpoint.plan.planner import NOISE
+from forkpoint.plan.predict import plan_cost
+from forkpoint.plan.pricing.meters import CountedMeter
+from forkpoint.plan.program import Program
+
+Made = tuple[Forest, list[Microbatch]]
+
+
+def plan_of_rank(paths: Paths, rollouts: IntArray, shape: ModelShape) -> Plan | None:
+    """The plan of some of the rollouts; None where there is nothing to run.
+
+    The combinations are those of `make_plan` but for `across`, which shares no more than `mixed`.
+    """
+    order = paths.take(rollouts)
+    if not len(order.rollouts):
+        return None
+    tokens = max(DEFAULT_MICROBATCH_TOKENS, int(order.edges.max()))
+    group = paths.groups[order.rollouts]
+    between = np.concatenate([[True], group[1:] != group[:-1]])
+    found: list[Plan] = []
+    for sharing, tree in {
+        "none": order.cut(np.ones(len(group), bool)),
+        # In order of the tokens; a group whose rollouts do not lie together shares less.
+        "group": order.cut(between),
+        "tree": order,
+    }.items():
+        for boundary, made in (
+            ("within", partial(microbatches_of_whole_paths, tree, len(paths), tokens)),
+            ("mixed", partial(_mixed, tree, len(paths), tokens)),
+        ):
+            try:
+                forest, microbatches = made()
+            except PlanError:
+                continue
+            found.append(_plan(paths, forest, microbatches, (sharing, boundary, tokens), shape))
+    cheapest = min(plan.cost for plan in found)
+    return next(plan for plan in found if plan.cost <= cheapest * (1 + NOISE))
+
+
+def _mixed(order: SortedRollouts, rollouts: int, tokens: int) -> Made:
+    return microbatches_mixed(build_forest(order, rollouts), tokens)
+
+
+def _plan(
+    paths: Paths,
+    forest: Forest,
+    microbatches: list[Microbatch],
+    of: tuple[str, str, int],
+    shape: ModelShape,
+) -> Plan:
+    microbatches, cache_tokens, cache_states = place_boundaries(forest, microbatches)
+    labelled_S = paths.labels_of(forest)
+    microbatches = [
+        replace(microbatch, labelled=int(labelled_S[list(microbatch.segments)].sum()))
+        for microbatch in microbatches
+    ]
+    nothing = Work(tokens=0, pairs={}, labelled=0)
+    sharing, boundary, tokens = of
+    plan = Plan(
+        sharing=sharing,
+        boundary=boundary,
+        leaf_layout="packed",
+        max_microbatch_tokens=tokens,
+        forest=forest,
+        microbatches=tuple(microbatches),
+        program=Program(),
+        cache_tokens=cache_tokens,
+        cache_states=cache_states,
+        rollouts=len(forest.order),
+        logical_tokens=0,
+        unique_tokens=0,
+        labelled=int(labelled_S.sum()),
+        dense=nothing,
+        shared=nothing,
+        fingerprint="",
+        shape=shape,
+    ).with_program(scores=False)
+    meter = CountedMeter(plan, [microbatch.labelled for microbatch in plan.microbatches])
+    return replace(plan, cost=plan_cost(plan, meter), cost_unit=meter.unit)

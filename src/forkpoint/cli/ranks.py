@@ -1,0 +1,151 @@
+"""Costs of placement, splitting and waiting, for `forkpoint plan --ranks`. Imports no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forkpoint.forest import IntArray
+from forkpoint.placement.baselines import by_tokens, in_order
+from forkpoint.placement.lockstep import RanksStep, predict_step
+from forkpoint.placement.paths import Paths
+from forkpoint.placement.place import place_paths
+from forkpoint.placement.rates import Rates
+from forkpoint.plan import Plan
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.rollouts import RolloutBatch
+
+WAYS = ("forkpoint", "token counts", "file order")
+MakePlan = Callable[[RolloutBatch], Plan]
+
+
+@dataclass
+class Sums:
+    """Sums over batches of one way to place."""
+
+    lockstep: float = 0.0
+    once: float = 0.0
+    mean: float = 0.0
+    tokens: int = 0
+    groups_split: int = 0
+
+    def add(self, step: RanksStep, tokens: int, groups_split: int) -> None:
+        """Count one more batch: its step, the tokens that its ranks run, and its split groups."""
+        self.lockstep += step.lockstep
+        self.once += step.once
+        self.mean += step.mean
+        self.tokens += tokens
+        self.groups_split += groups_split
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the ranks' time in lockstep in which they wait or idle."""
+        return 1 - self.mean / self.lockstep if self.lockstep else 0.0
+
+
+@dataclass
+class Ranks:
+    """Steps of many ranks, batch by batch, for each way to place their rollouts.
+
+    Every rank's rollouts are planned as a policy would plan them there, with the settings given.
+    """
+
+    ranks: int
+    rates: Rates
+    whole_groups: bool
+    """Whether the loss couples rollouts of a group."""
+    max_microbatch_tokens: int | None
+    calibration: Calibration | None = None
+    alone: float = 0.0
+    """Cost of the batches on one rank."""
+    computed_tokens: int = 0
+    """Tokens that one rank runs."""
+    groups: int = 0
+    sums: dict[str, Sums] = field(default_factory=lambda: {way: Sums() for way in WAYS})
+
+    def add(self, batch: RolloutBatch, alone: Plan, make: MakePlan) -> None:
+        """Place one batch in each way, and predict the step.
+
+        Args:
+            batch: the rollouts.
+            alone: the plan of all of them on one rank.
+            make: makes the plan of a part of them.
+        """
+        groups, count = batch.group_index, self.ranks
+        paths = Paths.of_batch(batch)
+        placed = {
+            "forkpoint": place_paths(
+                paths,
+                paths.forest(),
+                self.rates,
+                count,
+                whole_groups=self.whole_groups,
+                max_microbatch_tokens=self.max_microbatch_tokens,
+            ),
+            "token counts": by_tokens(groups, batch.lengths, count),
+            "file order": in_order(groups, count, whole_groups=self.whole_groups),
+        }
+        self.alone += predict_step([alone], self.calibration).lockstep
+        self.computed_tokens += alone.computed_tokens
+        self.groups += int(groups.max()) + 1
+        for way, rank in placed.items():
+            plans = [
+                make(batch.select(np.flatnonzero(rank == number).tolist()))
+                if (rank == number).any()
+                else None
+                for number in range(count)
+            ]
+            step = predict_step(plans, self.calibration)
+            tokens = sum(plan.computed_tokens for plan in plans if plan)
+            self.sums[way].add(step, tokens, split_groups(groups, rank))
+
+    def over_mean(self, way: str) -> float:
+        """A step in lockstep over an equal share of what one rank would take for all."""
+        share = self.alone / self.ranks
+        return self.sums[way].lockstep / share if share else 1.0
+
+    def once_over_mean(self, way: str) -> float:
+        """A step whose ranks wait for each other at its end alone, over the same."""
+        share = self.alone / self.ranks
+        return self.sums[way].once / share if share else 1.0
+
+    def replicated(self, way: str) -> int:
+        """Tokens that ranks run besides those that one rank would."""
+        return self.sums[way].tokens - self.computed_tokens
+
+    def lines(self, label: int) -> list[str]:
+        """Answers as lines, with names `label` wide."""
+        own = self.sums["forkpoint"]
+        count = f"{self.ranks:,} rank{'' if self.ranks == 1 else 's'}"
+        share = self.replicated("forkpoint") / max(1, self.computed_tokens)
+        answers = {
+            "ranks": f"{count}: step {self.over_mean('forkpoint'):.2f}x an equal share, "
+            f"{own.idle_share:.0%} of it idle",
+            "placed": f"{max(0, self.replicated('forkpoint')):,} tokens replicated "
+            f"({max(0.0, share):.1%}), {own.groups_split:,} of {self.groups:,} groups split",
+            "or placed": f"by token counts {self.over_mean('token counts'):.2f}x, in file order "
+            f"{self.over_mean('file order'):.2f}x",
+        }
+        return [f"{name:{label}}{answer}" for name, answer in answers.items()]
+
+    def facts(self) -> dict[str, object]:
+        """Fields of the JSON line."""
+        return {
+            "ranks": self.ranks,
+            "ways": {
+                way: {
+                    "step_over_share": self.over_mean(way),
+                    "gathered_once_over_share": self.once_over_mean(way),
+                    "idle_share": self.sums[way].idle_share,
+                    "replicated_tokens": self.replicated(way),
+                    "groups_split": self.sums[way].groups_split,
+                }
+                for way in WAYS
+            },
+        }
+
+
+def split_groups(groups: IntArray, rank: IntArray) -> int:
+    """How many groups have rollouts on several ranks."""
+    pairs = np.unique(np.stack([groups, rank]), axis=1)
+    return int((np.bincount(pairs[0]) > 1).sum())

@@ -1,0 +1,157 @@
+"""Ranks for items: a greedy placement that counts what ranks have already, then exchanges.
+
+Everything is counted in whole numbers and in fixed order, and nothing looks at a clock.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from forkpoint.forest import IntArray
+from forkpoint.placement.items import Items
+
+PARTNERS = 8
+"""Ranks that the fullest one tries to exchange with, the emptiest first."""
+NOWHERE = 1 << 62
+SCRAMBLE = 2_654_435_761
+EVEN = 1000
+"""A fullest rank within one part of so many of the mean is left as it is."""
+ROUNDS_A_RANK = 1
+"""Exchanges, at most so many times the number of ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Items on ranks."""
+
+    items: Items
+    rank: IntArray
+    """[I] the rank of each item."""
+    load: IntArray
+    """[R] cost of each rank's items, what they share once."""
+
+    @property
+    def most(self) -> int:
+        """Cost of the fullest rank."""
+        return int(self.load.max())
+
+
+def greedy(items: Items, ranks: int, most: int, affinity: int) -> Placement:
+    """Place items, the costliest first.
+
+    An item goes to a rank that it does not fill beyond `most`, where the load and `affinity` times
+    what the item adds is least. With an affinity of 1 that is the rank that is emptiest afterwards;
+    with more, items stay near those that they share with. If it fits nowhere it goes where the
+    load is least afterwards.
+    """
+    load = np.zeros(ranks, np.int64)
+    missing = np.ones((len(items.shared_cost), ranks), bool)
+    rank = np.zeros(len(items), np.int64)
+    whole = items.whole
+    # Equal ones in an order of no meaning: those that follow each other tend to share a little, and
+    # would meet on one rank, where what shares a little is packed as one.
+    scrambled = np.arange(len(items)) * SCRAMBLE % (1 << 32)
+    for item in np.lexsort((scrambled, -whole)).tolist():
+        segments = items.shared[item]
+        if len(segments):
+            adds = items.own[item] + items.shared_cost[segments] @ missing[segments]
+            after = load + adds
+            chosen = int(after.argmin())
+            if affinity > 1 and after[chosen] <= most:
+                chosen = int(np.where(after <= most, load + affinity * adds, NOWHERE).argmin())
+            load[chosen] = after[chosen]
+            missing[segments, chosen] = False
+        else:
+            chosen = int(load.argmin())
+            load[chosen] += items.own[item]
+        rank[item] = chosen
+    return Placement(items, rank, load)
+
+
+def improved(placement: Placement) -> Placement:
+    """The placement after moves and exchanges of items that lower the fullest rank.
+
+    Each round takes the fullest rank and the emptiest others, one after the other, until a move or
+    an exchange with one of them leaves both below what the fullest had.
+    """
+    items, ranks = placement.items, len(placement.load)
+    state = _State(items, placement.rank.copy(), placement.load.copy())
+    for _ in range(ROUNDS_A_RANK * ranks):
+        full = int(state.load.argmax())
+        if (int(state.load[full]) - int(state.load.sum()) // ranks) * EVEN <= state.load[full]:
+            break
+        by_load = np.lexsort((np.arange(ranks), state.load))
+        if not any(
+            state.relieve(full, int(other)) for other in by_load[:PARTNERS] if other != full
+        ):
+            break
+    return Placement(items, state.rank, state.load)
+
+
+class _State:
+    """Items of each rank, while they move."""
+
+    def __init__(self, items: Items, rank: IntArray, load: IntArray) -> None:
+        self.items, self.rank, self.load = items, rank, load
+        self.flat = np.concatenate([*items.shared, np.zeros(0, np.int64)])
+        self.begin = np.concatenate([[0], np.cumsum([len(found) for found in items.shared])])
+        self.has = np.zeros((len(items.shared_cost), len(load)), np.int32)
+        of_pair = np.repeat(np.arange(len(items)), np.diff(self.begin))
+        np.add.at(self.has, (self.flat, rank[of_pair]), 1)
+
+    def relieve(self, full: int, other: int) -> bool:
+        """Move an item of one rank to another, or exchange two, if that lowers the fuller one."""
+        mine, theirs = np.flatnonzero(self.rank == full), np.flatnonzero(self.rank == other)
+        gap = int(self.load[full] - self.load[other])
+        if gap <= 0 or not len(mine):
+            return False
+        # By what leaves each, as if the other had nothing of it; the exact loads decide.
+        gives = self._leaves(mine, full)
+        takes = np.concatenate([[0], self._leaves(theirs, other)])
+        order = np.argsort(takes, kind="stable")
+        # The exchange that moves half of the gap would leave both equal.
+        near = np.searchsorted(takes[order], gives - gap // 2)
+        tries: list[tuple[int, int, int]] = []
+        for step in (-1, 0):
+            take = order[np.clip(near + step, 0, len(takes) - 1)]
+            off = np.abs(2 * (gives - takes[take]) - gap)
+            tries += zip(off.tolist(), range(len(mine)), take.tolist(), strict=True)
+        for off, give, take in sorted(tries)[:PARTNERS]:
+            if off >= gap:
+                return False
+            swap = None if take == 0 else int(theirs[take - 1])
+            if self._exchange(int(mine[give]), swap, full, other):
+                return True
+        return False
+
+    def _exchange(self, give: int, take: int | None, full: int, other: int) -> bool:
+        before = int(self.load[full])
+        self._move(give, full, other)
+        if take is not None:
+            self._move(take, other, full)
+        if max(self.load[full], self.load[other]) < before:
+            return True
+        if take is not None:
+            self._move(take, full, other)
+        self._move(give, other, full)
+        return False
+
+    def _leaves(self, items: IntArray, rank: int) -> IntArray:
+        """[n] cost that leaves a rank with each of its items."""
+        counts = self.begin[items + 1] - self.begin[items]
+        ends = np.cumsum(counts)
+        at = np.arange(ends[-1] if len(ends) else 0) + np.repeat(
+            self.begin[items] - ends + counts, counts
+        )
+        segments = self.flat[at]
+        alone = np.where(self.has[segments, rank] == 1, self.items.shared_cost[segments], 0)
+        before = np.concatenate([[0], np.cumsum(alone)])
+        return self.items.own[items] + before[ends] - before[ends - counts]
+
+    def _move(self, item: int, source: int, target: int) -> None:
+        segments, one = self.items.shared[item], np.asarray([item])
+        self.load[source] -= self._leaves(one, source)[0]
+        self.has[segments, source] -= 1
+        self.has[segments, target] += 1
+        self.load[target] += self._leaves(one, target)[0]
+        self.rank[item] = target

@@ -1,0 +1,92 @@
+"""Steps of many ranks, predicted from the plan of each.
+
+Ranks that gather weights in every forward and backward run aligned programs: each instruction takes
+as long as it takes the slowest of them. Ranks whose weights stay gathered for the step wait for
+each other once, at its end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forkpoint.plan import Plan
+from forkpoint.plan.align_programs import align
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.measured import MeasuredMeter
+from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter
+from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
+
+
+@dataclass(frozen=True)
+class RanksStep:
+    """A predicted step of many ranks, in the unit of the plans' prices."""
+
+    lockstep: float
+    """Every instruction waits for the slowest rank: collectives in each forward and backward."""
+    once: float
+    """Ranks wait for each other at the end alone: weights gathered once a step."""
+    own: tuple[float, ...]
+    """By rank: its own instructions."""
+    slots: int
+    """Instructions of the aligned programs."""
+
+    @property
+    def mean(self) -> float:
+        """Mean of the ranks' own work."""
+        return sum(self.own) / len(self.own)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the ranks' time in lockstep in which they run nothing of their own."""
+        return 1 - self.mean / self.lockstep if self.lockstep else 0.0
+
+
+def predict_step(plans: Sequence[Plan | None], calibration: Calibration | None = None) -> RanksStep:
+    """Predict the step of ranks that each have a plan.
+
+    Copies to the host's memory are not counted, nor is communication: what is predicted is
+    computation, and waiting for that of others. An idle instruction is counted as free, because
+    there is always a rank that does not idle it.
+
+    Args:
+        plans: by rank; None where a rank has no rollouts.
+        calibration: that the plans were priced with, if any.
+
+    Raises:
+        PlanError: there is no rank.
+    """
+    meters = [plan and _meter(plan, calibration) for plan in plans]
+    programs = [plan.program if plan else Program() for plan in plans]
+    costs = [
+        [meter.forward(m) + meter.backward(m) for m in plan.microbatches] if plan and meter else []
+        for plan, meter in zip(plans, meters, strict=True)
+    ]
+    aligned = align(programs, costs)
+    length = len(aligned[0].instructions)
+    slowest = [0.0] * length
+    own = []
+    for plan, meter, program, before in zip(plans, meters, aligned, programs, strict=True):
+        if plan is None or meter is None:
+            own.append(0.0)
+            continue
+        # Alone, a rank goes no further and computes nothing again but what its own plan says.
+        own.append(sum(_cost(plan, meter, i) for i in before.instructions))
+        for at, instruction in enumerate(program.instructions):
+            if not instruction.idle:
+                slowest[at] = max(slowest[at], _cost(plan, meter, instruction))
+    return RanksStep(sum(slowest), max(own), tuple(own), length)
+
+
+def _meter(plan: Plan, calibration: Calibration | None) -> Meter:
+    if plan.shape is None:
+        return TokenMeter()
+    labelled = [microbatch.labelled for microbatch in plan.microbatches]
+    if calibration is None:
+        return CountedMeter(plan, labelled)
+    return MeasuredMeter(calibration, plan, labelled)
+
+
+def _cost(plan: Plan, meter: Meter, instruction: Instruction) -> float:
+    microbatch = plan.microbatches[instruction.microbatch]
+    if instruction.operation == BACKWARD:
+        return meter.backward(microbatch)
+    return meter.forward(microbatch, boundary_only=instruction.ends_at != HEAD)

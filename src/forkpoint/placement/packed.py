@@ -1,0 +1,139 @@
+"""Microbatches that ranks will have, as far as placing needs to know them.
+
+Ranks run their k-th microbatches together, so what counts besides a rank's sum is whether its k-th
+microbatch is as costly as those of the others. Planners pack whole subtrees, the largest first into
+the first microbatch with room, and put what several of them need into microbatches above. This
+module does the same for all ranks at once, on sums alone.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.forest import IntArray
+from forkpoint.placement.items import Items, Priced
+from forkpoint.plan.pricing.meters import ROW_TOKENS
+
+TOO_MANY = 1 << 56
+"""Cost of pieces for which there are too few microbatches."""
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Subtrees that go into one microbatch each, by the item that they belong to."""
+
+    item: IntArray
+    """[P] the item of each piece, ascending."""
+    tokens: IntArray
+    """[P]"""
+    cost: IntArray
+    """[P]"""
+
+    @classmethod
+    def of(cls, priced: Priced, items: Items, alone: NDArray[np.bool_], capacity: int) -> "Pieces":
+        """The largest subtrees of each item that fit in a microbatch.
+
+        A segment that an item shares counts as the item's own where no other item of its rank has
+        it: there it forks for nobody else.
+
+        Args:
+            priced: the rollouts.
+            items: sets of them.
+            alone: for each item, for each of its shared segments: whether no other item of its rank
+                has it.
+            capacity: tokens of a microbatch.
+        """
+        forest, size = priced.forest, len(priced.forest)
+        counts = [len(numbers) for numbers in items.shared]
+        pair_item = np.repeat(np.arange(len(items)), counts)
+        pair_segment = items.shared_segment[np.concatenate([*items.shared, np.zeros(0, np.int64)])]
+        # Nodes: segments of one item, then a copy of each shared segment for each item.
+        private = np.flatnonzero(items.owner >= 0)
+        segment = np.concatenate([private, pair_segment])
+        item = np.concatenate([items.owner[private], pair_item])
+        own = np.concatenate([np.ones(len(private), bool), alone])
+        node = np.full(size + 1, -1, np.int64)
+        node[private] = np.arange(len(private))
+        parent_segment = forest.parent[segment]
+        parent = node[parent_segment]
+        copied = np.flatnonzero((parent_segment >= 0) & (parent < 0))
+        keys = pair_item * size + pair_segment
+        wanted = item[copied] * size + parent_segment[copied]
+        parent[copied] = len(private) + np.searchsorted(keys, wanted)
+        tokens, cost = forest.length[segment].copy(), priced.cost[segment].copy()
+        depth = priced.depth[segment]
+        by_depth = np.argsort(depth, kind="stable")
+        bounds = np.searchsorted(depth[by_depth], np.arange(depth.max(initial=0) + 2))
+        for level in range(len(bounds) - 2, 0, -1):
+            below = by_depth[bounds[level] : bounds[level + 1]]
+            np.add.at(tokens, parent[below], tokens[below])
+            np.add.at(cost, parent[below], cost[below])
+        fits = own & (tokens <= capacity)
+        tops = np.flatnonzero(fits & ~((parent >= 0) & fits[parent]))
+        tops = tops[np.argsort(item[tops], kind="stable")]
+        return cls(item[tops], tokens[tops], cost[tops])
+
+
+def packed(tokens: IntArray, cost: IntArray, capacity: int, bins: int) -> IntArray:
+    """[rows, bins] cost of the microbatches of each row (a rank), the first first.
+
+    Args:
+        tokens: [rows, P] tokens of each row's pieces, descending; 0 where there is none.
+        cost: [rows, P] their costs.
+        capacity: tokens of a microbatch.
+        bins: how many there may be. What has room in none of them costs TOO_MANY.
+    """
+    rows = np.arange(len(tokens))
+    found = np.zeros((len(tokens), bins), np.int64)
+    room = np.full((len(tokens), bins), capacity, np.int64)
+    for sizes, costs in zip(tokens.T, cost.T, strict=True):
+        first = (room >= sizes[:, None]).argmax(axis=1)
+        room[rows, first] -= sizes
+        found[rows, first] += costs
+    found[(room < 0).any(axis=1)] = TOO_MANY
+    return found
+
+
+def table_of(row: IntArray, pieces: Pieces, rows: int) -> tuple[IntArray, IntArray]:
+    """Tokens and costs of each row's pieces, [rows, P] each, by descending tokens.
+
+    Args:
+        row: [n] the row of each piece.
+        pieces: n of them.
+        rows: how many rows there are.
+    """
+    order = np.lexsort((-pieces.cost, -pieces.tokens, row))
+    row = row[order]
+    counts = np.bincount(row, minlength=rows)
+    place = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    tokens, cost = np.zeros((2, rows, int(counts.max(initial=0))), np.int64)
+    tokens[row, place], cost[row, place] = pieces.tokens[order], pieces.cost[order]
+    return tokens, cost
+
+
+def bins_needed(tokens: IntArray, capacity: int) -> int:
+    """A bound on the microbatches of any row: two neighbours hold more than one has room for."""
+    return int(2 * tokens.sum(axis=1).max(initial=0) // capacity) + 2
+
+
+def lockstep_cost(priced: Priced, rank: IntArray, ranks: int, capacity: int) -> int:
+    """Predicted cost of a step in which ranks run their microbatches in lockstep.
+
+    Args:
+        priced: the rollouts.
+        rank: int64 [N] the rank of each.
+        ranks: how many there are.
+        capacity: tokens of a microbatch.
+    """
+    items = priced.items(rank, ranks)
+    alone = np.ones(sum(map(len, items.shared)), bool)
+    pieces = Pieces.of(priced, items, alone, capacity)
+    load, inside = items.whole, np.zeros(ranks, np.int64)
+    np.add.at(inside, pieces.item, pieces.cost)
+    tokens, cost = table_of(pieces.item, pieces, ranks)
+    slowest = packed(tokens, cost, capacity, bins_needed(tokens, capacity)).max(axis=0)
+    overhead = int(priced.rates.token * ROW_TOKENS / priced.rates.unit_cost)
+    # What is not in a piece lies in microbatches above.
+    return int(slowest.sum() + (load - inside).max()) + overhead * int((slowest > 0).sum())

@@ -1,0 +1,219 @@
+"""The choice of ranks for the rollouts of one step."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forkpoint.errors import ConfigError
+from forkpoint.forest import Forest, IntArray
+from forkpoint.placement.balance import greedy, improved
+from forkpoint.placement.baselines import by_tokens, in_order
+from forkpoint.placement.items import Priced, SplitPrice, replicated
+from forkpoint.placement.packed import lockstep_cost
+from forkpoint.placement.paths import Paths
+from forkpoint.placement.rates import Rates
+from forkpoint.placement.shapes import reshaped
+from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.rollouts import Rollout, RolloutBatch, short
+
+Model = ModelShape | Mapping[str, Any] | str | Path | None
+
+AFFINITIES = (1, 4, 16)
+"""How much more what an item adds to a rank may count than how full the rank is."""
+FILL = 50
+"""Ranks are filled beyond the mean by one part of so many, as long as there is room elsewhere."""
+CLOSE = 0.01
+"""Placements whose fullest ranks differ by less are as good as each other."""
+SPLITS = (1.0, 0.5, 0.25)
+"""Groups that cost more than these parts of the mean may be split, one after the other."""
+EVEN = 1.02
+"""No group is split where the fullest rank has no more than this many times the mean."""
+
+
+def place(
+    rollouts: Iterable[Rollout] | RolloutBatch,
+    *,
+    ranks: int,
+    model: Model,
+    whole_groups: bool = False,
+    max_microbatch_tokens: int | None = None,
+    calibration: Calibration | str | Path | None = None,
+) -> list[list[int]]:
+    """Place the rollouts of one step on data-parallel ranks.
+
+    Ranks are balanced by predicted cost, with each token that rollouts of one rank share charged
+    once, and by how their microbatches meet where ranks run in lockstep. Groups stay whole, unless
+    computing what their rollouts share on several ranks costs less than the imbalance. The result
+    depends on the arguments alone and is the same in every process, so that each rank can compute
+    it and take its own entry.
+
+    Args:
+        rollouts: all rollouts of the step, the same and in the same order on every caller.
+        ranks: how many data-parallel ranks there are, at least 1.
+        model: for whose sizes costs are counted: a `ModelShape` (`policy.host.shape`), the mapping
+            of a config.json, or what `forkpoint plan --model` takes: a model's name, folder or
+            config.json. None counts tokens.
+        whole_groups: whether no group is ever split, as losses need that couple the rollouts of a
+            group on one rank.
+        max_microbatch_tokens: that of the ranks' `Config`; None is its default.
+        calibration: what `forkpoint calibrate` measured for this model; costs are then
+            milliseconds.
+
+    Returns:
+        For each rank the positions of its rollouts, ascending. Each rollout is on one rank. A rank
+        has none where there is nothing to gain by giving it some.
+
+    Raises:
+        RolloutError: there are no rollouts, or other things among them.
+        ConfigError: ranks or max_microbatch_tokens is no whole number of at least 1; the model is
+            not known; the calibration is of another model.
+        PlanError: there is a calibration and no model.
+    """
+    check_ranks(ranks)
+    if max_microbatch_tokens is not None and max_microbatch_tokens < 1:
+        raise ConfigError(
+            f"max_microbatch_tokens is {max_microbatch_tokens}; it takes a whole number of at "
+            "least 1, or None."
+        )
+    batch = rollouts if isinstance(rollouts, RolloutBatch) else RolloutBatch(rollouts)
+    if isinstance(calibration, str | Path):
+        calibration = Calibration.load(Path(calibration))
+    shape = _shape_of(model)
+    if shape is not None and calibration is not None and not isinstance(model, ModelShape):
+        # A name does not say the dtype; the calibration does.
+        shape = replace(shape, dtype_bytes=calibration.shape.dtype_bytes)
+    paths = Paths.of_batch(batch)
+    rates = Rates.of(shape, calibration)
+    rank = place_paths(
+        paths,
+        paths.forest(),
+        rates,
+        ranks,
+        whole_groups=whole_groups,
+        max_microbatch_tokens=max_microbatch_tokens,
+    )
+    return lists_of(rank, ranks)
+
+
+def check_ranks(ranks: int) -> None:
+    """Raises ConfigError for what is no number of ranks."""
+    if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer) or ranks < 1:
+        raise ConfigError(
+            f"ranks is {short(ranks)}; it takes a whole number of at least 1: how many "
+            "data-parallel ranks take part in the step."
+        )
+
+
+def lists_of(rank: IntArray, ranks: int) -> list[list[int]]:
+    """Positions of each rank's rollouts, ascending, from int64 [N] ranks by rollout."""
+    return [np.flatnonzero(rank == number).tolist() for number in range(ranks)]
+
+
+def place_paths(
+    paths: Paths,
+    forest: Forest,
+    rates: Rates,
+    ranks: int,
+    *,
+    whole_groups: bool = False,
+    max_microbatch_tokens: int | None = None,
+    price: SplitPrice = replicated,
+) -> IntArray:
+    """[N] the rank of each rollout; `place` on a forest that is built.
+
+    Args:
+        paths: the rollouts.
+        forest: `paths.forest()`.
+        rates: prices of what they run.
+        ranks: how many ranks there are.
+        whole_groups: whether no group is split.
+        max_microbatch_tokens: of the ranks' plans; None is the default of `Config`.
+        price: cost of splitting a group once more. It decides which groups may be split; what the
+            parts then cost is counted with what they share computed on each rank.
+    """
+    priced = Priced.of(paths, forest, rates)
+    longest = int(paths.order.edges.max(initial=1))
+    capacity = max_microbatch_tokens or max(DEFAULT_MICROBATCH_TOKENS, longest)
+    search = _Search(priced, ranks, capacity, whole_groups=whole_groups, price=price)
+    return search.best()
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Ways to place, and the cheapest of them."""
+
+    priced: Priced
+    ranks: int
+    capacity: int
+    whole_groups: bool
+    price: SplitPrice
+
+    def best(self) -> IntArray:
+        """[N] the rank of each rollout: the first of those that are predicted to cost least."""
+        if self.ranks == 1 or self.priced.total == 0:
+            return np.zeros(len(self.priced.paths), np.int64)
+        most = self.priced.total // self.ranks
+        items = self.priced.items(self.priced.groups())
+        # Without segments that items share there is nothing to stay near to.
+        able = AFFINITIES if len(items.shared_cost) else AFFINITIES[:1]
+        ways = [greedy(items, self.ranks, most + most // FILL, near) for near in able]
+        # The least affinity that is about as good: what shares a little had better be apart.
+        enough = min(way.most for way in ways) * (1 + CLOSE)
+        near, placed = next(
+            (near, way) for near, way in zip(able, ways, strict=True) if way.most <= enough
+        )
+        placed = [improved(placed)]
+        for part in () if self.whole_groups else SPLITS:
+            before = placed[-1]
+            if before.most <= EVEN * int(before.load.sum()) / self.ranks:
+                break
+            items = self.priced.items(self.priced.split(int(part * most), self.price))
+            if len(items) == len(before.items):
+                continue
+            split = improved(greedy(items, self.ranks, most + most // FILL, near))
+            if split.most < before.most:
+                placed.append(split)
+        ranks = [way.rank[way.items.item] for way in placed]
+        costs = [self._cost(rank) for rank in ranks]
+        way = placed[costs.index(min(costs))]
+        ranks.append(reshaped(self.priced, way, self.capacity)[way.items.item])
+        ranks += self._naive()
+        costs += [self._cost(rank) for rank in ranks[len(costs) :]]
+        # Of equally good ones the first, which splits least.
+        return ranks[costs.index(min(costs))]
+
+    def _naive(self) -> Iterator[IntArray]:
+        """Placements that know less, which a good one is no worse than."""
+        groups, order = self.priced.paths.groups, self.priced.paths.order
+        lengths = np.ones(len(groups), np.int64)
+        lengths[order.rollouts] += order.edges
+        yield in_order(groups, self.ranks, whole_groups=self.whole_groups)
+        yield by_tokens(groups, lengths, self.ranks)
+
+    def _cost(self, rank: IntArray) -> int:
+        return lockstep_cost(self.priced, rank, self.ranks, self.capacity)
+
+
+def _shape_of(model: Model) -> ModelShape | None:
+    """The sizes of a model, however it is given."""
+    if model is None or isinstance(model, ModelShape):
+        return model
+    if isinstance(model, Mapping):
+        return ModelShape.from_config(model)
+    if isinstance(model, str | Path):
+        read: Callable[..., ModelShape]
+        # The command line's way to read one, which needs its libraries.
+        from forkpoint.cli.model_config import read_shape as read
+        from forkpoint.cli.options import Memory
+
+        return read(Path(model), Memory())
+    raise ConfigError(
+        f"model is {short(model)} of type {type(model).__name__}; it takes a ModelShape such as "
+        "policy.host.shape, the mapping of a config.json, a name such as 'Qwen/Qwen3-8B', a path, "
+        "or None to count tokens."
+    )

@@ -1,0 +1,297 @@
+"""Placing rollouts on ranks: partitions, determinism, costs, and when groups are split."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import forkpoint
+from forkpoint import ConfigError, PlanError, Rollout, RolloutBatch
+from forkpoint.forest import build_forest, sort_rollouts
+from forkpoint.placement.balance import greedy, improved
+from forkpoint.placement.baselines import by_tokens, in_order
+from forkpoint.placement.items import Priced
+from forkpoint.placement.packed import Pieces, lockstep_cost
+from forkpoint.placement.paths import Paths
+from forkpoint.placement.place import place_paths
+from forkpoint.placement.rank_pieces import RankPieces
+from forkpoint.placement.rates import Rates
+from forkpoint.plan import MODELS, ModelShape
+from made_calibrations import SHAPE as CALIBRATED
+from made_calibrations import made_up
+
+SHAPE = ModelShape.from_config(MODELS["qwen3-0.6b"])
+TOKEN = Rates.of(None)
+
+
+def rollout(ids: list[int], group: int = 0, prompt: int = 1) -> Rollout:
+    return Rollout(ids, [int(i >= prompt) for i in range(len(ids))], 1.0, group_id=group)
+
+
+def group(number: int, prompt: int, responses: list[int]) -> list[Rollout]:
+    """Rollouts with a prompt of their own, none of whose responses begin alike."""
+    shared = [10_000 + number] * prompt
+    return [
+        rollout([*shared, *[20_000 + i] * length], number, prompt)
+        for i, length in enumerate(responses)
+    ]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> RolloutBatch:
+    """Rollouts over few tokens, so that much is shared, in groups that share or do not."""
+    token = st.integers(1, 3)
+    made = draw(
+        st.lists(
+            st.tuples(st.lists(token, min_size=1, max_size=9), st.integers(0, 4)),
+            min_size=1,
+            max_size=14,
+        )
+    )
+    return RolloutBatch([rollout(ids, number) for ids, number in made])
+
+
+def cost_of(priced: Priced, rollouts: list[int], batch: RolloutBatch) -> int:
+    """Tokens to run of some rollouts, counted from their tokens alone."""
+    paths = {tuple(batch[i].token_ids[:end].tolist()) for i in rollouts for end in range(2, 99)}
+    return sum(len(path) > 1 for path in paths)
+
+
+@given(
+    batch=batches(), ranks=st.integers(1, 6), whole=st.booleans(), tokens=st.sampled_from([4, 99])
+)
+@settings(max_examples=150, deadline=None)
+def test_each_rollout_is_on_one_rank(
+    batch: RolloutBatch, ranks: int, whole: bool, tokens: int
+) -> None:
+    arguments = {"ranks": ranks, "model": None, "whole_groups": whole}
+    found = forkpoint.place(batch, **arguments, max_microbatch_tokens=tokens)
+    assert len(found) == ranks
+    assert sorted(i for own in found for i in own) == list(range(len(batch)))
+    assert all(own == sorted(own) for own in found)
+    again = RolloutBatch(list(batch))
+    assert forkpoint.place(again, **arguments, max_microbatch_tokens=tokens) == found
+    if whole:
+        for own in batch.groups():
+            assert sum(bool(set(own.tolist()) & set(rank)) for rank in found) == 1
+
+
+@given(batch=batches(), ranks=st.integers(2, 5), whole=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_no_worse_than_knowing_less(batch: RolloutBatch, ranks: int, whole: bool) -> None:
+    paths = Paths.of_batch(batch)
+    priced = Priced.of(paths, paths.forest(), TOKEN)
+    rank = place_paths(paths, paths.forest(), TOKEN, ranks, whole_groups=whole)
+    naive = [
+        in_order(batch.group_index, ranks, whole_groups=whole),
+        by_tokens(batch.group_index, batch.lengths, ranks),
+    ]
+    capacity = 16_384
+    costs = [lockstep_cost(priced, other, ranks, capacity) for other in naive]
+    assert lockstep_cost(priced, rank, ranks, capacity) <= min(costs)
+
+
+@given(batch=batches(), ranks=st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_costs_count_each_shared_token_once(batch: RolloutBatch, ranks: int) -> None:
+    paths = Paths.of_batch(batch)
+    priced = Priced.of(paths, paths.forest(), TOKEN)
+    unit = priced.rates.unit_cost
+    placed = improved(greedy(priced.items(priced.groups()), ranks, 0, 1))
+    rank = placed.rank[placed.items.item]
+    expected = [
+        cost_of(priced, np.flatnonzero(rank == number).tolist(), batch) for number in range(ranks)
+    ]
+    found = placed.load * unit
+    assert np.allclose(found, expected, rtol=0, atol=1e-6)
+    assert np.allclose(priced.items(rank, ranks).whole * unit, expected, rtol=0, atol=1e-6)
+    assert np.allclose(priced.costs_of(rank)[rank] * unit, np.asarray(expected)[rank], atol=1e-6)
+
+
+@given(batch=batches(), ranks=st.integers(1, 4), capacity=st.integers(1, 12))
+@settings(max_examples=150, deadline=None)
+def test_pieces_are_those_of_the_ranks_own_forest(
+    batch: RolloutBatch, ranks: int, capacity: int
+) -> None:
+    paths = Paths.of_batch(batch)
+    priced = Priced.of(paths, paths.forest(), TOKEN)
+    items = priced.items(priced.groups())
+    of_item = np.arange(len(items)) % ranks
+    rank = of_item[items.item]
+    of_rank = priced.items(rank, ranks)
+    alone = np.ones(sum(map(len, of_rank.shared)), bool)
+    pieces = Pieces.of(priced, of_rank, alone, capacity)
+    single = RankPieces(priced, items, capacity)
+    for number in range(ranks):
+        order = paths.take(np.flatnonzero(rank == number))
+        forest = build_forest(order, len(batch))
+        size = forest.subtree_edges()
+        # Segments of the whole forest are never longer than those of a part of it, so that what
+        # fits of a part's segment in one piece can be pieces of several.
+        fits = size <= capacity
+        tops = fits & ~((forest.parent >= 0) & fits[forest.parent])
+        expected = sorted(size[tops].tolist())
+        found = sorted(pieces.tokens[pieces.item == number].tolist())
+        assert sorted(tokens for tokens, _ in single.of(np.flatnonzero(of_item == number))) == found
+        assert sum(found) >= sum(expected)
+
+
+def test_groups_stay_whole_where_that_is_even() -> None:
+    rollouts = [r for number in range(8) for r in group(number, 40, [10, 10])]
+    found = forkpoint.place(rollouts, ranks=4, model=None)
+    assert [len(own) for own in found] == [4, 4, 4, 4]
+    assert all({rollouts[i].group_id for i in own}.__len__() == 2 for own in found)
+
+
+def test_a_group_is_split_only_where_that_is_cheaper() -> None:
+    others = [r for number in (1, 2, 3) for r in group(number, 10, [100, 100])]
+    # Running its prompt twice costs 20 tokens, and balances 800.
+    cheap = [*group(0, 20, [200] * 4), *others]
+    found = forkpoint.place(cheap, ranks=4, model=None)
+    assert sum(any(i < 4 for i in own) for own in found) > 1
+    whole = forkpoint.place(cheap, ranks=4, model=None, whole_groups=True)
+    assert sum(any(i < 4 for i in own) for own in whole) == 1
+    # Running a prompt of 3,000 tokens twice costs more than it balances.
+    dear = [*group(0, 3_000, [20] * 4), *others]
+    found = forkpoint.place(dear, ranks=4, model=None)
+    assert sum(any(i < 4 for i in own) for own in found) == 1
+
+
+def test_another_price_of_splitting() -> None:
+    batch = RolloutBatch(group(0, 600, [200] * 4))
+    paths = Paths.of_batch(batch)
+    priced = Priced.of(paths, paths.forest(), TOKEN)
+    half = priced.total // 2
+    assert priced.split(half).max() == 3, "1,400 less 700 is above the 599 tokens of the prompt"
+    assert priced.split(half, lambda shared: 2 * shared).max() == 0
+    assert priced.split(priced.total * 3 // 4, lambda shared: 0).max() == 3
+
+
+def test_one_huge_group() -> None:
+    rollouts = [*group(0, 50, [300] * 32), *group(1, 5, [20, 20])]
+    found = forkpoint.place(rollouts, ranks=8, model=SHAPE)
+    sizes = [sum(i < 32 for i in own) for own in found]
+    assert max(sizes) <= 5 and min(sizes) >= 3
+    whole = forkpoint.place(rollouts, ranks=8, model=SHAPE, whole_groups=True)
+    assert sorted(len(own) for own in whole) == [0, 0, 0, 0, 0, 0, 2, 32]
+
+
+def test_what_shares_much_meets() -> None:
+    """Four topics of 500 tokens, each with eight groups, on four ranks: a topic a rank."""
+    rollouts = [
+        rollout([*[topic + 1] * 500, *[100 + number] * 30], topic * 8 + number, 500)
+        for number in range(8)
+        for topic in range(4)
+    ]
+    found = forkpoint.place(rollouts, ranks=4, model=None)
+    assert sorted({i % 4 for i in own}.__len__() for own in found) == [1, 1, 1, 1]
+
+
+def test_rollouts_of_one_token_and_more_ranks_than_rollouts() -> None:
+    rollouts = [Rollout([5], [0], 0.0), Rollout([5], [0], 0.0), rollout([5, 6, 7])]
+    found = forkpoint.place(rollouts, ranks=5, model=SHAPE)
+    assert sorted(i for own in found for i in own) == [0, 1, 2]
+    assert forkpoint.place(rollouts[:2], ranks=2, model=None) == [[0, 1], []]
+    assert forkpoint.place(rollouts, ranks=1, model=None) == [[0, 1, 2]]
+
+
+def test_models_by_name_and_configuration() -> None:
+    rollouts = [r for number in range(6) for r in group(number, 5 + number, [9, 30])]
+    by_shape = forkpoint.place(rollouts, ranks=3, model=SHAPE)
+    assert forkpoint.place(rollouts, ranks=3, model="Qwen/Qwen3-0.6B") == by_shape
+    assert forkpoint.place(rollouts, ranks=3, model=MODELS["qwen3-0.6b"]) == by_shape
+
+
+def test_costs_are_flops_with_a_model() -> None:
+    """Attention makes one long rollout cost more than as many tokens in short ones."""
+    lengths = np.asarray([40_000, 20_000])
+    cost = Rates.of(SHAPE).cost(lengths, np.zeros(2, np.int64))
+    assert cost[0] > 2.5 * cost[1]
+    flops = SHAPE.linear_parameters * 6 * 40_000
+    pairs = 40_000 * 40_001 // 2
+    flops += 3.5 * 2 * SHAPE.heads * 2 * SHAPE.head_dim * SHAPE.layers * pairs
+    assert cost[0] == pytest.approx(flops, rel=1e-12)
+
+
+def test_the_same_in_other_processes(tmp_path: Path) -> None:
+    code = (
+        "import json, forkpoint, numpy as np\n"
+        "r = np.random.default_rng(0)\n"
+        "made = []\n"
+        "for g in range(60):\n"
+        "    p = r.integers(3, 9, size=20)\n"
+        "    for _ in range(3):\n"
+        "        t = [1, 2, *p, *r.integers(3, 9, size=r.integers(1, 60))]\n"
+        "        mask = [i > 21 for i in range(len(t))]\n"
+        "        made.append(forkpoint.Rollout(t, mask, 1.0, group_id=g))\n"
+        "print(json.dumps(forkpoint.place(made, ranks=7, model='qwen3-8b',\n"
+        "    max_microbatch_tokens=200)))\n"
+    )
+    results = set()
+    for seed in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        results.add(done.stdout)
+    assert len(results) == 1
+    assert sorted(i for own in json.loads(results.pop()) for i in own) == list(range(180))
+
+
+def test_ten_thousand_rollouts_on_512_ranks() -> None:
+    """Within seconds: about half a second on an idle core, once the forest is built."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(5, 400, size=10_000)
+    groups = np.arange(10_000) // 8
+    prompts = [[7] * 20 + draw.integers(2, 1_000, size=60).tolist() for _ in range(1_250)]
+    batch = RolloutBatch(
+        rollout([*prompts[g], *draw.integers(2, 1_000, size=length).tolist()], int(g), 80)
+        for g, length in zip(groups, lengths, strict=True)
+    )
+    paths = Paths.of_batch(batch)
+    forest, rates = paths.forest(), Rates.of(SHAPE)
+    begin = time.process_time()
+    rank = place_paths(paths, forest, rates, 512)
+    assert time.process_time() - begin < 5
+    load = Priced.of(paths, forest, rates).items(rank, 512).whole
+    assert load.max() < 1.05 * load.mean()
+
+
+def test_classes_of_sorting_do_not_matter_to_paths() -> None:
+    batch = RolloutBatch([*group(0, 5, [3, 4]), *group(1, 5, [3])])
+    order = sort_rollouts(batch.token_ids, batch.offsets, np.zeros(3, np.int64))
+    assert Paths.of_batch(batch).order.shared_edges.tolist() == order.shared_edges.tolist()
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.0, True, "4"])
+def test_ranks_that_are_none(ranks: int) -> None:
+    with pytest.raises(ConfigError, match="a whole number of at least 1"):
+        forkpoint.place([rollout([1, 2])], ranks=ranks, model=None)
+
+
+def test_a_calibration_without_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    made_up().save(path)
+    with pytest.raises(PlanError, match="name the model"):
+        forkpoint.place([rollout([1, 2])], ranks=2, model=None, calibration=path)
+    with pytest.raises(ConfigError, match="measured for another model"):
+        forkpoint.place([rollout([1, 2])], ranks=2, model=SHAPE, calibration=path)
+    rates = Rates.of(CALIBRATED, made_up())
+    # Blocks take 1 us a token forward and 2 backward in each of 4 layers, and nothing else does.
+    assert rates.unit == "ms" and rates.token == pytest.approx(4 * 3e-3, rel=1e-3)
+    milliseconds = rates.cost(np.asarray([1_000_000]), np.asarray([0]))
+    assert milliseconds[0] == pytest.approx(12_000, rel=1e-2)
+    rollouts = [r for number in range(6) for r in group(number, 5 + number, [9, 30])]
+    found = forkpoint.place(rollouts, ranks=3, model=CALIBRATED, calibration=path)
+    assert sorted(i for own in found for i in own) == list(range(12))
