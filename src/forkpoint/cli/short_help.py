@@ -79,11 +79,7 @@ PAGES: dict[str, Page] = {
         "needs neither weights nor a GPU.",
         rows=(
             _FILE,
-            (
-                "--model M",
-                "a name (Qwen/Qwen3-8B), a folder or a config.json: counts FLOPs and predicts "
-                "memory; without it only tokens are counted",
-            ),
+            ("--model M", "a name, folder or config.json: counts FLOPs, predicts memory"),
             ("--details", "the whole plan, with its tables and its tree"),
             ("--loss NAME", "the loss it is for: gspo, dpo and simpo couple tokens"),
             ("--ranks N", "the step on N data-parallel ranks, by how rollouts are placed"),

@@ -68,6 +68,22 @@ def greedy(items: Items, ranks: int, most: int, affinity: int) -> Placement:
     return Placement(items, rank, load)
 
 
+def in_rounds(items: Items, ranks: int) -> IntArray:
+    """[I] ranks for items in rounds of one a rank, the costliest first to the emptiest rank.
+
+    Ranks then have as many items as each other, of like costs, and their microbatches are alike.
+    """
+    load, rank = np.zeros(ranks, np.int64), np.zeros(len(items), np.int64)
+    scrambled = np.arange(len(items)) * SCRAMBLE % (1 << 32)
+    order = np.lexsort((scrambled, -items.whole))
+    for begin in range(0, len(items), ranks):
+        taken = order[begin : begin + ranks]
+        emptiest = np.argsort(load, kind="stable")[: len(taken)]
+        rank[taken] = emptiest
+        load[emptiest] += items.own[taken]
+    return rank
+
+
 def improved(placement: Placement) -> Placement:
     """The placement after moves and exchanges of items that lower the fullest rank.
 

@@ -1,6 +1,6 @@
 """The choice of ranks for the rollouts of one step."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ import numpy as np
 
 from forkpoint.errors import ConfigError
 from forkpoint.forest import Forest, IntArray
-from forkpoint.placement.balance import greedy, improved
+from forkpoint.model_files import shape_of_model
+from forkpoint.placement.balance import greedy, improved, in_rounds
 from forkpoint.placement.baselines import by_tokens, in_order
 from forkpoint.placement.items import Priced, SplitPrice, replicated
 from forkpoint.placement.packed import lockstep_cost
@@ -158,10 +159,10 @@ class _Search:
         if self.ranks == 1 or self.priced.total == 0:
             return np.zeros(len(self.priced.paths), np.int64)
         most = self.priced.total // self.ranks
-        items = self.priced.items(self.priced.groups())
+        groups = self.priced.items(self.priced.groups())
         # Without segments that items share there is nothing to stay near to.
-        able = AFFINITIES if len(items.shared_cost) else AFFINITIES[:1]
-        ways = [greedy(items, self.ranks, most + most // FILL, near) for near in able]
+        able = AFFINITIES if len(groups.shared_cost) else AFFINITIES[:1]
+        ways = [greedy(groups, self.ranks, most + most // FILL, near) for near in able]
         # The least affinity that is about as good: what shares a little had better be apart.
         enough = min(way.most for way in ways) * (1 + CLOSE)
         near, placed = next(
@@ -182,9 +183,11 @@ class _Search:
         costs = [self._cost(rank) for rank in ranks]
         way = placed[costs.index(min(costs))]
         ranks.append(reshaped(self.priced, way, self.capacity)[way.items.item])
+        # From here exchanges find less than from where sizes are mixed.
+        ranks.append(in_rounds(groups, self.ranks)[groups.item])
         ranks += self._naive()
         costs += [self._cost(rank) for rank in ranks[len(costs) :]]
-        # Of equally good ones the first, which splits least.
+        # Of equally good ones the first.
         return ranks[costs.index(min(costs))]
 
     def _naive(self) -> Iterator[IntArray]:
@@ -206,12 +209,7 @@ def _shape_of(model: Model) -> ModelShape | None:
     if isinstance(model, Mapping):
         return ModelShape.from_config(model)
     if isinstance(model, str | Path):
-        read: Callable[..., ModelShape]
-        # The command line's way to read one, which needs its libraries.
-        from forkpoint.cli.model_config import read_shape as read
-        from forkpoint.cli.options import Memory
-
-        return read(Path(model), Memory())
+        return shape_of_model(Path(model))
     raise ConfigError(
         f"model is {short(model)} of type {type(model).__name__}; it takes a ModelShape such as "
         "policy.host.shape, the mapping of a config.json, a name such as 'Qwen/Qwen3-8B', a path, "
