@@ -390,9 +390,10 @@ def test_plan_on_ranks_of_several_batches(shell: Shell, rollouts: Path) -> None:
     ways = done.result["ranks"]["ways"]
     assert ways["file order"]["groups_split"] > 0
     # A pair of dpo is not taken apart.
-    pairs = shell("plan", rollouts, "--ranks", 9, "--loss", "dpo")
-    if pairs.code == 0:
-        assert pairs.result["ranks"]["ways"]["forkpoint"]["groups_split"] == 0
+    pairs = shell("plan", rollouts, "--ranks", 9, "--loss", "dpo").result["ranks"]["ways"]
+    assert [way["groups_split"] for way in pairs.values()] == [0, 0, 0]
+    singles = shell("plan", rollouts, "--ranks", 9).result["ranks"]["ways"]
+    assert singles["file order"]["groups_split"] == 3
     assert shell("plan", rollouts).result["ranks"] is None
 
 

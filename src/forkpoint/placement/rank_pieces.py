@@ -15,7 +15,8 @@ class RankPieces:
     """The largest subtrees that fit in a microbatch, of any set of items."""
 
     def __init__(self, priced: Priced, items: Items, capacity: int) -> None:
-        forest, self.capacity = priced.forest, capacity
+        forest = priced.forest
+        self.capacity: int = capacity
         tokens, cost = priced.subtree_tokens, priced.subtree_cost
         number = np.full(len(forest) + 1, -1, np.int64)
         number[items.shared_segment] = np.arange(len(items.shared_segment))
