@@ -30,5 +30,9 @@ class PlanError(ForkpointError, ValueError):
     """A batch for which no plan fits the limits that were set."""
 
 
+class RankError(ForkpointError, RuntimeError):
+    """A step of several ranks that ends on this rank because of another one."""
+
+
 class UnsupportedError(ForkpointError, ValueError):
     """A model, layer, mask, kernel or wrapper that has not been shown to be exact."""

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from forkpoint.config import Config
 from forkpoint.device import device_name
 from forkpoint.differentiable import Differentiable, Pending, Weights
+from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step
@@ -29,15 +30,18 @@ from forkpoint.losses.base import (
     check_denominators,
 )
 from forkpoint.losses.views import batch_denominators, check_range
+from forkpoint.parallel.agreement import Agreement, Proposal, agreed, group_digests
+from forkpoint.parallel.step import described
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
 from forkpoint.results import Scores as Scores
 from forkpoint.results import StepStats as StepStats
 from forkpoint.rollouts import RolloutBatch, short
-from forkpoint.selfcheck import self_check
+from forkpoint.selfcheck import sample_of, self_check
 from forkpoint.verify import VerifyProgress, VerifyReport, verify
 
 T = TypeVar("T")
+Looked = TypeVar("Looked", bound=tuple[Any, ...])
 
 
 MOST_STATES = 64
@@ -83,7 +87,7 @@ class Policy:
         Raises:
             PlanError: nothing fits the limits of the configuration.
         """
-        _check_batch(batch)
+        self._check_batch(batch)
         loss = None if loss is None else as_loss(loss)
         coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
         plan = make_plan(
@@ -181,24 +185,43 @@ class Policy:
         """The work of `forward_backward`, for `step.run`. `announced`: with notes, and as
         `last_step`."""
         self.host.prepare(step.changes)
-        _check_batch(batch)
-        loss = as_loss(loss)
-        loss.check_head(self.host.head)
-        loss.check(batch)
-        check_range(batch, self.host.loss_dtype)
-        fingerprint = self.host.check(batch, training=True)
-        check_denominators(denominators)
-        factor = _finite(scale)
-        plan = self._plan_for(batch, plan, loss)
-        self._check_sample(step, batch, fingerprint, training=True)
+
+        def looked_at() -> tuple[Plan, int, Loss, float]:
+            self._check_batch(batch)
+            known = as_loss(loss)
+            known.check_head(self.host.head)
+            if len(batch):
+                known.check(batch)
+            check_range(batch, self.host.loss_dtype)
+            fingerprint = self.host.check(batch, training=True)
+            check_denominators(denominators)
+            factor = _finite(scale)
+            return self._plan_for(batch, plan, known), fingerprint, known, factor
+
+        ranks = None
+        if self.host.group is None:
+            plan, fingerprint, known, factor = looked_at()
+            self._check_sample(step, batch, fingerprint, training=True)
+            counted = denominators or batch_denominators(batch)
+        else:
+            mean = not isinstance(loss, Loss)
+            call = f"forward_backward of {_kind_of(loss)}, denominators={denominators}"
+            (plan, _, known, factor), agreement = self._agree(
+                step, self.host.group, call, batch, looked_at, training=True
+            )
+            plan = replace(plan, program=agreement.program)
+            counted = denominators or (batch_denominators(batch) if mean else agreement.counts)
+            factor *= self.host.group.factor(mean=mean)
+            ranks = agreement.step(
+                self.host.group.ranks, mean=mean, lockstep=self.host.group.lockstep
+            )
         if announced:
             step.notes = True
             self.last_step = step.outcome
         engine = Engine(self.host, self._restoring(), self._staging_of(plan))
         engine.observer = self.observer
-        result = engine.forward_backward(
-            step, plan, batch, loss, denominators or batch_denominators(batch), factor
-        )
+        engine.ranks = ranks
+        result = engine.forward_backward(step, plan, batch, known, counted, factor)
         self.host.compiling.proven = self.host.compiles
         cuda = self.host.device.type == "cuda"
         # What a device has failed at is raised here at the latest: it is waited for.
@@ -272,12 +295,28 @@ class Policy:
 
         def work(step: Step) -> None:
             self.host.prepare(step.changes)
-            self.host.check(batch, training=True)
+
+            def looked_at() -> tuple[Plan, int]:
+                return plan, self.host.check(batch, training=True)
+
+            aligned, ranks = plan, None
+            if self.host.group is None:
+                looked_at()
+            else:
+                call = f"backward of logprobs, entropies {'entropies' in weights}"
+                _, agreement = self._agree(
+                    step, self.host.group, call, batch, looked_at, training=True, sampled=False
+                )
+                aligned = replace(plan, program=agreement.program)
+                ranks = agreement.step(
+                    self.host.group.ranks, mean=True, lockstep=self.host.group.lockstep
+                )
             step.notes = True
             self.last_step = step.outcome
             engine = Engine(self.host, self._restoring(), self._staging_of(plan))
             engine.observer = self.observer
-            engine.backward(step, plan, batch, weights)
+            engine.ranks = ranks
+            engine.backward(step, aligned, batch, weights)
             self.host.compiling.proven = self.host.compiles
             if self.host.device.type == "cuda":
                 torch.cuda.synchronize(self.host.device)  # what the device fails at is raised here
@@ -311,18 +350,79 @@ class Policy:
     ) -> Scores:
         """The work of `score`, for `step.run`; with `training` what a step refuses is refused."""
         self.host.prepare(step.changes)
-        _check_batch(batch)
-        check_range(batch, self.host.loss_dtype)
-        if entropy and self.host.head == "values":
-            raise UnsupportedError(
-                "entropies were asked for, but the model is a critic, which gives values; ask the "
-                "policy for them, or leave entropy=True out."
+
+        def looked_at() -> tuple[Plan, int]:
+            self._check_batch(batch)
+            check_range(batch, self.host.loss_dtype)
+            if entropy and self.host.head == "values":
+                raise UnsupportedError(
+                    "entropies were asked for, but the model is a critic, which gives values; ask "
+                    "the policy for them, or leave entropy=True out."
+                )
+            fingerprint = self.host.check(batch, training=training)
+            return self._plan_for(batch, plan, None), fingerprint
+
+        program = None
+        if self.host.group is None:
+            chosen, fingerprint = looked_at()
+            self._check_sample(step, batch, fingerprint, training=training)
+        else:
+            call = f"{'logprobs' if training else 'score'}, entropy={entropy}"
+            (chosen, _), agreement = self._agree(
+                step, self.host.group, call, batch, looked_at, training=training, scores=True
             )
-        fingerprint = self.host.check(batch, training=training)
-        plan = self._plan_for(batch, plan, None)
-        self._check_sample(step, batch, fingerprint, training=training)
-        result = Engine(self.host, self.config).score(step, plan, batch, entropy=entropy)
-        return Scores(result.per_token, plan, result.events)
+            program = agreement.program
+        engine = Engine(self.host, self.config)
+        result = engine.score(step, chosen, batch, entropy=entropy, program=program)
+        return Scores(result.per_token, chosen, result.events)
+
+    def _agree(
+        self,
+        step: Step,
+        group: Distributed,
+        call: str,
+        batch: RolloutBatch,
+        looked_at: Callable[[], Looked],
+        *,
+        training: bool,
+        scores: bool = False,
+        sampled: bool = True,
+    ) -> tuple[Looked, Agreement]:
+        """What this rank's checks and plan gave, and what all ranks make of theirs.
+
+        Args:
+            step: the one whose `run` calls this.
+            group: the ranks.
+            call: what must be the same on all of them.
+            batch: this rank's rollouts.
+            looked_at: this rank's checks; gives its plan and the model's fingerprint first.
+            training: as of `_check_sample`.
+            scores: whether forwards alone run.
+            sampled: whether the model is compared with the stock model where that is due.
+        """
+        ranks = group.ranks
+        try:
+            found = looked_at()
+            plan, fingerprint = found[0], found[1]
+            due = sampled and self._is_sample_due(fingerprint, training=training)
+            proposal = Proposal(
+                call,
+                program=plan.score_program if scores else plan.program,
+                costs=tuple(float(m.tokens) for m in plan.microbatches),
+                trained_tokens=batch.trained_tokens,
+                rollouts=len(batch),
+                groups=group_digests(batch),
+                sample=sample_of(batch) if due and len(batch) else None,
+            )
+        except BaseException as error:
+            ranks.exchange(Proposal(call, error=described(error)))
+            raise
+        proposals = ranks.exchange(proposal)
+        agreement = agreed(proposals, ranks.index, ranks.global_ranks, lockstep=group.lockstep)
+        if agreement.sample is not None:
+            self._check_sample(step, agreement.sample, fingerprint, training=training)
+            group.settle()
+        return found, agreement
 
     def verify(
         self,
@@ -341,7 +441,7 @@ class Policy:
 
         See `forkpoint.verify.verify`.
         """
-        _check_batch(batch)
+        self._check_batch(batch)
         return verify(
             self,
             batch,
@@ -367,6 +467,18 @@ class Policy:
         policy._kept = self._kept
         return policy
 
+    def _check_batch(self, batch: object) -> None:
+        if not isinstance(batch, RolloutBatch):
+            raise RolloutError(
+                f"the batch is {short(batch)} of type {type(batch).__name__}; it takes a "
+                "RolloutBatch. Make one of a list of rollouts: forkpoint.RolloutBatch(rollouts)."
+            )
+        if not len(batch) and self.host.group is None:
+            raise RolloutError(
+                "There are no rollouts; a batch takes at least one, but for a rank that has none "
+                "in a step of several ranks."
+            )
+
     def _check_sample(
         self, step: Step, batch: RolloutBatch, fingerprint: int, *, training: bool
     ) -> None:
@@ -374,8 +486,23 @@ class Policy:
 
         At the second step weights have moved: what a hook derives from them is then renewed.
         """
+        state, version = self._state(fingerprint, training=training)
+        if self._is_sample_due(fingerprint, training=training):
+            self_check(step, self.host, self.config, batch, training=training)
+            self._kept.agreed[state] = [*self._kept.agreed.get(state, []), version]
+            while len(self._kept.agreed) > MOST_STATES:
+                self._kept.agreed.pop(next(iter(self._kept.agreed)))
+
+    def _is_sample_due(self, fingerprint: int, *, training: bool) -> bool:
+        """Whether `_check_sample` compares."""
         if not self.config.self_check:
-            return
+            return False
+        state, version = self._state(fingerprint, training=training)
+        versions = self._kept.agreed.get(state, [])
+        return len(versions) < 2 and version not in versions
+
+    def _state(self, fingerprint: int, *, training: bool) -> tuple[Hashable, int]:
+        """The state of the model, and the version of its weights."""
         kind = self.host.device.type
         state = (
             fingerprint,
@@ -384,16 +511,8 @@ class Policy:
             self.config.attention_kernel,
             self.config.recurrence_kernel,
         )
-        versions = self._kept.agreed.get(state, [])
-        if len(versions) > 1:
-            return
         weights = [p for _, p in self.host.named_parameters() if not p.is_inference()]
-        version = sum(p._version for p in weights)
-        if version not in versions:
-            self_check(step, self.host, self.config, batch, training=training)
-            self._kept.agreed[state] = [*versions, version]
-            while len(self._kept.agreed) > MOST_STATES:
-                self._kept.agreed.pop(next(iter(self._kept.agreed)))
+        return state, sum(p._version for p in weights)
 
     def _calibration(self) -> Calibration | None:
         """The one that the configuration names or, without, the one of this device and model."""
@@ -456,12 +575,11 @@ def wrap(model: nn.Module, config: Config | None = None) -> Policy:
     return Policy(TransformersHost(model, compile_blocks=config.compile_blocks), config)
 
 
-def _check_batch(batch: object) -> None:
-    if not isinstance(batch, RolloutBatch):
-        raise RolloutError(
-            f"the batch is {short(batch)} of type {type(batch).__name__}; it takes a RolloutBatch. "
-            "Make one of a list of rollouts with forkpoint.RolloutBatch(rollouts)."
-        )
+def _kind_of(loss: object) -> str:
+    """A loss's class and options, as far as they can be told; of a function, that it is one."""
+    if isinstance(loss, Loss):
+        return repr(loss) if is_dataclass(loss) else type(loss).__qualname__
+    return "a function"
 
 
 def _finite(scale: object) -> float:

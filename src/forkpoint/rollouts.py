@@ -177,8 +177,11 @@ class RolloutBatch(FromTensors):
 
     `from_padded`, `from_completions` and `from_jagged` make a batch from tensors.
 
-    Raises RolloutError for an empty batch, for things that are not rollouts, for a rollout_id that
-    is there twice, and where only some of the rollouts have old_logprobs, reference_logprobs,
+    A batch without rollouts is that of a rank that has none, in a step of several ranks; everything
+    else refuses it.
+
+    Raises RolloutError for things that are not rollouts, for a rollout_id that is there twice, and
+    where only some of the rollouts have old_logprobs, reference_logprobs,
     weights, returns or old_values.
     """
 
@@ -203,14 +206,15 @@ class RolloutBatch(FromTensors):
     _numbers: dict[str, list[float]]
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
-        given = check_rollouts(rollouts, "a batch")
+        given = check_rollouts(rollouts, "a batch", least=0)
         rollout_ids = fill_ids([rollout.rollout_id for rollout in given])
         named = tuple(
             rollout if rollout.rollout_id is not None else replace(rollout, rollout_id=name)
             for rollout, name in zip(given, rollout_ids, strict=True)
         )
-        token_ids = np.concatenate([rollout.token_ids for rollout in named])
-        loss_mask = np.concatenate([rollout.loss_mask for rollout in named])
+        none = np.zeros(0, np.int64), np.zeros(0, bool)
+        token_ids = np.concatenate([none[0], *(rollout.token_ids for rollout in named)])
+        loss_mask = np.concatenate([none[1], *(rollout.loss_mask for rollout in named)])
         lengths = np.array([len(rollout) for rollout in named], np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         group_ids = tuple(rollout.group_id for rollout in named)
@@ -218,7 +222,7 @@ class RolloutBatch(FromTensors):
             "token_ids": token_ids,
             "offsets": offsets,
             "loss_mask": loss_mask,
-            "advantages": _column(named, "advantage"),
+            "advantages": _column(named, "advantage") if named else np.zeros(0),
             "old_logprobs": _column(named, "old_logprobs"),
             "reference_logprobs": _column(named, "reference_logprobs"),
             "weights": _column(named, "weights"),
@@ -254,7 +258,7 @@ class RolloutBatch(FromTensors):
 
     def __repr__(self) -> str:
         return (
-            f"RolloutBatch({len(self)} rollouts, {self.group_index.max() + 1} groups, "
+            f"RolloutBatch({len(self)} rollouts, {self.group_index.max(initial=-1) + 1} groups, "
             f"{self.logical_tokens} tokens, {self.trained_tokens} trained)"
         )
 
@@ -359,8 +363,10 @@ class RolloutBatch(FromTensors):
         return made
 
 
-def check_rollouts(given: Iterable[Rollout], what: str) -> list[Rollout]:
+def check_rollouts(given: Iterable[Rollout], what: str, *, least: int = 1) -> list[Rollout]:
     """The rollouts; refuses, for `what` (such as "a batch"), none, other things, and equal ids.
+
+    `least` is 0 where there may be none.
 
     Raises RolloutError, naming the value and its position.
     """
@@ -370,7 +376,7 @@ def check_rollouts(given: Iterable[Rollout], what: str) -> list[Rollout]:
             "of Rollout objects. Put a single one into a list; load_rollouts(path) reads a file."
         )
     rollouts = list(given)
-    if not rollouts:
+    if len(rollouts) < least:
         raise RolloutError(f"There are no rollouts; {what} takes at least one.")
     for position, rollout in enumerate(rollouts):
         if not isinstance(rollout, Rollout):

@@ -44,7 +44,9 @@ class PaddedLayout:
     @classmethod
     def of_lengths(cls, lengths: NDArray[np.int64]) -> "PaddedLayout":
         """The layout of rollouts of these lengths, [N], padded on the right to the longest."""
-        return cls(int(lengths.max()), np.zeros((len(lengths), 1), np.int64), lengths[:, None])
+        return cls(
+            int(lengths.max(initial=0)), np.zeros((len(lengths), 1), np.int64), lengths[:, None]
+        )
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -6,10 +6,10 @@ the gradients of the prefix cache that its forward read. Between the two, activa
 plan says (engine/activations.py). Nothing is decided here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from forkpoint.config import Config
 from forkpoint.device import on_device
 from forkpoint.engine.activations import Activations
 from forkpoint.engine.boundary import PrefixCache
+from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.microbatches import (
@@ -36,10 +37,11 @@ from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
 from forkpoint.losses.views import LossViews, outputs_of
+from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.planner import make_plan
-from forkpoint.plan.program import BACKWARD, LEAF, RECOMPUTE, Instruction, phase_of
+from forkpoint.plan.program import BACKWARD, LEAF, RECOMPUTE, Instruction, Program, phase_of
 from forkpoint.rollouts import Rollout, RolloutBatch
 
 MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], Tensor | None]
@@ -70,6 +72,9 @@ class Engine:
         self.staging: Staging | None = staging
         self.observer: Callable[[str], None] | None = None
         """Called with each event before it runs: for measurements of what lies between."""
+        self._failure: BaseException | None = None
+        self.ranks: StepOfRanks | None = None
+        """What the ranks have agreed on for this step; None where this rank is alone."""
 
     def score(
         self,
@@ -80,18 +85,19 @@ class Engine:
         entropy: bool,
         graph: bool = False,
         compiled: bool = True,
+        program: Program | None = None,
     ) -> StepResult:
         """Outputs of the head for every trained token (and entropies).
 
         `step` is the one whose `run` calls this, here and in `forward_backward`. With `graph`
         forwards record one, as those of a step with backwards do; it is dropped.
-        Without `compiled` blocks run eagerly.
+        Without `compiled` blocks run eagerly. `program` is the one that ranks have agreed on.
         """
         self.host.enter(step.changes, compiled=compiled)
         with torch.set_grad_enabled(graph):
             prepared = self._prepare(plan, batch)
-            program = plan.score_program.scores
-            return self._pass(step, plan, batch, prepared, program, entropy=entropy, graph=graph)
+            scores = (program or plan.score_program).scores
+            return self._pass(step, plan, batch, prepared, scores, entropy=entropy, graph=graph)
 
     def forward_backward(
         self,
@@ -140,10 +146,17 @@ class Engine:
             if before is not None:
                 result = _after(before, result)
         step.changes.undo(mark)
+        if constant is not None:
+            result = replace(result, loss=result.loss + constant)
+        result = self._settled(result)
         self._end(guard, prepared)
-        if constant is None:
+        return result
+
+    def _settled(self, result: StepResult) -> StepResult:
+        """The result, once every rank has come to the end of its program: its loss is over all."""
+        if self.ranks is None:
             return result
-        return replace(result, loss=result.loss + constant)
+        return replace(result, loss=self.ranks.settle(result.loss, self._failure))
 
     def backward(
         self, step: Step, plan: Plan, batch: RolloutBatch, weights: Mapping[str, Tensor | None]
@@ -161,16 +174,20 @@ class Engine:
         guard = self._begin(step)
         result = self._weighted(step, plan, batch, prepared, weights)
         step.changes.undo(mark)
+        result = self._settled(result)
         self._end(guard, prepared)
         return result
 
     def _begin(self, step: Step) -> GradientGuard:
         """Prepare gradients and model for backwards, until the changes are undone."""
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
+        group = self.host.group
+        wide = self.config.grad_accumulation_dtype == "float32"
+        apart = wide or (group is not None and not group.reduces)
         guard = step.guard = GradientGuard(
             parameters,
             restore=self.config.restore_grads,
-            float32_sums=self.config.grad_accumulation_dtype == "float32",
+            sums=GradientSums(parameters, wide=wide) if apart else None,
         )
         if guard.sums is not None:
             guard.sums.collect(step.changes)
@@ -179,8 +196,15 @@ class Engine:
 
     def _end(self, guard: GradientGuard, prepared: list[MicrobatchInputs]) -> None:
         """All backwards are done, and the model is as it was."""
-        if not any(len(inputs.trained_tokens) for inputs in prepared):
+        trains = any(len(inputs.trained_tokens) for inputs in prepared)
+        if self.ranks is not None:
+            trains = self.ranks.trains
+        group = self.host.group
+        if not trains:
             add_zero_gradients(self.host, guard)
+        if group is not None and guard.sums is not None:
+            mean = self.ranks is not None and self.ranks.mean
+            guard.sums.reduce(partial(group.reduce, parameters=guard.parameters, mean=mean))
         guard.add_sums()
 
     def _prepare(self, plan: Plan, batch: RolloutBatch) -> list[MicrobatchInputs]:
@@ -252,12 +276,28 @@ class Engine:
             scored = self._pass(step, plan, batch, prepared, program, entropy=loss.needs_entropy)
         view, _ = views.of_rollouts(np.ones(len(batch), bool))
         leaves = {name: x_T.requires_grad_() for name, x_T in scored.per_token.items()}
-        with torch.enable_grad():
+        by_name: dict[str, Tensor | None] = dict.fromkeys(leaves)
+        value = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
+        with self._kept_failure(), torch.enable_grad():
             value = self._call(loss, LossOutputs(**leaves), view)
             weights = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-        by_name = dict(zip(leaves, weights, strict=True))
+            by_name = dict(zip(leaves, weights, strict=True))
         result = self._weighted(step, plan, batch, prepared, by_name, scale)
         return replace(_after(scored, result), loss=value.detach())
+
+    @contextmanager
+    def _kept_failure(self) -> Iterator[None]:
+        """Keep an error of a loss until the program has ended, where other ranks run it as well.
+
+        Its collectives would wait for this rank. Gradients are zeros from here on, and no rank
+        keeps any.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.ranks is None:
+                raise
+            self._failure = self._failure or error
 
     def _weighted(
         self,
@@ -393,11 +433,10 @@ class Engine:
                     activations.end_forward(instruction.microbatch)
                 state.end_forward()
                 # A forward that is repeated computes its loss then.
-                value = (
-                    microbatch_loss(inputs, outputs)
-                    if microbatch_loss and instruction.records and not instruction.idle
-                    else None
-                )
+                value = None
+                if microbatch_loss and instruction.records and not idle and not self._failure:
+                    with self._kept_failure():
+                        value = microbatch_loss(inputs, outputs)
             if instruction.records or not training:
                 if not instruction.idle:
                     self._collect(inputs, outputs, per_token)
@@ -407,6 +446,8 @@ class Engine:
                     roots[instruction.slot] = _roots(value, outputs.roots, scale)
             del outputs, value, state
         step.changes.undo(mark)
+        if self.host.group is not None:
+            self.host.group.settle()
         timer.mark(LEAF)
         return StepResult(
             loss=total,

@@ -1,4 +1,6 @@
-"""Gradients of a step's backwards summed in float32, and rounded to the parameters' dtype once."""
+"""Gradients of a step's backwards summed apart from `.grad`, and added to it once."""
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -7,15 +9,17 @@ from forkpoint.engine.changes import Changes
 
 
 class GradientSums:
-    """Takes what each backward leaves in `.grad` and adds it up, in float32 at least.
+    """Takes what each backward leaves in `.grad` and adds it up, in float32 at least where `wide`.
 
     Autograd adds into `.grad` in the parameter's dtype: of many microbatches in bfloat16 each sum
-    is rounded to 8 bits, and what a microbatch adds may be lost in it. While this collects, `.grad`
-    is empty.
+    is rounded to 8 bits, and what a microbatch adds may be lost in it. Where ranks add up their
+    gradients, those from before the step must not be among them. While this collects, `.grad` is
+    empty.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], *, wide: bool = True) -> None:
         self.parameters = parameters
+        self.wide: bool = wide
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     def collect(self, changes: Changes) -> None:
@@ -38,7 +42,7 @@ class GradientSums:
     def missing_bytes(self) -> int:
         """Bytes of the sums that do not exist yet."""
         missing = (p for p in self.parameters if p not in self._sums)
-        return sum(p.numel() * _sum_dtype(p).itemsize for p in missing)
+        return sum(p.numel() * self._dtype(p).itemsize for p in missing)
 
     def _take(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
@@ -47,7 +51,16 @@ class GradientSums:
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:
-            self._sums[parameter] = gradient.detach().to(_sum_dtype(gradient))
+            self._sums[parameter] = gradient.detach().to(self._dtype(gradient))
+
+    def reduce(self, over_ranks: Callable[[Sequence[Tensor | None]], list[Tensor | None]]) -> None:
+        """Replace the sums by those over ranks: a function of one entry for each parameter."""
+        reduced = over_ranks([self._sums.get(parameter) for parameter in self.parameters])
+        pairs = zip(self.parameters, reduced, strict=True)
+        self._sums = {p: total for p, total in pairs if total is not None}
+
+    def _dtype(self, tensor: Tensor) -> torch.dtype:
+        return torch.promote_types(tensor.dtype, torch.float32) if self.wide else tensor.dtype
 
     def add_to_gradients(self) -> None:
         """Add each sum to its parameter's gradient, and let it go."""
@@ -58,7 +71,3 @@ class GradientSums:
             else:
                 # Into the tensor that is there: optimizers and buckets may hold on to it.
                 parameter.grad.detach().add_(total)
-
-
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -19,6 +19,13 @@ from forkpoint.engine.thread_state import ThreadState, close_generators
 
 T = TypeVar("T")
 
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank: all of it unless it is a DTensor."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
 UNCHANGED = (
     "forkpoint: this step failed; .grad is as it was before it, and the step may be tried again."
 )
@@ -57,11 +64,11 @@ class GradientGuard:
     """Knows what `.grad` was before a step, and takes back what a failed one has added."""
 
     def __init__(
-        self, parameters: list[nn.Parameter], *, restore: bool, float32_sums: bool = False
+        self, parameters: list[nn.Parameter], *, restore: bool, sums: GradientSums | None = None
     ) -> None:
-        """With `float32_sums` gradients stay as they are until all backwards are done."""
+        """With `sums` gradients stay as they are until all backwards are done."""
         self.parameters = parameters
-        self.sums: GradientSums | None = GradientSums(parameters) if float32_sums else None
+        self.sums: GradientSums | None = sums
         self.before: list[Tensor | None] = [p.grad for p in parameters]
         self.copies: list[Tensor | None] | None = None
         if restore:
@@ -83,7 +90,8 @@ class GradientGuard:
         """Bytes of the gradients, or of their sums, that do not exist yet."""
         if self.sums is not None:
             return self.sums.missing_bytes()
-        return sum(p.numel() * p.element_size() for p in self.parameters if p.grad is None)
+        missing = (local(p) for p in self.parameters if p.grad is None)
+        return sum(p.numel() * p.element_size() for p in missing)
 
     def take_back(self) -> Literal["unchanged", "cleared"]:
         """Remove what the step has added; after an interrupt it can be repeated.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
+from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.losses.outputs import Head
 from forkpoint.plan.capabilities import Capabilities
@@ -81,6 +82,11 @@ class Host(Protocol):
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    @property
+    def group(self) -> Distributed | None:
+        """What holds the model on several ranks; None where this rank alone does."""
+        ...
 
     def prepare(self, changes: Changes) -> None:
         """Take off what users have put around the model that a step replaces or does not need.

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from forkpoint.hosts.modules import configurations, every_module
+from forkpoint.hosts.modules import configurations, every_module, plain_class
 from forkpoint.hosts.origins import is_of_compiler
 
 HOOKS = (
@@ -95,7 +95,7 @@ class Fingerprint:
         self._lengths = tuple(map(len, self._dicts))
         self._filled = [found for found in self._dicts if found]
         self._configs = configurations(self.model)
-        kinds = {type(module) for module in modules}
+        kinds = {plain_class(module) for module in modules}
         self._bases = sorted({base for kind in kinds for base in kind.__mro__}, key=id)
         # A class may name a file that was not imported; what checks classes refuses it.
         files = sorted({kind.__module__ for kind in kinds} & sys.modules.keys())

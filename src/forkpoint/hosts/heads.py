@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.arguments import CallContext
@@ -27,6 +28,11 @@ class ModelHead(Protocol):
         """Outputs for one token."""
         ...
 
+    def enter(self, changes: Changes) -> None:
+        """Run within the call of the head's module from now on, until the changes are undone: hooks
+        around it gather its weights."""
+        ...
+
     def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         """Outputs for the context's head places, from their last hidden states: [n]."""
         ...
@@ -40,6 +46,8 @@ class LogprobHead:
     def __init__(self, causal: PreTrainedModel, family: Family) -> None:
         self.causal: PreTrainedModel = causal
         self.family: Family = family
+        self._called: bool = False
+        """Whether the module's own call computes log-probs."""
 
     def check(self) -> None:
         refusals.plain_head(self.causal)
@@ -47,7 +55,16 @@ class LogprobHead:
     def width(self) -> int:
         return refusals.plain_head(self.causal).out_features
 
+    def enter(self, changes: Changes) -> None:
+        changes.set(vars(self), "_called", True)
+        changes.replace_forward(refusals.plain_head(self.causal), self._logprobs)
+
     def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
+        if self._called:
+            return refusals.plain_head(self.causal)(hidden_nC, context)
+        return self._logprobs(hidden_nC, context)
+
+    def _logprobs(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         head, inputs = refusals.plain_head(self.causal), context.inputs
         logprobs, entropies = token_logprobs(
             hidden_nC,
@@ -93,6 +110,9 @@ class ValueHead:
 
     def width(self) -> int:
         return 1
+
+    def enter(self, changes: Changes) -> None:
+        """Nothing changes: `score` is called as it is."""
 
     def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         dropout = cast(nn.Module, self.critic.dropout)

@@ -17,7 +17,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.arguments import CallContext, taken_context
 from forkpoint.hosts.early_end import EarlyEnd
-from forkpoint.hosts.modules import every_module
+from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.ops.delta_rule import gated_delta_rule
 from forkpoint.ops.delta_rule.kernel import decay_gate
 from forkpoint.ops.dtypes import accumulate_dtype
@@ -67,7 +67,7 @@ def gated_delta_net(
 def _projected(module: Any, hidden_BLC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs of the convolution, the output's gate, and what beta and the decay are made of."""
     batch, length, _ = hidden_BLC.shape
-    if type(module).__name__ == "Qwen3NextGatedDeltaNet":
+    if plain_class(module).__name__ == "Qwen3NextGatedDeltaNet":
         q, k, v, z, b, a = module.fix_query_key_value_ordering(
             module.in_proj_qkvz(hidden_BLC), module.in_proj_ba(hidden_BLC)
         )
@@ -202,7 +202,7 @@ RECURRENT_FORWARDS: dict[str, RecurrentForward] = {
 
 def recurrent_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model, by name, that carry a state along the path."""
-    return {n: m for n, m in every_module(model) if type(m).__name__ in RECURRENT_FORWARDS}
+    return {n: m for n, m in every_module(model) if plain_class(m).__name__ in RECURRENT_FORWARDS}
 
 
 def check_recurrent_modules(model: nn.Module) -> None:
@@ -241,5 +241,5 @@ def run_recurrences(model: nn.Module, changes: Changes) -> None:
     """Let these modules run microbatches, until the changes are undone."""
     for module in recurrent_modules(model).values():
         # A method: see `checkpoint_blocks`.
-        forward = MethodType(RECURRENT_FORWARDS[type(module).__name__], module)
+        forward = MethodType(RECURRENT_FORWARDS[plain_class(module).__name__], module)
         changes.replace_forward(module, forward)

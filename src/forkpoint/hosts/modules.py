@@ -46,6 +46,18 @@ def every_parameter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return _listed("parameters", model)
 
 
+def plain_class(module: nn.Module) -> type:
+    """The class of a module; of one that torch's fully_shard has changed, the class it had.
+
+    fully_shard gives a module a class that is derived from its own and from FSDPModule.
+    """
+    kind = type(module)
+    bases = kind.__bases__
+    if len(bases) == 2 and bases[0].__name__ == "FSDPModule":
+        return bases[1]
+    return kind
+
+
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
     """The configurations of its modules, each once."""
     found = [getattr(module, "config", None) for _, module in every_module(model)]

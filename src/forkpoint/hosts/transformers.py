@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from forkpoint.engine.boundary import boundary
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
+from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.host import HeadOutputs
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.errors import UnsupportedError
@@ -27,6 +28,7 @@ from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, CallContext, taken_conte
 from forkpoint.hosts.checkpointing import checkpoint_blocks, has_mlp
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.coverings import Coverings, entered, set_forward, uncompiled
+from forkpoint.hosts.distributed import distributed, unwrapped
 from forkpoint.hosts.early_end import EarlyEnd, end_in_last_block
 from forkpoint.hosts.families import FAMILIES, Family
 from forkpoint.hosts.fingerprint import Fingerprint
@@ -41,6 +43,7 @@ from forkpoint.hosts.modules import (
     configurations,
     every_parameter,
     list_once,
+    plain_class,
 )
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
@@ -135,21 +138,25 @@ class TransformersHost:
     """
 
     def __init__(self, model: nn.Module, *, compile_blocks: bool | None = None) -> None:
-        """`compile_blocks` as in Config."""
+        """`compile_blocks` as in Config. Collective where several ranks hold the model."""
         model = uncompiled(model)
-        self._model = model
+        self._wrapper: nn.Module = model
+        model = self._model = unwrapped(model)
+        self._group: Distributed | None = None
         self._coverings = Coverings()
         self._autocasts: tuple[torch.autocast, ...] = ()
         with Changes() as changes:
             if isinstance(model, nn.Module):
                 self.prepare(changes)
+            if isinstance(model, nn.Module):
+                self._group = distributed(self._wrapper)
             self._look_at(model, compile_blocks)
 
     def _look_at(self, model: nn.Module, compile_blocks: bool | None) -> None:
         """Refuse a model that has not been shown exact, and find its parts."""
         self.causal: PreTrainedModel = _causal_model(model)
         self.family: Family = FAMILIES[self.causal.config.model_type]
-        critic = type(self.causal).__name__ == self.family.critic_class
+        critic = plain_class(self.causal).__name__ == self.family.critic_class
         self._head: ModelHead = (
             ValueHead(self.causal) if critic else LogprobHead(self.causal, self.family)
         )
@@ -174,6 +181,14 @@ class TransformersHost:
     @property
     def model(self) -> nn.Module:
         return self._model
+
+    @property
+    def group(self) -> Distributed | None:
+        return self._group
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._group is not None and self._group.lockstep
 
     @property
     def shape(self) -> ModelShape:
@@ -212,6 +227,8 @@ class TransformersHost:
         return iter(every_parameter(self.model))
 
     def prepare(self, changes: Changes) -> None:
+        if self._group is not None:
+            self._group.settle()  # a forward of the user's may have left weights gathered
         list_once(changes)
         self._coverings.take_off(self.model, changes)
 
@@ -228,8 +245,8 @@ class TransformersHost:
                 refusals.check_checkpointing(self.causal)
                 refusals.check_routers(self.causal)
             self._checked = found
-        refusals.check_parameters(self.model)
-        refusals.check_rope(self.causal, int(batch.lengths.max()))
+        refusals.check_parameters(self.model, sharded=self._is_sharded)
+        refusals.check_rope(self.causal, int(batch.lengths.max(initial=0)))
         if training:
             refusals.check_trainable(self.model)
             refusals.check_parameter_hooks(self.model)
@@ -259,7 +276,7 @@ class TransformersHost:
         refusals.check_attention_function(self.model)
         refusals.check_embeddings(self.model)
         refusals.check_derived_weights(self.model)
-        refusals.check_parameters(self.model)
+        refusals.check_parameters(self.model, sharded=self._is_sharded)
         self._head.check()
 
     def _check_idle(self) -> None:
@@ -285,6 +302,9 @@ class TransformersHost:
         covered = set_forward(self.causal)
         changes.set(vars(self), "_autocasts", covered.autocasts if covered else ())
         changes.replace_forward(self.causal, self._causal_forward)
+        if self._group is not None:
+            self._group.enter(changes)
+            self._head.enter(changes)
         run_recurrences(self.causal, changes)
         if compiled and self.compiles:
             self._blocks.enter(changes)
@@ -346,12 +366,13 @@ class TransformersHost:
             **{CONTEXT_ARGUMENT: context},
         )
         self._changes.undo(mark)
-        return outputs
+        return HeadOutputs(outputs["per_token"], outputs["roots"])
 
     def backward(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool
     ) -> None:
-        # Nothing is reduced over ranks, so the last backward is as the others.
+        if last and self._group is not None:
+            self._group.last()
         if tensors:
             torch.autograd.backward(tensors, gradients)
 
@@ -363,8 +384,12 @@ class TransformersHost:
                     changes.set(vars(config), "_attn_implementation_internal", "eager")
             return self.model(input_ids=token, use_cache=False, return_dict=True).logits[:, :0]
 
-    def _causal_forward(self, *args: Any, **kwargs: Any) -> HeadOutputs:
-        """Stands in for the causal model's forward, under the autocast that is set around that."""
+    def _causal_forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Stands in for the causal model's forward, under the autocast that is set around that.
+
+        Returns the fields of HeadOutputs: fully_shard finds tensors in dicts and tuples, and not in
+        dataclasses.
+        """
         with entered(self._autocasts):
             return self._decoder_and_head(*args, **kwargs)
 
@@ -374,7 +399,7 @@ class TransformersHost:
         position_ids: Tensor,
         forkpoint_context: CallContext,
         **kwargs: Any,
-    ) -> HeadOutputs:
+    ) -> dict[str, Any]:
         """The decoder, then the head on chosen places."""
         kwargs.pop("return_dict", None)  # what peft's models of other tasks than language ask for
         assert not any(value is not None for value in kwargs.values()), kwargs
@@ -389,10 +414,13 @@ class TransformersHost:
             **{CONTEXT_ARGUMENT: forkpoint_context},
         ).last_hidden_state
         if forkpoint_context.instruction.ends_at in (BOUNDARY, BLOCKS):
-            return HeadOutputs({}, (top,))
+            return {"per_token": {}, "roots": (top,)}
         places = forkpoint_context.inputs.head_index
         hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, places)
-        return HeadOutputs(self._head.forward(hidden_nC, forkpoint_context), (top,))
+        found = self._head.forward(hidden_nC, forkpoint_context)
+        # Backwards without trained tokens reach the head as well, where ranks gather it.
+        more = tuple(found.values()) if self._is_sharded else ()
+        return {"per_token": found, "roots": (top, *more)}
 
 
 def _causal_model(model: nn.Module) -> PreTrainedModel:
@@ -403,7 +431,7 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
             "as AutoModelForCausalLM.from_pretrained makes it, and downloads nothing."
         )
     inner: Any = model
-    if type(model).__module__.split(".")[0] == "peft":
+    if plain_class(model).__module__.split(".")[0] == "peft":
         refusals.check_adapters(model)
         inner = model.get_base_model()  # type: ignore[operator]
     if not isinstance(inner, PreTrainedModel):
@@ -412,13 +440,14 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
             "the model itself, before DistributedDataParallel or the like."
         )
     family = FAMILIES.get(inner.config.model_type)
-    stock = type(inner).__module__.startswith("transformers.models.")
-    name = type(inner).__name__
+    kind = plain_class(inner)
+    stock = kind.__module__.startswith("transformers.models.")
+    name = kind.__name__
     if family is not None and stock and name == family.critic_class:
         refusals.check_critic(inner)
     elif family is None or not stock or name != family.model_class:
         raise UnsupportedError(
-            f"{type(inner).__module__}.{name} (model_type "
+            f"{kind.__module__}.{name} (model_type "
             f"{inner.config.model_type!r}) has not been shown exact; supported are "
             f"{', '.join(f.model_class for f in FAMILIES.values())} of transformers, not "
             "subclasses of them, and as critics their ForTokenClassification with one label."

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.coverings import has_accelerate_hook, is_device_warning, set_forward
-from forkpoint.hosts.modules import every_module
+from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.origins import (
     defined_functions,
     foreign_code,
@@ -75,7 +75,7 @@ def check_modules(
     allowed = (f"transformers.models.{family}.", *TOKENWISE_CODE)
     kinds: dict[type, str] = {}
     for name, module in every_module(model):
-        kinds.setdefault(type(module), name or "the model")
+        kinds.setdefault(plain_class(module), name or "the model")
         if module not in replaced:
             _check_module(name or "the model", module, allowed, family)
     for kind, where in kinds.items():
@@ -83,7 +83,7 @@ def check_modules(
 
 
 def _check_module(where: str, module: nn.Module, allowed: tuple[str, ...], family: str) -> None:
-    kind = type(module)
+    kind = plain_class(module)
     for part, code in ((kind, kind.__module__), (kind.forward, kind.forward.__module__)):
         if not code.startswith(allowed) or isinstance(module, OVER_TOKENS):
             raise UnsupportedError(
@@ -175,7 +175,7 @@ def _defined_name(base: type, name: str) -> str:
 
 def check_functions(model: nn.Module) -> None:
     """The functions of the family's source files are those that the files define."""
-    modules = {type(m).__module__ for _, m in every_module(model)}
+    modules = {plain_class(m).__module__ for _, m in every_module(model)}
     for module in sorted(m for m in modules if m.startswith("transformers.models.")):
         defined = defined_functions(module)
         for name, value in vars(sys.modules[module]).items():

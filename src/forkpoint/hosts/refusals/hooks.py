@@ -38,6 +38,9 @@ KNOWN = (
         "transformers.utils.output_capturing",
         "install_output_capuring_hook.<locals>.output_capturing_hook",
     ),
+    # They gather and free parameters.
+    ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._pre_forward"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._post_forward"),
     # It adds a window and sinks to the arguments of attention, in microbatches and in ordinary
     # training.
     ("forkpoint.testing", "force_windows_and_sinks.<locals>.add"),

@@ -5,19 +5,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.modules import every_module, every_parameter
+from forkpoint.hosts.modules import every_module, every_parameter, plain_class
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Plain floating-point tensors, in memory, all on one device."""
+def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
+    """Plain floating-point tensors, in memory, all on one device.
+
+    sharded: whether torch's fully_shard holds the model, so that they are DTensors.
+    """
     devices: dict[torch.device, str] = {}
     for name, parameter in every_parameter(model):
-        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
+        if not _is_plain(parameter) and not (sharded and _is_sharded(parameter)):
             raise UnsupportedError(
                 f"parameter {name} is a {type(parameter).__name__}; sharded and quantized "
-                "parameters have not been shown exact. Wrap a model of plain tensors."
+                "parameters have not been shown exact, but for torch's fully_shard of the whole "
+                "model. Wrap a model of plain tensors."
             )
         if parameter.dtype not in FLOATING:
             raise UnsupportedError(
@@ -36,6 +40,15 @@ def check_parameters(model: nn.Module) -> None:
             f"the parameters ({meta} and all others) lie on the meta device, without "
             "values; initialise or load the model before wrapping it."
         )
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and type(parameter.data) is Tensor
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    kind = type(parameter.data)
+    return (kind.__module__, kind.__name__) == ("torch.distributed.tensor", "DTensor")
 
 
 def check_embeddings(model: nn.Module) -> None:
@@ -95,7 +108,7 @@ def check_rotary_buffers(causal: PreTrainedModel) -> None:
 def plain_head(causal: PreTrainedModel) -> nn.Linear:
     """The output head, whose weights log-probs are computed from."""
     head = causal.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if not isinstance(head, nn.Linear) or plain_class(head) is not nn.Linear:
         raise UnsupportedError(
             f"the output head is a {type(head).__module__}.{type(head).__name__}; forkpoint "
             "computes log-probs from a plain torch.nn.Linear. Leave lm_head out of adapters and "

@@ -1,0 +1,50 @@
+"""What holds a model on several ranks, as the engine sees it."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from forkpoint.engine.changes import Changes
+from forkpoint.parallel.ranks import DataRanks
+
+
+class Distributed(Protocol):
+    """A wrapper that keeps shards or replicas of a model on ranks with rollouts of their own.
+
+    The wrapper is a library's. A step tells it when to reduce gradients, which is once.
+    """
+
+    ranks: DataRanks
+    lockstep: bool
+    """Whether it issues collectives in forwards and backwards, so that all ranks run the same."""
+    reduces: bool
+    """Whether backwards reduce gradients; otherwise `reduce` does so after them."""
+
+    def factor(self, *, mean: bool) -> float:
+        """A factor for this rank's loss, with which gradients become the sum over ranks of those
+        of their losses; or with `mean` what the wrapper makes of any other loss."""
+        ...
+
+    def enter(self, changes: Changes) -> None:
+        """Reduce nothing until `last`, until the changes are undone."""
+        ...
+
+    def last(self) -> None:
+        """The next backward is the step's last one."""
+        ...
+
+    def reduce(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
+    ) -> list[Tensor | None]:
+        """Sums (means) of gradients over all ranks, one for each parameter; None where no rank has
+        one. Collective."""
+        ...
+
+    def settle(self) -> None:
+        """Give every parameter the form in which the optimizer has it."""
+        ...
+
+    def reset(self) -> None:
+        """A step has failed: drop what is left of it."""
+        ...

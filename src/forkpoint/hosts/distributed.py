@@ -1,0 +1,239 @@
+"""Models that several ranks train together: by torch's fully_shard, or DistributedDataParallel.
+
+Both are used as they are. What a step tells them is when to reduce gradients, which is once, in its
+last backward.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.distributed import Distributed
+from forkpoint.errors import UnsupportedError
+from forkpoint.parallel.ranks import DataRanks, ranks_of_group, ranks_of_mesh
+
+REFUSED = {
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "it flattens parameters, so that gradients have no names of their own. Use torch's "
+        "fully_shard (FSDP2), in accelerate fsdp_version: 2"
+    ),
+    "deepspeed.runtime.engine.DeepSpeedEngine": (
+        "it reduces and partitions gradients in hooks of its own. Use torch's fully_shard (FSDP2)"
+    ),
+}
+"""By class, why it is refused and what to use."""
+MOST_BUCKET_BYTES = 32 << 20
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model within DistributedDataParallel; any other as it is.
+
+    Raises UnsupportedError for wrappers that have not been shown exact.
+    """
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    for base in type(model).__mro__:
+        why = REFUSED.get(f"{base.__module__}.{base.__qualname__}")
+        if why is not None:
+            raise UnsupportedError(f"{kind} has not been shown exact: {why}.")
+    return model.module if type(model) is DistributedDataParallel else model
+
+
+def distributed(model: nn.Module) -> Distributed | None:
+    """What holds the model's parameters on several ranks; None where this rank alone does.
+
+    Collective where there is one. Raises UnsupportedError for what has not been shown exact.
+    """
+    if type(model) is DistributedDataParallel:
+        return Replicated(model)
+    sharded = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    if not sharded:
+        return None
+    if not isinstance(model, FSDPModule):
+        raise UnsupportedError(
+            f"{sharded[0][0]} is sharded by fully_shard and the model around it is not, so that "
+            "gradients of the rest would stay this rank's own. Call fully_shard(model) as well, "
+            "after its blocks."
+        )
+    return FullySharded(model)
+
+
+class FullySharded:
+    """torch's fully_shard (FSDP2), of one or two mesh dimensions (HSDP)."""
+
+    lockstep: bool = True
+    reduces: bool = True
+
+    def __init__(self, model: FSDPModule) -> None:
+        self.model = model
+        # torch has no public way to ask a module for its mesh and policies.
+        groups = [g for m in self._modules() for g in _groups(m)]
+        meshes = {id(g.mesh_info.mesh): g.mesh_info.mesh for g in groups}
+        for group in groups:
+            _check_group(group)
+        if not groups:
+            raise UnsupportedError("the model is sharded by fully_shard and has no parameters.")
+        if len({tuple(m.mesh.flatten().tolist()) for m in meshes.values()}) > 1:
+            raise UnsupportedError(
+                "parts of the model are sharded over different meshes, which has not been shown "
+                "exact. Give one mesh to every fully_shard."
+            )
+        mesh = next(iter(meshes.values()))
+        self.ranks: DataRanks = ranks_of_mesh(mesh)
+        self.param_dtypes: frozenset[torch.dtype] = frozenset(
+            g.mp_policy.param_dtype for g in groups if g.mp_policy.param_dtype is not None
+        )
+        self._divisors = {_divisor(g, self.ranks.size) for g in groups}
+
+    def _modules(self) -> list[Any]:
+        module = cast(nn.Module, self.model)
+        return [m for m in module.modules() if isinstance(m, FSDPModule)]
+
+    def factor(self, *, mean: bool) -> float:
+        if mean:
+            return 1.0
+        if len(self._divisors) > 1:
+            raise UnsupportedError(
+                f"parts of the model divide gradients by different factors ({self._divisors}); "
+                "forkpoint's losses need one. Call set_gradient_divide_factor with one number on "
+                "every sharded module."
+            )
+        return next(iter(self._divisors))
+
+    def enter(self, changes: Changes) -> None:
+        changes.later(self.model.set_requires_gradient_sync, True)
+        changes.later(self.model.set_is_last_backward, True)
+        self.model.set_requires_gradient_sync(False)
+        self.model.set_is_last_backward(False)
+
+    def last(self) -> None:
+        self.model.set_requires_gradient_sync(True)
+        self.model.set_is_last_backward(True)
+
+    def reduce(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
+    ) -> list[Tensor | None]:
+        return list(gradients)
+
+    def settle(self) -> None:
+        for module in self._modules():
+            module.reshard()
+
+    def reset(self) -> None:
+        for module in self._modules():
+            for group in _groups(module):
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if getattr(parameter, "_unsharded_param", None) is not None:
+                        parameter._unsharded_param.grad = None
+        reset = getattr(self.model, "reset_iter_state", None)  # torch 2.13 and later
+        if reset is not None:
+            reset()
+        self.settle()
+
+
+def _groups(module: Any) -> Iterable[Any]:
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 and later
+    if several is not None:
+        return several
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _check_group(group: Any) -> None:
+    policy = group.mp_policy
+    if policy.output_dtype is not None:
+        raise UnsupportedError(
+            f"MixedPrecisionPolicy has output_dtype={policy.output_dtype}, which would round "
+            "log-probs. Leave output_dtype out."
+        )
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        raise UnsupportedError(
+            "parameters are offloaded to the CPU (CPUOffloadPolicy), which has not been shown "
+            "exact. Leave offload_policy out; Config(activations='offload') saves memory instead."
+        )
+
+
+def _divisor(group: Any, size: int) -> float:
+    """What the summed gradients are divided by."""
+    given = getattr(group, "gradient_divide_factor", None)
+    return float(size if given is None else given)
+
+
+class Replicated:
+    """torch's DistributedDataParallel. Its own reducer is passed by: it expects one forward and one
+    backward a step. Gradients are reduced once, after the last backward."""
+
+    lockstep: bool = False
+    reduces: bool = False
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        wrapper = cast(Any, model)
+        if getattr(wrapper, "mixed_precision", None) is not None:
+            raise UnsupportedError(
+                "DistributedDataParallel has mixed_precision, which has not been shown exact. "
+                "Leave it out, and use torch.autocast."
+            )
+        if getattr(wrapper, "_comm_hooks", None):
+            raise UnsupportedError(
+                "DistributedDataParallel has a communication hook, which forkpoint would pass by. "
+                "Leave register_comm_hook out."
+            )
+        self.group: dist.ProcessGroup = wrapper.process_group
+        self.ranks: DataRanks = ranks_of_group(self.group)
+
+    def factor(self, *, mean: bool) -> float:
+        return 1.0
+
+    def enter(self, changes: Changes) -> None:
+        pass
+
+    def last(self) -> None:
+        pass
+
+    def reduce(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
+    ) -> list[Tensor | None]:
+        device = parameters[0].device
+        there = torch.tensor([g is not None for g in gradients], dtype=torch.int32, device=device)
+        dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group)
+        found: list[Tensor | None] = [
+            (torch.zeros_like(parameter) if gradient is None else gradient) if is_there else None
+            for gradient, parameter, is_there in zip(
+                gradients, parameters, there.tolist(), strict=True
+            )
+        ]
+        for bucket in _buckets([g for g in found if g is not None]):
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            dist.all_reduce(flat, group=self.group)
+            if mean:
+                flat /= self.ranks.size
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+        return found
+
+    def settle(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Gradients of one dtype each, in order, of at most some bytes unless one has more."""
+    found: list[list[Tensor]] = []
+    open_: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        bucket = open_.get(gradient.dtype)
+        held = sum(g.numel() * g.element_size() for g in bucket) if bucket else 0
+        if bucket is None or held + gradient.numel() * gradient.element_size() > MOST_BUCKET_BYTES:
+            bucket = []
+            found.append(bucket)
+            open_[gradient.dtype] = bucket
+        bucket.append(gradient)
+    return found

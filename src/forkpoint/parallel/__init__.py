@@ -1,0 +1,1 @@
+"""Steps of several ranks: who they are, and what they agree on before each step."""

@@ -1,0 +1,134 @@
+"""What ranks agree on before a step: one exchange over CPUs, and the same answer everywhere."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.errors import RankError
+from forkpoint.losses.base import Denominators
+from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.step import StepOfRanks
+from forkpoint.plan.align_programs import align
+from forkpoint.plan.program import Program
+from forkpoint.rollouts import RolloutBatch
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one rank brings to a step."""
+
+    call: str
+    """The call and all of its options that must be the same on every rank, as text."""
+    error: str | None = None
+    """Why this rank cannot run the step; then the rest is empty."""
+    program: Program = Program()  # noqa: RUF009 - immutable
+    costs: tuple[float, ...] = ()
+    """By microbatch: predicted."""
+    trained_tokens: int = 0
+    rollouts: int = 0
+    groups: NDArray[np.uint64] | None = None
+    """Digests of the rollouts' groups; those of one group are the same on all ranks."""
+    sample: RolloutBatch | None = None
+    """For the comparison with the stock model, where this rank wants it."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The same on all ranks, but for `program`."""
+
+    program: Program
+    """This rank's, in the common shape."""
+    counts: Denominators
+    """Of all ranks' rollouts as one batch."""
+    split_groups: int
+    """Groups that have rollouts on several ranks."""
+    sample: RolloutBatch | None
+
+    def step(self, ranks: DataRanks, *, mean: bool, lockstep: bool) -> StepOfRanks:
+        """The step; with `mean` each rank's loss is its own, and in `lockstep` all ranks run
+        programs of one shape."""
+        shape = (
+            ""
+            if not lockstep
+            else "".join(
+                f"{i.pass_index}{i.operation}{i.slot}{i.ends_at}{i.records};"
+                for i in self.program.instructions
+            )
+        )
+        digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
+        return StepOfRanks(ranks, trains=self.counts.tokens > 0, mean=mean, digest=digest)
+
+
+def agreed(
+    proposals: Sequence[Proposal], index: int, names: Sequence[int], *, lockstep: bool
+) -> Agreement:
+    """The step that all ranks run.
+
+    Args:
+        proposals: by rank.
+        index: this rank's.
+        names: by rank, its number in messages.
+        lockstep: whether ranks issue collectives in every forward and backward, so that their
+            programs need one common shape.
+
+    Raises RankError, naming the rank, where one cannot run the step or calls something else.
+    """
+    refused = [n for n, proposal in enumerate(proposals) if proposal.error is not None]
+    if refused and index not in refused:
+        first = refused[0]
+        others = f" (and {len(refused) - 1} other ranks)" if len(refused) > 1 else ""
+        raise RankError(
+            f"rank {names[first]}{others} cannot run this step, so no rank does, and gradients are "
+            f"as they were: {proposals[first].error} Mend it there; the step can then be repeated "
+            "on all ranks."
+        )
+    calls = {proposal.call: names[n] for n, proposal in reversed(list(enumerate(proposals)))}
+    if len(calls) > 1 and not refused:
+        found = "; ".join(f"rank {rank}: {call}" for call, rank in calls.items())
+        raise RankError(
+            f"the ranks do not call the same: {found}. Every rank must make the same calls of its "
+            "policy in the same order, with the same options; a rank without rollouts gives "
+            "RolloutBatch([])."
+        )
+    programs = [proposal.program for proposal in proposals]
+    own = programs[index]
+    if lockstep and not refused:
+        own = align(programs, [proposal.costs for proposal in proposals])[index]
+    digests = [p.groups for p in proposals if p.groups is not None and len(p.groups)]
+    every = np.concatenate(digests) if digests else np.zeros(0, np.uint64)
+    distinct = len(np.unique(every))
+    return Agreement(
+        program=own,
+        counts=Denominators(
+            tokens=float(sum(proposal.trained_tokens for proposal in proposals)),
+            rollouts=float(sum(proposal.rollouts for proposal in proposals)),
+            groups=float(distinct),
+        ),
+        split_groups=len(every) - distinct,
+        sample=next((p.sample for p in proposals if p.sample is not None), None),
+    )
+
+
+def group_digests(batch: RolloutBatch) -> NDArray[np.uint64]:
+    """A number for each group of a batch, the same wherever its rollouts are.
+
+    A group is known by its id. Without one it is the rollouts whose prompts are equal, as in a
+    batch (`RolloutBatch.group_index`).
+    """
+    _, firsts = np.unique(batch.group_index, return_index=True)
+    found = np.zeros(len(firsts), np.uint64)
+    for number, first in enumerate(firsts):
+        name = batch.group_ids[first]
+        if name is not None:
+            content = b"id " + name.encode()
+        else:
+            begin, end = batch.offsets[first], batch.offsets[first + 1]
+            trained = np.flatnonzero(batch.loss_mask[begin:end])
+            stop = begin + trained[0] if len(trained) else end
+            content = b"prompt " + batch.token_ids[begin:stop].tobytes()
+        digest = hashlib.blake2b(content, digest_size=8).digest()
+        found[number] = np.frombuffer(digest, np.uint64)[0]
+    return found
