@@ -30,7 +30,13 @@ from forkpoint.losses.base import (
     check_denominators,
 )
 from forkpoint.losses.views import batch_denominators, check_range
-from forkpoint.parallel.agreement import Agreement, Proposal, agreed, group_digests
+from forkpoint.parallel.agreement import (
+    Agreement,
+    Proposal,
+    agreed,
+    coupled,
+    group_digests,
+)
 from forkpoint.parallel.step import described
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
@@ -66,6 +72,14 @@ class Policy:
     """A model whose steps compute every shared token once. Made by `forkpoint.wrap`."""
 
     def __init__(self, host: Host, config: Config) -> None:
+        """Raises ConfigError where the configuration does not fit what holds the model on ranks."""
+        sharded = host.group is not None and host.group.reduces
+        if sharded and config.grad_accumulation_dtype == "float32":
+            raise ConfigError(
+                "grad_accumulation_dtype is 'float32', and the model is sharded by fully_shard, "
+                "which adds up gradients itself, in its reduce_dtype. Leave the option out and "
+                "shard with mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)."
+            )
         self.host: Host = host
         self.config: Config = config
         self.observer: Callable[[str], None] | None = None
@@ -207,7 +221,7 @@ class Policy:
             mean = not isinstance(loss, Loss)
             call = f"forward_backward of {_kind_of(loss)}, denominators={denominators}"
             (plan, _, known, factor), agreement = self._agree(
-                step, self.host.group, call, batch, looked_at, training=True
+                step, self.host.group, call, batch, looked_at, loss=loss, training=True
             )
             plan = replace(plan, program=agreement.program)
             counted = denominators or (batch_denominators(batch) if mean else agreement.counts)
@@ -385,6 +399,7 @@ class Policy:
         looked_at: Callable[[], Looked],
         *,
         training: bool,
+        loss: object = None,
         scores: bool = False,
         sampled: bool = True,
     ) -> tuple[Looked, Agreement]:
@@ -397,6 +412,7 @@ class Policy:
             batch: this rank's rollouts.
             looked_at: this rank's checks; gives its plan and the model's fingerprint first.
             training: as of `_check_sample`.
+            loss: of `forward_backward`.
             scores: whether forwards alone run.
             sampled: whether the model is compared with the stock model where that is due.
         """
@@ -412,6 +428,11 @@ class Policy:
                 trained_tokens=batch.trained_tokens,
                 rollouts=len(batch),
                 groups=group_digests(batch),
+                couples=(
+                    coupled(loss.coupling(batch), batch)
+                    if isinstance(loss, Loss) and loss.decomposition == "joint"
+                    else ""
+                ),
                 sample=sample_of(batch) if due and len(batch) else None,
             )
         except BaseException as error:

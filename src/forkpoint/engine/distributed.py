@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
@@ -20,6 +21,9 @@ class Distributed(Protocol):
     """Whether it issues collectives in forwards and backwards, so that all ranks run the same."""
     reduces: bool
     """Whether backwards reduce gradients; otherwise `reduce` does so after them."""
+
+    param_dtypes: frozenset[torch.dtype]
+    """Dtypes that parameters are cast to for forwards; empty where they are used as they are."""
 
     def factor(self, *, mean: bool) -> float:
         """A factor for this rank's loss, with which gradients become the sum over ranks of those

@@ -21,6 +21,13 @@ def add_zero_gradients(host: Host, guard: GradientGuard) -> None:
         guard: of the step; it takes the zeros back if the step fails.
     """
     parameters = guard.parameters
+    if host.group is not None and host.group.lockstep:
+        # Of shards: all, for the step's collectives cover no further forward.
+        for parameter in parameters:
+            if parameter.grad is None:
+                guard.touched = True
+                parameter.grad = torch.zeros_like(parameter)
+        return
     with torch.enable_grad():
         empty = host.empty_outputs()
     if not empty.requires_grad:

@@ -171,6 +171,7 @@ class Replicated:
 
     lockstep: bool = False
     reduces: bool = False
+    param_dtypes: frozenset[torch.dtype] = frozenset()
 
     def __init__(self, model: DistributedDataParallel) -> None:
         wrapper = cast(Any, model)

@@ -52,7 +52,24 @@ def _caught(
 
 
 def _same(hidden_states: Tensor) -> Tensor:
-    return hidden_states
+    return _Same.apply(hidden_states)
+
+
+class _Same(torch.autograd.Function):
+    """A tensor as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_BLC: Tensor) -> Tensor:
+        return _alias(hidden_BLC)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
+
+
+def _alias(x: Tensor) -> Tensor:
+    """The same memory, and no view of it: fully_shard warns of modules that return views."""
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 class _StandIn(torch.autograd.Function):
@@ -61,9 +78,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_BLC: Tensor, *roots: Tensor) -> Tensor:
         ctx.like = [(x.shape, x.dtype, x.device) for x in roots]
-        # The same memory, and no view of it: fully_shard warns of views.
-        x = hidden_BLC
-        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        return _alias(hidden_BLC)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

@@ -117,5 +117,5 @@ class ValueHead:
     def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         dropout = cast(nn.Module, self.critic.dropout)
         score = cast(nn.Module, self.critic.score)
-        values_n = score(dropout(hidden_nC)).squeeze(-1)
+        values_n = score(dropout(hidden_nC)).sum(-1)  # of one label; no view, for fully_shard
         return {"values": values_n.to(torch.promote_types(values_n.dtype, torch.float32))}

@@ -13,7 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.linear_attention import recurrent_modules
-from forkpoint.hosts.modules import configurations
+from forkpoint.hosts.modules import configurations, plain_class
 
 
 class _WithoutUpcasts(ModuleType):
@@ -37,7 +37,7 @@ def lift_upcasts(model: nn.Module, changes: Changes) -> None:
     Norms there are computed in float32 whatever the model's dtype, which would limit any comparison
     to about 1e-7.
     """
-    for name in {type(m).__module__ for m in model.modules()}:
+    for name in {plain_class(m).__module__ for m in model.modules()}:
         module = sys.modules[name]
         if name.startswith("transformers.models.") and getattr(module, "torch", None) is torch:
             changes.set(vars(module), "torch", _WithoutUpcasts("torch"))
@@ -92,7 +92,7 @@ HELD: dict[str, str | None] = {
 def run_plain_recurrences(model: nn.Module, changes: Changes) -> None:
     """Let stock recurrent layers run their torch forms: kernels of packages take 16 bits alone."""
     modules = list(recurrent_modules(model).values())
-    for code in {type(m).__module__: sys.modules[type(m).__module__] for m in modules}.values():
+    for code in {plain_class(m).__module__: sys.modules[plain_class(m).__module__] for m in modules}.values():
         for name in WRAPPED:
             plain = getattr(vars(code).get(name), "__wrapped__", None)
             if plain is not None:
@@ -100,5 +100,5 @@ def run_plain_recurrences(model: nn.Module, changes: Changes) -> None:
     for module in modules:
         for name, plain in HELD.items():
             if name in vars(module):
-                code = vars(sys.modules[type(module).__module__])
+                code = vars(sys.modules[plain_class(module).__module__])
                 changes.set(vars(module), name, code[plain] if plain else None)

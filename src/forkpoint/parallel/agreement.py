@@ -3,11 +3,12 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint.errors import RankError
+from forkpoint.errors import ConfigError, RankError
 from forkpoint.losses.base import Denominators
 from forkpoint.parallel.ranks import DataRanks
 from forkpoint.parallel.step import StepOfRanks
@@ -31,6 +32,8 @@ class Proposal:
     rollouts: int = 0
     groups: NDArray[np.uint64] | None = None
     """Digests of the rollouts' groups; those of one group are the same on all ranks."""
+    couples: Literal["", "groups", "batch"] = ""
+    """What the loss needs the rollouts of together: nothing, each group, or all."""
     sample: RolloutBatch | None = None
     """For the comparison with the stock model, where this rank wants it."""
 
@@ -97,6 +100,8 @@ def agreed(
     own = programs[index]
     if lockstep and not refused:
         own = align(programs, [proposal.costs for proposal in proposals])[index]
+    if not refused:
+        _check_coupling(proposals)
     digests = [p.groups for p in proposals if p.groups is not None and len(p.groups)]
     every = np.concatenate(digests) if digests else np.zeros(0, np.uint64)
     distinct = len(np.unique(every))
@@ -110,6 +115,39 @@ def agreed(
         split_groups=len(every) - distinct,
         sample=next((p.sample for p in proposals if p.sample is not None), None),
     )
+
+
+def _check_coupling(proposals: Sequence[Proposal]) -> None:
+    """Rollouts that a loss couples are on one rank."""
+    couples = max((p.couples for p in proposals), key=("", "groups", "batch").index)
+    there = [p.groups for p in proposals if p.groups is not None and len(p.groups)]
+    if couples == "batch" and len(there) > 1:
+        raise ConfigError(
+            f"the loss couples rollouts of different groups, and {len(there)} ranks have rollouts, "
+            "whose log-probs are not gathered. Give a function as the loss, which is then each "
+            "rank's own and averaged over the ranks, or use policy.logprobs and gather what the "
+            "loss needs."
+        )
+    if couples == "groups":
+        every = np.concatenate([np.zeros(0, np.uint64), *there])
+        split = len(every) - len(np.unique(every))
+        if split:
+            raise ConfigError(
+                f"the loss couples the rollouts of a group (as DPO does a pair), and {split} of "
+                "the groups have rollouts on several ranks. Put each group on one rank: "
+                "forkpoint.place(..., whole_groups=True) does."
+            )
+
+
+def coupled(coupling: NDArray[np.int64], batch: RolloutBatch) -> Literal["", "groups", "batch"]:
+    """What a loss with these classes of rollouts needs together.
+
+    coupling: int64 [N], the class of each rollout; those of one class are coupled.
+    """
+    if len(np.unique(coupling)) == len(coupling):
+        return ""
+    pairs = np.unique(np.stack([coupling, batch.group_index]), axis=1)
+    return "groups" if pairs.shape[1] == len(np.unique(coupling)) else "batch"
 
 
 def group_digests(batch: RolloutBatch) -> NDArray[np.uint64]:

@@ -1,0 +1,92 @@
+"""Processes of one group on this machine, forked from a process that has imported everything."""
+
+import os
+import pickle
+import signal
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+LIMIT_S = 60.0
+
+
+class RankFailed(AssertionError):
+    """A process of the group raised, died, or did not end in time."""
+
+
+def run_ranks(
+    size: int, work: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S
+) -> list[Any]:
+    """`work(*args)` in `size` processes, each a rank of a gloo group; what each returned.
+
+    Raises RankFailed with the tracebacks, or with what is known of ranks that had to be killed.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes, children = [], []
+    for rank in range(size):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            _run_here(rank, size, port, writing, work, args)
+        os.close(writing)
+        pipes.append(reading)
+        children.append(child)
+    ended = _wait(children, limit_s)
+    results, failures = [], []
+    for rank, (reading, status) in enumerate(zip(pipes, ended, strict=True)):
+        with os.fdopen(reading, "rb") as pipe:
+            content = pipe.read()
+        done, value = pickle.loads(content) if content else (False, f"ended with {status}")
+        results.append(value)
+        if not done:
+            failures.append(f"rank {rank}: {value}")
+    if failures:
+        raise RankFailed("\n".join(failures))
+    return results
+
+
+def _wait(children: list[int], limit_s: float) -> list[str]:
+    """How each child ended; those that have not after the limit are killed."""
+    end = time.monotonic() + limit_s
+    found = dict.fromkeys(children, "")
+    while not all(found.values()):
+        for child in [c for c, how in found.items() if not how]:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                found[child] = f"exit status {os.waitstatus_to_exitcode(status)}"
+            elif time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                found[child] = f"killed after {limit_s:.0f} s"
+        time.sleep(0.01)
+    return [found[child] for child in children]
+
+
+def _run_here(
+    rank: int, size: int, port: int, writing: int, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    code = 1
+    # Of newer transformers, and of peft with these.
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=40)
+        )
+        answer = (True, work(*args))
+        dist.barrier()
+        code = 0
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(pickle.dumps(answer))
+    os._exit(code)

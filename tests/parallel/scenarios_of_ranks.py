@@ -1,0 +1,143 @@
+"""Steps of several ranks beside the same step in one process."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import forkpoint
+from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.losses import GRPO
+from forkpoint.testing import lifted_upcasts, tiny_model
+
+BAR = 1e-10
+
+
+def group(
+    seed: int, count: int, prompt: int, most: int, *, vocab: int = 60, **fields: Any
+) -> list[Rollout]:
+    """A flat group: `count` responses of up to `most` tokens to one prompt."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, vocab, prompt)
+    found = []
+    for length in rng.integers(2, most, count):
+        mask = np.repeat([0, 1], [prompt, length])
+        ids = np.concatenate([tokens, rng.integers(0, vocab, length)])
+        found.append(Rollout(ids, mask, float(rng.normal()), group_id=f"group {seed}", **fields))
+    return found
+
+
+def tree(seed: int, depth: int, *, vocab: int = 60) -> list[Rollout]:
+    """A chain of turns, with a rollout that ends after each: as deep as there are turns."""
+    rng = np.random.default_rng(seed)
+    tokens = list(rng.integers(0, vocab, 9))
+    found = []
+    for turn in range(depth):
+        ids = tokens + list(rng.integers(0, vocab, 5 + turn))
+        mask = [0] * 5 + [1] * (len(ids) - 5)
+        found.append(Rollout(ids, mask, float(rng.normal()), group_id=f"tree {seed}"))
+        tokens += list(rng.integers(0, vocab, 6))
+    return found
+
+
+# Rank 0 has a deep tree and two groups, rank 1 one wide group: they nest differently.
+UNEQUAL: tuple[list[Rollout], ...] = (
+    [*tree(3, 4), *group(0, 3, 20, 8), *group(1, 2, 14, 9)],
+    group(2, 5, 30, 12),
+)
+EMPTY: tuple[list[Rollout], ...] = ([], group(2, 5, 30, 12))
+DEEP = Config(sharing="tree", boundary="across", max_microbatch_tokens=48)
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    """fully_shard of each block, then of the model."""
+    for block in model.get_decoder().layers:  # type: ignore[operator]
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One step (or several) on ranks, and in one process with all ranks' rollouts."""
+
+    wrap: Callable[[Any], nn.Module] = sharded
+    config: Config = DEEP
+    rollouts: tuple[list[Rollout], ...] = UNEQUAL
+    loss: Any = field(default_factory=lambda: GRPO(clip=0.2))
+    make: Callable[[], nn.Module] = lambda: tiny_model("qwen3", dtype=torch.float64)
+    steps: int = 1
+    alone: Callable[[nn.Module], object] = lambda model: None
+    """What is done to the model of one process as well, before it is wrapped."""
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Whole gradients by name. Collective where they are sharded."""
+    found: dict[str, Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if grad is not None and hasattr(grad, "full_tensor"):
+            grad = grad.full_tensor()  # type: ignore[attr-defined]
+        found[name] = grad
+    return found
+
+
+def model_of(scenario: Scenario) -> nn.Module:
+    torch.manual_seed(0)
+    model = scenario.make()
+    scenario.alone(model)
+    return model
+
+
+def compared(scenario: Scenario) -> dict[str, Any]:
+    """Run the scenario on this rank; differences from one process, the same on all ranks."""
+    rank = dist.get_rank()
+    model, other = model_of(scenario), model_of(scenario)
+    names = [name for name, _ in model.named_parameters()]
+    # Sums in float32, such as those of norms, depend on the microbatch in their last bits.
+    with lifted_upcasts(model), lifted_upcasts(other):
+        policy = forkpoint.wrap(scenario.wrap(model), scenario.config)
+        own = RolloutBatch(scenario.rollouts[rank])
+        stats = [policy.forward_backward(own, scenario.loss) for _ in range(scenario.steps)][-1]
+        found = gradients(model)
+        alone = forkpoint.wrap(other, scenario.config)
+        whole = RolloutBatch([r for part in scenario.rollouts for r in part])
+        for _ in range(scenario.steps):
+            wanted = alone.forward_backward(whole, scenario.loss)
+    return {
+        "error": distance(found, gradients(other), names),
+        "loss": abs(stats.loss - wanted.loss),
+        "tokens": (stats.logical_tokens, own.logical_tokens),
+        "events": len(stats.events),
+        "shared": stats.computed_tokens < max(1, stats.logical_tokens),
+    }
+
+
+def distance(
+    found: dict[str, Tensor | None], wanted: dict[str, Tensor | None], names: Sequence[str]
+) -> float:
+    """The norm of the difference over the norm; infinite where gradients are missing or extra."""
+    apart = total = 0.0
+    assert list(wanted) == list(names)
+    for one, other in zip(found.values(), wanted.values(), strict=True):
+        if one is None and other is None:
+            continue
+        one = torch.zeros_like(other) if one is None else one  # type: ignore[arg-type]
+        other = torch.zeros_like(one) if other is None else other
+        apart += float((one.double() - other.double()).square().sum())
+        total += float(other.double().square().sum())
+    return (apart / total) ** 0.5 if total else apart**0.5
+
+
+def hybrid_mesh() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,360 @@
+"""Calls of a policy on ranks: scores, log-probs, functions as losses, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_ranks
+from scenarios_of_ranks import (
+    BAR,
+    DEEP,
+    EMPTY,
+    UNEQUAL,
+    Scenario,
+    distance,
+    gradients,
+    group,
+    model_of,
+    replicated,
+    sharded,
+)
+from torch import Tensor
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+
+import forkpoint
+from forkpoint import Config, RolloutBatch
+from forkpoint.errors import ConfigError, RankError, RolloutError, UnsupportedError
+from forkpoint.losses import GRPO, GSPO, Denominators, Loss
+
+WRAPS = {"fully_shard": sharded, "DistributedDataParallel": replicated}
+wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+
+
+def own_loss(outputs: Any, batch: Any) -> Tensor:
+    """A loss that couples all rollouts of a rank."""
+    values = batch.trained(outputs.logprobs * batch.advantages)
+    return -values.mean() + 0.1 * batch.trained(outputs.logprobs).sum() ** 2 / len(values) ** 2
+
+
+def policies(wrap: Any, config: Config = DEEP) -> tuple[forkpoint.Policy, forkpoint.Policy]:
+    """A policy on ranks, and one of the same model alone."""
+    scenario = Scenario()
+    return (
+        forkpoint.wrap(wrap(model_of(scenario)), config),
+        forkpoint.wrap(model_of(scenario), config),
+    )
+
+
+def apart(policy: forkpoint.Policy, alone: forkpoint.Policy) -> float:
+    names = [name for name, _ in alone.host.model.named_parameters()]
+    return distance(gradients(policy.host.model), gradients(alone.host.model), names)
+
+
+def mean_over_ranks(policy: forkpoint.Policy, step: Any, rollouts: Any) -> None:
+    """Gradients of the mean over ranks of each rank's own loss, in one process."""
+    for part in rollouts:
+        if part:
+            step(policy, RolloutBatch(part))
+    for parameter in policy.host.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= len(rollouts)
+
+
+# Scores and log-probs
+# ------------------------------------------------------------
+
+
+def scored(wrap: Any, rollouts: Any) -> float:
+    policy, alone = policies(wrap)
+    batch = RolloutBatch(rollouts[dist.get_rank()])
+    found = policy.score(batch, entropy=True)
+    if not len(batch):
+        return float(len(found.logprobs) + len(found.entropies))
+    wanted = alone.score(batch, entropy=True)
+    return float(
+        (found.logprobs - wanted.logprobs).abs().max()
+        + (found.entropies - wanted.entropies).abs().max()
+    )
+
+
+@wraps
+@pytest.mark.parametrize("rollouts", [UNEQUAL, EMPTY], ids=["unequal", "empty"])
+def test_scores_are_each_rank_s_own(wrap: Any, rollouts: Any) -> None:
+    assert max(run_ranks(2, scored, wrap, rollouts)) < BAR
+
+
+def through_logprobs(wrap: Any, rollouts: Any) -> float:
+    policy, alone = policies(wrap)
+
+    def step(each: forkpoint.Policy, batch: RolloutBatch) -> None:
+        logprobs, entropies = each.logprobs(batch, entropy=True)
+        weights = torch.as_tensor(batch.advantages * batch.loss_mask)
+        ((weights * logprobs).sum() ** 2 - 0.01 * entropies.sum()).backward()
+
+    step(policy, RolloutBatch(rollouts[dist.get_rank()]))
+    mean_over_ranks(alone, step, rollouts)
+    return apart(policy, alone)
+
+
+@wraps
+@pytest.mark.parametrize("rollouts", [UNEQUAL, EMPTY], ids=["unequal", "empty"])
+def test_losses_of_logprobs_are_averaged(wrap: Any, rollouts: Any) -> None:
+    assert max(run_ranks(2, through_logprobs, wrap, rollouts)) < BAR
+
+
+def through_function(wrap: Any) -> tuple[float, bool]:
+    policy, alone = policies(wrap)
+    stats = policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), own_loss)
+    losses = []
+    mean_over_ranks(
+        alone,
+        lambda each, batch: losses.append(each.forward_backward(batch, own_loss).loss),
+        UNEQUAL,
+    )
+    return apart(policy, alone), abs(stats.loss - losses[dist.get_rank()]) < BAR
+
+
+@wraps
+def test_a_function_is_each_rank_s_own_loss(wrap: Any) -> None:
+    for error, same_loss in run_ranks(2, through_function, wrap):
+        assert error < BAR and same_loss
+
+
+def with_denominators(wrap: Any) -> float:
+    policy, alone = policies(wrap)
+    given = Denominators(tokens=1000, rollouts=30, groups=4)
+    own = RolloutBatch(UNEQUAL[dist.get_rank()])
+    policy.forward_backward(own, GRPO(), denominators=given, scale=0.5)
+    whole = RolloutBatch([r for part in UNEQUAL for r in part])
+    alone.forward_backward(whole, GRPO(), denominators=given, scale=0.5)
+    return apart(policy, alone)
+
+
+@wraps
+def test_denominators_that_are_given_are_global(wrap: Any) -> None:
+    assert max(run_ranks(2, with_denominators, wrap)) < BAR
+
+
+def nothing_trained(wrap: Any) -> list[bool]:
+    rollouts = [forkpoint.Rollout(list(range(9)), [0] * 9, 0.0)]
+    policy, _ = policies(wrap)
+    policy.forward_backward(RolloutBatch(rollouts), GRPO())
+    found = gradients(policy.host.model).values()
+    return [g is not None and not bool(g.any()) for g in found]
+
+
+@wraps
+def test_a_step_that_trains_on_nothing_gives_zeros(wrap: Any) -> None:
+    for rank in run_ranks(2, nothing_trained, wrap):
+        assert all(rank)
+
+
+# Mixed precision
+# ------------------------------------------------------------
+
+
+def in_bfloat16() -> tuple[float, float]:
+    """Errors against float64: of two ranks with bfloat16 parameters, and of one process."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    make = Scenario().make
+
+    def made(dtype: torch.dtype) -> Any:
+        torch.manual_seed(0)
+        model = make().to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(torch.bfloat16))
+        return model
+
+    ranks = forkpoint.wrap(sharded(made(torch.float32), mp_policy=policy), DEEP)
+    ranks.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
+    whole = RolloutBatch([r for part in UNEQUAL for r in part])
+    narrow = forkpoint.wrap(made(torch.bfloat16), DEEP)
+    narrow.forward_backward(whole, GRPO())
+    exact = forkpoint.wrap(made(torch.float64), DEEP)
+    exact.forward_backward(whole, GRPO())
+    return apart(ranks, exact), apart(narrow, exact)
+
+
+def test_parameters_in_bfloat16_reduced_in_float32() -> None:
+    for ranks, narrow in run_ranks(2, in_bfloat16):
+        assert ranks < 1.1 * narrow
+
+
+# Refusals, the same on all ranks
+# ------------------------------------------------------------
+
+
+def raised(work: Any) -> str:
+    try:
+        work()
+    except (ConfigError, RankError, RolloutError, UnsupportedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def bad_rollout(wrap: Any) -> tuple[str, bool, float]:
+    policy, alone = policies(wrap)
+    rollouts = UNEQUAL[dist.get_rank()]
+    if dist.get_rank() == 1:
+        rollouts = [forkpoint.Rollout([1, 2, 10**6], [0, 1, 1], 1.0)]
+    found = raised(lambda: policy.forward_backward(RolloutBatch(rollouts), GRPO()))
+    clean = all(p.grad is None for p in policy.host.model.parameters())
+    policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
+    alone.forward_backward(RolloutBatch([r for part in UNEQUAL for r in part]), GRPO())
+    return found, clean, apart(policy, alone)
+
+
+@wraps
+def test_a_bad_rollout_of_one_rank_is_an_error_on_all(wrap: Any) -> None:
+    first, second = run_ranks(2, bad_rollout, wrap)
+    assert first[0].startswith("RankError: rank 1 cannot run this step") and "1000000" in first[0]
+    assert second[0].startswith("RolloutError") and "1000000" in second[0]
+    for _, clean, error in (first, second):
+        assert clean and error < BAR
+
+
+class Failing(Loss):
+    """Fails on one rank, in some microbatch."""
+
+    decomposition = "token"
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        if dist.get_rank() == 0:
+            raise ZeroDivisionError("of the test")
+        return -outputs.logprobs.sum()
+
+
+class FailingTogether(Failing):
+    decomposition = "rollout"
+
+
+def failing_loss(wrap: Any, loss: Loss, accumulated: bool) -> tuple[str, str, float]:
+    policy, alone = policies(wrap, Config(**{**vars(DEEP), "restore_grads": True}))
+    own = RolloutBatch(UNEQUAL[dist.get_rank()])
+    whole = RolloutBatch([r for part in UNEQUAL for r in part])
+    if accumulated:
+        policy.forward_backward(own, GRPO())
+        alone.forward_backward(whole, GRPO())
+    try:
+        policy.forward_backward(own, loss)
+    except (RankError, ZeroDivisionError) as error:
+        found = f"{type(error).__name__}: {error}"
+    else:
+        found = ""
+    outcome = policy.last_step.gradients  # type: ignore[union-attr]
+    policy.forward_backward(own, GRPO())
+    alone.forward_backward(whole, GRPO())
+    return found, outcome, apart(policy, alone)
+
+
+@wraps
+@pytest.mark.parametrize("accumulated", [False, True], ids=["first", "accumulated"])
+@pytest.mark.parametrize("loss", [Failing(), FailingTogether()], ids=["one pass", "two passes"])
+def test_a_loss_that_fails_on_one_rank_ends_the_step_on_all(
+    wrap: Any, loss: Loss, accumulated: bool
+) -> None:
+    first, second = run_ranks(2, failing_loss, wrap, loss, accumulated)
+    assert first[0] == "ZeroDivisionError: of the test"
+    assert "rank 0 failed in this step" in second[0] and "of the test" in second[0]
+    for _, outcome, error in (first, second):
+        assert outcome == "unchanged" and error < BAR
+
+
+def other_calls() -> str:
+    policy, _ = policies(sharded)
+    own = RolloutBatch(UNEQUAL[dist.get_rank()])
+    if dist.get_rank():
+        return raised(lambda: policy.score(own))
+    return raised(lambda: policy.forward_backward(own, GSPO()))
+
+
+def test_ranks_that_call_something_else_are_told() -> None:
+    for found in run_ranks(2, other_calls):
+        assert found.startswith("RankError: the ranks do not call the same")
+        assert "score" in found and "GSPO" in found
+
+
+class OfGroups(Loss):
+    """Couples the rollouts of a group."""
+
+    decomposition = "joint"
+
+    def coupling(self, batch: RolloutBatch) -> Any:
+        return batch.group_index
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        return outputs.logprobs.sum() ** 2
+
+
+class OfAll(OfGroups):
+    """Couples all rollouts."""
+
+    def coupling(self, batch: RolloutBatch) -> Any:
+        return 0 * batch.group_index
+
+
+def coupled_over_ranks(loss: Loss) -> str:
+    policy, _ = policies(sharded)
+    rollouts = group(0, 4, 8, 5)[2 * dist.get_rank() :][:2]
+    return raised(lambda: policy.forward_backward(RolloutBatch(rollouts), loss))
+
+
+def test_losses_that_couple_rollouts_of_two_ranks_are_refused() -> None:
+    for found in run_ranks(2, coupled_over_ranks, OfGroups()):
+        assert "1 of the groups have rollouts on several ranks" in found
+    for found in run_ranks(2, all_coupled):
+        assert "couples rollouts of different groups" in found
+
+
+def all_coupled() -> str:
+    policy, _ = policies(sharded)
+    own = RolloutBatch(UNEQUAL[dist.get_rank()])
+    return raised(lambda: policy.forward_backward(own, OfAll()))
+
+
+def refused() -> list[str]:
+    def blocks_alone() -> None:
+        model = model_of(Scenario())
+        fully_shard(model.model.layers[0])  # type: ignore[union-attr]
+        forkpoint.wrap(model)
+
+    def rounded() -> None:
+        policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
+        forkpoint.wrap(sharded(model_of(Scenario()), mp_policy=policy))
+
+    def offloaded() -> None:
+        options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+        forkpoint.wrap(sharded(model_of(Scenario()), **options))
+
+    def first_kind() -> None:
+        model = model_of(Scenario())
+        forkpoint.wrap(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
+
+    def wide_sums() -> None:
+        config = Config(grad_accumulation_dtype="float32")
+        forkpoint.wrap(sharded(model_of(Scenario())), config)
+
+    return [raised(work) for work in (blocks_alone, rounded, offloaded, first_kind, wide_sums)]
+
+
+def test_what_is_not_exact_is_refused_with_a_remedy() -> None:
+    for found in run_ranks(2, refused):
+        blocks, rounded, offloaded, first_kind, wide_sums = found
+        assert "the model around it is not" in blocks and "fully_shard(model)" in blocks
+        assert "output_dtype" in rounded
+        assert "CPUOffloadPolicy" in offloaded
+        assert "FullyShardedDataParallel" in first_kind and "fully_shard" in first_kind
+        assert "reduce_dtype=torch.float32" in wide_sums
+
+
+def test_a_batch_without_rollouts_is_refused_alone() -> None:
+    policy = forkpoint.wrap(model_of(Scenario()))
+    with pytest.raises(RolloutError, match="There are no rollouts"):
+        policy.forward_backward(RolloutBatch([]), GRPO())
