@@ -1,7 +1,8 @@
 """The public object: a model together with how its batches are planned and run."""
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -20,7 +21,7 @@ from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.engine.host import Host
 from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.engine.staging import Staging, staging_for
-from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
+from forkpoint.errors import ConfigError, ForkpointError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses.base import (
     Denominators,
@@ -37,7 +38,7 @@ from forkpoint.parallel.agreement import (
     coupled,
     group_digests,
 )
-from forkpoint.parallel.step import described
+from forkpoint.parallel.step import StepOfRanks, described
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
 from forkpoint.results import Scores as Scores
@@ -135,6 +136,10 @@ class Policy:
 
         `plan` is the one that the caller gave, if any: then there is no other.
         """
+        if self.host.group is not None:
+            # Ranks would have to repeat it together.
+            step = Step(self.host.device)
+            return step.run(lambda: work(step))
         before = self.last_step
         try:
             return run_or_fall_back(self.host, work)
@@ -212,7 +217,7 @@ class Policy:
             factor = _finite(scale)
             return self._plan_for(batch, plan, known), fingerprint, known, factor
 
-        ranks = None
+        ranks, agreement = None, None
         if self.host.group is None:
             plan, fingerprint, known, factor = looked_at()
             self._check_sample(step, batch, fingerprint, training=True)
@@ -220,7 +225,7 @@ class Policy:
         else:
             mean = not isinstance(loss, Loss)
             call = f"forward_backward of {_kind_of(loss)}, denominators={denominators}"
-            (plan, _, known, factor), agreement = self._agree(
+            (plan, fingerprint, known, factor), agreement = self._agree(
                 step, self.host.group, call, batch, looked_at, loss=loss, training=True
             )
             plan = replace(plan, program=agreement.program)
@@ -235,7 +240,8 @@ class Policy:
         engine = Engine(self.host, self._restoring(), self._staging_of(plan))
         engine.observer = self.observer
         engine.ranks = ranks
-        result = engine.forward_backward(step, plan, batch, known, counted, factor)
+        with self._together(step, ranks, agreement, fingerprint, training=True):
+            result = engine.forward_backward(step, plan, batch, known, counted, factor)
         self.host.compiling.proven = self.host.compiles
         cuda = self.host.device.type == "cuda"
         # What a device has failed at is raised here at the latest: it is waited for.
@@ -330,12 +336,13 @@ class Policy:
             engine = Engine(self.host, self._restoring(), self._staging_of(plan))
             engine.observer = self.observer
             engine.ranks = ranks
-            engine.backward(step, aligned, batch, weights)
+            with ranks.watched() if ranks else nullcontext():
+                engine.backward(step, aligned, batch, weights)
             self.host.compiling.proven = self.host.compiles
             if self.host.device.type == "cuda":
                 torch.cuda.synchronize(self.host.device)  # what the device fails at is raised here
 
-        run_or_fall_back(self.host, work)
+        self._run(work, plan)
 
     def _restoring(self) -> Config:
         """The configuration, with gradients restored while a compiled backward may yet fail."""
@@ -376,18 +383,24 @@ class Policy:
             fingerprint = self.host.check(batch, training=training)
             return self._plan_for(batch, plan, None), fingerprint
 
-        program = None
+        program, ranks, agreement = None, None, None
         if self.host.group is None:
             chosen, fingerprint = looked_at()
             self._check_sample(step, batch, fingerprint, training=training)
         else:
             call = f"{'logprobs' if training else 'score'}, entropy={entropy}"
-            (chosen, _), agreement = self._agree(
+            (chosen, fingerprint), agreement = self._agree(
                 step, self.host.group, call, batch, looked_at, training=training, scores=True
             )
             program = agreement.program
+            ranks = agreement.step(
+                self.host.group.ranks, mean=True, lockstep=self.host.group.lockstep
+            )
         engine = Engine(self.host, self.config)
-        result = engine.score(step, chosen, batch, entropy=entropy, program=program)
+        with self._together(step, ranks, agreement, fingerprint, training=training):
+            result = engine.score(step, chosen, batch, entropy=entropy, program=program)
+            if ranks is not None:
+                ranks.settle(torch.zeros(()), None)
         return Scores(result.per_token, chosen, result.events)
 
     def _agree(
@@ -440,9 +453,6 @@ class Policy:
             raise
         proposals = ranks.exchange(proposal)
         agreement = agreed(proposals, ranks.index, ranks.global_ranks, lockstep=group.lockstep)
-        if agreement.sample is not None:
-            self._check_sample(step, agreement.sample, fingerprint, training=training)
-            group.settle()
         return found, agreement
 
     def verify(
@@ -487,6 +497,31 @@ class Policy:
         policy = Policy(self.host, replace(self.config, **changes))  # type: ignore[arg-type]
         policy._kept = self._kept
         return policy
+
+    @contextmanager
+    def _together(
+        self,
+        step: Step,
+        ranks: StepOfRanks | None,
+        agreement: Agreement | None,
+        fingerprint: int,
+        *,
+        training: bool,
+    ) -> Iterator[None]:
+        """Within it a step runs on all ranks, once the model has been compared on their sample."""
+        if ranks is None or agreement is None or self.host.group is None:
+            yield
+            return
+        with ranks.watched():
+            if agreement.sample is not None:
+                error = None
+                try:
+                    self._check_sample(step, agreement.sample, fingerprint, training=training)
+                except ForkpointError as found:
+                    error = found
+                self.host.group.settle()
+                ranks.same(error)
+            yield
 
     def _check_batch(self, batch: object) -> None:
         if not isinstance(batch, RolloutBatch):

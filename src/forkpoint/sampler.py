@@ -142,8 +142,9 @@ class Sampler:
         except (ForkpointError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if is_of_compiler(error):
-                raise
+            group = self.host.group
+            if is_of_compiler(error) or (group is not None and group.lockstep):
+                raise  # other ranks wait within their microbatches
             self.changes.undo(mark)
             self.run = None
             self.stock(self.ids_NW)  # raises what the model raises by itself

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hybrids import HYBRIDS, tiny_hybrid
 from steps import clear_gradients, forked_batch, gradients, relative_distance
 from transformers import PreTrainedModel
 
@@ -13,6 +12,7 @@ from forkpoint import Config, wrap
 from forkpoint.hosts.linear_attention import RECURRENT_FORWARDS
 from forkpoint.losses import GRPO
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from hybrids import HYBRIDS, tiny_hybrid
 from pairwise import FULL
 
 pytestmark = [

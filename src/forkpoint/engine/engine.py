@@ -189,6 +189,8 @@ class Engine:
             restore=self.config.restore_grads,
             sums=GradientSums(parameters, wide=wide) if apart else None,
         )
+        if group is not None:
+            guard.reset = group.reset
         if guard.sums is not None:
             guard.sums.collect(step.changes)
         self.host.enter(step.changes)

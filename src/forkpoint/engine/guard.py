@@ -44,6 +44,10 @@ NOTES = {"unchanged": UNCHANGED, "cleared": CLEARED, "added": ADDED}
 ATTEMPTS = 100
 
 
+def _nothing() -> None:
+    pass
+
+
 class StepOutcome:
     """Effect of a call of `Policy.forward_backward` to `.grad`. See `Policy.last_step`."""
 
@@ -75,6 +79,8 @@ class GradientGuard:
             self.copies = [None if g is None else g.detach().clone() for g in self.before]
         self.touched: bool = False
         """Whether gradients may have been added to."""
+        self.reset: Callable[[], None] = _nothing
+        """Drops what a failed step has left besides gradients; it can be repeated."""
 
     def begin(self) -> None:
         """A backward is about to begin."""
@@ -98,6 +104,7 @@ class GradientGuard:
 
         Where gradients were there before and no copy of them was kept, all are set to None.
         """
+        self.reset()
         if not self.touched:
             return "unchanged"
         lost = self.copies is None and any(g is not None for g in self.before)

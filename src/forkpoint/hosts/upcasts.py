@@ -89,10 +89,14 @@ HELD: dict[str, str | None] = {
 }
 
 
+def _module_of(module: nn.Module) -> str:
+    return plain_class(module).__module__
+
+
 def run_plain_recurrences(model: nn.Module, changes: Changes) -> None:
     """Let stock recurrent layers run their torch forms: kernels of packages take 16 bits alone."""
     modules = list(recurrent_modules(model).values())
-    for code in {plain_class(m).__module__: sys.modules[plain_class(m).__module__] for m in modules}.values():
+    for code in {name: sys.modules[name] for name in map(_module_of, modules)}.values():
         for name in WRAPPED:
             plain = getattr(vars(code).get(name), "__wrapped__", None)
             if plain is not None:

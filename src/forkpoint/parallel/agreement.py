@@ -53,16 +53,15 @@ class Agreement:
     def step(self, ranks: DataRanks, *, mean: bool, lockstep: bool) -> StepOfRanks:
         """The step; with `mean` each rank's loss is its own, and in `lockstep` all ranks run
         programs of one shape."""
-        shape = (
-            ""
-            if not lockstep
-            else "".join(
+        digest = ""
+        if lockstep:
+            shape = "".join(
                 f"{i.pass_index}{i.operation}{i.slot}{i.ends_at}{i.records};"
                 for i in self.program.instructions
             )
-        )
-        digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
-        return StepOfRanks(ranks, trains=self.counts.tokens > 0, mean=mean, digest=digest)
+            digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
+        trains = self.counts.tokens > 0
+        return StepOfRanks(ranks, trains=trains, mean=mean, lockstep=lockstep, digest=digest)
 
 
 def agreed(

@@ -6,10 +6,12 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from forkpoint.errors import RankError
+
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DataRanks:
     """Ranks whose rollouts together are one batch, and a group over which they agree on CPUs."""
 
@@ -19,9 +21,21 @@ class DataRanks:
     global_ranks: tuple[int, ...]
     """By index, the number in the default process group, which messages name."""
     cpu_group: dist.ProcessGroup
+    steps: int = 0
+    """How many steps have begun."""
+    broken: str | None = None
+    """Why no further step is possible: this rank has left the collectives of one."""
 
     def exchange(self, value: T) -> list[T]:
-        """The values of all ranks, by index. Collective."""
+        """The values of all ranks, by index. Collective.
+
+        Raises RankError where this rank has failed within a step's collectives before.
+        """
+        if self.broken is not None:
+            raise RankError(
+                f"{self.name} failed within a step's collectives ({self.broken}), in which the "
+                "other ranks have ended. Start all processes again, from the last checkpoint."
+            )
         found: list[T | None] = [None] * self.size
         dist.all_gather_object(found, value, group=self.cpu_group)
         return found  # pyright: ignore[reportReturnType]
