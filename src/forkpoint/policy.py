@@ -1,11 +1,10 @@
 """The public object: a model together with how its batches are planned and run."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from forkpoint.config import Config
 from forkpoint.device import device_name
 from forkpoint.differentiable import Differentiable, Pending, Weights
-from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step
@@ -21,8 +19,9 @@ from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.engine.host import Host
 from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.engine.staging import Staging, staging_for
-from forkpoint.errors import ConfigError, ForkpointError, PlanError, RolloutError, UnsupportedError
+from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.joint_steps import JointStep, kind_of
 from forkpoint.losses.base import (
     Denominators,
     Loss,
@@ -31,28 +30,15 @@ from forkpoint.losses.base import (
     check_denominators,
 )
 from forkpoint.losses.views import batch_denominators, check_range
-from forkpoint.parallel.agreement import (
-    Agreement,
-    Proposal,
-    agreed,
-    coupled,
-    group_digests,
-)
-from forkpoint.parallel.step import StepOfRanks, described
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
 from forkpoint.results import Scores as Scores
 from forkpoint.results import StepStats as StepStats
 from forkpoint.rollouts import RolloutBatch, short
-from forkpoint.selfcheck import sample_of, self_check
+from forkpoint.sample_checks import SampleChecks
 from forkpoint.verify import VerifyProgress, VerifyReport, verify
 
 T = TypeVar("T")
-Looked = TypeVar("Looked", bound=tuple[Any, ...])
-
-
-MOST_STATES = 64
-"""States of a model, such as training and evaluation, that are remembered as checked."""
 
 
 class _Kept:
@@ -64,8 +50,7 @@ class _Kept:
         steps."""
         self.found: tuple[Calibration | None] | None = None
         """The calibration of this device and model, once it was looked for."""
-        self.agreed: dict[Hashable, list[int]] = {}
-        """By state of the model: at which versions of its weights its sample has agreed."""
+        self.checks: SampleChecks = SampleChecks()
         self.budgets = MemoryBudgets()
 
 
@@ -217,30 +202,22 @@ class Policy:
             factor = _finite(scale)
             return self._plan_for(batch, plan, known), fingerprint, known, factor
 
-        ranks, agreement = None, None
-        if self.host.group is None:
-            plan, fingerprint, known, factor = looked_at()
-            self._check_sample(step, batch, fingerprint, training=True)
-            counted = denominators or batch_denominators(batch)
-        else:
+        joint = self._joint(step, training=True)
+        call = f"forward_backward of {kind_of(loss)}, denominators={denominators}"
+        plan, _, known, factor = joint.agree(call, batch, looked_at, loss=loss)
+        counted = denominators or batch_denominators(batch)
+        if joint.agreement is not None and self.host.group is not None:
             mean = not isinstance(loss, Loss)
-            call = f"forward_backward of {_kind_of(loss)}, denominators={denominators}"
-            (plan, fingerprint, known, factor), agreement = self._agree(
-                step, self.host.group, call, batch, looked_at, loss=loss, training=True
-            )
-            plan = replace(plan, program=agreement.program)
-            counted = denominators or (batch_denominators(batch) if mean else agreement.counts)
+            plan = replace(plan, program=joint.agreement.program)
+            counted = denominators or (counted if mean else joint.agreement.counts)
             factor *= self.host.group.factor(mean=mean)
-            ranks = agreement.step(
-                self.host.group.ranks, mean=mean, lockstep=self.host.group.lockstep
-            )
         if announced:
             step.notes = True
             self.last_step = step.outcome
         engine = Engine(self.host, self._restoring(), self._staging_of(plan))
         engine.observer = self.observer
-        engine.ranks = ranks
-        with self._together(step, ranks, agreement, fingerprint, training=True):
+        engine.ranks = joint.ranks
+        with joint.running():
             result = engine.forward_backward(step, plan, batch, known, counted, factor)
         self.host.compiling.proven = self.host.compiles
         cuda = self.host.device.type == "cuda"
@@ -319,24 +296,17 @@ class Policy:
             def looked_at() -> tuple[Plan, int]:
                 return plan, self.host.check(batch, training=True)
 
-            aligned, ranks = plan, None
-            if self.host.group is None:
-                looked_at()
-            else:
-                call = f"backward of logprobs, entropies {'entropies' in weights}"
-                _, agreement = self._agree(
-                    step, self.host.group, call, batch, looked_at, training=True, sampled=False
-                )
-                aligned = replace(plan, program=agreement.program)
-                ranks = agreement.step(
-                    self.host.group.ranks, mean=True, lockstep=self.host.group.lockstep
-                )
+            joint = self._joint(step, training=True)
+            call = f"backward of logprobs, entropies {'entropies' in weights}"
+            aligned, _ = joint.agree(call, batch, looked_at, sampled=False)
+            if joint.agreement is not None:
+                aligned = replace(plan, program=joint.agreement.program)
             step.notes = True
             self.last_step = step.outcome
             engine = Engine(self.host, self._restoring(), self._staging_of(plan))
             engine.observer = self.observer
-            engine.ranks = ranks
-            with ranks.watched() if ranks else nullcontext():
+            engine.ranks = joint.ranks
+            with joint.running():
                 engine.backward(step, aligned, batch, weights)
             self.host.compiling.proven = self.host.compiles
             if self.host.device.type == "cuda":
@@ -383,77 +353,19 @@ class Policy:
             fingerprint = self.host.check(batch, training=training)
             return self._plan_for(batch, plan, None), fingerprint
 
-        program, ranks, agreement = None, None, None
-        if self.host.group is None:
-            chosen, fingerprint = looked_at()
-            self._check_sample(step, batch, fingerprint, training=training)
-        else:
-            call = f"{'logprobs' if training else 'score'}, entropy={entropy}"
-            (chosen, fingerprint), agreement = self._agree(
-                step, self.host.group, call, batch, looked_at, training=training, scores=True
-            )
-            program = agreement.program
-            ranks = agreement.step(
-                self.host.group.ranks, mean=True, lockstep=self.host.group.lockstep
-            )
-        engine = Engine(self.host, self.config)
-        with self._together(step, ranks, agreement, fingerprint, training=training):
+        joint = self._joint(step, training=training)
+        call = f"{'logprobs' if training else 'score'}, entropy={entropy}"
+        chosen, _ = joint.agree(call, batch, looked_at, scores=True)
+        program = joint.agreement.program if joint.agreement is not None else None
+        with joint.running():
+            engine = Engine(self.host, self.config)
             result = engine.score(step, chosen, batch, entropy=entropy, program=program)
-            if ranks is not None:
-                ranks.settle(torch.zeros(()), None)
+            if joint.ranks is not None:
+                joint.ranks.settle(torch.zeros(()), None)
         return Scores(result.per_token, chosen, result.events)
 
-    def _agree(
-        self,
-        step: Step,
-        group: Distributed,
-        call: str,
-        batch: RolloutBatch,
-        looked_at: Callable[[], Looked],
-        *,
-        training: bool,
-        loss: object = None,
-        scores: bool = False,
-        sampled: bool = True,
-    ) -> tuple[Looked, Agreement]:
-        """What this rank's checks and plan gave, and what all ranks make of theirs.
-
-        Args:
-            step: the one whose `run` calls this.
-            group: the ranks.
-            call: what must be the same on all of them.
-            batch: this rank's rollouts.
-            looked_at: this rank's checks; gives its plan and the model's fingerprint first.
-            training: as of `_check_sample`.
-            loss: of `forward_backward`.
-            scores: whether forwards alone run.
-            sampled: whether the model is compared with the stock model where that is due.
-        """
-        ranks = group.ranks
-        try:
-            found = looked_at()
-            plan, fingerprint = found[0], found[1]
-            due = sampled and self._is_sample_due(fingerprint, training=training)
-            proposal = Proposal(
-                call,
-                program=plan.score_program if scores else plan.program,
-                costs=tuple(float(m.tokens) for m in plan.microbatches),
-                trained_tokens=batch.trained_tokens,
-                rollouts=len(batch),
-                groups=group_digests(batch),
-                couples=(
-                    coupled(loss.coupling(batch), batch)
-                    if isinstance(loss, Loss) and loss.decomposition == "joint"
-                    else ""
-                ),
-                sample=sample_of(batch) if due and len(batch) else None,
-            )
-        except BaseException as error:
-            ranks.exchange(Proposal(call, error=described(error)))
-            raise
-        proposals = ranks.exchange(proposal)
-        agreement = agreed(proposals, ranks.index, ranks.global_ranks, lockstep=group.lockstep)
-        return found, agreement
+    def _joint(self, step: Step, *, training: bool) -> JointStep:
+        return JointStep(step, self.host, self.config, self._kept.checks, training=training)
 
     def verify(
         self,
@@ -472,6 +384,12 @@ class Policy:
 
         See `forkpoint.verify.verify`.
         """
+        if self.host.group is not None:
+            raise UnsupportedError(
+                "verify compares models of one process, and this one is held by several ranks. "
+                "Verify a model of the same shape, with few layers if need be, before it is "
+                "sharded or replicated."
+            )
         self._check_batch(batch)
         return verify(
             self,
@@ -498,77 +416,18 @@ class Policy:
         policy._kept = self._kept
         return policy
 
-    @contextmanager
-    def _together(
-        self,
-        step: Step,
-        ranks: StepOfRanks | None,
-        agreement: Agreement | None,
-        fingerprint: int,
-        *,
-        training: bool,
-    ) -> Iterator[None]:
-        """Within it a step runs on all ranks, once the model has been compared on their sample."""
-        if ranks is None or agreement is None or self.host.group is None:
-            yield
-            return
-        with ranks.watched():
-            if agreement.sample is not None:
-                error = None
-                try:
-                    self._check_sample(step, agreement.sample, fingerprint, training=training)
-                except ForkpointError as found:
-                    error = found
-                self.host.group.settle()
-                ranks.same(error)
-            yield
-
     def _check_batch(self, batch: object) -> None:
         if not isinstance(batch, RolloutBatch):
             raise RolloutError(
                 f"the batch is {short(batch)} of type {type(batch).__name__}; it takes a "
-                "RolloutBatch. Make one of a list of rollouts: forkpoint.RolloutBatch(rollouts)."
+                "RolloutBatch. Make one of a list of rollouts with "
+                "forkpoint.RolloutBatch(rollouts)."
             )
         if not len(batch) and self.host.group is None:
             raise RolloutError(
                 "There are no rollouts; a batch takes at least one, but for a rank that has none "
                 "in a step of several ranks."
             )
-
-    def _check_sample(
-        self, step: Step, batch: RolloutBatch, fingerprint: int, *, training: bool
-    ) -> None:
-        """Before the first step, the second, and the first after the model has changed.
-
-        At the second step weights have moved: what a hook derives from them is then renewed.
-        """
-        state, version = self._state(fingerprint, training=training)
-        if self._is_sample_due(fingerprint, training=training):
-            self_check(step, self.host, self.config, batch, training=training)
-            self._kept.agreed[state] = [*self._kept.agreed.get(state, []), version]
-            while len(self._kept.agreed) > MOST_STATES:
-                self._kept.agreed.pop(next(iter(self._kept.agreed)))
-
-    def _is_sample_due(self, fingerprint: int, *, training: bool) -> bool:
-        """Whether `_check_sample` compares."""
-        if not self.config.self_check:
-            return False
-        state, version = self._state(fingerprint, training=training)
-        versions = self._kept.agreed.get(state, [])
-        return len(versions) < 2 and version not in versions
-
-    def _state(self, fingerprint: int, *, training: bool) -> tuple[Hashable, int]:
-        """The state of the model, and the version of its weights."""
-        kind = self.host.device.type
-        state = (
-            fingerprint,
-            training,
-            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-            self.config.attention_kernel,
-            self.config.recurrence_kernel,
-        )
-        weights = [p for _, p in self.host.named_parameters() if not p.is_inference()]
-        return state, sum(p._version for p in weights)
 
     def _calibration(self) -> Calibration | None:
         """The one that the configuration names or, without, the one of this device and model."""
@@ -629,13 +488,6 @@ def wrap(model: nn.Module, config: Config | None = None) -> Policy:
             "forkpoint.Config, such as Config(sharing='tree'), or None."
         )
     return Policy(TransformersHost(model, compile_blocks=config.compile_blocks), config)
-
-
-def _kind_of(loss: object) -> str:
-    """A loss's class and options, as far as they can be told; of a function, that it is one."""
-    if isinstance(loss, Loss):
-        return repr(loss) if is_dataclass(loss) else type(loss).__qualname__
-    return "a function"
 
 
 def _finite(scale: object) -> float:

@@ -301,8 +301,7 @@ class RolloutBatch(FromTensors):
     def select(self, indices: Iterable[int]) -> "RolloutBatch":
         """A batch of the rollouts at `indices`, in that order; they keep ids and layout.
 
-        Raises IndexError for an index outside the batch, and RolloutError where there are no
-        indices or one is there twice.
+        Raises IndexError for an index outside the batch, and RolloutError where one is there twice.
         """
         chosen = [operator.index(index) for index in indices]
         batch = RolloutBatch([self.rollouts[index] for index in chosen])

@@ -158,7 +158,7 @@ class Counted:
             self.count += 1
             return stock(*args, **kwargs)
 
-        patch.setattr("forkpoint.policy.self_check", counted)
+        patch.setattr("forkpoint.sample_checks.self_check", counted)
 
 
 def test_when_a_sample_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ class Scenario:
     make: Callable[[], nn.Module] = lambda: tiny_model("qwen3", dtype=torch.float64)
     steps: int = 1
     alone: Callable[[nn.Module], object] = lambda model: None
-    """What is done to the model of one process as well, before it is wrapped."""
+    """A change of the model, here and in one process, before it is wrapped."""
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -1,4 +1,4 @@
-"""What holds a model on several ranks, as the engine sees it."""
+"""Wrappers that hold a model on several ranks, as the engine sees them."""
 
 from collections.abc import Sequence
 from typing import Protocol

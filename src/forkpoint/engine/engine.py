@@ -8,7 +8,7 @@ plan says (engine/activations.py). Nothing is decided here.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -29,8 +29,8 @@ from forkpoint.engine.microbatches import (
     MicrobatchState,
     prepare_microbatches,
 )
-from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.staging import Staging
+from forkpoint.engine.step_result import StepResult, after
 from forkpoint.engine.timing import PhaseTimer
 from forkpoint.engine.untrained import add_zero_gradients
 from forkpoint.errors import ConfigError
@@ -47,21 +47,6 @@ from forkpoint.rollouts import Rollout, RolloutBatch
 MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], Tensor | None]
 
 
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    """Results of a pass over a plan: T is the batch's tokens, entries not trained are 0."""
-
-    loss: Tensor
-    per_token: dict[str, Tensor]
-    """[T] by name: what the host's head gives, and "entropies" where they were asked for."""
-    events: tuple[str, ...]
-    phase_ms: dict[str, float]
-    event_ms: tuple[float, ...]
-    event_memory_bytes: tuple[int, ...] | None
-    offload: OffloadStats | None = None
-    """Copies to the host's memory and back; None where the plan offloads nothing."""
-
-
 class Engine:
     """Runs plans on a host."""
 
@@ -74,7 +59,7 @@ class Engine:
         """Called with each event before it runs: for measurements of what lies between."""
         self._failure: BaseException | None = None
         self.ranks: StepOfRanks | None = None
-        """What the ranks have agreed on for this step; None where this rank is alone."""
+        """The agreement of the ranks on this step; None where this rank is alone."""
 
     def score(
         self,
@@ -144,7 +129,7 @@ class Engine:
                 scale=scale,
             )
             if before is not None:
-                result = _after(before, result)
+                result = after(before, result)
         step.changes.undo(mark)
         if constant is not None:
             result = replace(result, loss=result.loss + constant)
@@ -285,7 +270,7 @@ class Engine:
             weights = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
             by_name = dict(zip(leaves, weights, strict=True))
         result = self._weighted(step, plan, batch, prepared, by_name, scale)
-        return replace(_after(scored, result), loss=value.detach())
+        return replace(after(scored, result), loss=value.detach())
 
     @contextmanager
     def _kept_failure(self) -> Iterator[None]:
@@ -470,20 +455,6 @@ class Engine:
         entries = self._entries(inputs.trained_entry)
         for name, values_T in per_token.items():
             values_T[tokens] = outputs.per_token[name].detach()[entries]
-
-
-def _after(scored: StepResult, result: StepResult) -> StepResult:
-    """The result of a pass, with what a pass of scores before it ran and took."""
-    held = result.event_memory_bytes
-    if held is not None:
-        held = (*(scored.event_memory_bytes or ()), *held)
-    return replace(
-        result,
-        events=(*scored.events, *result.events),
-        phase_ms={k: scored.phase_ms[k] + ms for k, ms in result.phase_ms.items()},
-        event_ms=(*scored.event_ms, *result.event_ms),
-        event_memory_bytes=held,
-    )
 
 
 @cache

@@ -85,7 +85,7 @@ class Host(Protocol):
 
     @property
     def group(self) -> Distributed | None:
-        """What holds the model on several ranks; None where this rank alone does."""
+        """The wrapper that holds the model on several ranks; None where this rank alone does."""
         ...
 
     def prepare(self, changes: Changes) -> None:

@@ -45,7 +45,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def distributed(model: nn.Module) -> Distributed | None:
-    """What holds the model's parameters on several ranks; None where this rank alone does.
+    """The wrapper that holds the model on several ranks; None where this rank alone does.
 
     Collective where there is one. Raises UnsupportedError for what has not been shown exact.
     """
@@ -160,7 +160,7 @@ def _check_group(group: Any) -> None:
 
 
 def _divisor(group: Any, size: int) -> float:
-    """What the summed gradients are divided by."""
+    """The number that summed gradients are divided by."""
     given = getattr(group, "gradient_divide_factor", None)
     return float(size if given is None else given)
 

@@ -437,7 +437,7 @@ def _causal_model(model: nn.Module) -> PreTrainedModel:
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedError(
             f"{type(inner).__module__}.{type(inner).__name__} is not a transformers model; wrap "
-            "the model itself, before DistributedDataParallel or the like."
+            "the model itself, which fully_shard or DistributedDataParallel may hold."
         )
     family = FAMILIES.get(inner.config.model_type)
     kind = plain_class(inner)

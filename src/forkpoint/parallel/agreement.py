@@ -1,4 +1,4 @@
-"""What ranks agree on before a step: one exchange over CPUs, and the same answer everywhere."""
+"""The agreement of ranks before a step: one exchange over CPUs, the same answer everywhere."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from forkpoint.rollouts import RolloutBatch
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one rank brings to a step."""
+    """One rank's part of a step."""
 
     call: str
     """The call and all of its options that must be the same on every rank, as text."""
@@ -33,7 +33,7 @@ class Proposal:
     groups: NDArray[np.uint64] | None = None
     """Digests of the rollouts' groups; those of one group are the same on all ranks."""
     couples: Literal["", "groups", "batch"] = ""
-    """What the loss needs the rollouts of together: nothing, each group, or all."""
+    """Rollouts that the loss needs together: none, those of each group, or all."""
     sample: RolloutBatch | None = None
     """For the comparison with the stock model, where this rank wants it."""
 
@@ -139,7 +139,7 @@ def _check_coupling(proposals: Sequence[Proposal]) -> None:
 
 
 def coupled(coupling: NDArray[np.int64], batch: RolloutBatch) -> Literal["", "groups", "batch"]:
-    """What a loss with these classes of rollouts needs together.
+    """Rollouts that a loss with these classes needs together.
 
     coupling: int64 [N], the class of each rollout; those of one class are coupled.
     """

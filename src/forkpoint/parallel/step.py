@@ -12,7 +12,7 @@ from forkpoint.parallel.watch import Watch
 
 
 class StepOfRanks:
-    """What a step of several ranks has to know besides its program."""
+    """Facts that a step of several ranks needs besides its program, and how it ends."""
 
     def __init__(
         self, ranks: DataRanks, *, trains: bool, mean: bool, lockstep: bool, digest: str = ""

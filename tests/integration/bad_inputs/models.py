@@ -23,6 +23,7 @@ from peft import (
 )
 from steps import model_state
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +36,8 @@ from transformers import (
 
 from bad_inputs.kind import FAMILY_CLASSES, Kind
 from forkpoint import wrap
-from forkpoint.errors import UnsupportedError
+from forkpoint.errors import RankError, UnsupportedError
+from forkpoint.parallel.agreement import Proposal, agreed
 from forkpoint.testing import Watching, tiny_model
 
 Change = Callable[[Any], Any]
@@ -227,6 +229,16 @@ def one_sharded_weight(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def first_block_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    fully_shard(model.get_submodule("model.layers.0"), mesh=mesh)
+    return model
+
+
+def with_communication_hook(model: DistributedDataParallel) -> nn.Module:
+    model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
 CAUSAL: Any = {"task_type": TaskType.CAUSAL_LM}
 
 MODELS: tuple[Kind, ...] = (
@@ -242,7 +254,7 @@ MODELS: tuple[Kind, ...] = (
         "A module that is no transformers model",
         lambda _: nn.Linear(2, 2),
         message="torch.nn.modules.linear.Linear is not a transformers model; wrap the model "
-        "itself, before DistributedDataParallel or the like.",
+        "itself, which fully_shard or DistributedDataParallel may hold.",
         means="Only models of transformers have been shown exact.",
         remedy="docs/adding-a-model.md says how another library is entered.",
     ),
@@ -250,41 +262,69 @@ MODELS: tuple[Kind, ...] = (
         "DataParallel",
         lambda m: nn.DataParallel(m),
         message="torch.nn.parallel.data_parallel.DataParallel is not a transformers model; wrap "
-        "the model itself, before DistributedDataParallel or the like.",
+        "the model itself, which fully_shard or DistributedDataParallel may hold.",
         means="It splits the rows of a batch over devices, and forkpoint runs one packed "
         "microbatch.",
         remedy="Wrap the model inside it.",
         mend=lambda m: m.module,
     ),
     Kind(
-        name="DistributedDataParallel",
+        name="DistributedDataParallel with a communication hook",
         error=UnsupportedError,
-        message="torch.nn.parallel.distributed.DistributedDataParallel is not a transformers "
-        "model; wrap the model itself, before DistributedDataParallel or "
-        "the like.",
-        means="It averages gradients in its first backward, and a step has several.",
-        remedy="Wrap the model inside it, and average .grad after the step.",
-        call=in_process_group(lambda model, _: DistributedDataParallel(model)),
+        message="DistributedDataParallel has a communication hook, which forkpoint would pass by. "
+        "Leave register_comm_hook out.",
+        means="A step has several backwards; gradients are added up over ranks once, after them.",
+        remedy="Make the wrapper without it.",
+        call=in_process_group(
+            lambda model, _: with_communication_hook(DistributedDataParallel(model))
+        ),
     ),
     Kind(
         name="Sharded parameters",
         error=UnsupportedError,
         message="parameter model.layers.1.mlp.up_proj.weight is a DTensor; sharded and quantized "
-        "parameters have not been shown exact. Wrap a model of plain tensors.",
-        means="A sharded tensor must be gathered where it is used; this has not been shown exact.",
-        remedy="Wrap the model on one device, before it is sharded.",
+        "parameters have not been shown exact, but for torch's fully_shard of the whole model. "
+        "Wrap a model of plain tensors.",
+        means="A sharded tensor must be gathered where it is used, as fully_shard does.",
+        remedy="Shard the model with fully_shard, or wrap it on one device.",
         call=in_process_group(one_sharded_weight),
     ),
     Kind(
-        name="FSDP",
+        name="Sharded blocks in a model that is not",
         error=UnsupportedError,
-        message="torch.distributed.fsdp._fully_shard._fsdp_init.FSDPLlamaForCausalLM (model_type "
-        f"'llama') has not been shown exact; supported are {FAMILY_CLASSES} of "
-        "transformers, not subclasses of them, and as critics their ForTokenClassification "
-        "with one label.",
-        means="fully_shard makes a class of its own of the model, and shards its parameters.",
-        remedy="Wrap the model on one device, before it is sharded.",
-        call=in_process_group(lambda model, mesh: fully_shard(model, mesh=mesh)),
+        message="model.layers.0 is sharded by fully_shard and the model around it is not, so that "
+        "gradients of the rest would stay this rank's own. Call fully_shard(model) as well, after "
+        "its blocks.",
+        means="Gradients are added up over ranks for what is sharded alone.",
+        remedy="fully_shard each block, and then the model.",
+        call=in_process_group(first_block_sharded),
+    ),
+    Kind(
+        name="A rank that cannot run a step",
+        error=RankError,
+        message="rank 1 cannot run this step, so no rank does, and gradients are as they were: "
+        "PlanError: no plan fits this batch. Mend it there; the step can then be repeated on all "
+        "ranks.",
+        means="A step of several ranks happens on all of them or on none.",
+        remedy="What that rank's own error says.",
+        call=lambda: agreed(
+            [Proposal("score"), Proposal("score", error="PlanError: no plan fits this batch.")],
+            0,
+            [0, 1],
+            lockstep=True,
+        ),
+    ),
+    Kind(
+        name="Ranks that call different methods",
+        error=RankError,
+        message="the ranks do not call the same: rank 1: score; rank 0: forward_backward of SFT(). "
+        "Every rank must make the same calls of its policy in the same order, with the same "
+        "options; a rank without rollouts gives RolloutBatch([]).",
+        means="Ranks wait for one another in every call.",
+        remedy="Make the same calls on every rank.",
+        call=lambda: agreed(
+            [Proposal("forward_backward of SFT()"), Proposal("score")], 0, [0, 1], lockstep=True
+        ),
     ),
     model_kind(
         "Rotary frequencies that were never filled",
@@ -452,7 +492,8 @@ MODELS: tuple[Kind, ...] = (
         "Quantized parameters",
         weight(Params4bit(torch.zeros(48, 32), requires_grad=False)),
         message="parameter model.layers.1.mlp.up_proj.weight is a Params4bit; sharded and "
-        "quantized parameters have not been shown exact. Wrap a model of plain tensors.",
+        "quantized parameters have not been shown exact, but for torch's fully_shard of the whole "
+        "model. Wrap a model of plain tensors.",
         means="Their values mean something else, and the kernels that run over them have not "
         "been shown exact.",
         remedy="Load the model in bfloat16 or float32.",

@@ -289,8 +289,9 @@ ROLLOUTS = (
     ),
     value_kind(
         "No rollouts in a batch",
-        lambda: RolloutBatch([]),
-        message="There are no rollouts; a batch takes at least one.",
+        lambda: wrap(tiny_model("llama")).forward_backward(RolloutBatch([]), losses.SFT()),
+        message="There are no rollouts; a batch takes at least one, but for a rank that has none "
+        "in a step of several ranks.",
         means="A step over nothing has no loss.",
         remedy="Skip the step where a filter leaves nothing.",
     ),

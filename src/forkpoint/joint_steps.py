@@ -1,0 +1,138 @@
+"""A step of several ranks: the exchange before it, the check of the model, and its end."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
+
+from forkpoint.config import Config
+from forkpoint.engine.guard import Step
+from forkpoint.engine.host import Host
+from forkpoint.errors import ForkpointError
+from forkpoint.losses.base import Loss
+from forkpoint.parallel.agreement import (
+    Agreement,
+    Proposal,
+    agreed,
+    coupled,
+    group_digests,
+)
+from forkpoint.parallel.step import StepOfRanks, described
+from forkpoint.rollouts import RolloutBatch
+from forkpoint.sample_checks import SampleChecks
+from forkpoint.selfcheck import sample_of
+
+Looked = TypeVar("Looked", bound=tuple[Any, ...])
+
+
+class JointStep:
+    """One call of a policy, on every rank; on a rank that is alone it does what that one does."""
+
+    def __init__(
+        self, step: Step, host: Host, config: Config, checks: SampleChecks, *, training: bool
+    ) -> None:
+        """`training`: whether forwards record a graph."""
+        self.step: Step = step
+        self.host: Host = host
+        self.config: Config = config
+        self.checks: SampleChecks = checks
+        self.training: bool = training
+        self.agreement: Agreement | None = None
+        """None where this rank is alone, and before `agree`."""
+        self.ranks: StepOfRanks | None = None
+        self._batch: RolloutBatch | None = None
+        self._fingerprint = 0
+
+    def agree(
+        self,
+        call: str,
+        batch: RolloutBatch,
+        looked_at: Callable[[], Looked],
+        *,
+        loss: object = None,
+        scores: bool = False,
+        sampled: bool = True,
+    ) -> Looked:
+        """Agree on a step with the other ranks, if there are any. Collective.
+
+        Args:
+            call: what must be the same on all ranks.
+            batch: this rank's rollouts.
+            looked_at: this rank's checks; gives its plan and the model's fingerprint first.
+            loss: of `forward_backward`. A function's gradients are averaged over the ranks.
+            scores: whether forwards alone run.
+            sampled: whether the model is compared with the stock model where that is due.
+
+        Returns the values of `looked_at`. Raises its error, or RankError for that of another rank.
+        """
+        group = self.host.group
+        if group is None:
+            found = looked_at()
+            self._batch, self._fingerprint = batch if sampled else None, found[1]
+            return found
+        try:
+            found = looked_at()
+            plan, self._fingerprint = found[0], found[1]
+            due = sampled and self.checks.is_due(
+                self.host, self.config, self._fingerprint, training=self.training
+            )
+            couples = ""
+            if isinstance(loss, Loss) and loss.decomposition == "joint":
+                couples = coupled(loss.coupling(batch), batch)
+            proposal = Proposal(
+                call,
+                program=plan.score_program if scores else plan.program,
+                costs=tuple(float(m.tokens) for m in plan.microbatches),
+                trained_tokens=batch.trained_tokens,
+                rollouts=len(batch),
+                groups=group_digests(batch),
+                couples=couples,
+                sample=sample_of(batch) if due and len(batch) else None,
+            )
+        except BaseException as error:
+            group.ranks.exchange(Proposal(call, error=described(error)))
+            raise
+        ranks = group.ranks
+        proposals = ranks.exchange(proposal)
+        self.agreement = agreed(proposals, ranks.index, ranks.global_ranks, lockstep=group.lockstep)
+        self._batch = self.agreement.sample
+        mean = not isinstance(loss, Loss)
+        self.ranks = self.agreement.step(ranks, mean=mean, lockstep=group.lockstep)
+        return found
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within it the step runs, once the model has been compared on a sample."""
+        if self.ranks is None:
+            self._check()
+            yield
+            return
+        with self.ranks.watched():
+            if self._batch is not None:
+                error = None
+                try:
+                    self._check()
+                except ForkpointError as found:
+                    error = found
+                assert self.host.group is not None
+                self.host.group.settle()
+                self.ranks.same(error)
+            yield
+
+    def _check(self) -> None:
+        if self._batch is not None:
+            self.checks.run(
+                self.step,
+                self.host,
+                self.config,
+                self._batch,
+                self._fingerprint,
+                training=self.training,
+            )
+
+
+def kind_of(loss: object) -> str:
+    """A loss's class and options, as far as they can be told; of a function, that it is one."""
+    if isinstance(loss, Loss):
+        return repr(loss) if is_dataclass(loss) else type(loss).__qualname__
+    return "a function"

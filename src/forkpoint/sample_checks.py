@@ -1,0 +1,67 @@
+"""When a model is compared with its stock forward on a sample: `forkpoint.selfcheck` does so."""
+
+from collections.abc import Hashable
+
+import torch
+
+from forkpoint.config import Config
+from forkpoint.engine.guard import Step
+from forkpoint.engine.host import Host
+from forkpoint.rollouts import RolloutBatch
+from forkpoint.selfcheck import self_check
+
+MOST_STATES = 64
+"""States of a model, such as training and evaluation, that are remembered as checked."""
+
+
+class SampleChecks:
+    """The checks of one model: before its first step, before the second, and before the first after
+    the model has changed.
+
+    At the second step weights have moved: values that a hook derives from them are then renewed.
+    """
+
+    def __init__(self) -> None:
+        self._agreed: dict[Hashable, list[int]] = {}
+        """By state of the model: at which versions of its weights its sample has agreed."""
+
+    def run(
+        self,
+        step: Step,
+        host: Host,
+        config: Config,
+        batch: RolloutBatch,
+        fingerprint: int,
+        *,
+        training: bool,
+    ) -> None:
+        """Compare where that is due. Raises as `self_check`."""
+        if not self.is_due(host, config, fingerprint, training=training):
+            return
+        state, version = _state(host, config, fingerprint, training=training)
+        self_check(step, host, config, batch, training=training)
+        self._agreed[state] = [*self._agreed.get(state, []), version]
+        while len(self._agreed) > MOST_STATES:
+            self._agreed.pop(next(iter(self._agreed)))
+
+    def is_due(self, host: Host, config: Config, fingerprint: int, *, training: bool) -> bool:
+        """Whether `run` compares."""
+        if not config.self_check:
+            return False
+        state, version = _state(host, config, fingerprint, training=training)
+        versions = self._agreed.get(state, [])
+        return len(versions) < 2 and version not in versions
+
+
+def _state(host: Host, config: Config, fingerprint: int, *, training: bool) -> tuple[Hashable, int]:
+    """The state of the model, and the version of its weights."""
+    kind = host.device.type
+    state = (
+        fingerprint,
+        training,
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        config.attention_kernel,
+        config.recurrence_kernel,
+    )
+    weights = [p for _, p in host.named_parameters() if not p.is_inference()]
+    return state, sum(p._version for p in weights)
