@@ -13,7 +13,7 @@ CLASSES: dict[type[errors.ForkpointError] | None, str] = {
     getattr(errors, name): name
     for name in (
         *("RolloutError", "TraceError", "ConfigError", "ArgumentError", "PlanError"),
-        "UnsupportedError",
+        *("UnsupportedError", "RankError"),
     )
 }
 
