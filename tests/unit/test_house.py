@@ -52,22 +52,13 @@ CORE = {
     },
     "parallel": {"losses", "plan", "rollouts", "errors"},
 }
-WITHOUT_TORCH = {"__init__", "synthetic", *CORE} - {
+WITHOUT_TORCH = {"__init__", "placement", "synthetic", *CORE} - {
     "device",
     "ops",
     "losses",
     "engine",
     "parallel",
 }
-<<<<<<< HEAD
-WITHOUT_TORCH = {"__init__", "placement", "synthetic", *CORE} - {
-    "device",
-    "ops",
-    "losses",
-    "engine",
-}
-=======
->>>>>>> d2ba8c4 (parallel: split the policy's steps of several ranks off; docs: several ranks)
 LIBRARIES_OF_HOSTS = {"transformers", "peft", "accelerate", "trl", "verl", "torchtitan"}
 TORCH_AND_HOSTS = {"torch", *LIBRARIES_OF_HOSTS}
 
