@@ -40,7 +40,8 @@ class Watch:
         self.names = names
         base = store if store is not None else default_store()
         ranks = "-".join(map(str, names[:2])) + f"of{len(names)}"
-        self.store = None if base is None else PrefixStore(f"forkpoint/{ranks}/{number}", base)
+        prefix = f"forkpoint/{ranks}/{number}"
+        self.store: Store | None = None if base is None else PrefixStore(prefix, base)
         self._ended = threading.Event()
         self._own_failure = False
         self._thread: threading.Thread | None = None
