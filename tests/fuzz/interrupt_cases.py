@@ -23,7 +23,7 @@ from forkpoint.engine.guard import ADDED, CLEARED, UNCHANGED, Step
 from forkpoint.hosts import modules
 from forkpoint.losses import Loss
 from forkpoint.testing import tiny_model
-from integration.hybrids import tiny_hybrid
+from hybrids import tiny_hybrid
 from integration.steps import model_state
 
 ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=8)

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hybrids import tiny_hybrid
 from scenarios import CHAIN, LOSSES, TIGHT
 from steps import ACROSS, clear_gradients, forked_batch, relative_distance, step_error
 from steps import gradients as gradients_of
@@ -27,6 +26,7 @@ from forkpoint.engine.guard import Step
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.errors import UnsupportedError
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from hybrids import tiny_hybrid
 from lanes import slow_besides
 from pairwise import pairwise
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import HYBRIDS, tiny_hybrid
 from steps import ACROSS, clear_gradients, forked_batch, gradients
 
 from forkpoint import Config, wrap
 from forkpoint.losses import GRPO, GSPO
 from forkpoint.testing import lifted_upcasts, tiny_model
+from hybrids import HYBRIDS, tiny_hybrid
 from lanes import slow_besides
 
 BATCH = forked_batch()

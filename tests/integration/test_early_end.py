@@ -4,11 +4,11 @@ returns."""
 from collections import Counter
 
 import pytest
-from hybrids import tiny_hybrid
 from steps import ACROSS, forked_batch
 
 from forkpoint import losses, wrap
 from forkpoint.testing import tiny_model
+from hybrids import tiny_hybrid
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybrids import ACROSS_MICROBATCHES, HYBRIDS, WITHIN, Sabotage, tiny_hybrid
 from peft import LoraConfig, TaskType, get_peft_model
 from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch, with_logprobs
 from steps import forked_batch, with_options
@@ -24,6 +23,7 @@ from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
 from forkpoint.testing import dense_run, lifted_upcasts
+from hybrids import ACROSS_MICROBATCHES, HYBRIDS, WITHIN, Sabotage, tiny_hybrid
 from lanes import slow_besides
 from pairwise import pairwise
 

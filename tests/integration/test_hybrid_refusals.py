@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import tiny_hybrid
 from peft import LoraConfig, TaskType, get_peft_model
 from steps import forked_batch
 from transformers import DynamicCache, PreTrainedModel
 
 from forkpoint import Rollout, RolloutBatch, UnsupportedError, wrap
 from forkpoint.hosts.linear_attention import recurrent_modules
+from hybrids import tiny_hybrid
 
 
 @pytest.mark.parametrize(

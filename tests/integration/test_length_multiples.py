@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybrids import HYBRIDS, tiny_hybrid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import clear_gradients, relative_distance
@@ -26,6 +25,7 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.planner import make_plan
 from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.testing import lifted_upcasts, tiny_model
+from hybrids import HYBRIDS, tiny_hybrid
 from strategies import batches
 
 pytestmark = pytest.mark.usefixtures("without_sample", "without_lists")

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybrids import HYBRIDS, tiny_hybrid
 from torch import nn
 
 from forkpoint import Config, losses, wrap
@@ -18,6 +17,7 @@ from forkpoint.plan import Plan
 from forkpoint.plan.align_programs import align
 from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.testing import tiny_model
+from hybrids import HYBRIDS, tiny_hybrid
 from tests.unit.test_program import any_order
 
 ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=8, self_check=False)

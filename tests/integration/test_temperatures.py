@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybrids import tiny_hybrid
 from scenarios import LOSSES, with_logprobs
 from steps import clear_gradients, forked_batch, gradients, with_options
 from test_critics import critic, values_of, with_values
@@ -19,6 +18,7 @@ from forkpoint import Config, Plan, Rollout, RolloutBatch, losses, wrap
 from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from hybrids import tiny_hybrid
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "checked_shapes")
 
