@@ -1,5 +1,6 @@
 """Processes of one group on this machine, forked from a process that has imported everything."""
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -75,6 +76,9 @@ def _run_here(
     rank: int, size: int, port: int, writing: int, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     code = 1
+    faulthandler.disable()  # ranks that are to fail would show their stacks
+    # In the background of a shell it is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Of newer transformers, and of peft with these.
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
     try:

@@ -27,6 +27,7 @@ from forkpoint import Config, Rollout
 from forkpoint.losses import DPO, GRPO, GSPO, PPO, SFT, ValueLoss
 from forkpoint.testing import tiny_model
 from hybrids import tiny_hybrid
+from lanes import slow_besides
 
 
 def head_alone(model: Any) -> nn.Module:
@@ -171,7 +172,17 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+IN_CORE = (
+    "fully_shard",
+    "fully_shard, two passes",
+    "fully_shard, a rank without rollouts",
+    "fully_shard, LoRA",
+    "DistributedDataParallel",
+    "DistributedDataParallel, accumulated",
+)
+
+
+@pytest.mark.parametrize("name", slow_besides(IN_CORE, SCENARIOS))
 def test_gradients_are_those_of_one_process(name: str) -> None:
     found = run_ranks(2, compared, SCENARIOS[name])
     for rank in found:
@@ -181,6 +192,7 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
     assert any(rank["shared"] for rank in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [GRPO(clip=0.2), GSPO()], ids=["one pass", "two passes"])
 def test_four_ranks_of_a_hybrid_mesh(loss: Any) -> None:
     """Shards over two ranks, replicas over two."""
@@ -194,6 +206,7 @@ def test_four_ranks_of_a_hybrid_mesh(loss: Any) -> None:
         assert rank["loss"] < BAR
 
 
+@pytest.mark.slow
 def test_without_alignment_two_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: each rank runs its own program."""
     monkeypatch.setattr("forkpoint.parallel.agreement.align", lambda programs, costs: programs)

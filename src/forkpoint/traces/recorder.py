@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from forkpoint.dumps.limits import MemoryLimit
-from forkpoint.errors import ConfigError, TraceError
+from forkpoint.errors import ConfigError, RolloutError, TraceError
 from forkpoint.rollout_files import as_path, check_extras
 from forkpoint.rollouts import Rollout, RolloutBatch, short
 from forkpoint.traces import manifest, shard
@@ -144,6 +144,8 @@ class Recorder:
         self._check_alone()
         if not isinstance(batch, RolloutBatch):
             batch = RolloutBatch(batch)
+        if not len(batch):
+            raise RolloutError("There are no rollouts; a batch of a trace takes at least one.")
         if loss_inputs is not None and not isinstance(loss_inputs, Mapping):
             raise ConfigError(
                 f"loss_inputs is {short(loss_inputs)} of type {type(loss_inputs).__name__}; it "
