@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.rows import ResultRow, timed_row
 from benchmarks.runner import Benchmark, Deadline
+from benchmarks.shapes import SHAPES
 from benchmarks.timing import Timing
 from forkpoint import Config, Policy, Rollout, RolloutBatch, losses, wrap
 from forkpoint.cli.options import Count
@@ -30,38 +31,18 @@ from forkpoint.selfcheck import self_check
 NAME = "self-check"
 MOST_OVER_NOISE = 10.0
 """The bar of the difference over the noise."""
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-QWEN3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
-QWEN3_1_7B = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
+
+
+def shape_of(name: str) -> dict[str, Any]:
+    """Sizes of a published shape, without the name of its family."""
+    return {key: size for key, size in SHAPES[name].items() if key != "model_type"}
+
+
 MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
-    "Llama 3 8B": ("llama", LLAMA_8B, torch.bfloat16),
-    "Qwen3 8B": ("qwen3", QWEN3_8B, torch.bfloat16),
-    "Qwen3 1.7B": ("qwen3", QWEN3_1_7B, torch.bfloat16),
-    "Qwen3 1.7B float32": ("qwen3", QWEN3_1_7B, torch.float32),
+    "Llama 3 8B": ("llama", shape_of("llama3-8b"), torch.bfloat16),
+    "Qwen3 8B": ("qwen3", shape_of("qwen3-8b"), torch.bfloat16),
+    "Qwen3 1.7B": ("qwen3", shape_of("qwen3-1.7b"), torch.bfloat16),
+    "Qwen3 1.7B float32": ("qwen3", shape_of("qwen3-1.7b"), torch.float32),
     "gpt-oss 20B, 8 of 24 layers": ("gpt_oss", {"num_hidden_layers": 8}, torch.bfloat16),
     "Qwen3 30B-A3B, 8 of 48 layers": ("qwen3_moe", {
         "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 32,

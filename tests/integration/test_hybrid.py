@@ -15,7 +15,7 @@ from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch, with
 from steps import forked_batch, with_options
 from test_real_data import slice_of
 from transformers import PreTrainedModel
-from yardstick import Truth, label, measure, step_faults, value_faults
+from yardstick import Truth, faults_of_steps, label, measure, value_faults
 
 from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
 from forkpoint.hosts import linear_attention
@@ -53,14 +53,7 @@ def truth(model: PreTrainedModel, batch: RolloutBatch, loss: Any) -> Truth:
 
 
 def check(model: PreTrainedModel, expected: Truth, loss: Any, configs: Any) -> None:
-    faults = []
-    with lifted_upcasts(model):
-        policy = wrap(model)
-        for config in configs:
-            model.zero_grad()
-            stats = with_options(policy, config).forward_backward(expected.batch, loss)
-            name = label(config, stats.plan)
-            faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
+    faults, _ = faults_of_steps(model, expected, loss, configs)
     assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
 
 

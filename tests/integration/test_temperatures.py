@@ -11,10 +11,9 @@ import torch
 from scenarios import LOSSES, with_logprobs
 from steps import clear_gradients, forked_batch, gradients, with_options
 from test_critics import critic, values_of, with_values
-from transformers import PreTrainedModel
-from yardstick import BAR, Truth, Variant, label, measure, step_faults, value_faults
+from yardstick import BAR, Truth, Variant, faults_of_steps, label, measure, value_faults
 
-from forkpoint import Config, Plan, Rollout, RolloutBatch, losses, wrap
+from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
 from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
@@ -71,22 +70,6 @@ def truth(model: str, loss: str) -> Truth:
     with lifted_upcasts(built):
         own = dense_run(built, batch, losses.LogLikelihood()).logprobs_T
     return measure(built, with_logprobs(batch, own), as_loss(OBJECTIVES[loss]))
-
-
-def faults_of_steps(
-    model: PreTrainedModel, expected: Truth, loss: Any, configs: tuple[Config, ...]
-) -> tuple[list[str], list[Plan]]:
-    faults: list[str] = []
-    plans: list[Plan] = []
-    with lifted_upcasts(model):
-        policy = wrap(model)
-        for config in configs:
-            model.zero_grad()
-            stats = with_options(policy, config).forward_backward(expected.batch, loss)
-            name = label(config, stats.plan)
-            faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
-            plans.append(stats.plan)
-    return faults, plans
 
 
 @pytest.mark.parametrize("loss", OBJECTIVES)

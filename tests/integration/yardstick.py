@@ -1,16 +1,18 @@
 """Tiny models, their ordinary dense run, and what in a step differs from it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from scenarios import LOSSES, acceptance_batch, paired_batch, with_logprobs
+from steps import with_options
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from forkpoint import Config, Plan, RolloutBatch, StepStats
+from forkpoint import Config, Plan, RolloutBatch, StepStats, wrap
 from forkpoint.losses import Denominators, LogLikelihood, Loss
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import (
@@ -128,3 +130,20 @@ def step_faults(model: PreTrainedModel, stats: StepStats, expected: Truth) -> It
     yield from value_faults("loss", torch.tensor(stats.loss), torch.tensor(expected.dense.loss))
     yield from value_faults("log-probs", stats.logprobs, expected.dense.logprobs_T)
     yield from gradient_faults(model, expected)
+
+
+def faults_of_steps(
+    model: PreTrainedModel, expected: Truth, loss: Any, configs: Iterable[Config]
+) -> tuple[list[str], list[Plan]]:
+    """All that differs from the dense run in a step of each configuration, and the plans."""
+    faults: list[str] = []
+    plans: list[Plan] = []
+    with lifted_upcasts(model):
+        policy = wrap(model)
+        for config in configs:
+            model.zero_grad()
+            stats = with_options(policy, config).forward_backward(expected.batch, loss)
+            name = label(config, stats.plan)
+            faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
+            plans.append(stats.plan)
+    return faults, plans

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+import hybrids
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
 from forkpoint.engine.microbatches import MicrobatchState
 from forkpoint.hosts.families import FAMILIES
@@ -32,20 +33,10 @@ WINDOW = 7
 MOE = {"num_experts_per_tok": 2}
 GROUPED = {**MOE, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 
-SHARED_EXPERT = {
-    **MOE,
-    "num_experts": 4,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 12,
-}
 # Three of four layers carry a state, among them the last; prompts and responses that are shorter
 # than the convolution is wide.
 DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
-    "linear_conv_kernel_dim": 4,
+    **hybrids.DELTA,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }
 
@@ -80,9 +71,9 @@ SPECIAL: dict[str, dict] = {
         "head_dim": 4,
         "num_key_value_heads": 4,
     },
-    "qwen3_next": {**DELTA, **SHARED_EXPERT},
+    "qwen3_next": {**DELTA, **hybrids.EXPERTS},
     "qwen3_5_text": DELTA,
-    "qwen3_5_moe_text": {**DELTA, **SHARED_EXPERT},
+    "qwen3_5_moe_text": {**DELTA, **hybrids.EXPERTS},
     "granitemoehybrid": {
         **MOE,
         "num_local_experts": 4,

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -25,7 +25,7 @@ class Proposal:
     """The call and all of its options that must be the same on every rank, as text."""
     error: str | None = None
     """Why this rank cannot run the step; then the rest is empty."""
-    program: Program = Program()  # noqa: RUF009 - immutable
+    program: Program = field(default_factory=Program)
     costs: tuple[float, ...] = ()
     """By microbatch: predicted."""
     trained_tokens: int = 0
