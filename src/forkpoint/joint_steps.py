@@ -76,17 +76,21 @@ class JointStep:
             due = sampled and self.checks.is_due(
                 self.host, self.config, self._fingerprint, training=self.training
             )
-            couples = ""
-            if isinstance(loss, Loss) and loss.decomposition == "joint":
+            couples, program = "", plan.score_program if scores else plan.program
+            gathers = isinstance(loss, Loss) and loss.across_ranks
+            if gathers:
+                program = plan.with_program(scores=True).program
+            elif isinstance(loss, Loss) and loss.decomposition == "joint":
                 couples = coupled(loss.coupling(batch), batch)
             proposal = Proposal(
                 call,
-                program=plan.score_program if scores else plan.program,
+                program=program,
                 costs=tuple(float(m.tokens) for m in plan.microbatches),
                 trained_tokens=batch.trained_tokens,
                 rollouts=len(batch),
                 groups=group_digests(batch),
                 couples=couples,
+                gathered=batch if gathers else None,
                 sample=sample_of(batch) if due and len(batch) else None,
             )
         except BaseException as error:

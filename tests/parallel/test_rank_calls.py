@@ -1,5 +1,7 @@
 """Calls of a policy on ranks: scores, log-probs, functions as losses, and what is refused."""
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,6 +33,8 @@ import forkpoint
 from forkpoint import Config, RolloutBatch
 from forkpoint.errors import ConfigError, RankError, RolloutError, UnsupportedError
 from forkpoint.losses import GRPO, GSPO, Denominators, Loss
+from forkpoint.testing import lifted_upcasts
+from lanes import slow_besides
 
 WRAPS = {"fully_shard": sharded, "DistributedDataParallel": replicated}
 wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
@@ -358,3 +362,99 @@ def test_a_batch_without_rollouts_is_refused_alone() -> None:
     policy = forkpoint.wrap(model_of(Scenario()))
     with pytest.raises(RolloutError, match="There are no rollouts"):
         policy.forward_backward(RolloutBatch([]), GRPO())
+
+
+# Losses that couple rollouts of several ranks
+# ------------------------------------------------------------
+
+
+class Spread(Loss):
+    """A loss of the spread of all rollouts' mean log-probs, wherever they are."""
+
+    decomposition = "joint"
+    across_ranks = True
+    needs_entropy = True
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        assert len(set(batch.rollout_ids)) == len(batch.rollout_ids)
+        means_n = batch.rollout_mean(outputs.logprobs * batch.advantages)
+        groups = torch.zeros(int(batch.group_index.max()) + 1, dtype=means_n.dtype)
+        by_group = groups.index_add(0, batch.group_index, means_n)
+        entropy = batch.rollout_mean(outputs.entropies).logsumexp(0)
+        return means_n.var() + by_group.logsumexp(0) - 0.1 * entropy + means_n.sum() ** 2
+
+
+class FailingSpread(Spread):
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        raise ValueError("no spread today")
+
+
+def spread_over_ranks(wrap: Any, parts: Any, config: Config) -> tuple[float, float, float]:
+    policy, alone = policies(wrap, config)
+    names = [f"rollout {n}" for n in range(20)]
+    own = [replace(r, rollout_id=n) for r, n in zip(parts[dist.get_rank()], names, strict=False)]
+    with lifted_upcasts(policy.host.model), lifted_upcasts(alone.host.model):
+        stats = policy.forward_backward(RolloutBatch(own), Spread())
+        wanted = alone.forward_backward(RolloutBatch([r for part in parts for r in part]), Spread())
+    worst = float((stats.logprobs - stats.logprobs.clamp(max=0)).abs().sum())
+    return apart(policy, alone), abs(stats.loss - wanted.loss), worst
+
+
+SPLIT = (group(2, 5, 30, 12)[:2], group(2, 5, 30, 12)[2:])
+"""A group on two ranks."""
+
+
+GATHERED = list(product(WRAPS, ("unequal", "empty", "split"), ("across", "within")))
+IN_CORE = [
+    ("fully_shard", "split", "across"),
+    ("fully_shard", "empty", "within"),
+    ("DistributedDataParallel", "unequal", "across"),
+]
+
+
+@pytest.mark.parametrize(("wrap", "parts", "boundary"), slow_besides(IN_CORE, GATHERED))
+def test_log_probs_are_gathered_for_losses_that_ask(wrap: str, parts: str, boundary: str) -> None:
+    rollouts = {"unequal": UNEQUAL, "empty": EMPTY, "split": SPLIT}[parts]
+    config = DEEP if boundary == "across" else Config(boundary="within")
+    for found in run_ranks(2, spread_over_ranks, WRAPS[wrap], rollouts, config):
+        assert max(found) < BAR
+
+
+def failing_spread(wrap: Any) -> tuple[list[str], float]:
+    policy, alone = policies(wrap)
+    batch = RolloutBatch(UNEQUAL[dist.get_rank()])
+    found = []
+    try:
+        policy.forward_backward(batch, FailingSpread())
+    except (ValueError, RankError) as error:
+        found.append(f"{type(error).__name__}: {error}")
+    assert all(p.grad is None for p in policy.host.model.parameters())
+    with lifted_upcasts(policy.host.model), lifted_upcasts(alone.host.model):
+        policy.forward_backward(batch, Spread())
+        alone.forward_backward(RolloutBatch([r for part in UNEQUAL for r in part]), Spread())
+    return found, apart(policy, alone)
+
+
+@wraps
+def test_a_gathering_loss_that_raises_ends_the_step_on_all_ranks(wrap: Any) -> None:
+    for errors, error in run_ranks(2, failing_spread, wrap):
+        assert errors == ["ValueError: no spread today"]
+        assert error < BAR
+
+
+def coupling_refused(loss: Loss) -> str:
+    policy, _ = policies(sharded)
+    try:
+        policy.forward_backward(RolloutBatch(SPLIT[dist.get_rank()]), loss)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+class StayingSpread(Spread):
+    across_ranks = False
+
+
+def test_losses_that_couple_ranks_and_do_not_gather_are_refused() -> None:
+    for text in run_ranks(2, coupling_refused, StayingSpread()):
+        assert "across_ranks = True" in text

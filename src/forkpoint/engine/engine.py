@@ -20,6 +20,7 @@ from forkpoint.config import Config
 from forkpoint.device import on_device
 from forkpoint.engine.activations import Activations
 from forkpoint.engine.boundary import PrefixCache
+from forkpoint.engine.gathered_scores import loss_inputs
 from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.host import HeadOutputs, Host
@@ -105,7 +106,7 @@ class Engine:
         mark = step.changes.mark
         guard = self._begin(step)
         constant = None
-        if plan.program.has_scores:
+        if plan.program.has_scores or (self.ranks is not None and self.ranks.parts):
             result = self._replay(step, plan, batch, loss, views, prepared, scale)
         else:
             before = None
@@ -261,16 +262,19 @@ class Engine:
         with torch.no_grad():
             program = plan.program.scores
             scored = self._pass(step, plan, batch, prepared, program, entropy=loss.needs_entropy)
-        view, _ = views.of_rollouts(np.ones(len(batch), bool))
-        leaves = {name: x_T.requires_grad_() for name, x_T in scored.per_token.items()}
+        given = loss_inputs(self.ranks, scored.per_token, views)
+        view, _ = given.views.of_rollouts(np.ones(len(given.views.batch), bool))
+        leaves = {name: x_T.requires_grad_() for name, x_T in given.per_token.items()}
         by_name: dict[str, Tensor | None] = dict.fromkeys(leaves)
         value = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         with self._kept_failure(), torch.enable_grad():
             value = self._call(loss, LossOutputs(**leaves), view)
             weights = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-            by_name = dict(zip(leaves, weights, strict=True))
+            own = (None if weight is None else weight[given.own] for weight in weights)
+            by_name = dict(zip(leaves, own, strict=True))
         result = self._weighted(step, plan, batch, prepared, by_name, scale)
-        return replace(after(scored, result), loss=value.detach())
+        value = value.detach() if given.counts else torch.zeros_like(value)
+        return replace(after(scored, result), loss=value)
 
     @contextmanager
     def _kept_failure(self) -> Iterator[None]:

@@ -150,6 +150,8 @@ class Loss:
     needs: fields of the RolloutBatch without which the loss cannot be computed.
     takes_weights: False where the loss has no use for per-token weights; they are then refused.
     uses_advantages: whether the loss reads advantages; a batch without any is then refused.
+    across_ranks: whether rollouts that the loss couples may lie on several ranks. Log-probs and
+        rollouts of all ranks are then gathered on each, at the price of a pass of scores.
 
     A call must not read values back to the host (`.item()`, `if tensor:`): what depends on values
     is checked in `check`, on numpy arrays, before anything runs.
@@ -161,6 +163,7 @@ class Loss:
     needs: tuple[str, ...] = ()
     takes_weights: bool = True
     uses_advantages: bool = False
+    across_ranks: ClassVar[bool] = False
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
         """The view's part of the loss, a scalar with a graph to `outputs`."""

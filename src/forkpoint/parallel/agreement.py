@@ -34,6 +34,8 @@ class Proposal:
     """Digests of the rollouts' groups; those of one group are the same on all ranks."""
     couples: Literal["", "groups", "batch"] = ""
     """Rollouts that the loss needs together: none, those of each group, or all."""
+    gathered: RolloutBatch | None = None
+    """This rank's rollouts, where the loss is computed from those of all ranks."""
     sample: RolloutBatch | None = None
     """For the comparison with the stock model, where this rank wants it."""
 
@@ -49,6 +51,8 @@ class Agreement:
     split_groups: int
     """Groups that have rollouts on several ranks."""
     sample: RolloutBatch | None
+    parts: tuple[RolloutBatch, ...] = ()
+    """By rank, its rollouts, where the loss is computed from those of all ranks."""
 
     def step(self, ranks: DataRanks, *, mean: bool, lockstep: bool) -> StepOfRanks:
         """The step; with `mean` each rank's loss is its own, and in `lockstep` all ranks run
@@ -61,7 +65,9 @@ class Agreement:
             )
             digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
         trains = self.counts.tokens > 0
-        return StepOfRanks(ranks, trains=trains, mean=mean, lockstep=lockstep, digest=digest)
+        return StepOfRanks(
+            ranks, trains=trains, mean=mean, lockstep=lockstep, digest=digest, parts=self.parts
+        )
 
 
 def agreed(
@@ -113,6 +119,7 @@ def agreed(
         ),
         split_groups=len(every) - distinct,
         sample=next((p.sample for p in proposals if p.sample is not None), None),
+        parts=tuple(p.gathered for p in proposals if p.gathered is not None),
     )
 
 
@@ -123,9 +130,9 @@ def _check_coupling(proposals: Sequence[Proposal]) -> None:
     if couples == "batch" and len(there) > 1:
         raise ConfigError(
             f"the loss couples rollouts of different groups, and {len(there)} ranks have rollouts, "
-            "whose log-probs are not gathered. Give a function as the loss, which is then each "
-            "rank's own and averaged over the ranks, or use policy.logprobs and gather what the "
-            "loss needs."
+            "whose log-probs are not gathered. Set across_ranks = True in the Loss, and they are; "
+            "or give a function as the loss, which is then each rank's own and averaged over the "
+            "ranks."
         )
     if couples == "groups":
         every = np.concatenate([np.zeros(0, np.uint64), *there])
@@ -134,7 +141,8 @@ def _check_coupling(proposals: Sequence[Proposal]) -> None:
             raise ConfigError(
                 f"the loss couples the rollouts of a group (as DPO does a pair), and {split} of "
                 "the groups have rollouts on several ranks. Put each group on one rank: "
-                "forkpoint.place(..., whole_groups=True) does."
+                "forkpoint.place(..., whole_groups=True) does. A Loss with across_ranks = True "
+                "takes them as they are."
             )
 
 

@@ -9,13 +9,21 @@ from torch import Tensor
 from forkpoint.errors import RankError
 from forkpoint.parallel.ranks import DataRanks
 from forkpoint.parallel.watch import Watch
+from forkpoint.rollouts import RolloutBatch
 
 
 class StepOfRanks:
     """Facts that a step of several ranks needs besides its program, and how it ends."""
 
     def __init__(
-        self, ranks: DataRanks, *, trains: bool, mean: bool, lockstep: bool, digest: str = ""
+        self,
+        ranks: DataRanks,
+        *,
+        trains: bool,
+        mean: bool,
+        lockstep: bool,
+        digest: str = "",
+        parts: tuple[RolloutBatch, ...] = (),
     ) -> None:
         """
         Args:
@@ -25,12 +33,14 @@ class StepOfRanks:
                 reduces those of any other loss; otherwise the ranks' losses are parts of one.
             lockstep: whether ranks wait for one another within the step.
             digest: of the common shape of all programs.
+            parts: by rank, its rollouts, where the loss is computed from those of all ranks.
         """
         self.ranks: DataRanks = ranks
         self.trains: bool = trains
         self.mean: bool = mean
         self.lockstep: bool = lockstep
         self.digest: str = digest
+        self.parts: tuple[RolloutBatch, ...] = parts
         self._told = False
 
     @contextmanager
