@@ -39,16 +39,7 @@ from forkpoint.verify_errors import (
     norm_of,
 )
 from forkpoint.verify_errors import parameter_errors as _parameter_errors
-from forkpoint.verify_memory import (
-    DENSE_WAYS,
-    REFERENCE_WAYS,
-    Needs,
-    Way,
-    count_needs,
-    first_fitting,
-    free_bytes,
-    in_some_way,
-)
+from forkpoint.verify_memory import Needs, Way, count_needs, free_bytes, in_some_way
 from forkpoint.verify_plans import Choice, Compared, Planning, choose_plans, count_shared
 from forkpoint.verify_progress import Clock, Run
 from forkpoint.verify_progress import VerifyProgress as VerifyProgress
@@ -60,6 +51,7 @@ from forkpoint.verify_report import RouteCounts as RouteCounts
 from forkpoint.verify_report import RouteReport as RouteReport
 from forkpoint.verify_report import VerifyReport as VerifyReport
 from forkpoint.verify_routes import HeldRoutes
+from forkpoint.verify_ways import Ways, fitting_plans
 
 SMALLER_TRIED = 2
 """Smaller plans that are tried, one after the other, where memory runs out."""
@@ -177,7 +169,7 @@ def _verify(
     host.check(batch, training=True)
     needs = count_needs(host, batch, dtype, reference_dtype)
     room = free_bytes(host.device)
-    policy, choice, keeps = _fitting_plans(policy, batch, loss, needs, room)
+    policy, choice, keeps = fitting_plans(policy, batch, loss, needs, room)
     described = {
         "dtype": str(dtype).removeprefix("torch."),
         "reference_dtype": str(reference_dtype).removeprefix("torch."),
@@ -190,7 +182,7 @@ def _verify(
         return nothing_to_verify(reason=choice.reason, **described)
     work = _Work(policy, batch, loss, denominators, changes, dtype, reference_dtype)
     work.held = HeldRoutes(host.model, batch, changes, hold=hold_routes, needed=not work.double)
-    ways = _Ways.fitting(needs, room, keeps, work.double)
+    ways = Ways.fitting(needs, room, keeps, work.double)
     work.clock = _clock(work, choice, needs, room, ways, keeps, progress)
     if work.double:
         run_plainly(host.model, dtype, changes)
@@ -243,60 +235,12 @@ class _Work:
         return self.dtype == torch.float64
 
 
-@dataclass(frozen=True)
-class _Ways:
-    """How the two runs of single rollouts save memory: the first way that fits, and further ones
-    for where memory runs out all the same."""
-
-    reference: tuple[Way, ...]
-    dense: tuple[Way, ...]
-
-    @classmethod
-    def fitting(cls, needs: Needs, room: int | None, keeps: bool, double: bool) -> "_Ways":
-        # A float64 model is its own reference, and is nowhere else.
-        ways = REFERENCE_WAYS[:-1] if double else REFERENCE_WAYS
-        left = room if room is None or not keeps else room - needs.gradients
-        return cls(
-            reference=first_fitting(ways, needs.reference, room),
-            dense=first_fitting(DENSE_WAYS, needs.dense, left),
-        )
-
-
-def _fitting_plans(
-    policy: Stepping, batch: RolloutBatch, loss: Loss, needs: Needs, room: int | None
-) -> tuple[Stepping, Choice, bool]:
-    """The policy to run, its plans, and whether the reference's gradients stay on the device.
-
-    They go to the host's memory where plans would have to become smaller for their sake.
-    """
-    choice = choose_plans(policy, batch, loss)
-    if room is None or choice.reason is not None:
-        return policy, choice, True
-    left = room - needs.own_gradients
-    if choice.peak_bytes + needs.gradients <= left:
-        return policy, choice, True
-    if choice.peak_bytes <= left:
-        return policy, choice, False
-    changed = policy
-    given = policy.config.checkpointing
-    for checkpointing in (given, "full") if given != "full" else (given,):
-        changed = policy.with_config(memory_budget=max(1, left), checkpointing=checkpointing)
-        try:
-            smaller = choose_plans(changed, batch, loss)
-        except PlanError:
-            continue
-        if smaller.compared and (choice.unfit or not smaller.unfit):
-            return changed, smaller, False
-    # Predictions may be too high, and what does not fit says so.
-    return policy, choice, False
-
-
 def _clock(
     work: _Work,
     choice: Choice,
     needs: Needs,
     room: int | None,
-    ways: _Ways,
+    ways: Ways,
     keeps: bool,
     progress: Callable[[VerifyProgress], None] | None,
 ) -> Clock:
