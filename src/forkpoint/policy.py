@@ -384,11 +384,6 @@ class Policy:
 
         See `forkpoint.verify.verify`.
         """
-        if self.host.group is not None:
-            raise UnsupportedError(
-                "verify compares models of one process, and this one is held by several ranks. "
-                "Verify a model of its shape, of few layers if need be, before it is sharded."
-            )
         self._check_batch(batch)
         return verify(
             self,

@@ -8,9 +8,8 @@ sharing may be no further from the truth than dense training already is.
 import gc
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +18,18 @@ from forkpoint.dense import DenseRun, dense_run
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step
-from forkpoint.engine.host import Host
 from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
 from forkpoint.hosts.modules import forget_lists
-from forkpoint.hosts.routes import Observed, RoutedRun, follow
-from forkpoint.losses.base import Denominators, Loss, check_denominators
+from forkpoint.hosts.routes import RoutedRun, follow
+from forkpoint.hosts.whole_copies import copy_in
+from forkpoint.losses.base import (
+    Denominators,
+    FunctionLoss,
+    Loss,
+    check_denominators,
+)
 from forkpoint.losses.views import check_range
-from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.sampler import compute_dtype
 from forkpoint.verify_errors import (
@@ -40,10 +43,11 @@ from forkpoint.verify_errors import (
 )
 from forkpoint.verify_errors import parameter_errors as _parameter_errors
 from forkpoint.verify_memory import Needs, Way, count_needs, free_bytes, in_some_way
-from forkpoint.verify_plans import Choice, Compared, Planning, choose_plans, count_shared
+from forkpoint.verify_plans import Choice, Compared, choose_plans, count_shared
 from forkpoint.verify_progress import Clock, Run
 from forkpoint.verify_progress import VerifyProgress as VerifyProgress
-from forkpoint.verify_reference import copy_in, run_plainly, save_memory
+from forkpoint.verify_ranks import Together, together
+from forkpoint.verify_reference import run_plainly, save_memory
 from forkpoint.verify_report import FAILED, PASSED, nothing_to_verify
 from forkpoint.verify_report import ParameterError as ParameterError
 from forkpoint.verify_report import PlanFindings as PlanFindings
@@ -51,6 +55,7 @@ from forkpoint.verify_report import RouteCounts as RouteCounts
 from forkpoint.verify_report import RouteReport as RouteReport
 from forkpoint.verify_report import VerifyReport as VerifyReport
 from forkpoint.verify_routes import HeldRoutes
+from forkpoint.verify_stepping import StepFigures, Stepping
 from forkpoint.verify_ways import Ways, fitting_plans
 
 SMALLER_TRIED = 2
@@ -59,40 +64,6 @@ LOWERED = 0.7
 """The part of a predicted peak that is tried next where it was too much."""
 REFERENCE, DENSE = "reference", "dense"
 """Names of the runs of single rollouts."""
-
-
-class StepFigures(Protocol):
-    """The parts of a step that are compared: see `forkpoint.StepStats`."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def per_token(self) -> Mapping[str, Tensor]: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def logical_tokens(self) -> int: ...
-    @property
-    def computed_tokens(self) -> int: ...
-
-
-class Stepping(Planning, Observed, Protocol):
-    """A policy whose steps are compared: see `forkpoint.Policy`."""
-
-    @property
-    def host(self) -> Host: ...
-    def with_config(self, **changes: object) -> "Stepping": ...
-    def _run_step(
-        self,
-        step: Step,
-        batch: RolloutBatch,
-        loss: Loss,
-        denominators: Denominators | None,
-        scale: float,
-        plan: Plan | None,
-        *,
-        announced: bool,
-    ) -> StepFigures: ...
 
 
 def verify(
@@ -155,33 +126,45 @@ def _verify(
     progress: Callable[[VerifyProgress], None] | None,
 ) -> VerifyReport:
     host = policy.host
+    joint = together(host.group, loss)
     host.prepare(changes)
-    dtype = compute_dtype(host.model, host.device)
+    cast = host.group.param_dtypes if host.group is not None else frozenset()
+    dtype = compute_dtype(host.model, host.device, cast)
     reference_dtype = torch.float32 if dtype.itemsize < 4 else torch.float64
     for p in host.model.parameters():
         changes.later(setattr, p, "grad", p.grad)
         p.grad = None
-    # What a step refuses is refused before anything runs.
-    loss.check_head(host.head)
-    loss.check(batch)
-    check_range(batch, host.loss_dtype)
-    check_denominators(denominators)
-    host.check(batch, training=True)
-    needs = count_needs(host, batch, dtype, reference_dtype)
     room = free_bytes(host.device)
-    policy, choice, keeps = fitting_plans(policy, batch, loss, needs, room)
+
+    def looked_at() -> tuple[Needs, Stepping, Choice, bool]:
+        # What a step refuses is refused before anything runs.
+        loss.check_head(host.head)
+        if len(batch):
+            loss.check(batch)
+        check_range(batch, host.loss_dtype)
+        check_denominators(denominators)
+        host.check(batch, training=True)
+        needs = count_needs(host, batch, dtype, reference_dtype)
+        return needs, *fitting_plans(policy, batch, loss, needs, room)
+
+    needs, policy, choice, keeps = joint.run(looked_at)
+    choice = joint.choice(choice, policy, batch, loss)
     described = {
         "dtype": str(dtype).removeprefix("torch."),
         "reference_dtype": str(reference_dtype).removeprefix("torch."),
         "head": host.head,
         "left_out": choice.left_out,
         "asked": (policy.config.sharing, policy.config.boundary),
-        "given_tokens": batch.logical_tokens,
+        "given_tokens": joint.tokens(batch.logical_tokens),
     }
     if choice.reason is not None:
         return nothing_to_verify(reason=choice.reason, **described)
-    work = _Work(policy, batch, loss, denominators, changes, dtype, reference_dtype)
-    work.held = HeldRoutes(host.model, batch, changes, hold=hold_routes, needed=not work.double)
+    counted = denominators or joint.denominators(batch)
+    work = _Work(policy, batch, loss, counted, denominators, changes, dtype, reference_dtype, joint)
+    needed = not work.double
+    work.held = HeldRoutes(
+        host.model, batch, changes, hold=hold_routes, needed=needed, ranks=host.group is not None
+    )
     ways = Ways.fitting(needs, room, keeps, work.double)
     work.clock = _clock(work, choice, needs, room, ways, keeps, progress)
     if work.double:
@@ -210,7 +193,7 @@ def _verify(
         reason=None,
         dense_error=math.hypot(*dense_errors.values()) / norm,
         dense_loss_difference=dense.loss - reference.loss,
-        dense_logprob_difference=float((dense.per_token[head] - truth_T).abs().max()),
+        dense_logprob_difference=joint.most(_largest(dense.per_token[head] - truth_T)),
         **described,
     )
 
@@ -222,10 +205,13 @@ class _Work:
     policy: Stepping
     batch: RolloutBatch
     loss: Loss
-    denominators: Denominators | None
+    denominators: Denominators
+    given: Denominators | None
+    """By the caller."""
     changes: Changes
     dtype: torch.dtype
     reference_dtype: torch.dtype
+    joint: Together
     held: HeldRoutes = field(init=False)
     clock: Clock = field(init=False)
 
@@ -285,14 +271,15 @@ def _findings(
     norm = math.hypot(*truth.norms.values()) or 1.0
     shared_error = math.hypot(*(e.shared_error for e in errors)) / norm
     dense_error = math.hypot(*truth.dense_errors.values()) / norm
+    joint = work.joint
     loss_difference = stats.loss - reference.loss
     truth_T = reference.per_token[head]
-    difference = float((stats.per_token[head] - truth_T).abs().max())
+    difference = joint.most(_largest(stats.per_token[head] - truth_T))
     if work.double:
         allowed = FLOAT64_BAR
-        loss_error = abs(loss_difference) / max(1.0, abs(reference.loss))
+        loss_error = joint.most(abs(loss_difference) / max(1.0, abs(reference.loss)))
         # Values of a critic have any scale.
-        scale = max(1.0, float(truth_T.abs().max())) if head == "values" else 1.0
+        scale = joint.most(max(1.0, _largest(truth_T))) if head == "values" else 1.0
         values_pass = max(loss_error, difference / scale) <= FLOAT64_BAR
     else:
         allowed = OVERALL_RATIO * dense_error + OVERALL_ULPS[dtype] * torch.finfo(dtype).eps
@@ -304,7 +291,7 @@ def _findings(
         boundary=stats.plan.boundary,
         max_microbatch_tokens=stats.plan.max_microbatch_tokens,
         # Of the plan that ran, whichever was to run.
-        counts=count_shared(stats.plan),
+        counts=joint.counts(count_shared(stats.plan)),
         shared_error=shared_error,
         allowed=allowed,
         worst=tuple(sorted(errors, key=lambda e: -e.excess)),
@@ -325,8 +312,8 @@ def _in_memory(work: _Work, entry: Compared) -> tuple[Gradients, StepFigures, Ro
         try:
             return *_shared(work, entry, run), run
         except torch.OutOfMemoryError as error:
-            if tried == SMALLER_TRIED:
-                raise
+            if tried == SMALLER_TRIED or policy.host.group is not None:
+                raise  # ranks would have to try the same
             peak = int(LOWERED * (entry.plan.predicted_peak_bytes or 0))
             smaller = policy.with_config(memory_budget=max(1, peak), checkpointing="full")
             try:
@@ -347,7 +334,7 @@ def _shared(work: _Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradie
     policy, batch, plan = work.policy, work.batch, entry.plan
     # It compares more than a sample does.
     unchecked = policy.with_config(self_check=False)
-    whole, done = len(plan.events()), 0
+    whole, done = len(plan.events()) or 1, 0
 
     def observe(event: str) -> None:
         nonlocal done
@@ -359,28 +346,39 @@ def _shared(work: _Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradie
     unchecked.observer = observe
     if run is not None:
         follow(run, unchecked, plan, batch, work.changes)
-    step = Step(policy.host.device)
-    stats = step.run(
-        lambda: unchecked._run_step(
-            step, batch, work.loss, work.denominators, 1.0, plan, announced=False
+    given, loss = work.given, work.loss
+    if policy.host.group is not None:
+        # A function stays one: its gradients are averaged over the ranks.
+        loss = loss.function if isinstance(loss, FunctionLoss) else loss
+        stats = unchecked.forward_backward(batch, loss, denominators=given, plan=plan)
+    else:
+        step = Step(policy.host.device)
+        stats = step.run(
+            lambda: unchecked._run_step(step, batch, loss, given, 1.0, plan, announced=False)
         )
-    )
-    return {name: p.grad for name, p in policy.host.model.named_parameters()}, stats
+    return work.joint.gradients(policy.host.model), stats
 
 
 def _dense(work: _Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | None]:
     """Run the model itself densely."""
     host, changes = work.policy.host, work.changes
     mark = changes.mark
+    model, blocks = host.model, host.blocks
+    if not work.joint.whole:
+        model, blocks = copy_in(model, blocks, work.dtype, streamed=False)
 
     def run(way: Way) -> tuple[DenseRun, RoutedRun | None]:
-        save_memory(host.blocks, way, host.device, changes)
-        routed = work.held.run(host.model)
-        return _single_rollouts(work, DENSE, host.model, routed, way), routed
+        save_memory(blocks, way, host.device, changes)
+        routed = work.held.run(model)
+        return _single_rollouts(work, DENSE, model, routed, way), routed
 
-    found = in_some_way(ways, run, lambda: changes.undo(mark))
-    changes.undo(mark)
-    return found
+    def undo() -> None:
+        changes.undo(mark)
+        forget_lists()
+
+    found, routed = work.joint.run(lambda: in_some_way(ways, run, undo))
+    undo()
+    return work.joint.total(found, host.model, work.dtype), routed
 
 
 def _reference(work: _Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
@@ -388,10 +386,18 @@ def _reference(work: _Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
     host, changes = work.policy.host, work.changes
     mark = changes.mark
 
+    copies = []
+    if not work.joint.whole:
+        # All ranks copy together, and before anything can fail on one.
+        copies.append(
+            copy_in(host.model, host.blocks, work.reference_dtype, streamed=ways[0].streamed)
+        )
+
     def run(way: Way) -> DenseRun:
-        model, blocks = host.model, host.blocks
-        if not work.double:
+        model, blocks = copies[0] if copies else (host.model, host.blocks)
+        if not copies and not work.double:
             model, blocks = copy_in(model, blocks, work.reference_dtype, streamed=way.streamed)
+        if model is not host.model:
             run_plainly(model, work.reference_dtype, changes)
         save_memory(blocks, way, host.device, changes)
         with torch.autocast(host.device.type, enabled=False):
@@ -402,8 +408,10 @@ def _reference(work: _Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
         changes.undo(mark)
         forget_lists()  # which would keep the copy alive until the end
 
-    found = in_some_way(ways, run, undo)
+    found = work.joint.run(lambda: in_some_way(ways, run, undo))
+    copies.clear()
     undo()
+    found = work.joint.total(found, host.model, work.reference_dtype)
     place = host.device if keeps else torch.device("cpu")
     for name, gradient in found.gradients.items():
         if gradient is not None:
@@ -419,6 +427,10 @@ def _single_rollouts(
 ) -> DenseRun:
     """Run rollouts one at a time, without forkpoint's code, and say how far that is."""
     batch = work.batch
+    if not len(batch):
+        head = work.policy.host.head
+        nothing = torch.zeros(0, dtype=work.policy.host.loss_dtype, device=work.policy.host.device)
+        return DenseRun(0.0, {head: nothing}, {n: None for n, _ in model.named_parameters()})
     # Each comes twice: log-probs, then a forward and a backward.
     done, calls, whole = 0, 0, 4 * int((batch.lengths - 1).sum()) or 1
     work.clock.begin(name)
@@ -436,6 +448,10 @@ def _single_rollouts(
     )
     work.clock.end(name)
     return found
+
+
+def _largest(values_T: Tensor) -> float:
+    return float(values_T.abs().max()) if len(values_T) else 0.0
 
 
 def _clear_gradients(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Errors of gradients, and what of them is allowed."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from forkpoint.dense import DenseRun
 from forkpoint.verify_report import ParameterError
 
-Gradients = dict[str, Tensor | None]
+Gradients = Mapping[str, Tensor | None]
 
 OVERALL_RATIO = 1.1
 WORST_RATIO = 1.5

@@ -79,6 +79,8 @@ class Needs:
     """Weights and gradients of the copy's largest block."""
     own_gradients: int
     """Gradients of the model itself, in its own dtype."""
+    own_copy: int
+    """A whole copy of a sharded model, in its own dtype."""
     longest: int
     """Tokens of the longest rollout."""
     trained: int
@@ -100,7 +102,9 @@ class Needs:
 
     def dense(self, way: Way) -> int:
         """Bytes of the dense run besides the model."""
-        return self.own_gradients + self._run(way, self.itemsize, self.writes_scores)
+        return (
+            self.own_copy + self.own_gradients + self._run(way, self.itemsize, self.writes_scores)
+        )
 
     def _run(self, way: Way, itemsize: int, writes_scores: bool) -> int:
         """Activations, logits and scores of the longest rollout."""
@@ -136,7 +140,9 @@ def count_needs(
     parameters = list(host.model.parameters())
     inside = {id(p) for p in host.blocks.parameters()}
     wide = reference_dtype.itemsize
-    is_own = dtype == reference_dtype
+    # Ordinary training of a sharded model runs on a copy as well.
+    sharded = host.group is not None and host.group.reduces
+    is_own = dtype == reference_dtype and not sharded
 
     def copied(chosen: Iterable[nn.Parameter]) -> int:
         return sum(p.numel() * wide * (1 + p.requires_grad) for p in chosen)
@@ -150,8 +156,9 @@ def count_needs(
         outside=copied(p for p in parameters if id(p) not in inside),
         block=max((copied(block.parameters()) for block in host.blocks), default=0),
         own_gradients=sum(p.numel() * p.element_size() for p in trainable),
-        longest=int(batch.lengths.max()),
-        trained=max(int(mask.sum()) for mask in masks),
+        own_copy=sum(p.numel() for p in parameters) * dtype.itemsize * sharded,
+        longest=int(batch.lengths.max(initial=0)),
+        trained=max((int(mask.sum()) for mask in masks), default=0),
         shape=host.shape,
         itemsize=dtype.itemsize,
         reference_itemsize=wide,

@@ -1,13 +1,11 @@
 """The reference of `verify`: ordinary training on a copy of the model in higher precision."""
 
-import copy
 import functools
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -15,32 +13,6 @@ from forkpoint.engine.changes import Changes
 from forkpoint.hosts.checkpointing import checkpoint_blocks
 from forkpoint.hosts.upcasts import lift_upcasts, run_plain_experts, run_plain_recurrences
 from forkpoint.verify_memory import Way
-
-
-def copy_in(
-    model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
-) -> tuple[nn.Module, nn.ModuleList]:
-    """Copy a model in another dtype, and name the copy's blocks.
-
-    With `streamed` the parameters of the blocks are in the host's memory.
-    """
-    inside = {id(p) for p in blocks.parameters()} if streamed else set()
-    copies: dict[int, Any] = {}
-    for tensor in chain(model.parameters(), model.buffers()):
-        place = torch.device("cpu") if id(tensor) in inside else tensor.device
-        kind = dtype if tensor.is_floating_point() else tensor.dtype
-        copied: Tensor = tensor.detach().to(place, kind, copy=True)
-        if isinstance(tensor, nn.Parameter):
-            copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
-        copies[id(tensor)] = copied
-    twin = copy.deepcopy(model, copies)
-    for module in twin.modules():
-        # It computes in one dtype, and functions are not copied: they call the model itself.
-        vars(module).pop("forward", None)
-    name = next(name for name, module in model.named_modules() if module is blocks)
-    found = twin.get_submodule(name)
-    assert isinstance(found, nn.ModuleList)
-    return twin, found
 
 
 def save_memory(blocks: nn.ModuleList, way: Way, device: torch.device, changes: Changes) -> None:

@@ -24,7 +24,9 @@ class HeldRoutes:
         *,
         hold: bool,
         needed: bool = True,
+        ranks: bool = False,
     ) -> None:
+        """`ranks`: whether several ranks hold the model, where routes are not held."""
         self._changes = changes
         self._routers: tuple[Router, ...] = ()
         self._problem: str | None = None
@@ -32,7 +34,9 @@ class HeldRoutes:
             self._routers = find_routers(model, changes) if needed else ()
         except UnsupportedError as error:
             self._problem = str(error)
-        if self._routers and not hold:
+        if self._routers and ranks:
+            self._routers, self._problem = (), "several ranks hold the model"
+        elif self._routers and not hold:
             self._routers, self._problem = (), "hold_routes is False"
         self._routes: Routes | None = Routes(batch) if self._routers else None
 

@@ -28,6 +28,7 @@ from forkpoint import (
     VerifyReport,
     losses,
     verify_memory,
+    verify_ways,
     wrap,
 )
 from forkpoint import policy as policy_module
@@ -586,8 +587,8 @@ def test_runs_that_save_memory_are_as_exact(
         chosen = replace(chosen, head_tokens=2)
     model = tiny_model(family, dtype=torch.float32)
     plain = wrap(model, ACROSS).verify(forked_batch(), LOSS)
-    monkeypatch.setattr(verify_module, "REFERENCE_WAYS", (chosen, chosen))
-    monkeypatch.setattr(verify_module, "DENSE_WAYS", (replace(chosen, streamed=False),))
+    monkeypatch.setattr(verify_ways, "REFERENCE_WAYS", (chosen, chosen))
+    monkeypatch.setattr(verify_ways, "DENSE_WAYS", (replace(chosen, streamed=False),))
     saving = wrap(model, ACROSS).verify(forked_batch(), LOSS)
     norms = {entry.name: entry.norm for entry in plain.worst}
     for entry in saving.worst:

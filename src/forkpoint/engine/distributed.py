@@ -45,6 +45,10 @@ class Distributed(Protocol):
         one. Collective."""
         ...
 
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace a whole tensor by the sum of all ranks' tensors. Collective."""
+        ...
+
     def settle(self) -> None:
         """Give every parameter the form in which the optimizer has it."""
         ...

@@ -84,6 +84,7 @@ class FullySharded:
                 "exact. Give one mesh to every fully_shard."
             )
         mesh = next(iter(meshes.values()))
+        self._mesh = mesh
         self.ranks: DataRanks = ranks_of_mesh(mesh)
         self.param_dtypes: frozenset[torch.dtype] = frozenset(
             g.mp_policy.param_dtype for g in groups if g.mp_policy.param_dtype is not None
@@ -119,6 +120,10 @@ class FullySharded:
         self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
     ) -> list[Tensor | None]:
         return list(gradients)
+
+    def add_up(self, tensor: Tensor) -> None:
+        for group in self._mesh.get_all_groups():
+            dist.all_reduce(tensor, group=group)
 
     def settle(self) -> None:
         for module in self._modules():
@@ -217,6 +222,9 @@ class Replicated:
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
         return found
+
+    def add_up(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)
 
     def settle(self) -> None:
         pass
