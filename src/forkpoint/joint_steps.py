@@ -1,7 +1,6 @@
 """A step of several ranks: the exchange before it, the check of the model, and its end."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from forkpoint.parallel.agreement import (
     coupled,
     group_digests,
 )
-from forkpoint.parallel.step import StepOfRanks, described
+from forkpoint.parallel.step import StepOfRanks
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.sample_checks import SampleChecks
 from forkpoint.selfcheck import sample_of
@@ -31,7 +30,7 @@ class JointStep:
     def __init__(
         self, step: Step, host: Host, config: Config, checks: SampleChecks, *, training: bool
     ) -> None:
-        """`training`: whether forwards record a graph."""
+        """`training`: whether forwards record a graph. On ranks this is within `run_on_ranks`."""
         self.step: Step = step
         self.host: Host = host
         self.config: Config = config
@@ -58,7 +57,8 @@ class JointStep:
         Args:
             call: what must be the same on all ranks.
             batch: this rank's rollouts.
-            looked_at: this rank's checks; gives its plan and the model's fingerprint first.
+            looked_at: this rank's checks; gives its plan and the model's fingerprint first. What it
+                raises is told to the other ranks by `run_on_ranks`.
             loss: of `forward_backward`. A function's gradients are averaged over the ranks.
             scores: whether forwards alone run.
             sampled: whether the model is compared with the stock model where that is due.
@@ -70,58 +70,58 @@ class JointStep:
             found = looked_at()
             self._batch, self._fingerprint = batch if sampled else None, found[1]
             return found
-        try:
-            found = looked_at()
-            plan, self._fingerprint = found[0], found[1]
-            due = sampled and self.checks.is_due(
-                self.host, self.config, self._fingerprint, training=self.training
-            )
-            couples, program = "", plan.score_program if scores else plan.program
-            gathers = isinstance(loss, Loss) and loss.across_ranks
-            if gathers:
-                program = plan.with_program(scores=True).program
-            elif isinstance(loss, Loss) and loss.decomposition == "joint":
-                couples = coupled(loss.coupling(batch), batch)
-            proposal = Proposal(
-                call,
-                program=program,
-                costs=tuple(float(m.tokens) for m in plan.microbatches),
-                trained_tokens=batch.trained_tokens,
-                rollouts=len(batch),
-                groups=group_digests(batch),
-                couples=couples,
-                gathered=batch if gathers else None,
-                sample=sample_of(batch) if due and len(batch) else None,
-            )
-        except BaseException as error:
-            group.ranks.exchange(Proposal(call, error=described(error)))
-            raise
+        found = looked_at()
+        plan, self._fingerprint = found[0], found[1]
+        due = sampled and self.checks.is_due(
+            self.host, self.config, self._fingerprint, training=self.training
+        )
+        couples, program = "", plan.score_program if scores else plan.program
+        gathers = isinstance(loss, Loss) and loss.across_ranks
+        if gathers:
+            program = plan.with_program(scores=True).program
+        elif isinstance(loss, Loss) and loss.decomposition == "joint":
+            couples = coupled(loss.coupling(batch), batch)
+        proposal = Proposal(
+            call,
+            program=program,
+            costs=tuple(float(m.tokens) for m in plan.microbatches),
+            trained_tokens=batch.trained_tokens,
+            rollouts=len(batch),
+            groups=group_digests(batch),
+            couples=couples,
+            gathered=batch if gathers else None,
+            sample=sample_of(batch) if due and len(batch) else None,
+        )
         ranks = group.ranks
         proposals = ranks.exchange(proposal)
-        self.agreement = agreed(proposals, ranks.index, ranks.global_ranks, lockstep=group.lockstep)
+        ranks.phase = "joined"
+        try:
+            self.agreement = agreed(
+                proposals, ranks.index, ranks.global_ranks, lockstep=group.lockstep
+            )
+        except ForkpointError:  # the same on all ranks
+            ranks.phase = "told"
+            raise
         self._batch = self.agreement.sample
         mean = not isinstance(loss, Loss)
         self.ranks = self.agreement.step(ranks, mean=mean, lockstep=group.lockstep)
         return found
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Within it the step runs, once the model has been compared on a sample."""
+    def check_sample(self) -> None:
+        """Compare the model on a sample of the batch, where that is due. Collective."""
         if self.ranks is None:
             self._check()
-            yield
             return
-        with self.ranks.watched():
-            if self._batch is not None:
-                error = None
-                try:
-                    self._check()
-                except ForkpointError as found:
-                    error = found
-                assert self.host.group is not None
-                self.host.group.settle()
-                self.ranks.same(error)
-            yield
+        if self._batch is None:
+            return
+        error = None
+        try:
+            self._check()
+        except ForkpointError as found:
+            error = found
+        assert self.host.group is not None
+        self.host.group.settle()
+        self.ranks.same(error)
 
     def _check(self) -> None:
         if self._batch is not None:

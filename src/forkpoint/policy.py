@@ -30,6 +30,7 @@ from forkpoint.losses.base import (
     check_denominators,
 )
 from forkpoint.losses.views import batch_denominators, check_range
+from forkpoint.parallel.call import run_on_ranks
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
 from forkpoint.results import Scores as Scores
@@ -123,8 +124,13 @@ class Policy:
         """
         if self.host.group is not None:
             # Ranks would have to repeat it together.
-            step = Step(self.host.device)
-            return step.run(lambda: work(step))
+            group, step = self.host.group, Step(self.host.device)
+            return run_on_ranks(
+                group.ranks,
+                lambda: step.run(lambda: work(step)),
+                lockstep=group.lockstep,
+                succeeded=lambda: step.outcome.gradients == "added",
+            )
         before = self.last_step
         try:
             return run_or_fall_back(self.host, work)
@@ -217,8 +223,8 @@ class Policy:
         engine = Engine(self.host, self._restoring(), self._staging_of(plan))
         engine.observer = self.observer
         engine.ranks = joint.ranks
-        with joint.running():
-            result = engine.forward_backward(step, plan, batch, known, counted, factor)
+        joint.check_sample()
+        result = engine.forward_backward(step, plan, batch, known, counted, factor)
         self.host.compiling.proven = self.host.compiles
         cuda = self.host.device.type == "cuda"
         # What a device has failed at is raised here at the latest: it is waited for.
@@ -306,8 +312,8 @@ class Policy:
             engine = Engine(self.host, self._restoring(), self._staging_of(plan))
             engine.observer = self.observer
             engine.ranks = joint.ranks
-            with joint.running():
-                engine.backward(step, aligned, batch, weights)
+            joint.check_sample()
+            engine.backward(step, aligned, batch, weights)
             self.host.compiling.proven = self.host.compiles
             if self.host.device.type == "cuda":
                 torch.cuda.synchronize(self.host.device)  # what the device fails at is raised here
@@ -357,11 +363,11 @@ class Policy:
         call = f"{'logprobs' if training else 'score'}, entropy={entropy}"
         chosen, _ = joint.agree(call, batch, looked_at, scores=True)
         program = joint.agreement.program if joint.agreement is not None else None
-        with joint.running():
-            engine = Engine(self.host, self.config)
-            result = engine.score(step, chosen, batch, entropy=entropy, program=program)
-            if joint.ranks is not None:
-                joint.ranks.settle(torch.zeros(()), None)
+        joint.check_sample()
+        engine = Engine(self.host, self.config)
+        result = engine.score(step, chosen, batch, entropy=entropy, program=program)
+        if joint.ranks is not None:
+            joint.ranks.settle(torch.zeros(()), None, gradients=False)
         return Scores(result.per_token, chosen, result.events)
 
     def _joint(self, step: Step, *, training: bool) -> JointStep:

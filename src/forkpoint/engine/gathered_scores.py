@@ -37,7 +37,7 @@ def loss_inputs(
     """
     if ranks is None or not ranks.parts:
         return LossInputs(views, per_token, slice(None))
-    found = ranks.ranks.exchange({name: x_T.cpu() for name, x_T in per_token.items()})
+    found = ranks.gather({name: x_T.cpu() for name, x_T in per_token.items()})
     index = ranks.ranks.index
     begin = sum(part.logical_tokens for part in ranks.parts[:index])
     return LossInputs(

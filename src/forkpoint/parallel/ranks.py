@@ -1,14 +1,27 @@
 """The ranks that train one model on rollouts of their own."""
 
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import count
+from typing import Literal, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from forkpoint.errors import RankError
+from forkpoint.parallel.watch import store_of
 
 T = TypeVar("T")
+Phase = Literal["apart", "exchanging", "joined", "told", "settled"]
+"""Where a rank is in a call.
+
+apart: before the first exchange; the others wait for it.
+exchanging: within an exchange, which others may have left.
+joined: all run the step, and will exchange once more at its end.
+told: all know how the call ends, or it has ended.
+settled: all know that no rank has failed, and take the step's gradients.
+"""
+_numbers = count()
 
 
 @dataclass(eq=False)
@@ -21,13 +34,19 @@ class DataRanks:
     global_ranks: tuple[int, ...]
     """By index, the number in the default process group, which messages name."""
     cpu_group: dist.ProcessGroup
-    steps: int = 0
-    """How many steps have begun."""
+    store: Store | None = None
+    """Of these ranks alone, for those that fail or wait."""
+    calls: int = 0
+    """How many calls all ranks have come to."""
+    phase: Phase = "told"
     broken: str | None = None
     """Why no further step is possible: this rank has left the collectives of one."""
 
     def exchange(self, value: T) -> list[T]:
         """The values of all ranks, by index. Collective.
+
+        The phase is "exchanging" until the caller sets what follows from the values: an interrupt
+        between the two leaves others with values of which this rank knows nothing.
 
         Raises RankError where this rank has failed within a step's collectives before.
         """
@@ -36,8 +55,10 @@ class DataRanks:
                 f"{self.name} failed within a step's collectives ({self.broken}), in which the "
                 "other ranks have ended. Start all processes again, from the last checkpoint."
             )
+        first, self.phase = self.phase == "apart", "exchanging"
         found: list[T | None] = [None] * self.size
         dist.all_gather_object(found, value, group=self.cpu_group)
+        self.calls += first
         return found  # pyright: ignore[reportReturnType]
 
     @property
@@ -71,4 +92,6 @@ def _ranks(members: tuple[int, ...]) -> DataRanks:
             own = group
     assert isinstance(own, dist.ProcessGroup)
     here = dist.get_rank()
-    return DataRanks(members.index(here), len(members), members, own)
+    # All ranks of the default group come here together, so the number is the same on all.
+    store = store_of(f"{next(_numbers)}/{members[0]}")
+    return DataRanks(members.index(here), len(members), members, own, store)

@@ -1,14 +1,12 @@
 """One step of several ranks, once they have agreed on it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from forkpoint.errors import RankError
 from forkpoint.parallel.ranks import DataRanks
-from forkpoint.parallel.watch import Watch
 from forkpoint.rollouts import RolloutBatch
 
 
@@ -41,60 +39,51 @@ class StepOfRanks:
         self.lockstep: bool = lockstep
         self.digest: str = digest
         self.parts: tuple[RolloutBatch, ...] = parts
-        self._told = False
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within it the step runs; a failure becomes one of all ranks.
-
-        Where ranks do not wait for one another within the step they are told at its end, and the
-        next step works. Where they do, they are told by the watch and end.
-        """
-        self.ranks.steps += 1
-        watch = Watch(self.ranks.index, self.ranks.global_ranks, self.ranks.steps)
-        watch.start()
-        try:
-            yield
-        except BaseException as error:
-            if not self._told:
-                if self.lockstep:
-                    self.ranks.broken = described(error)
-                    watch.failed(self.ranks.broken)
-                else:
-                    self._exchange(described(error), 0.0)
-            raise
-        finally:
-            watch.end()
 
     def same(self, error: Exception | None) -> None:
         """Raise `error`, or RankError where another rank has one, before the step. Collective."""
+        ranks = self.ranks
         found = self._exchange(None if error is None else described(error), 0.0)
+        ranks.phase = "joined" if all(text is None for text, _, _ in found) else "told"
         if error is not None:
             raise error
-        for rank, (text, _, _) in zip(self.ranks.global_ranks, found, strict=True):
+        for rank, (text, _, _) in zip(ranks.global_ranks, found, strict=True):
             if text is not None:
                 raise RankError(
                     f"rank {rank} failed before this step, so no rank runs it: {text} The step "
                     "can be repeated on all ranks once that is mended."
                 )
-        self._told = False
 
-    def settle(self, loss: Tensor, failure: BaseException | None) -> Tensor:
+    def gather(self, values: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """The values of all ranks, by index, within the step. Collective.
+
+        Raises RankError where another rank has failed in the place of giving its own.
+        """
+        found = self.ranks.exchange(values)
+        failed = [n for n, each in enumerate(found) if isinstance(each, tuple)]
+        self.ranks.phase = "told" if failed else "joined"
+        for n in failed:
+            raise _failed(self.ranks.global_ranks[n], str(found[n][0]))  # pyright: ignore
+        return found
+
+    def settle(
+        self, loss: Tensor, failure: BaseException | None, *, gradients: bool = True
+    ) -> Tensor:
         """The loss of all ranks, or of this one with `mean`, once all have come to the end.
 
-        Collective. Raises `failure`, or RankError where another rank has failed.
+        Collective. Without `gradients` no gradient is to be taken afterwards. Raises `failure`, or
+        RankError where another rank has failed.
         """
         text = None if failure is None else described(failure)
         found = self._exchange(text, 0.0 if failure else float(loss))
+        same = len({(error, digest) for error, _, digest in found} | {(None, self.digest)}) == 1
+        self.ranks.phase = "settled" if same and gradients else "told"
         if failure is not None:
             raise failure
         names = self.ranks.global_ranks
         for rank, (error, _, _) in zip(names, found, strict=True):
             if error is not None:
-                raise RankError(
-                    f"rank {rank} failed in this step, so no rank keeps its gradients: {error} "
-                    "The step can be repeated on all ranks once that is mended."
-                )
+                raise _failed(rank, error)
         digests = {digest: rank for rank, (_, _, digest) in zip(names, found, strict=True)}
         if len(digests) > 1:
             raise RankError(
@@ -106,8 +95,14 @@ class StepOfRanks:
         return torch.full_like(loss, sum(part for _, part, _ in found))
 
     def _exchange(self, error: str | None, loss: float) -> list[tuple[str | None, float, str]]:
-        self._told = True
         return self.ranks.exchange((error, loss, self.digest))
+
+
+def _failed(rank: int, error: str) -> RankError:
+    return RankError(
+        f"rank {rank} failed in this step, so no rank keeps its gradients: {error} The step can be "
+        "repeated on all ranks once that is mended."
+    )
 
 
 def described(error: BaseException) -> str:

@@ -1,10 +1,11 @@
-"""A thread that ends this process where a step's collectives would wait for a rank for ever.
+"""A thread that ends this process where a call of several ranks would wait for a rank for ever.
 
 A rank that fails within a model's forward or backward has issued some of its collectives and not
 others, and the ranks that wait in them cannot be woken. The failed rank says so in the process
 group's store; a rank that has died stops its beats there. The others then end with the reason.
 """
 
+import logging
 import os
 import sys
 import threading
@@ -20,82 +21,149 @@ DEAD_S = 30.0
 """A rank without a beat for so long has died, or its process stands still."""
 GRACE_S = 10.0
 """How long a rank has to end by itself after another has failed."""
+LATE_S = 60.0
+"""After so long a rank says which others have not come to its call; later on ever less often."""
 EXIT_CODE = 75
+FAILED = "failed"
+_log = logging.getLogger("forkpoint")
 
 
 class Watch:
-    """Watches over one step, from `start` to `end`."""
+    """Watches over one call, from `start` to `end`."""
 
     def __init__(
-        self, index: int, names: tuple[int, ...], number: int, store: Store | None = None
+        self, index: int, names: tuple[int, ...], number: int, store: Store | None
     ) -> None:
         """
         Args:
-            index: this rank's, among those of the step.
+            index: this rank's, among those of the call.
             names: by index, numbers for messages.
-            number: of the step, the same on all of its ranks, and another for each step.
-            store: of the process group; by default that of the default group.
+            number: of the call, the same on all of its ranks, and greater for each call.
+            store: of these ranks; None where there is none, and then nothing is watched.
         """
         self.index = index
         self.names = names
-        base = store if store is not None else default_store()
-        ranks = "-".join(map(str, names[:2])) + f"of{len(names)}"
-        prefix = f"forkpoint/{ranks}/{number}"
-        self.store: Store | None = None if base is None else PrefixStore(prefix, base)
+        self.number = number
+        self.store: Store | None = store if len(names) > 1 else None
         self._ended = threading.Event()
         self._own_failure = False
+        self._seen: str | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        if self.store is None or len(self.names) < 2:
+        if self.store is None:
             return
         self._thread = threading.Thread(target=self._watch, name="forkpoint-watch", daemon=True)
         self._thread.start()
 
-    def failed(self, reason: str) -> None:
-        """Tell the other ranks that this one cannot go on."""
+    def failed(self, reason: str, blamed: str | None = None) -> None:
+        """Tell the other ranks that this one cannot go on; `blamed` is the cause, if another is."""
         self._own_failure = True
         if self.store is not None:
-            self.store.set("failed", f"rank {self.names[self.index]}: {reason}")
+            self._say(self.store, blamed or f"rank {self.names[self.index]}: {reason}")
 
     def end(self) -> None:
-        """The step has ended on this rank."""
+        """The call has ended on this rank; ending again does nothing."""
         self._ended.set()
         if self._thread is not None:
-            self.store.set(f"done/{self.index}", "1")  # pyright: ignore[reportOptionalMemberAccess]
-            self._thread.join()
+            self._thread.join(2 * BEAT_S)
+
+    def blamed(self) -> str | None:
+        """The rank because of which a collective has failed here, and why, as far as is known.
+
+        Waits a few beats for a rank that says so itself, or for one that is silent.
+        """
+        if self.store is None:
+            return None
+        try:
+            before = self._states(self.store)
+            # A rank that lives beats meanwhile.
+            end = time.monotonic() + 2 * BEAT_S + POLL_S
+            while time.monotonic() < end:
+                if (said := self._said(self.store)) is not None:
+                    return said
+                time.sleep(POLL_S / 5)
+            after = self._states(self.store)
+        except RuntimeError as error:
+            return self._seen or _gone(error)
+        silent = [
+            self.names[n]
+            for n, (one, other) in enumerate(zip(before, after, strict=True))
+            if n != self.index and one == other
+        ]
+        return None if not silent else f"{_ranks(silent)}: no sign of life; died, or has left"
 
     def _watch(self) -> None:
         assert self.store is not None
         neighbour = (self.index + 1) % len(self.names)
-        last, since, beaten, beats = b"", time.monotonic(), 0.0, 0
+        began = now = time.monotonic()
+        last, since, beaten, beats, late = "", now, -BEAT_S, 0, LATE_S
         try:
-            while not self._ended.wait(POLL_S):
+            while True:
                 now = time.monotonic()
                 if now - beaten >= BEAT_S:
                     beats += 1
                     beaten = now
-                    self.store.set(f"beat/{self.index}", str(beats))
-                if self.store.check(["failed"]) and not self._own_failure:
-                    reason = self.store.get("failed").decode(errors="replace")
+                    self.store.set(f"state/{self.index}", f"{self.number} {beats}")
+                if not self._own_failure and (reason := self._said(self.store)) is not None:
                     self._give_up(reason)
                     return
-                key = f"beat/{neighbour}"
-                found = self.store.get(key) if self.store.check([key]) else b""
-                if found != last:
+                found = self._state(self.store, neighbour)
+                number = int(found.partition(" ")[0] or 0)
+                if found != last or number != self.number or found.endswith("done"):
                     last, since = found, now
-                elif now - since > DEAD_S and not self.store.check([f"done/{neighbour}"]):
-                    self.store.set(
-                        "failed",
+                elif now - since > DEAD_S:
+                    self._say(
+                        self.store,
                         f"rank {self.names[neighbour]}: no sign of life for {DEAD_S:.0f} s; its "
                         "process has died or stands still",
                     )
-        except Exception as error:
-            # The store is gone, and with it the process that holds it.
-            self._give_up(f"the process group's store cannot be reached ({error})")
+                if now - began > late:
+                    late *= 2
+                    self._name_missing(self.store, now - began)
+                if self._ended.wait(POLL_S):
+                    break
+            self.store.set(f"state/{self.index}", f"{self.number} done")
+        except RuntimeError as error:  # of any store: it is gone, and the process that holds it
+            self._give_up(self._seen or _gone(error))
+
+    def _name_missing(self, store: Store, waited_s: float) -> None:
+        """Say which ranks have not come to this call."""
+        states = self._states(store)
+        missing = [
+            self.names[n]
+            for n, state in enumerate(states)
+            if int(state.partition(" ")[0] or 0) < self.number
+        ]
+        if missing:
+            _log.warning(
+                "rank %s has waited for %.0f s in a call of its policy, to which %s did not come. "
+                "Every rank must make the same calls; it waits on.",
+                self.names[self.index],
+                waited_s,
+                _ranks(missing),
+            )
+
+    def _states(self, store: Store) -> list[str]:
+        return [self._state(store, index) for index in range(len(self.names))]
+
+    def _state(self, store: Store, index: int) -> str:
+        """The number of a rank's call and its beats, or that it is done."""
+        key = f"state/{index}"
+        return store.get(key).decode() if store.check([key]) else ""
+
+    def _said(self, store: Store) -> str | None:
+        """The rank that has failed, and why, if one has said so."""
+        if self._seen is None and store.check([FAILED]):
+            self._seen = store.get(FAILED).decode(errors="replace")
+        return self._seen
+
+    def _say(self, store: Store, reason: str) -> None:
+        if self._said(store) is None:  # the first is the cause of others
+            store.set(FAILED, reason)
 
     def _give_up(self, reason: str) -> None:
-        """End the process, unless the step ends by itself."""
+        """End the process, unless the call ends by itself."""
         if self._ended.wait(GRACE_S):
             return
         leave(
@@ -104,10 +172,23 @@ class Watch:
         )
 
 
-def default_store() -> Store | None:
-    """The store of the default process group; None where torch does not give it."""
+def _ranks(names: list[int]) -> str:
+    shown = ", ".join(map(str, names[:8])) + (f" and {len(names) - 8} more" if names[8:] else "")
+    return f"rank{'s' if len(names) > 1 else ''} {shown}"
+
+
+def _gone(error: RuntimeError) -> str:
+    text = " ".join(str(error).split())
+    return (
+        "the process group's store cannot be reached; the process that holds it (rank 0, or "
+        f"torchrun) has died or ended ({text})"
+    )
+
+
+def store_of(name: str) -> Store | None:
+    """Keys of the default group's store below a name; None where torch does not give the store."""
     find: Callable[[], Store] | None = getattr(c10d, "_get_default_store", None)
-    return None if find is None else find()
+    return None if find is None else PrefixStore(f"forkpoint/{name}", find())
 
 
 def leave(message: str) -> None:

@@ -1,0 +1,112 @@
+"""One call of several ranks: it ends on all of them, however it ends on one."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from forkpoint.errors import RankError
+from forkpoint.parallel.agreement import Proposal
+from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.step import described
+from forkpoint.parallel.watch import Watch
+
+T = TypeVar("T")
+
+
+def run_on_ranks(
+    ranks: DataRanks,
+    work: Callable[[], T],
+    *,
+    lockstep: bool,
+    succeeded: Callable[[], bool],
+) -> T:
+    """Call `work`, which joins the other ranks' calls; if it fails, none of them waits for ever.
+
+    Args:
+        ranks: those of the call; all of them come here.
+        work: the call. If it raises, it has put everything back.
+        lockstep: whether ranks issue collectives in forwards and backwards.
+        succeeded: whether the call has happened, although it raised.
+
+    Raises what `work` does; in the place of a collective's error RankError, which names the rank
+    that has failed or died. A rank that fails before it has joined the others, or within a step
+    without collectives, tells them: all raise, and the next call works. One that fails within
+    collectives leaves the others in them, and can only say so: `Watch` ends them.
+    """
+    ranks.phase = "apart"
+    call = _Call(ranks, lockstep, succeeded)
+    try:
+        try:
+            call.watch.start()
+            return work()
+        except BaseException as error:
+            call.tell(error)
+            cause = call.caused_by(error)
+            if cause is None:
+                raise
+            raise RankError(cause) from error
+    except BaseException as error:
+        call.leave(error)  # once more, where an interrupt has ended the first
+        raise
+    finally:
+        call.watch.end()
+
+
+class _Call:
+    """What the other ranks are told of a call that fails."""
+
+    def __init__(self, ranks: DataRanks, lockstep: bool, succeeded: Callable[[], bool]) -> None:
+        self.ranks = ranks
+        self.lockstep = lockstep
+        self.succeeded = succeeded
+        self.watch = Watch(ranks.index, ranks.global_ranks, ranks.calls + 1, ranks.store)
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the other ranks of this one's error, where they come to hear of it."""
+        ranks = self.ranks
+        if ranks.broken is not None or self.succeeded():
+            return
+        text = described(error)
+        try:
+            if ranks.phase == "apart":
+                ranks.exchange(Proposal("", error=text))
+                ranks.phase = "told"
+            elif ranks.phase == "joined" and not self.lockstep and not _of_backend(error):
+                ranks.exchange((text, 0.0, ""))
+                ranks.phase = "told"
+        except RuntimeError as other:  # of the backend: a rank is gone
+            error.add_note(f"forkpoint: the other ranks could not be told: {described(other)}")
+
+    def caused_by(self, error: BaseException) -> str | None:
+        """What to say in the place of a collective's error; None for any other."""
+        ranks = self.ranks
+        if ranks.phase == "told" or ranks.broken is not None or not _of_backend(error):
+            return None
+        blamed = self.watch.blamed()
+        self.leave(error, blamed)
+        return (
+            f"a collective of this step has failed on {ranks.name}, because of "
+            f"{blamed or 'a rank that is not known'}. No gradient of the step is kept here, and "
+            "the ranks cannot go on. Start all processes again, from the last checkpoint. The "
+            f"collective's error: {described(error)}"
+        )
+
+    def leave(self, error: BaseException, blamed: str | None = None) -> None:
+        """Where the others may wait for this rank within collectives, say that it does not come."""
+        ranks = self.ranks
+        if ranks.phase == "told" or ranks.broken is not None or self.succeeded():
+            return
+        ranks.broken = described(error)
+        try:
+            self.watch.failed(ranks.broken, blamed)
+        except RuntimeError as other:  # of the store, which has died with its process
+            error.add_note(f"forkpoint: the other ranks could not be told: {described(other)}")
+
+
+def _of_backend(error: BaseException) -> bool:
+    """Whether a collective has failed, and not what this rank did."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)
+    )
