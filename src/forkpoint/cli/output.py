@@ -76,8 +76,10 @@ def _console(stream: TextIO, **options: Any) -> _Console:
 class Output:
     """Text and tables to stdout, or the JSON line alone; progress to stderr."""
 
-    def __init__(self, *, json_only: bool) -> None:
+    def __init__(self, *, json_only: bool, silent: bool = False) -> None:
+        """`silent`: another process speaks for this one too; errors are not shown here anyway."""
         self.json_only = json_only
+        self.silent = silent
         self.facts: dict[str, Any] = {}
         """Further fields of the JSON line, at its end."""
         self._terminal = sys.stdout.isatty()
@@ -92,19 +94,22 @@ class Output:
 
         Lines of text are broken on a terminal alone, between words.
         """
-        if not self.json_only:
+        if not self.json_only and not self.silent:
             for thing in things:
                 self._console.print(thing, soft_wrap=isinstance(thing, str) and not self._terminal)
 
     def result(self, values: dict[str, Any]) -> None:
         """Print the JSON line, if it was asked for. NaN and infinities become null."""
         line = json.dumps(plain({**values, **self.facts}), allow_nan=False)
-        if self.json_only:
+        if self.json_only and not self.silent:
             print(line)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Say what is being done while the block runs: lines of text where there is no terminal."""
+        if self.silent:
+            yield
+            return
         with (
             self._errors.status(what)
             if self._bars
@@ -133,6 +138,9 @@ class Output:
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
         """A bar on a terminal with the time left, lines of text elsewhere; call what it yields with
         the steps just done."""
+        if self.silent:
+            yield lambda steps: None
+            return
         if not self._bars:
             done = 0
 

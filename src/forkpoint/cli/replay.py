@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from tyro.conf import DisallowNone, arg
 
+from forkpoint.cli import torchrun
 from forkpoint.cli.last_resort import working_on
 from forkpoint.cli.losses import LossOptions
 from forkpoint.cli.options import (
@@ -101,6 +102,9 @@ class Recording:
 class Replay:
     """Train a model for some steps on a file of rollouts or a trace, and measure it.
 
+    Started by torchrun on several ranks (torchrun --nproc-per-node 8 -m forkpoint replay ...), the
+    model is sharded over them by fully_shard, and each step's rollouts are placed on them.
+
     With --baseline dense every step is also run by ordinary dense training (whole rollouts packed
     into microbatches), and the two are compared. The line of --json holds what the table shows.
 
@@ -126,8 +130,18 @@ class Replay:
     runtime: Runtime = field(default_factory=Runtime)
 
     def run(self) -> int:
-        out = Output(json_only=self.json)
+        out = Output(json_only=self.json, silent=torchrun.rank() > 0)
+        with torchrun.process_group(self.runtime.device):
+            return self._run(out)
+
+    def _run(self, out: Output) -> int:
         training, recording = self.training, self.recording
+        if training.baseline == "dense" and torchrun.is_on_ranks():
+            raise ConfigError(
+                "baseline is 'dense', which trains a copy of the model, and torchrun has started "
+                "several ranks, whose shards are not copied. Leave --baseline out, or run without "
+                "torchrun."
+            )
         if recording.output is None and (recording.resume or recording.checkpoint_every):
             option = "resume" if recording.resume else "checkpoint_every"
             raise ConfigError(f"{option} needs a folder to keep things in; add --output DIR.")
@@ -148,6 +162,8 @@ class Replay:
             optimizer = make_optimizer(training.optimizer, training.lr)
             batches, loss = self._batches(trace, batch)
             model = load_model(self.model, self.runtime)
+            if torchrun.is_on_ranks():
+                model = torchrun.sharded(model)
         device = next(model.parameters()).device
         if trace is not None and trace.optimizer is not None:
             out.show(
@@ -261,7 +277,11 @@ def show_report(out: Output, report: "ReplayReport") -> None:
     for name in [*names, *(["dense loss", "dense ms", "speed-up"] if dense else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     for number, step in enumerate(report.steps[:MOST_STEPS], start=1):
-        cells = [str(number), f"{step.logical_tokens:,}", f"{step.shared.computed_tokens:,}"]
+        cells = [
+            str(number),
+            f"{step.total('logical_tokens'):,}",
+            f"{step.total('computed_tokens'):,}",
+        ]
         cells += [f"{step.shared.loss:.6f}", f"{step.shared.ms:,.0f}"]
         if step.dense is not None:
             cells += [f"{step.dense.loss:.6f}", f"{step.dense.ms:,.0f}"]

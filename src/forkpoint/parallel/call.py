@@ -72,7 +72,7 @@ class _Call:
             if ranks.phase == "apart":
                 ranks.exchange(Proposal("", error=text))
                 ranks.phase = "told"
-            elif ranks.phase == "joined" and not self.lockstep and not _of_backend(error):
+            elif ranks.phase == "joined" and not self.lockstep and not of_backend(error):
                 ranks.exchange((text, 0.0, ""))
                 ranks.phase = "told"
         except RuntimeError as other:  # of the backend: a rank is gone
@@ -81,7 +81,7 @@ class _Call:
     def caused_by(self, error: BaseException) -> str | None:
         """What to say in the place of a collective's error; None for any other."""
         ranks = self.ranks
-        if ranks.phase == "told" or ranks.broken is not None or not _of_backend(error):
+        if ranks.phase == "told" or ranks.broken is not None or not of_backend(error):
             return None
         blamed = self.watch.blamed()
         self.leave(error, blamed)
@@ -104,7 +104,7 @@ class _Call:
             error.add_note(f"forkpoint: the other ranks could not be told: {described(other)}")
 
 
-def _of_backend(error: BaseException) -> bool:
+def of_backend(error: BaseException) -> bool:
     """Whether a collective has failed, and not what this rank did."""
     text = str(error)
     return isinstance(error, dist.DistError) or (

@@ -60,13 +60,13 @@ class Checkpoint:
         tensors = {name: tensor.detach() for name, tensor in self._of_models()}
         plain: dict[str, Any] = {}
         for side, (_, optimizer) in self.sides.items():
-            for index, parameter in enumerate(_parameters(optimizer)):
+            for index, parameter in enumerate(parameters_of(optimizer)):
                 for name, value in optimizer.state.get(parameter, {}).items():
                     key = f"{side}/optimizer/{index}/{name}"
                     if isinstance(value, Tensor):
                         tensors[key] = value.detach()
                     elif value is None or isinstance(value, bool | int | float | str):
-                        plain[key] = _plain_value(value)
+                        plain[key] = plain_value(value)
                     else:
                         raise UnsupportedError(
                             f"the optimizer {type(optimizer).__name__} keeps {name} as "
@@ -82,8 +82,8 @@ class Checkpoint:
             "devices": devices,
             "plain": plain,
             "python_random": random.getstate(),
-            "numpy_random": _numpy_random(),
-            "crc32": {name: _crc(tensor) for name, tensor in tensors.items()},
+            "numpy_random": numpy_random(),
+            "crc32": {name: checkpoint_crc(tensor) for name, tensor in tensors.items()},
         }
         text = json.dumps(facts, allow_nan=False)
         try:
@@ -105,7 +105,9 @@ class Checkpoint:
                 self._check_header(path, facts, file)
                 # Each in memory of its own.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            damaged = sorted(n for n, t in tensors.items() if facts["crc32"][n] != _crc(t))
+            damaged = sorted(
+                n for n, t in tensors.items() if facts["crc32"][n] != checkpoint_crc(t)
+            )
             if damaged:
                 raise ConfigError(
                     f"{path} is damaged: {len(damaged)} of its tensors differ from their "
@@ -137,7 +139,7 @@ class Checkpoint:
                     if isinstance(value, Tensor):
                         value = value.to(facts["devices"][key])
                     state.setdefault(kept.index, {})[kept.name] = value
-            for index, parameter in enumerate(_parameters(optimizer)):
+            for index, parameter in enumerate(parameters_of(optimizer)):
                 if index in state:
                     optimizer.state[parameter] = state[index]
         torch.set_rng_state(tensors["random/cpu"])
@@ -189,7 +191,7 @@ class Checkpoint:
                     f"there is {short(key)}, which is no state of {' or '.join(self.sides)}"
                 )
         for side, (_, optimizer) in self.sides.items():
-            check_states(side, optimizer, _parameters(optimizer), states, facts["plain"])
+            check_states(side, optimizer, parameters_of(optimizer), states, facts["plain"])
 
     def _check_values(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Refuse values that a model, an optimizer or a generator fails on. Raises SchemaError."""
@@ -201,7 +203,7 @@ class Checkpoint:
                 raise SchemaError(f"{name} is {tensors[name].dtype}, and here {tensor.dtype}")
         for side, (model, optimizer) in self.sides.items():
             kinds = {"cpu", *(p.device.type for p in model.parameters())}
-            parameters = _parameters(optimizer)
+            parameters = parameters_of(optimizer)
             for key, device in facts["devices"].items():
                 if key.startswith(f"{side}/") and device not in kinds:
                     allowed = " or ".join(sorted(kinds))
@@ -214,12 +216,15 @@ class Checkpoint:
     def _of_models(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the models that training changes, by names in the file."""
         for side, (model, _) in self.sides.items():
-            for name, tensor in _changing(model):
+            for name, tensor in changing(model):
                 yield f"{side}/model/{name}", tensor
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest of every parameter and buffer: names, dtypes, shapes and bytes."""
+    """A digest of every parameter and buffer: names, dtypes, shapes and bytes.
+
+    Collective where parameters are sharded, and the same as that of the model before.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -227,13 +232,14 @@ def model_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors that training may change. Of frozen parameters the model's digest is held."""
     yield from ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     yield from model.named_buffers()
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters of an optimizer, over all of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -259,22 +265,25 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
+    whole = getattr(tensor, "full_tensor", None)  # of shards, which is collective
+    tensor = tensor if whole is None else whole()
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
-def _crc(tensor: Tensor) -> int:
+def checkpoint_crc(tensor: Tensor) -> int:
+    """The checksum of a tensor's bytes."""
     return zlib.crc32(_bytes(tensor))
 
 
-def _plain_value(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A value as JSON has it; a number that JSON lacks as a list of its name."""
     if isinstance(value, float) and not math.isfinite(value):
         return ["NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"]
     return value
 
 
-def _numpy_random() -> list[Any]:
+def numpy_random() -> list[Any]:
     """The state of numpy's global generator, ready for JSON."""
     state: Any = np.random.get_state()  # noqa: NPY002
     if isinstance(state, dict):

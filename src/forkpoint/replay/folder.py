@@ -188,25 +188,38 @@ class ReplayFolder:
         if path.exists():
             facts = state.load(path)
             lengths = facts["bytes"]
-            for name in GROWING:
-                if self._crc(name, lengths[name]) != facts["crc"][name]:
-                    raise ConfigError(
-                        f"{self.path / name} is not as the checkpoint left it: its first "
-                        f"{lengths[name]} bytes have changed. Begin anew in another folder."
-                    )
-            steps = read_steps(self.path, read_manifest(self.path), lengths[ROWS])
-            if len(steps) != facts["step"]:
-                raise ConfigError(
-                    f"{path} is of step {facts['step']}, and {ROWS} has {len(steps)} rows up to "
-                    f"it. {CHANGED}."
-                )
-            plans = read_plans(self.path, steps, lengths[PLANS])
-            self._known = {planned.fingerprint for planned in plans}
+            steps = self.checked_steps(path, facts)
             state.put_back()
+        self.cut(lengths)
+        return steps
+
+    def checked_steps(self, path: Path, facts: Mapping[str, Any]) -> list[ReplayStep]:
+        """The steps up to a checkpoint, whose facts say how long the other files then were.
+
+        Raises ConfigError unless these are as they were.
+        """
+        lengths = facts["bytes"]
+        for name in GROWING:
+            if self._crc(name, lengths[name]) != facts["crc"][name]:
+                raise ConfigError(
+                    f"{self.path / name} is not as the checkpoint left it: its first "
+                    f"{lengths[name]} bytes have changed. Begin anew in another folder."
+                )
+        steps = read_steps(self.path, read_manifest(self.path), lengths[ROWS])
+        if len(steps) != facts["step"]:
+            raise ConfigError(
+                f"{path} is of step {facts['step']}, and {ROWS} has {len(steps)} rows up to "
+                f"it. {CHANGED}."
+            )
+        plans = read_plans(self.path, steps, lengths[PLANS])
+        self._known = {planned.fingerprint for planned in plans}
+        return steps
+
+    def cut(self, lengths: Mapping[str, int]) -> None:
+        """Cut off what the files that grow hold beyond a checkpoint; all of it without one."""
         for name in GROWING:
             with (self.path / name).open("ab") as file:
-                file.truncate(lengths[name])
-        return steps
+                file.truncate(lengths.get(name, 0))
 
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Append a row; whoever reads along sees it at once."""
@@ -230,16 +243,20 @@ class ReplayFolder:
 
     def save(self, state: State, step: int) -> None:
         """Make `state` the checkpoint, as of `step` steps."""
+        facts = self.growing_facts(step)
+        self._put(CHECKPOINT, lambda path: state.write(path, facts))
+
+    def growing_facts(self, step: int) -> dict[str, Any]:
+        """How long the files are that grow, and their checksums, once they are on disk."""
         lengths: dict[str, int] = {}
         for name in GROWING:
-            _sync(self.path / name)
+            sync(self.path / name)
             lengths[name] = (self.path / name).stat().st_size
-        facts = {
+        return {
             "step": step,
             "bytes": lengths,
             "crc": {name: self._crc(name, length) for name, length in lengths.items()},
         }
-        self._put(CHECKPOINT, lambda path: state.write(path, facts))
 
     def _put(self, name: str, write: Callable[[Path], object]) -> None:
         """A file is there whole or not at all, also after a power cut.
@@ -252,13 +269,13 @@ class ReplayFolder:
         temporary = saving / name
         try:
             write(temporary)
-            _sync(temporary)
+            sync(temporary)
             temporary.replace(self.path / name)
         finally:
             temporary.unlink(missing_ok=True)
             with suppress(OSError):  # of what a library left in it; the next to open removes it
                 saving.rmdir()
-        _sync(self.path)
+        sync(self.path)
 
     def _append(self, name: str, value: Mapping[str, Any]) -> None:
         line = json.dumps(finite(value), allow_nan=False, separators=(",", ":")).encode() + b"\n"
@@ -322,7 +339,7 @@ def _named_numbers(value: Any) -> Any:
     return value
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on disk."""
     if not path.exists():
         return

@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from forkpoint.config import AUTO, Config
 from forkpoint.engine.host import Host
 from forkpoint.engine.memory import measured_budget
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses.base import Loss, LossFunction, as_loss
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy, wrap
@@ -26,8 +28,11 @@ from forkpoint.replay.batches import Batches, GroupBatches, StepInput
 from forkpoint.replay.checkpoint import Checkpoint, model_digest
 from forkpoint.replay.difference import parameter_difference
 from forkpoint.replay.folder import ReplayFolder
+from forkpoint.replay.rank_folder import RankFolder
+from forkpoint.replay.ranks import check_same, clip, placed, team_of, whole
 from forkpoint.replay.rates import Rate
 from forkpoint.replay.records import ReplayReport, ReplayStep, StepRecord
+from forkpoint.replay.sharded_checkpoint import ShardedCheckpoint
 from forkpoint.rollouts import RolloutBatch
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -67,7 +72,8 @@ def replay(
         config: how batches are planned and run.
         rate: what the optimizer's learning rates are multiplied by at each step; None leaves them.
         max_grad_norm: gradients of a larger norm are scaled down to it, on both sides.
-        folder: where rows and checkpoints are written, and from where a replay is resumed.
+        folder: where rows and checkpoints are written, and from where a replay is resumed; on
+            several ranks one that all of them see.
         checkpoint_every: after how many steps the state of both sides is saved; it is saved after
             the last step in any case. Needs a folder.
         about: what the folder's manifest says besides, such as the command; ready for JSON.
@@ -77,10 +83,20 @@ def replay(
     Raises:
         ConfigError: fewer groups than `groups_per_step`, a count below 1, or a folder that holds
             another replay than this one; what differs is named.
+        UnsupportedError: a baseline on several ranks.
+        RankError: another rank fails, which it names.
+
+    A model that torch's fully_shard holds on several ranks is trained on all of them: every rank
+    calls this with the same arguments, and each step's rollouts are placed by `forkpoint.place`.
 
     Otherwise as `Policy.forward_backward`; what can be checked is checked before the first step.
     """
     config, loss, rate = config or Config(), as_loss(loss), rate or Rate()
+    if baseline and any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise UnsupportedError(
+            "a baseline trains a copy of the model, and fully_shard's models are not copied. "
+            "Replay without a baseline on several ranks, or on one without fully_shard."
+        )
     _check_counts(steps=steps, checkpoint_every=checkpoint_every)
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ConfigError(f"max_grad_norm is {max_grad_norm}; it takes a finite number above 0.")
@@ -96,17 +112,23 @@ def replay(
         dense = _Side(copy.deepcopy(model), dense_config, optimizer, rate, max_grad_norm)
         start = [_on_host(parameter) for parameter in model.parameters()]
     shared = _Side(model, config, optimizer, rate, max_grad_norm)
+    team = team_of(shared.policy)
     sides = {"shared": shared} | ({} if dense is None else {"dense": dense})
-    _set_budgets(list(sides.values()), config, folder)
+    if team is not None:
+        same = {"batches": batches.describe(), "loss": _named(loss), "rate": rate, "config": config}
+        same |= {"steps": steps, "max_grad_norm": max_grad_norm, "folder": folder and folder.path}
+        check_same(team, {**same, "checkpoint_every": checkpoint_every})
+    kept = None if folder is None else RankFolder(folder, team) if team else folder
+    _set_budgets(list(sides.values()), config, kept)
     loss.check_head(shared.policy.host.head)
     for part in batches.every():
         loss.check(part)
         shared.policy.host.check(part, training=True)
 
-    with nullcontext() if folder is None else closing(folder):
+    with nullcontext() if kept is None else closing(kept):
         done: list[ReplayStep] = []
-        checkpoint = None
-        if folder is not None:
+        save: Callable[[int], None] | None = None
+        if kept is not None:
             fixed = {
                 "batches": batches.describe(),
                 "model": _model_facts(shared),
@@ -124,30 +146,53 @@ def replay(
                     "memory_budget_bytes": shared.policy.memory_budget_bytes,
                 },
             }
-            checkpoint = Checkpoint(
-                {name: (side.model, side.optimizer) for name, side in sides.items()}
-            )
-            if folder.open(fixed, about or {}):
-                done = folder.restore(checkpoint)
+            begun, save = _saving(kept, sides, fixed, about or {})
+            if begun:
+                done = begun()
                 if done and on_resume is not None:
                     on_resume(len(done))
         resumed_at = len(done) or None
 
         for index in range(len(done), steps):
             given = batches.at(index)
+            if team is not None:
+                given = replace(given, batch=placed(team, given.batch, shared.policy, loss))
             row, plans = _step(shared, dense, given, loss, index, start)
+            if team is not None:
+                row = replace(row, others=tuple(team.exchange(row.share)[1:]))
             done.append(row)
-            if folder is not None and checkpoint is not None:
-                folder.add_plans(row.fingerprint, given.batch, plans)
-                folder.add_row(row.to_dict())
+            if kept is not None and save is not None:
+                kept.add_plans(row.fingerprint, given.batch, plans)
+                kept.add_row(row.to_dict())
                 if index + 1 == steps or (checkpoint_every and (index + 1) % checkpoint_every == 0):
-                    folder.save(checkpoint, index + 1)
+                    save(index + 1)
             if on_step is not None:
                 on_step(row)
         return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
 
 
-def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | None) -> None:
+def _saving(
+    folder: ReplayFolder | RankFolder,
+    sides: dict[str, "_Side"],
+    fixed: dict[str, Any],
+    about: Mapping[str, Any],
+) -> tuple[Callable[[], list[ReplayStep]] | None, Callable[[int], None]]:
+    """Open a folder; how to restore what it has begun, if it has, and how to save a step."""
+    if isinstance(folder, RankFolder):
+        shared = sides["shared"]
+        sharded = ShardedCheckpoint(shared.model, shared.optimizer, folder.team)
+        begun = folder.open({**fixed, "sharded": True}, about)
+        restore, save = partial(folder.restore, sharded), partial(folder.save, sharded)
+    else:
+        alone = Checkpoint({name: (side.model, side.optimizer) for name, side in sides.items()})
+        begun = folder.open(fixed, about)
+        restore, save = partial(folder.restore, alone), partial(folder.save, alone)
+    return restore if begun else None, save
+
+
+def _set_budgets(
+    sides: list["_Side"], config: Config, folder: ReplayFolder | RankFolder | None
+) -> None:
     """Let all sides plan for the memory that is free for each, or that was when the replay began.
 
     Gradients and optimizers of all sides stay allocated while one of them runs.
@@ -159,6 +204,9 @@ def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | No
     if budget is None:
         parameters = [parameter for side in sides for parameter in side.parameters]
         budget = measured_budget(device, parameters, config)
+        team = team_of(sides[0].policy)
+        if team is not None:
+            budget = min(team.exchange(budget))
     for side in sides:
         side.policy.use_memory_budget(budget)
 
@@ -201,7 +249,7 @@ class _Side:
         norm = _gradient_norm(self.parameters)
         with clock:
             if self.max_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
+                clip(self.parameters, self.max_grad_norm, norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         plan = stats.plan
@@ -291,7 +339,7 @@ def _on_host(parameter: nn.Parameter) -> Tensor:
 def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     """Summed in float64, whatever the gradients' dtype: 16 bits would hide what is compared."""
     norms = [
-        torch.linalg.vector_norm(p.grad, dtype=torch.float64)
+        whole(torch.linalg.vector_norm(p.grad, dtype=torch.float64))
         for p in parameters
         if p.grad is not None
     ]

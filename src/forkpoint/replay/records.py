@@ -58,6 +58,19 @@ class ParameterDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """One rank's part of a step."""
+
+    rollouts: int
+    logical_tokens: int
+    unique_tokens: int
+    computed_tokens: int
+    microbatches: int
+    dense_flops: float
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplayStep:
     """The same batch in both ways."""
 
@@ -76,15 +89,39 @@ class ReplayStep:
     dense: StepRecord | None
     difference: ParameterDifference | None
     """After this step; None without a baseline."""
+    others: tuple[RankShare, ...] = ()
+    """On several ranks the parts of all but the first, whose own is this step. Losses and
+    gradients' norms are of all ranks."""
+
+    @property
+    def share(self) -> RankShare:
+        """The first rank's part, or all where it is alone."""
+        return RankShare(
+            rollouts=self.rollouts,
+            logical_tokens=self.logical_tokens,
+            unique_tokens=self.unique_tokens,
+            computed_tokens=self.shared.computed_tokens,
+            microbatches=self.shared.microbatches,
+            dense_flops=self.dense_flops,
+            flops=self.shared.flops,
+        )
+
+    def total(self, name: str) -> Any:
+        """The sum over ranks of a field of `RankShare`."""
+        return sum(getattr(share, name) for share in (self.share, *self.others))
 
     @property
     def bound(self) -> float:
         """Counted FLOPs of dense training over those of the edges run."""
-        return self.dense_flops / self.shared.flops if self.shared.flops else 1.0
+        flops = self.total("flops")
+        return self.total("dense_flops") / flops if flops else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """A row of JSON; `from_dict` reads it back."""
-        return asdict(self)
+        values = asdict(self)
+        if not self.others:
+            del values["others"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ReplayStep":
@@ -109,6 +146,7 @@ def read_step(values: Any) -> ReplayStep:
             found[way] = StepRecord(**{**found[way], "events": events})
     if found["difference"] is not None:
         found["difference"] = ParameterDifference(**found["difference"])
+    found["others"] = tuple(RankShare(**share) for share in found.get("others", ()))
     return ReplayStep(**found)
 
 
@@ -128,8 +166,8 @@ class ReplayReport:
     @property
     def bound(self) -> float:
         """Counted FLOPs of dense training over those of the edges run, over all steps."""
-        shared = sum(step.shared.flops for step in self.steps)
-        return sum(step.dense_flops for step in self.steps) / shared if shared else 1.0
+        shared = sum(step.total("flops") for step in self.steps)
+        return sum(step.total("dense_flops") for step in self.steps) / shared if shared else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Sums over the steps, their lists, and what they compare to; ready for JSON."""
@@ -139,11 +177,11 @@ class ReplayReport:
         values: dict[str, Any] = {
             "steps": len(self.steps),
             "resumed_at": self.resumed_at,
-            "rollouts": sum(step.rollouts for step in self.steps),
-            "logical_tokens": sum(step.logical_tokens for step in self.steps),
-            "unique_tokens": sum(step.unique_tokens for step in self.steps),
-            "computed_tokens": sum(record.computed_tokens for record in shared),
-            "microbatches": sum(record.microbatches for record in shared),
+            "rollouts": sum(step.total("rollouts") for step in self.steps),
+            "logical_tokens": sum(step.total("logical_tokens") for step in self.steps),
+            "unique_tokens": sum(step.total("unique_tokens") for step in self.steps),
+            "computed_tokens": sum(step.total("computed_tokens") for step in self.steps),
+            "microbatches": sum(step.total("microbatches") for step in self.steps),
             "plans": sorted({f"{record.sharing} + {record.boundary}" for record in shared}),
             "bound": self.bound,
             "speedup": None,

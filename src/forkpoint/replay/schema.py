@@ -36,6 +36,11 @@ def _plan(given: Any, field: str) -> Plan:
 SCHEMA = 1
 MANIFEST, ROWS, PLANS = "manifest.json", "rows.jsonl", "plans.jsonl"
 CHECKPOINT = "checkpoint.safetensors"
+SHARDS = "checkpoint-"
+"""How the folder of a checkpoint of several ranks begins; the number of its step follows."""
+SHARDS_FACTS = "checkpoint.json"
+MOST_FACTS_BYTES = 1 << 26
+MOST_RANKS = 1 << 16
 
 MOST_MANIFEST_BYTES = 1 << 24
 MOST_LINE_BYTES = 1 << 26
@@ -117,7 +122,10 @@ FIXED = record(
                 "memory_budget_bytes": or_null(whole(1)),
             }
         ),
-    }
+        # Of a replay on several ranks, however many they are.
+        "sharded": flag,
+    },
+    optional=("sharded",),
 )
 MANIFEST_FIELDS = record({"schema": one_of(SCHEMA), "fixed": FIXED, "about": ABOUT})
 
@@ -155,6 +163,13 @@ def step_record(value: Any, field: str) -> dict[str, Any]:
     return found
 
 
+_SHARE = record(
+    {
+        **dict.fromkeys(("rollouts", "logical_tokens", "unique_tokens"), TOKENS),
+        **dict.fromkeys(("computed_tokens", "microbatches"), TOKENS),
+        **dict.fromkeys(("dense_flops", "flops"), FLOPS),
+    }
+)
 STEP = record(
     {
         "step": STEPS,
@@ -174,7 +189,9 @@ STEP = record(
                 }
             )
         ),
-    }
+        "others": array(_SHARE),
+    },
+    optional=("others",),
 )
 
 # Plans -------------------------------------------------------------------------------------------
@@ -246,3 +263,27 @@ FACTS = record(
         "crc32": mapping(_CRC),
     }
 )
+
+SHARDED_FACTS = record(
+    {
+        "schema": one_of(SCHEMA),
+        "step": STEPS,
+        "ranks": whole(1, MOST_RANKS),
+        "bytes": record({ROWS: whole(1, MOST_ROWS_BYTES), PLANS: whole(1)}),
+        "crc": record({ROWS: _CRC, PLANS: _CRC}),
+        "plain": mapping(plain_value),
+        "scalars": array(text),
+        "local": array(text),
+        "files": mapping(record({"bytes": whole(1), "crc": _CRC})),
+        "generators": array(
+            record(
+                {
+                    "torch": record({"cpu": text, "cuda": text}, optional=("cuda",)),
+                    "python_random": _python_random,
+                    "numpy_random": _numpy_random,
+                }
+            )
+        ),
+    }
+)
+"""What is written beside the shards of a checkpoint of several ranks."""

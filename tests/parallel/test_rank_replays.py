@@ -1,0 +1,270 @@
+"""Replays on several ranks: ended at any moment, resumed bitwise, and on other numbers of ranks."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import RankFailed, run_ranks
+from rank_replays import assert_same_end, copied, leaves_at, replayed, rollouts, rows, whole_state
+
+from forkpoint import save_rollouts
+from forkpoint.cli import main
+from forkpoint.errors import ConfigError, ForkpointError, RankError, UnsupportedError
+from forkpoint.replay import rank_folder
+from forkpoint.replay.schema import SHARDS, SHARDS_FACTS
+from forkpoint.testing import tiny_model
+
+
+def summary(folder: Path, **options: Any) -> dict[str, Any]:
+    values = replayed(folder, **options).to_dict()
+    return {name: values[name] for name in ("resumed_at", "logical_tokens", "shared_losses")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A replay of two ranks that ran to its end, and beside it one that ended after two steps."""
+    place = tmp_path_factory.mktemp("replays")
+    run_ranks(2, summary, place / "whole")
+    with pytest.raises(RankFailed):
+        run_ranks(2, ended_after, place / "begun", 2)
+    return place
+
+
+def ended_after(folder: Path, step: int) -> None:
+    replayed(folder, on_step=leaves_at(step))
+
+
+def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float((found[n].double() - wanted[n].double()).abs().max()) for n in found)
+
+
+def test_two_ranks_resume_bitwise(undisturbed: Path, tmp_path: Path) -> None:
+    folder = copied(undisturbed / "begun", tmp_path / "out")
+    first, second = run_ranks(2, summary, folder)
+    assert first["resumed_at"] == second["resumed_at"] == 2
+    assert first["shared_losses"] == second["shared_losses"]
+    assert_same_end(folder, undisturbed / "whole")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_another_number_of_ranks_resumes_within_rounding(
+    ranks: int, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = copied(undisturbed / "begun", tmp_path / "out")
+    for rank in run_ranks(ranks, summary, folder):
+        assert rank["resumed_at"] == 2
+    assert furthest(whole_state(folder), whole_state(undisturbed / "whole")) < 1e-10
+    for one, other in zip(rows(folder), rows(undisturbed / "whole"), strict=True):
+        assert one["shared"]["loss"] == pytest.approx(other["shared"]["loss"], abs=1e-10)
+
+
+# Wrong folders
+# ------------------------------------------------------------
+
+
+def refused(folder: Path, **options: Any) -> str:
+    try:
+        replayed(folder, **options)
+    except ForkpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path: path.read_bytes() for path in files}
+
+
+def checkpoint(folder: Path) -> Path:
+    (found,) = folder.glob(f"{SHARDS}*")
+    return found
+
+
+def shard(folder: Path) -> Path:
+    return sorted(checkpoint(folder).glob("*.safetensors"))[1]
+
+
+def changed_facts(folder: Path, **changes: Any) -> None:
+    path = checkpoint(folder) / SHARDS_FACTS
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def renamed(folder: Path) -> None:
+    path = checkpoint(folder)
+    path.rename(path.with_name(f"{SHARDS}00000003"))
+
+
+def of_one_process(folder: Path) -> None:
+    (folder / "checkpoint.safetensors").write_bytes(b"")
+
+
+def with_pickle(folder: Path) -> None:
+    """A file as torch's own format has it, which does something when it is read."""
+
+    class Acts:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(folder / "acted"),)
+
+    (checkpoint(folder) / ".metadata").write_bytes(pickle.dumps(Acts()))
+    shard(folder).unlink()
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing shard": (lambda f: shard(f).unlink(), "lacks shard-00002"),
+    "truncated shard": (
+        lambda f: os.truncate(shard(f), shard(f).stat().st_size - 8),
+        "was written with",
+    ),
+    "changed shard": (lambda f: flipped(shard(f)), "differs from its checksum"),
+    "no facts": (lambda f: (checkpoint(f) / SHARDS_FACTS).unlink(), "has no checkpoint.json"),
+    "another version": (lambda f: changed_facts(f, schema=99), "has schema 99"),
+    "another step": (renamed, "is of step 2"),
+    "of one process": (of_one_process, "has the checkpoint of one process"),
+    "pickle": (with_pickle, "lacks shard-00002"),
+    "local state": (
+        lambda f: changed_facts(f, ranks=3, local=["x"], generators=_three(f)),
+        "was written by 3 ranks, here are 2",
+    ),
+}
+
+
+def _three(folder: Path) -> list[Any]:
+    facts = json.loads((checkpoint(folder) / SHARDS_FACTS).read_text())
+    return [*facts["generators"], facts["generators"][0]]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "missing shard" else pytest.param(n, marks=pytest.mark.slow) for n in WRONG]
+)
+def test_wrong_folders_are_refused_on_all_ranks(
+    name: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    change, message = WRONG[name]
+    folder = copied(undisturbed / "begun", tmp_path / "out")
+    change(folder)
+    before = contents(folder)
+    for text in run_ranks(2, refused, folder):
+        assert message in text, text
+    assert contents(folder) == before
+    assert not (folder / "acted").exists()
+
+
+def alone(folder: Path) -> str:
+    return refused(folder, model=tiny_model("qwen3"))
+
+
+@pytest.mark.slow
+def test_one_process_does_not_resume_ranks(undisturbed: Path, tmp_path: Path) -> None:
+    folder = copied(undisturbed / "begun", tmp_path / "out")
+    assert "sharded was True and is now 'nothing'" in alone(folder)
+
+
+def other_options() -> tuple[str, str]:
+    rank = dist.get_rank()
+    try:
+        replayed(Path("out"), steps=4 + rank)
+    except ConfigError as error:
+        first = str(error)
+    try:
+        replayed(Path("out"), baseline=True)
+    except UnsupportedError as error:
+        return first, str(error)
+    return first, ""
+
+
+@pytest.mark.slow
+def test_ranks_with_other_options_are_refused() -> None:
+    for options, baseline in run_ranks(2, other_options):
+        assert "replay different things: rate is" in options and "on rank 1" in options
+        assert "not copied" in baseline
+
+
+# Kills while a checkpoint is being written
+# ------------------------------------------------------------
+
+
+def killed_while_saving(folder: Path, at: str, rank: int) -> None:
+    """One rank is killed at a call within the second save."""
+    module, name = (rank_folder, at) if at != "write" else (rank_folder.ShardedCheckpoint, at)
+    original, calls = getattr(module, name), [0]
+
+    def dies(*args: Any) -> Any:
+        calls[0] += 1
+        if dist.get_rank() == rank and calls[0] == (2 if at in ("write", "facts_text") else 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    setattr(module, name, dies)
+    try:
+        replayed(folder)
+    except RankError as error:
+        assert "has died or ended" in str(error)
+        raise
+
+
+@pytest.mark.parametrize(
+    ("at", "rank"),
+    [
+        ("facts_text", 0),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("write", 1), ("write", 0))),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("sync", 0), ("_remove", 0))),
+    ],
+)
+def test_a_rank_that_is_killed_while_saving(
+    at: str, rank: int, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    try:
+        run_ranks(2, killed_while_saving, folder, at, rank, limit_s=40)
+    except RankFailed as failed:
+        assert "killed after" not in str(failed)
+        assert f"rank {rank}: ended with exit status -9" in str(failed)
+        assert f"rank {1 - rank}: Traceback" in str(failed) and "RankError" in str(failed)
+    run_ranks(2, summary, folder)
+    assert_same_end(folder, undisturbed / "whole")
+
+
+# The command
+# ------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_torchrun_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_model("qwen3").config.save_pretrained("model")
+    save_rollouts("rollouts.jsonl", rollouts())
+    arguments = [
+        *("replay", "rollouts.jsonl", "--model", "model/config.json", "--json"),
+        *("--dtype", "float32", "--device", "cpu", "--steps", "3", "--groups-per-step", "2"),
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "FORKPOINT_DEBUG"}
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    ranks += ["--master-port", "0", "-m", "forkpoint", *arguments, "--output", "ranks"]
+    done = subprocess.run(
+        ranks, capture_output=True, text=True, timeout=240, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.strip().splitlines()
+    assert main([*arguments, "--output", "alone"]) == 0
+    found, wanted = json.loads(line), json.loads(capsys.readouterr().out)
+    assert found["logical_tokens"] == wanted["logical_tokens"]
+    assert found["shared_losses"] == pytest.approx(wanted["shared_losses"], abs=1e-5)
+    assert main(["report", "ranks", "--output", "page.html"]) == 0
