@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from failing_ranks import Moment, tried
 from processes import RankFailed, run_ranks
 from scenarios_of_ranks import DEEP, UNEQUAL, Scenario, distance, gradients, model_of, sharded
 from scenarios_of_ranks import replicated as replicated_model
@@ -133,3 +134,81 @@ def test_a_rank_that_is_killed_ends_the_others(wrap: Any) -> None:
     text = str(failed.value)
     assert "exit status -9" in text and "killed after" not in text
     assert time.monotonic() - begin < 40
+
+
+# Moments that tests/fuzz/run_rank_failures.py draws, one of each kind
+# ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrap"),
+    [
+        ("memory", "DDP"),
+        ("interrupt", "fully_shard"),
+        *(
+            pytest.param(kind, wrap, marks=pytest.mark.slow)
+            for kind, wrap in (
+                ("loss", "fully_shard"),
+                ("backward", "fully_shard"),
+                ("memory", "fully_shard"),
+                ("score", "DDP"),
+                ("logprobs", "fully_shard"),
+                ("kill", "DDP"),
+            )
+        ),
+    ],
+)
+def test_a_rank_that_fails_at_a_random_moment(kind: str, wrap: str) -> None:
+    outcome = tried(Moment(kind, wrap, seed=4))
+    assert not outcome.faults, outcome
+
+
+def settles_then_fails(failing: int) -> None:
+    """An interrupt on one rank once all know that none has failed, before gradients are summed."""
+    model = model_of(Scenario())
+    policy = forkpoint.wrap(replicated(model), replace(DEEP, self_check=False))
+    own = RolloutBatch(UNEQUAL[dist.get_rank()])
+    policy.forward_backward(own, GRPO())
+    model.zero_grad()
+    group = policy.host.group
+    assert group is not None
+    if dist.get_rank() == failing:
+        group.reduce = lambda *a, **k: interrupts()  # type: ignore[method-assign]
+    try:
+        policy.forward_backward(own, GRPO())
+    except KeyboardInterrupt:
+        assert all(p.grad is None for p in model.parameters())
+        time.sleep(4)
+        raise
+
+
+def test_an_interrupt_between_agreement_and_reduction_ends_the_others(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(2, settles_then_fails, 0)
+    assert f"rank 1: ended with exit status {watch.EXIT_CODE}" in str(failed.value)
+    assert "rank 0: KeyboardInterrupt" in capfd.readouterr().err
+
+
+def comes_late() -> tuple[list[str], float]:
+    """Rank 0 does other things before its call, and rank 1 waits for it."""
+    model = model_of(Scenario())
+    policy = forkpoint.wrap(sharded(model), replace(DEEP, self_check=False))
+    said: list[str] = []
+    watch._log.warning = lambda text, *args: said.append(text % args)  # type: ignore[method-assign]
+    if dist.get_rank() == 0:
+        time.sleep(2.5)
+    policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
+    alone = forkpoint.wrap(model_of(Scenario()), DEEP)
+    alone.forward_backward(RolloutBatch([r for part in UNEQUAL for r in part]), GRPO())
+    names = [name for name, _ in alone.host.model.named_parameters()]
+    return said, distance(gradients(model), gradients(alone.host.model), names)
+
+
+def test_a_rank_that_comes_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LATE_S", 1.0)
+    (first, one), (second, other) = run_ranks(2, comes_late)
+    assert max(one, other) < 1e-10
+    assert first == []
+    assert second and "rank 1 has waited for" in second[0] and "rank 0 did not come" in second[0]
