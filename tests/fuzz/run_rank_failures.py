@@ -15,8 +15,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "parallel"), str(ROOT)]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
 from failing_ranks import CAUSES, WRAPS, Moment, Outcome, tried
 from rich.console import Console

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from forkpoint.errors import ConfigError
 
@@ -55,12 +55,13 @@ def process_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[None]:
 def sharded(model: "PreTrainedModel") -> "PreTrainedModel":
     """The model, sharded by torch's fully_shard over all ranks: each block, then the rest."""
     import torch.distributed as dist
+    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     kind = next(model.parameters()).device.type
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    for block in model.base_model.layers:
+    for block in cast(nn.ModuleList, model.base_model.layers):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model

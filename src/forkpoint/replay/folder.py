@@ -182,7 +182,7 @@ class ReplayFolder:
         Nothing is put back and nothing cut off unless all of it is as it was written. Raises
         ConfigError otherwise.
         """
-        lengths = dict.fromkeys(GROWING, 0)
+        lengths: dict[str, int] = {}
         steps: list[ReplayStep] = []
         path = self.path / CHECKPOINT
         if path.exists():

@@ -15,11 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.parallel.call import of_backend
@@ -68,7 +73,7 @@ class ShardedCheckpoint:
             tensors[_of_rank(self.team.index, name)] = tensors.pop(name)
         scalars = [name for name, tensor in tensors.items() if not tensor.dim()]
         try:
-            dcp.save(
+            save(
                 {n: t.reshape(1) if n in scalars else t for n, t in tensors.items()},
                 storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True),
                 process_group=self.team.group,
@@ -237,7 +242,7 @@ class ShardedCheckpoint:
         """Read the tensors. Collective."""
         tensors = self._tensors(path, facts)
         try:
-            dcp.load(
+            load(
                 tensors,
                 storage_reader=HuggingFaceStorageReader(str(path)),
                 process_group=self.team.group,
@@ -322,7 +327,7 @@ def _explained(path: Path, error: BaseException, done: str) -> BaseException:
 
 
 def _tensor_of(metadata: Any) -> Any:
-    if not isinstance(metadata, dcp.metadata.TensorStorageMetadata):
+    if not isinstance(metadata, TensorStorageMetadata):
         raise SchemaError(f"there is {short(metadata)} in the place of a tensor")
     return metadata
 
