@@ -130,18 +130,18 @@ class Replay:
     runtime: Runtime = field(default_factory=Runtime)
 
     def run(self) -> int:
+        if self.training.baseline == "dense" and torchrun.is_on_ranks():
+            raise ConfigError(
+                "baseline is 'dense', which trains a copy of the model, and torchrun has started "
+                "several ranks, whose shards are not copied. Leave --baseline out, or run without "
+                "torchrun."
+            )
         out = Output(json_only=self.json, silent=torchrun.rank() > 0)
         with torchrun.process_group(self.runtime.device):
             return self._run(out)
 
     def _run(self, out: Output) -> int:
         training, recording = self.training, self.recording
-        if training.baseline == "dense" and torchrun.is_on_ranks():
-            raise ConfigError(
-                "baseline is 'dense', which trains a copy of the model, and torchrun has started "
-                "several ranks, whose shards are not copied. Leave --baseline out, or run without "
-                "torchrun."
-            )
         if recording.output is None and (recording.resume or recording.checkpoint_every):
             option = "resume" if recording.resume else "checkpoint_every"
             raise ConfigError(f"{option} needs a folder to keep things in; add --output DIR.")

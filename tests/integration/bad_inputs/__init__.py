@@ -14,6 +14,7 @@ from bad_inputs.models import MODELS
 from bad_inputs.options import OPTIONS
 from bad_inputs.pickles import PICKLES
 from bad_inputs.plans import KERNELS, PLANS
+from bad_inputs.rank_replays import RANK_REPLAYS
 from bad_inputs.recorders import RECORDERS
 from bad_inputs.rollouts import ROLLOUTS
 from bad_inputs.states import STATES
@@ -36,6 +37,7 @@ TOPICS: dict[str, tuple[Kind, ...]] = {
     "Attention kernels": KERNELS,
     "Traces and folders of replays": (*TRACES, *RECORDERS),
     "Folders of replays that were changed": FOLDERS,
+    "Replays on several ranks": RANK_REPLAYS,
 }
 KINDS: dict[str, Kind] = {kind.name: kind for kinds in TOPICS.values() for kind in kinds}
 

@@ -1,0 +1,132 @@
+"""Replays on several ranks, and the folders that they write."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from bad_inputs.kind import Kind
+from bad_inputs.traces import REPLAY
+from forkpoint.errors import ConfigError, ForkpointError, RankError
+from forkpoint.replay.rank_folder import checkpoints
+from forkpoint.replay.ranks import check_same
+from forkpoint.replay.schema import SHARDS_FACTS
+from forkpoint.replay.sharded_checkpoint import read_sharded_facts
+from forkpoint.replay.team import Team, gone
+
+SAVED = Path("out/checkpoint-00000002")
+
+
+def on_ranks(patch: pytest.MonkeyPatch) -> None:
+    """The variables that torchrun sets."""
+    for name in ("RANK", "LOCAL_RANK"):
+        patch.setenv(name, "0")
+    patch.setenv("WORLD_SIZE", "2")
+    patch.setenv("MASTER_ADDR", "127.0.0.1")
+    patch.setenv("MASTER_PORT", "1")
+
+
+def saved(content: dict[str, Any] | None) -> Callable[[], object]:
+    """Reads a checkpoint that has this in the file beside its shards, or that lacks the file."""
+
+    def call() -> None:
+        SAVED.mkdir(parents=True, exist_ok=True)
+        if content is not None:
+            (SAVED / SHARDS_FACTS).write_text(json.dumps(content))
+        read_sharded_facts(SAVED)
+
+    return call
+
+
+def linked() -> None:
+    SAVED.parent.mkdir(exist_ok=True)
+    Path("elsewhere").mkdir(exist_ok=True)
+    if not SAVED.is_symlink():
+        SAVED.symlink_to(Path("elsewhere").resolve())
+    checkpoints(SAVED.parent)
+
+
+def different() -> None:
+    ranks = SimpleNamespace(global_ranks=(0, 1))
+    team = SimpleNamespace(ranks=ranks, exchange=lambda own: [own, {"steps": "5"}])
+    check_same(cast(Team, team), {"steps": 4})
+
+
+def died() -> None:
+    error = gone(RuntimeError("[third_party/gloo/pair.cc:534] Connection closed by peer"))
+    assert isinstance(error, ForkpointError)
+    raise error
+
+
+RANK_REPLAYS = (
+    Kind(
+        name="A baseline on several ranks",
+        error=ConfigError,
+        message="baseline is 'dense', which trains a copy of the model, and torchrun has started "
+        "several ranks, whose shards are not copied. Leave --baseline out, or run without "
+        "torchrun.",
+        means="fully_shard's models have no copies.",
+        remedy="Replay without a baseline there, and with one on a model of fewer layers.",
+        argv=(*REPLAY, "--baseline", "dense"),
+        prepare=on_ranks,
+    ),
+    Kind(
+        name="Ranks that replay different things",
+        error=ConfigError,
+        message="the ranks replay different things: steps is '4' on rank 0 and '5' on rank 1. "
+        "Start every rank with the same file, model and options.",
+        means="A step takes rollouts of one batch on all ranks.",
+        remedy="Give all ranks the same arguments, as torchrun does.",
+        call=different,
+    ),
+    Kind(
+        name="A rank that has died in a replay",
+        error=RankError,
+        message="a rank of this replay has died or ended, so that it cannot go on here: look at "
+        "what the other ranks have said. Start all of them again, with --resume where there is a "
+        "folder. The collective's error: RuntimeError: [third_party/gloo/pair.cc:534] Connection "
+        "closed by peer",
+        means="Ranks wait for one another between steps too.",
+        remedy="Mend what ended that rank, and resume.",
+        call=died,
+    ),
+    Kind(
+        name="A checkpoint of ranks that is cut short",
+        error=ConfigError,
+        message=f"{SAVED} is no whole checkpoint: it has no checkpoint.json. Begin anew in another "
+        "folder.",
+        means="What lies beside the shards says which files belong to them, with checksums.",
+        remedy="Take a copy of the folder as the replay left it, or replay again.",
+        call=saved(None),
+    ),
+    Kind(
+        name="A checkpoint of ranks of another version",
+        error=ConfigError,
+        message=f"{SAVED}/checkpoint.json has schema 99, and this forkpoint reads 1. Resume with "
+        "the forkpoint that wrote it, or begin anew in another folder.",
+        means="Another version may mean something else by what it says.",
+        remedy="Resume with the version that wrote it.",
+        call=saved({"schema": 99}),
+    ),
+    Kind(
+        name="A checkpoint of ranks that says something else",
+        error=ConfigError,
+        message=f"{SAVED}/checkpoint.json: step is missing; it has to be there. The file is not as "
+        "forkpoint wrote it: take the folder as it was written, or replay again.",
+        means="A checkpoint is put back whole or not at all, so all of it is checked before.",
+        remedy="Begin anew in another folder.",
+        call=saved({"schema": 1}),
+    ),
+    Kind(
+        name="A link in place of a checkpoint of ranks",
+        error=ConfigError,
+        message=f"{SAVED} is a link or no folder, and the replay would remove it. Put the folder "
+        "itself there, or begin anew in another folder.",
+        means="The next checkpoint takes the place of this one.",
+        remedy="Move the folder there.",
+        call=linked,
+    ),
+)
