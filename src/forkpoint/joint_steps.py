@@ -5,6 +5,7 @@ from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 from forkpoint.config import Config
+from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
 from forkpoint.errors import ForkpointError
@@ -16,11 +17,13 @@ from forkpoint.parallel.agreement import (
     coupled,
     group_digests,
 )
+from forkpoint.parallel.call import run_on_ranks
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.sample_checks import SampleChecks
 from forkpoint.selfcheck import sample_of
 
+T = TypeVar("T")
 Looked = TypeVar("Looked", bound=tuple[Any, ...])
 
 
@@ -133,6 +136,20 @@ class JointStep:
                 self._fingerprint,
                 training=self.training,
             )
+
+
+def run_joint_step(host: Host, group: Distributed, work: Callable[[Step], T]) -> T:
+    """Call `work` with a step, on all ranks; it ends on all of them, however it ends on one.
+
+    Nothing is repeated where memory runs out: ranks would have to repeat it together.
+    """
+    step = Step(host.device)
+    return run_on_ranks(
+        group.ranks,
+        lambda: step.run(lambda: work(step)),
+        lockstep=group.lockstep,
+        succeeded=lambda: step.outcome.gradients == "added",
+    )
 
 
 def kind_of(loss: object) -> str:

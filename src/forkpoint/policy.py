@@ -21,7 +21,7 @@ from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.transformers import TransformersHost
-from forkpoint.joint_steps import JointStep, kind_of
+from forkpoint.joint_steps import JointStep, kind_of, run_joint_step
 from forkpoint.losses.base import (
     Denominators,
     Loss,
@@ -30,7 +30,6 @@ from forkpoint.losses.base import (
     check_denominators,
 )
 from forkpoint.losses.views import batch_denominators, check_range
-from forkpoint.parallel.call import run_on_ranks
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
 from forkpoint.results import Scores as Scores
@@ -123,14 +122,7 @@ class Policy:
         `plan` is the one that the caller gave, if any: then there is no other.
         """
         if self.host.group is not None:
-            # Ranks would have to repeat it together.
-            group, step = self.host.group, Step(self.host.device)
-            return run_on_ranks(
-                group.ranks,
-                lambda: step.run(lambda: work(step)),
-                lockstep=group.lockstep,
-                succeeded=lambda: step.outcome.gradients == "added",
-            )
+            return run_joint_step(self.host, self.host.group, work)
         before = self.last_step
         try:
             return run_or_fall_back(self.host, work)

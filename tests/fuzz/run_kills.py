@@ -83,7 +83,7 @@ def killed_while(
 
 def ranked(folder: Path, rank: int, size: int, port: int) -> None:
     """One rank of a replay that saves after every step."""
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=15))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=90)
     )

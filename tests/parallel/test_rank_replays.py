@@ -257,7 +257,7 @@ def test_torchrun_replays(
     ]
     environment = {k: v for k, v in os.environ.items() if k != "FORKPOINT_DEBUG"}
     ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    ranks += ["--master-port", "0", "-m", "forkpoint", *arguments, "--output", "ranks"]
+    ranks += ["--standalone", "-m", "forkpoint", *arguments, "--output", "ranks"]
     done = subprocess.run(
         ranks, capture_output=True, text=True, timeout=240, env=environment, check=False
     )

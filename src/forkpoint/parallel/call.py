@@ -54,7 +54,7 @@ def run_on_ranks(
 
 
 class _Call:
-    """What the other ranks are told of a call that fails."""
+    """Reports of a call that fails, for the other ranks."""
 
     def __init__(self, ranks: DataRanks, lockstep: bool, succeeded: Callable[[], bool]) -> None:
         self.ranks = ranks
@@ -79,7 +79,7 @@ class _Call:
             error.add_note(f"forkpoint: the other ranks could not be told: {described(other)}")
 
     def caused_by(self, error: BaseException) -> str | None:
-        """What to say in the place of a collective's error; None for any other."""
+        """Message in the place of a collective's error; None for any other."""
         ranks = self.ranks
         if ranks.phase == "told" or ranks.broken is not None or not of_backend(error):
             return None

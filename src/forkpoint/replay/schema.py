@@ -286,4 +286,4 @@ SHARDED_FACTS = record(
         ),
     }
 )
-"""What is written beside the shards of a checkpoint of several ranks."""
+"""Facts beside the shards of a checkpoint of several ranks."""

@@ -292,7 +292,7 @@ class ShardedCheckpoint:
 
 
 def read_sharded_facts(path: Path) -> dict[str, Any]:
-    """What was written beside the shards of a folder. Raises ConfigError for what is none of it."""
+    """Facts that were written beside the shards of a folder. Raises ConfigError for others."""
     file = path / SHARDS_FACTS
     if not file.is_file() or file.is_symlink() or file.stat().st_size > MOST_FACTS_BYTES:
         raise ConfigError(f"{path} is no whole checkpoint: it has no {SHARDS_FACTS}. {AGAIN}.")
