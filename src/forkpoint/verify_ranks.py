@@ -1,4 +1,4 @@
-"""What `verify` adds up where several ranks hold the model, each with rollouts of its own.
+"""Comparison of steps where several ranks hold the model, each with rollouts of its own.
 
 Plans run through the wrapper, on all ranks. Ordinary training and the reference run on a whole copy
 of the model, on each rank with that rank's rollouts; their gradients are then added up.
