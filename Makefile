@@ -16,7 +16,7 @@ QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py tests/unit/test
 FUZZ_SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions bench-forest clean
+.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions bench-forest clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test: $(ready)  ## every kind of test that needs no GPU: at most 6 minutes on tw
 
 test-slow: $(ready)  ## what make test leaves out: endurance, compilers, more cases; 8 minutes
 	@$(pytest) -m "$(no_gpu) and slow" -n $(WORKERS) --dist worksteal
+
+test-ranks: $(ready)  ## the tests of several ranks, both lanes, one after the other
+	@$(pytest) -m "$(no_gpu)" tests/parallel
 
 test-full: $(ready)  ## both, with whole products of options; an hour or more
 	@FORKPOINT_FULL_PRODUCTS=1 $(pytest) -m "$(no_gpu)" -n $(WORKERS) --dist worksteal

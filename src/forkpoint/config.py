@@ -12,6 +12,7 @@ Boundary = Literal["within", "across", "mixed"]
 LeafLayout = Literal["packed", "padded"]
 Activations = Literal["keep", "offload", "recompute"]
 Checkpointing = Literal["none", "selective", "full"]
+Gather = Literal["microbatch", "step"]
 AUTO = "auto"
 MOST = 2**63 - 1
 """Of a number of tokens or bytes, which numpy counts in int64."""
@@ -73,6 +74,11 @@ class Config:
     compile_blocks: bool | None = None
     """Whether decoder blocks are compiled, each on its own; None does so on CUDA, but not for
     float64 models. Where the compiler fails, blocks run eagerly and a line of the log says so."""
+    gather: Literal["auto", "microbatch", "step"] = "auto"
+    """How ranks hold weights that fully_shard has sharded: gathered for each forward and backward
+    of a microbatch, which all ranks then run in lockstep, or once for a whole step, which takes the
+    memory of all weights and lets each rank run on its own. auto is what is predicted to take less
+    time, of what fits the memory budget on every rank."""
     grad_accumulation_dtype: Literal["parameter", "float32"] = "parameter"
     """Dtype in which a step sums its microbatches' gradients: each parameter's own dtype, in
     `.grad`, or float32, which is added to `.grad` at the end and takes 4 bytes a parameter until

@@ -1,10 +1,12 @@
 """A step of several ranks: the exchange before it, the check of the model, and its end."""
 
-from collections.abc import Callable
-from dataclasses import is_dataclass
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar
 
 from forkpoint.config import Config
+from forkpoint.engine.compiling import WARNING
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
@@ -16,13 +18,19 @@ from forkpoint.parallel.agreement import (
     agreed,
     coupled,
     group_digests,
+    least_budget,
 )
 from forkpoint.parallel.call import run_on_ranks
 from forkpoint.parallel.step import StepOfRanks
+from forkpoint.plan import Plan
+from forkpoint.plan.gathering import costs_of_rank
+from forkpoint.plan.program import Program
+from forkpoint.rank_plans import Ways
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.sample_checks import SampleChecks
 from forkpoint.selfcheck import sample_of
 
+_log = logging.getLogger("forkpoint")
 T = TypeVar("T")
 Looked = TypeVar("Looked", bound=tuple[Any, ...])
 
@@ -31,7 +39,14 @@ class JointStep:
     """One call of a policy, on every rank; on a rank that is alone it does what that one does."""
 
     def __init__(
-        self, step: Step, host: Host, config: Config, checks: SampleChecks, *, training: bool
+        self,
+        step: Step,
+        host: Host,
+        config: Config,
+        checks: SampleChecks,
+        ways: Ways,
+        *,
+        training: bool,
     ) -> None:
         """`training`: whether forwards record a graph. On ranks this is within `run_on_ranks`."""
         self.step: Step = step
@@ -39,6 +54,7 @@ class JointStep:
         self.config: Config = config
         self.checks: SampleChecks = checks
         self.training: bool = training
+        self.ways: Ways = ways
         self.agreement: Agreement | None = None
         """None where this rank is alone, and before `agree`."""
         self.ranks: StepOfRanks | None = None
@@ -60,8 +76,8 @@ class JointStep:
         Args:
             call: what must be the same on all ranks.
             batch: this rank's rollouts.
-            looked_at: this rank's checks; gives its plan and the model's fingerprint first. What it
-                raises is told to the other ranks by `run_on_ranks`.
+            looked_at: this rank's checks; gives its plan and the model's fingerprint first. Its
+                error is told to the other ranks by `run_on_ranks`.
             loss: of `forward_backward`. A function's gradients are averaged over the ranks.
             scores: whether forwards alone run.
             sampled: whether the model is compared with the stock model where that is due.
@@ -73,21 +89,65 @@ class JointStep:
             found = looked_at()
             self._batch, self._fingerprint = batch if sampled else None, found[1]
             return found
-        found = looked_at()
-        plan, self._fingerprint = found[0], found[1]
+        gather = self.config.gather if group.lockstep else ""
+        call = f"{call}, gather={gather!r}" if gather else call
+        ranks = group.ranks
+        while True:
+            found = looked_at()
+            proposal, once = self._proposal(
+                call, found, batch, loss=loss, scores=scores, sampled=sampled
+            )
+            proposals = ranks.exchange(proposal)
+            least = least_budget(proposals)
+            if least is None:
+                break
+            # Plan again, within the same budget; the others come to this exchange once more.
+            ranks.phase = "apart"
+            self.ways.budgets.agree(self.config, least)
+        ranks.phase = "joined"
+        try:
+            self.agreement = agreed(proposals, ranks.index, ranks.global_ranks, gather=gather)
+        except ForkpointError:  # the same on all ranks
+            ranks.phase = "told"
+            raise
+        self._batch = self.agreement.sample
+        self._give_up_compiling(proposals)
+        self.ranks = self.agreement.step(ranks, mean=not isinstance(loss, Loss))
+        return (self._chosen(found[0], once, scores), *found[1:])  # pyright: ignore[reportReturnType]
+
+    def _proposal(
+        self,
+        call: str,
+        found: tuple[Any, ...],
+        batch: RolloutBatch,
+        *,
+        loss: object,
+        scores: bool,
+        sampled: bool,
+    ) -> tuple[Proposal, Plan | None]:
+        """Proposal of this rank to the others, and its plan for weights that are gathered once."""
+        assert self.host.group is not None
+        plan: Plan = found[0]
+        self._fingerprint = found[1]
         due = sampled and self.checks.is_due(
             self.host, self.config, self._fingerprint, training=self.training
         )
-        couples, program = "", plan.score_program if scores else plan.program
+        couples = ""
         gathers = isinstance(loss, Loss) and loss.across_ranks
-        if gathers:
-            program = plan.with_program(scores=True).program
-        elif isinstance(loss, Loss) and loss.decomposition == "joint":
+        if isinstance(loss, Loss) and loss.decomposition == "joint" and not gathers:
             couples = coupled(loss.coupling(batch), batch)
+        once, held = None, None
+        if self.host.group.lockstep:
+            once, why_not = self.ways.once(plan)
+            calibration = self.ways.calibration()
+            held = costs_of_rank(plan, once, calibration, scores=scores, why_not=why_not)
         proposal = Proposal(
             call,
-            program=program,
+            program=_program(plan, scores, gathers),
             costs=tuple(float(m.tokens) for m in plan.microbatches),
+            held=held,
+            budget_bytes=self.ways.budgets.of(self.host, self.config),
+            compiler_failure=self.host.compiling.failure,
             trained_tokens=batch.trained_tokens,
             rollouts=len(batch),
             groups=group_digests(batch),
@@ -95,36 +155,48 @@ class JointStep:
             gathered=batch if gathers else None,
             sample=sample_of(batch) if due and len(batch) else None,
         )
-        ranks = group.ranks
-        proposals = ranks.exchange(proposal)
-        ranks.phase = "joined"
-        try:
-            self.agreement = agreed(
-                proposals, ranks.index, ranks.global_ranks, lockstep=group.lockstep
-            )
-        except ForkpointError:  # the same on all ranks
-            ranks.phase = "told"
-            raise
-        self._batch = self.agreement.sample
-        mean = not isinstance(loss, Loss)
-        self.ranks = self.agreement.step(ranks, mean=mean, lockstep=group.lockstep)
-        return found
+        return proposal, once
+
+    def _chosen(self, plan: Plan, once: Plan | None, scores: bool) -> Plan:
+        """The plan for the way to hold weights that was agreed on; `agreement.program` runs."""
+        assert self.agreement is not None
+        gathering = self.agreement.gathering
+        if gathering is None:
+            return plan
+        if gathering.gather == "step":
+            plan = once or plan
+            program = _program(plan, scores, bool(self.agreement.parts))
+            self.agreement = replace(self.agreement, program=program)
+        return replace(plan, gather=gathering.gather, gather_reason=gathering.reason)
+
+    def _give_up_compiling(self, proposals: Sequence[Proposal]) -> None:
+        """Run blocks eagerly where the compiler has failed on any rank."""
+        group, compiling = self.host.group, self.host.compiling
+        assert group is not None
+        for rank, proposal in zip(group.ranks.global_ranks, proposals, strict=True):
+            if proposal.compiler_failure and compiling.failure is None:
+                compiling.failure = f"on rank {rank}: {proposal.compiler_failure}"
+                _log.warning(WARNING, compiling.failure)
 
     def check_sample(self) -> None:
-        """Compare the model on a sample of the batch, where that is due. Collective."""
-        if self.ranks is None:
+        """Compare the model on a sample of the batch, where that is due. Collective.
+
+        After it weights are held as was agreed.
+        """
+        group = self.host.group
+        if self.ranks is None or group is None:
             self._check()
             return
-        if self._batch is None:
-            return
-        error = None
-        try:
-            self._check()
-        except ForkpointError as found:
-            error = found
-        assert self.host.group is not None
-        self.host.group.settle()
-        self.ranks.same(error)
+        if self._batch is not None:
+            error = None
+            try:
+                self._check()
+            except ForkpointError as found:
+                error = found
+            group.settle()
+            self.ranks.same(error)
+        if self.agreement is not None and self.agreement.gathering is not None:
+            group.use(self.agreement.gathering.gather, self.step.changes)
 
     def _check(self) -> None:
         if self._batch is not None:
@@ -138,15 +210,30 @@ class JointStep:
             )
 
 
+def _program(plan: Plan, scores: bool, gathers: bool) -> Program:
+    """Instructions that a rank runs: `scores` alone, or with those first that a loss `gathers`."""
+    if scores:
+        return plan.score_program
+    return plan.with_program(scores=True).program if gathers else plan.program
+
+
 def run_joint_step(host: Host, group: Distributed, work: Callable[[Step], T]) -> T:
     """Call `work` with a step, on all ranks; it ends on all of them, however it ends on one.
 
     Nothing is repeated where memory runs out: ranks would have to repeat it together.
     """
     step = Step(host.device)
+
+    def run() -> T:
+        try:
+            return step.run(lambda: work(step))
+        except Exception as error:
+            host.compiling.give_up(error)  # all ranks hear of it before the next step
+            raise
+
     return run_on_ranks(
         group.ranks,
-        lambda: step.run(lambda: work(step)),
+        run,
         lockstep=group.lockstep,
         succeeded=lambda: step.outcome.gradients == "added",
     )

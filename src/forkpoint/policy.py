@@ -3,25 +3,23 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.config import Config
-from forkpoint.device import device_name
 from forkpoint.differentiable import Differentiable, Pending, Weights
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step
 from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.engine.host import Host
-from forkpoint.engine.memory import MemoryBudgets
-from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.joint_steps import JointStep, kind_of, run_joint_step
+from forkpoint.kept import Kept
 from forkpoint.losses.base import (
     Denominators,
     Loss,
@@ -31,27 +29,13 @@ from forkpoint.losses.base import (
 )
 from forkpoint.losses.views import batch_denominators, check_range
 from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.pricing.calibration import Calibration, find_calibration
+from forkpoint.rank_plans import Ways
 from forkpoint.results import Scores as Scores
 from forkpoint.results import StepStats as StepStats
 from forkpoint.rollouts import RolloutBatch, short
-from forkpoint.sample_checks import SampleChecks
 from forkpoint.verify import VerifyProgress, VerifyReport, verify
 
 T = TypeVar("T")
-
-
-class _Kept:
-    """Objects that the policies of one model share, whatever their options."""
-
-    def __init__(self) -> None:
-        self.staging: Staging | None = None
-        """Host memory for microbatches that are offloaded: made when first needed, kept for later
-        steps."""
-        self.found: tuple[Calibration | None] | None = None
-        """The calibration of this device and model, once it was looked for."""
-        self.checks: SampleChecks = SampleChecks()
-        self.budgets = MemoryBudgets()
 
 
 class Policy:
@@ -60,6 +44,11 @@ class Policy:
     def __init__(self, host: Host, config: Config) -> None:
         """Raises ConfigError where the configuration does not fit what holds the model on ranks."""
         sharded = host.group is not None and host.group.reduces
+        if config.gather != "auto" and not sharded:
+            raise ConfigError(
+                f"gather is {config.gather!r}, and this rank has all of the model's weights. Leave "
+                "the option out, or shard the model with fully_shard."
+            )
         if sharded and config.grad_accumulation_dtype == "float32":
             raise ConfigError(
                 "grad_accumulation_dtype is 'float32', and the model is sharded by fully_shard, "
@@ -73,7 +62,7 @@ class Policy:
         self.last_step: StepOutcome | None = None
         """The effect on `.grad` of the last call of `forward_backward` that began to run: another
         object for every call, made once its arguments have been checked and its plan made."""
-        self._kept: _Kept = _Kept()
+        self._kept: Kept = Kept()
 
     def plan(self, batch: RolloutBatch, loss: Loss | LossFunction | None = None) -> Plan:
         """Make the plan of a batch.
@@ -88,20 +77,27 @@ class Policy:
             PlanError: nothing fits the limits of the configuration.
         """
         self._check_batch(batch)
-        loss = None if loss is None else as_loss(loss)
-        coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
-        plan = make_plan(
-            batch,
-            self.host.shape,
-            self.config,
-            coupling=coupling,
-            calibration=self._calibration(),
-            capabilities=self.host.capabilities,
-            measured_budget_bytes=self.memory_budget_bytes,
-            tempers=self.host.head == "logprobs",
-        )
+        plan = self._planned(batch, loss, self.memory_budget_bytes)
         self._kept.budgets.planned(plan)
         return plan
+
+    def _planned(
+        self, batch: RolloutBatch, loss: Loss | LossFunction | None, budget_bytes: int | None
+    ) -> Plan:
+        """The plan within a budget."""
+        loss = None if loss is None else as_loss(loss)
+        coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
+        given = self.config.memory_budget_bytes is not None
+        return make_plan(
+            batch,
+            self.host.shape,
+            replace(self.config, memory_budget=budget_bytes) if given else self.config,
+            coupling=coupling,
+            calibration=self._kept.calibration(self.host, self.config),
+            capabilities=self.host.capabilities,
+            measured_budget_bytes=budget_bytes,
+            tempers=self.host.head == "logprobs",
+        )
 
     @property
     def memory_budget_bytes(self) -> int | None:
@@ -200,7 +196,8 @@ class Policy:
             factor = _finite(scale)
             return self._plan_for(batch, plan, known), fingerprint, known, factor
 
-        joint = self._joint(step, training=True)
+        again = None if plan else partial(self._planned, batch, loss)
+        joint = self._joint(step, again, training=True)
         call = f"forward_backward of {kind_of(loss)}, denominators={denominators}"
         plan, _, known, factor = joint.agree(call, batch, looked_at, loss=loss)
         counted = denominators or batch_denominators(batch)
@@ -212,7 +209,9 @@ class Policy:
         if announced:
             step.notes = True
             self.last_step = step.outcome
-        engine = Engine(self.host, self._restoring(), self._staging_of(plan))
+        engine = Engine(
+            self.host, self._restoring(), self._kept.staging_of(plan, self.host, self.config)
+        )
         engine.observer = self.observer
         engine.ranks = joint.ranks
         joint.check_sample()
@@ -298,10 +297,12 @@ class Policy:
             call = f"backward of logprobs, entropies {'entropies' in weights}"
             aligned, _ = joint.agree(call, batch, looked_at, sampled=False)
             if joint.agreement is not None:
-                aligned = replace(plan, program=joint.agreement.program)
+                aligned = replace(aligned, program=joint.agreement.program)
             step.notes = True
             self.last_step = step.outcome
-            engine = Engine(self.host, self._restoring(), self._staging_of(plan))
+            engine = Engine(
+                self.host, self._restoring(), self._kept.staging_of(plan, self.host, self.config)
+            )
             engine.observer = self.observer
             engine.ranks = joint.ranks
             joint.check_sample()
@@ -351,7 +352,8 @@ class Policy:
             fingerprint = self.host.check(batch, training=training)
             return self._plan_for(batch, plan, None), fingerprint
 
-        joint = self._joint(step, training=training)
+        again = None if plan else partial(self._planned, batch, None)
+        joint = self._joint(step, again, training=training)
         call = f"{'logprobs' if training else 'score'}, entropy={entropy}"
         chosen, _ = joint.agree(call, batch, looked_at, scores=True)
         program = joint.agreement.program if joint.agreement is not None else None
@@ -362,8 +364,13 @@ class Policy:
             joint.ranks.settle(torch.zeros(()), None, gradients=False)
         return Scores(result.per_token, chosen, result.events)
 
-    def _joint(self, step: Step, *, training: bool) -> JointStep:
-        return JointStep(step, self.host, self.config, self._kept.checks, training=training)
+    def _joint(
+        self, step: Step, again: Callable[[int], Plan] | None = None, *, training: bool
+    ) -> JointStep:
+        """`again` makes the plan within another memory budget, unless it was given."""
+        kept, host, config = self._kept, self.host, self.config
+        ways = Ways(host, config, kept.budgets, lambda: kept.calibration(host, config), again)
+        return JointStep(step, host, config, kept.checks, ways, training=training)
 
     def verify(
         self,
@@ -420,28 +427,6 @@ class Policy:
                 "There are no rollouts; a batch takes at least one, but for a rank that has none "
                 "in a step of several ranks."
             )
-
-    def _calibration(self) -> Calibration | None:
-        """The one that the configuration names or, without, the one of this device and model."""
-        # Where the compiler has failed, prices of compiled blocks still choose plans.
-        compiled = self.host.compiles or self.host.compiling.failure is not None
-        given = self.config.calibration
-        if given is not None:
-            found = Calibration.load(Path(given))
-            found.check_device(device_name(self.host.device), compiled=compiled)
-            return found
-        if self._kept.found is None:
-            device, shape = device_name(self.host.device), self.host.shape
-            self._kept.found = (find_calibration(device, shape, compiled=compiled),)
-        return self._kept.found[0]
-
-    def _staging_of(self, plan: Plan) -> Staging | None:
-        if not any(microbatch.activations == "offload" for microbatch in plan.microbatches):
-            return None
-        if self._kept.staging is None:
-            self._kept.staging = staging_for(self.host.device)
-        self._kept.staging.limit_bytes = self.config.host_memory_bytes
-        return self._kept.staging
 
     def _plan_for(self, batch: RolloutBatch, plan: Plan | None, loss: Loss | None) -> Plan:
         if plan is None:

@@ -1,15 +1,15 @@
 """Steps of several ranks beside the same step in one process."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import forkpoint
@@ -79,6 +79,8 @@ class Scenario:
     steps: int = 1
     alone: Callable[[nn.Module], object] = lambda model: None
     """A change of the model, here and in one process, before it is wrapped."""
+    gather: Literal["auto", "microbatch", "step"] = "microbatch"
+    """How ranks hold weights, where these are sharded."""
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -99,6 +101,15 @@ def model_of(scenario: Scenario) -> nn.Module:
     return model
 
 
+def on_ranks(
+    model: nn.Module, config: Config, gather: Literal["auto", "microbatch", "step"] = "microbatch"
+) -> forkpoint.Policy:
+    """A policy of a model that ranks hold; its weights, if sharded, are gathered so."""
+    if isinstance(model, FSDPModule):
+        config = replace(config, gather=gather)
+    return forkpoint.wrap(model, config)
+
+
 def compared(scenario: Scenario) -> dict[str, Any]:
     """Run the scenario on this rank; differences from one process, the same on all ranks."""
     rank = dist.get_rank()
@@ -106,7 +117,7 @@ def compared(scenario: Scenario) -> dict[str, Any]:
     names = [name for name, _ in model.named_parameters()]
     # Sums in float32, such as those of norms, depend on the microbatch in their last bits.
     with lifted_upcasts(model), lifted_upcasts(other):
-        policy = forkpoint.wrap(scenario.wrap(model), scenario.config)
+        policy = on_ranks(scenario.wrap(model), scenario.config, scenario.gather)
         own = RolloutBatch(scenario.rollouts[rank])
         stats = [policy.forward_backward(own, scenario.loss) for _ in range(scenario.steps)][-1]
         found = gradients(model)
@@ -119,6 +130,7 @@ def compared(scenario: Scenario) -> dict[str, Any]:
         "loss": abs(stats.loss - wanted.loss),
         "tokens": (stats.logical_tokens, own.logical_tokens),
         "events": len(stats.events),
+        "gather": stats.plan.gather,
         "shared": stats.computed_tokens < max(1, stats.logical_tokens),
     }
 

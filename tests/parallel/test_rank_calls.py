@@ -18,6 +18,7 @@ from scenarios_of_ranks import (
     gradients,
     group,
     model_of,
+    on_ranks,
     replicated,
     sharded,
 )
@@ -50,7 +51,7 @@ def policies(wrap: Any, config: Config = DEEP) -> tuple[forkpoint.Policy, forkpo
     """A policy on ranks, and one of the same model alone."""
     scenario = Scenario()
     return (
-        forkpoint.wrap(wrap(model_of(scenario)), config),
+        on_ranks(wrap(model_of(scenario)), config),
         forkpoint.wrap(model_of(scenario), config),
     )
 
@@ -163,7 +164,7 @@ def test_a_step_that_trains_on_nothing_gives_zeros(wrap: Any) -> None:
 # ------------------------------------------------------------
 
 
-def in_bfloat16() -> tuple[float, float]:
+def in_bfloat16(gather: Any) -> tuple[float, float]:
     """Errors against float64: of two ranks with bfloat16 parameters, and of one process."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     make = Scenario().make
@@ -176,7 +177,7 @@ def in_bfloat16() -> tuple[float, float]:
                 parameter.copy_(parameter.to(torch.bfloat16))
         return model
 
-    ranks = forkpoint.wrap(sharded(made(torch.float32), mp_policy=policy), DEEP)
+    ranks = on_ranks(sharded(made(torch.float32), mp_policy=policy), DEEP, gather)
     ranks.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
     whole = RolloutBatch([r for part in UNEQUAL for r in part])
     narrow = forkpoint.wrap(made(torch.bfloat16), DEEP)
@@ -186,8 +187,9 @@ def in_bfloat16() -> tuple[float, float]:
     return apart(ranks, exact), apart(narrow, exact)
 
 
-def test_parameters_in_bfloat16_reduced_in_float32() -> None:
-    for ranks, narrow in run_ranks(2, in_bfloat16):
+@pytest.mark.parametrize("gather", ["microbatch", "step"])
+def test_parameters_in_bfloat16_reduced_in_float32(gather: str) -> None:
+    for ranks, narrow in run_ranks(2, in_bfloat16, gather):
         assert ranks < 1.1 * narrow
 
 

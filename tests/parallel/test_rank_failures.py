@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 from failing_ranks import Moment, tried
 from processes import RankFailed, run_ranks
-from scenarios_of_ranks import DEEP, UNEQUAL, Scenario, distance, gradients, model_of, sharded
+from scenarios_of_ranks import (
+    DEEP,
+    UNEQUAL,
+    Scenario,
+    distance,
+    gradients,
+    model_of,
+    on_ranks,
+    sharded,
+)
 from scenarios_of_ranks import replicated as replicated_model
 from torch import nn
 
@@ -50,7 +59,7 @@ def step_with(wrap: Any, when: Any, sampled: bool = False) -> tuple[str, float]:
     model = model_of(Scenario())
     model.failing = False  # type: ignore[assignment]
     fails_in(model, when)
-    policy = forkpoint.wrap(wrap(model), replace(DEEP, self_check=sampled))
+    policy = on_ranks(wrap(model), replace(DEEP, self_check=sampled))
     own = RolloutBatch(UNEQUAL[dist.get_rank()])
     policy.forward_backward(own, GRPO())
     model.zero_grad()

@@ -28,6 +28,8 @@ class Sums:
     mean: float = 0.0
     tokens: int = 0
     groups_split: int = 0
+    gathered_once: int = 0
+    """Steps in which gathering weights once is predicted to be faster."""
 
     def add(self, step: RanksStep, tokens: int, groups_split: int) -> None:
         """Count one more batch: its step, the tokens that its ranks run, and its split groups."""
@@ -36,6 +38,7 @@ class Sums:
         self.mean += step.mean
         self.tokens += tokens
         self.groups_split += groups_split
+        self.gathered_once += step.gathering is not None and step.gathering.gather == "step"
 
     @property
     def idle_share(self) -> float:
@@ -139,6 +142,7 @@ class Ranks:
                     "idle_share": self.sums[way].idle_share,
                     "replicated_tokens": self.replicated(way),
                     "groups_split": self.sums[way].groups_split,
+                    "steps_gathered_once": self.sums[way].gathered_once,
                 }
                 for way in WAYS
             },

@@ -60,6 +60,7 @@ class Activations:
             self.stats = OffloadStats()
             tensors = [
                 *(p for _, p in host.named_parameters()),
+                *(host.group.whole_parameters() if host.group is not None else ()),
                 *host.model.buffers(),
                 *(x for inputs in prepared for x in vars(inputs).values() if isinstance(x, Tensor)),
             ]

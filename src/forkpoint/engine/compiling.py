@@ -19,6 +19,10 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx",
 """Packages of torch's compiler: their errors, and errors raised in their code, are the compiler's.
 """
 MOST_REASON_CHARACTERS = 200
+WARNING = (
+    "torch's compiler failed (%s); the decoder blocks of this model run eagerly from now on, with "
+    "the same results. Config(compile_blocks=False) leaves the attempt out."
+)
 
 
 class Compiling:

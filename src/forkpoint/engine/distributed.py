@@ -1,11 +1,12 @@
 """Wrappers that hold a model on several ranks, as the engine sees them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
 from forkpoint.parallel.ranks import DataRanks
 
@@ -18,7 +19,8 @@ class Distributed(Protocol):
 
     ranks: DataRanks
     lockstep: bool
-    """Whether it issues collectives in forwards and backwards, so that all ranks run the same."""
+    """Whether it issues collectives in forwards and backwards, so that all ranks run the same,
+    unless weights are gathered for the step."""
     reduces: bool
     """Whether backwards reduce gradients; otherwise `reduce` does so after them."""
 
@@ -30,8 +32,35 @@ class Distributed(Protocol):
         of their losses; or with `mean` what the wrapper makes of any other loss."""
         ...
 
-    def enter(self, changes: Changes) -> None:
-        """Reduce nothing until `last`, until the changes are undone."""
+    @property
+    def gathered(self) -> bool:
+        """Whether weights are whole until the step ends: no collective is issued within it, and
+        gradients stay on this rank until `reduce_held`."""
+        ...
+
+    def use(self, gather: Gather, changes: Changes) -> None:
+        """Hold weights so, from the next `enter` until the changes are undone."""
+        ...
+
+    def held_bytes(self, gather: Gather) -> int:
+        """Bytes of weights on this rank, besides its own part, that a step holds at most."""
+        ...
+
+    def missing_bytes(self) -> int:
+        """Bytes of gradients of a step, besides those in `.grad`, that do not exist yet."""
+        ...
+
+    def whole_parameters(self) -> Iterable[nn.Parameter]:
+        """Parameters that forwards use in the place of those that optimizers have."""
+        ...
+
+    def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
+        """Reduce nothing until `last`, until the changes are undone. Collective where weights are
+        gathered for the step. `blocks`: of the decoder, in their order."""
+        ...
+
+    def reduce_held(self) -> None:
+        """Reduce what a step's backwards have left on the ranks. Collective."""
         ...
 
     def last(self) -> None:

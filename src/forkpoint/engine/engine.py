@@ -102,9 +102,9 @@ class Engine:
         shown to be possible.
         """
         views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
-        prepared = self._prepare(plan, batch)
         mark = step.changes.mark
-        guard = self._begin(step)
+        self._begin(step)
+        prepared = self._prepare(plan, batch)
         constant = None
         if plan.program.has_scores or (self.ranks is not None and self.ranks.parts):
             result = self._replay(step, plan, batch, loss, views, prepared, scale)
@@ -131,18 +131,9 @@ class Engine:
             )
             if before is not None:
                 result = after(before, result)
-        step.changes.undo(mark)
         if constant is not None:
             result = replace(result, loss=result.loss + constant)
-        result = self._settled(result)
-        self._end(guard, prepared)
-        return result
-
-    def _settled(self, result: StepResult) -> StepResult:
-        """The result, once every rank has come to the end of its program: its loss is over all."""
-        if self.ranks is None:
-            return result
-        return replace(result, loss=self.ranks.settle(result.loss, self._failure))
+        return self._ended(step, mark, prepared, result)
 
     def backward(
         self, step: Step, plan: Plan, batch: RolloutBatch, weights: Mapping[str, Tensor | None]
@@ -155,16 +146,13 @@ class Engine:
         This is the second half of a loss that is computed from the values of `score`: with the
         loss's gradients by these values as weights the sum has the loss's gradient (chain rule).
         """
-        prepared = self._prepare(plan, batch)
         mark = step.changes.mark
-        guard = self._begin(step)
+        self._begin(step)
+        prepared = self._prepare(plan, batch)
         result = self._weighted(step, plan, batch, prepared, weights)
-        step.changes.undo(mark)
-        result = self._settled(result)
-        self._end(guard, prepared)
-        return result
+        return self._ended(step, mark, prepared, result)
 
-    def _begin(self, step: Step) -> GradientGuard:
+    def _begin(self, step: Step) -> None:
         """Prepare gradients and model for backwards, until the changes are undone."""
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
         group = self.host.group
@@ -177,10 +165,32 @@ class Engine:
         )
         if group is not None:
             guard.reset = group.reset
+            guard.held = lambda: group.gathered
+            guard.missing = group.missing_bytes if group.reduces else None
         if guard.sums is not None:
             guard.sums.collect(step.changes)
         self.host.enter(step.changes)
-        return guard
+
+    def _ended(
+        self, step: Step, mark: int, prepared: list[MicrobatchInputs], result: StepResult
+    ) -> StepResult:
+        """The result, once every rank has come to the end of its program: its loss is over all.
+
+        The model is put back, and gradients are reduced where the backwards have not done so.
+        """
+        guard, group = step.guard, self.host.group
+        assert guard is not None
+        held = group is not None and group.gathered
+        if not held:
+            step.changes.undo(mark)
+        if self.ranks is not None:
+            result = replace(result, loss=self.ranks.settle(result.loss, self._failure))
+        if group is not None and held:
+            guard.touched = True
+            group.reduce_held()
+            step.changes.undo(mark)
+        self._end(guard, prepared)
+        return result
 
     def _end(self, guard: GradientGuard, prepared: list[MicrobatchInputs]) -> None:
         """All backwards are done, and the model is as it was."""

@@ -5,16 +5,12 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
+from forkpoint.engine.compiling import WARNING
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
 
 T = TypeVar("T")
 _log = logging.getLogger("forkpoint")
-
-WARNING = (
-    "torch's compiler failed (%s); the decoder blocks of this model run eagerly from now on, with "
-    "the same results. Config(compile_blocks=False) leaves the attempt out."
-)
 
 
 def run_or_fall_back(host: Host, work: Callable[[Step], T]) -> T:

@@ -23,7 +23,10 @@ T = TypeVar("T")
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies on this rank: all of it unless it is a DTensor."""
     to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    if to_local is None:
+        return tensor
+    with torch.no_grad():
+        return to_local()
 
 
 UNCHANGED = (
@@ -81,10 +84,14 @@ class GradientGuard:
         """Whether gradients may have been added to."""
         self.reset: Callable[[], None] = _nothing
         """Drops what a failed step has left besides gradients; it can be repeated."""
+        self.held: Callable[[], bool] = bool
+        """Whether backwards leave gradients elsewhere than in `.grad`, until they are reduced."""
+        self.missing: Callable[[], int] | None = None
+        """Bytes of gradients that do not exist yet, where these are not the parameters' own."""
 
     def begin(self) -> None:
         """A backward is about to begin."""
-        self.touched = self.sums is None
+        self.touched = self.touched or (self.sums is None and not self.held())
 
     def add_sums(self) -> None:
         """All backwards are done: what was summed up apart from `.grad` joins it."""
@@ -96,6 +103,8 @@ class GradientGuard:
         """Bytes of the gradients, or of their sums, that do not exist yet."""
         if self.sums is not None:
             return self.sums.missing_bytes()
+        if self.missing is not None:
+            return self.missing()
         missing = (local(p) for p in self.parameters if p.grad is None)
         return sum(p.numel() * p.element_size() for p in missing)
 

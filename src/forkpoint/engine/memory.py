@@ -9,6 +9,7 @@ from torch import nn
 
 from forkpoint.byte_sizes import GIB, shown, size_in_bytes
 from forkpoint.config import AUTO, Config
+from forkpoint.engine.guard import local
 from forkpoint.engine.host import Host
 from forkpoint.plan.device_memory import LEAST_BYTES, margin_bytes
 from forkpoint.plan.plan import Plan
@@ -35,6 +36,7 @@ class MemoryBudgets:
 
     def __init__(self) -> None:
         self._bytes: dict[Hashable, int] = {}
+        self._agreed: dict[Hashable, int] = {}
         self._predicted: int | None = None
         self._warned = False
 
@@ -42,14 +44,30 @@ class MemoryBudgets:
         """The budget that a configuration stands for, in bytes; None is no limit.
 
         Of memory_budget "auto" it is measured on CUDA when first asked for, and the same from then
-        on, so that plans and bits do not change from step to step.
+        on, so that plans and bits do not change from step to step. Of several ranks it is the least
+        that any has, from their first step on.
         """
+        own = self._own(host, config)
+        least = self._agreed.get((config.memory_budget, _key(config)))
+        return own if least is None else least if own is None else min(own, least)
+
+    def agree(self, config: Config, least_bytes: int) -> None:
+        """Keep to the least budget of all ranks."""
+        self._agreed[config.memory_budget, _key(config)] = least_bytes
+
+    def _own(self, host: Host, config: Config) -> int | None:
         if config.memory_budget != AUTO or host.device.type != "cuda":
             return config.memory_budget_bytes
         key = _key(config)
         if key not in self._bytes:
-            parameters = (p for _, p in host.named_parameters())
-            self._bytes[key] = measured_budget(host.device, parameters, config)
+            parameters = [p for _, p in host.named_parameters()]
+            besides = 0
+            if host.group is not None:
+                gather = "step" if config.gather == "step" else "microbatch"
+                besides = host.group.held_bytes(gather) + host.group.missing_bytes()
+            self._bytes[key] = measured_budget(
+                host.device, parameters, config, besides_bytes=besides
+            )
         return self._bytes[key]
 
     def use(self, config: Config, size_bytes: int) -> None:
@@ -93,11 +111,16 @@ def _key(config: Config) -> Hashable:
         config.optimizer_bytes_per_parameter,
         config.grad_accumulation_dtype,
         config.restore_grads,
+        config.gather,
     )
 
 
 def measured_budget(
-    device: torch.device, parameters: Iterable[nn.Parameter], config: Config
+    device: torch.device,
+    parameters: Iterable[nn.Parameter],
+    config: Config,
+    *,
+    besides_bytes: int = 0,
 ) -> int:
     """Bytes that activations and prefix cache may take on a CUDA device, in whole GiB.
 
@@ -108,14 +131,18 @@ def measured_budget(
         parameters: those of all models that are trained there. Their gradients that do not exist
             yet count, and the states of their optimizers that do not.
         config: its optimizer_bytes_per_parameter, grad_accumulation_dtype and restore_grads.
+        besides_bytes: what a step holds besides: whole weights and gradients of parameters of which
+            this device has a part.
     """
-    trained = [p for p in parameters if p.requires_grad]
+    every = [p for p in parameters if p.requires_grad]
+    trained = [local(p) for p in every]
     elements = sum(p.numel() for p in trained)
     gradients = sum(p.numel() * p.element_size() for p in trained)
-    needed = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
+    needed = besides_bytes
+    needed += sum(local(p).numel() * p.element_size() for p in every if p.grad is None)
     needed += 4 * elements if config.grad_accumulation_dtype == "float32" else 0
     needed += gradients if config.restore_grads else 0
-    states = int(config.optimizer_bytes_per_parameter * elements) - _state_bytes(trained, device)
+    states = int(config.optimizer_bytes_per_parameter * elements) - _state_bytes(every, device)
     needed += max(0, states)
     free, total = torch.cuda.mem_get_info(device)
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
@@ -140,7 +167,7 @@ def _state_bytes(parameters: list[nn.Parameter], device: torch.device) -> int:
                 continue
             for value in states.values():
                 if isinstance(value, torch.Tensor) and value.device == device:
-                    storage = value.untyped_storage()
+                    storage = local(value).untyped_storage()
                     if storage.data_ptr() not in seen:
                         seen.add(storage.data_ptr())
                         total += storage.nbytes()

@@ -1,5 +1,6 @@
 """Decoder blocks compiled one by one, in place while microbatches run."""
 
+import importlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.compiling import Compiling
+from forkpoint.engine.compiling import WARNING, Compiling
 from forkpoint.hosts.coverings import set_forward
 
 _log = logging.getLogger("forkpoint")
@@ -37,8 +38,13 @@ class CompiledBlocks:
         self.compiling = compiling
         self._compiled: dict[nn.Module, Callable] = {}
 
-    def enter(self, changes: Changes) -> None:
-        """Let the blocks' forwards be the compiled ones, until the changes are undone."""
+    def enter(self, changes: Changes, *, ranks: bool = False) -> None:
+        """Let the blocks' forwards be the compiled ones, until the changes are undone.
+
+        On several `ranks` a block at which the compiler fails runs eagerly there and then: a step
+        that ended would leave the other ranks in its collectives. Backwards are compiled along with
+        forwards, for the same reason.
+        """
         if not self.compiling.announced:
             self.compiling.announced = True
             _log.warning(ANNOUNCEMENT, len(self.blocks))
@@ -46,18 +52,38 @@ class CompiledBlocks:
         for name, value in _dynamo_options().items():
             changes.later(setattr, config, name, getattr(config, name))
             setattr(config, name, value)
+        lazily = "force_non_lazy_backward_lowering"
+        functorch: Any = importlib.import_module("torch._functorch.config")
+        if ranks and hasattr(functorch, lazily):  # older ones compile backwards when they run
+            changes.later(setattr, functorch, lazily, getattr(functorch, lazily))
+            setattr(functorch, lazily, True)
         for block in self.blocks:
             covered = set_forward(block)
             if block not in self._compiled:
                 own = covered.own if covered else block.forward
                 self._compiled[block] = torch.compile(own, dynamic=True, options=_options())
             forward = self._compiled[block]
+            if ranks:
+                own = covered.own if covered else block.forward
+                forward = partial(self._or_eagerly, forward, own)
             if covered:
                 forward = covered.around(forward)
             if vars(block).get("gradient_checkpointing", False) and block.training:
                 changes.set(vars(block), "gradient_checkpointing", False)
                 forward = partial(_checkpointed, block, forward)
             changes.replace_forward(block, forward)
+
+    def _or_eagerly(
+        self, compiled: Callable[..., Any], own: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.compiling.failure is None:
+            try:
+                return compiled(*args, **kwargs)
+            except Exception as error:
+                if not self.compiling.give_up(error):
+                    raise
+                _log.warning(WARNING, self.compiling.failure)
+        return own(*args, **kwargs)
 
 
 def _dynamo_options() -> dict[str, Any]:

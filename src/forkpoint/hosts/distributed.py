@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Distributed
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.sharded_weights import ShardedWeights, groups_of
 from forkpoint.parallel.ranks import DataRanks, ranks_of_group, ranks_of_mesh
 
 REFUSED = {
@@ -72,7 +74,8 @@ class FullySharded:
     def __init__(self, model: FSDPModule) -> None:
         self.model = model
         # torch has no public way to ask a module for its mesh and policies.
-        groups = [g for m in self._modules() for g in _groups(m)]
+        modules = [m for m in cast(nn.Module, model).modules() if isinstance(m, FSDPModule)]
+        groups = [g for m in modules for g in groups_of(m)]
         meshes = {id(g.mesh_info.mesh): g.mesh_info.mesh for g in groups}
         for group in groups:
             _check_group(group)
@@ -86,14 +89,32 @@ class FullySharded:
         mesh = next(iter(meshes.values()))
         self._mesh = mesh
         self.ranks: DataRanks = ranks_of_mesh(mesh)
+        self.gather: Gather = "microbatch"
+        self._weights = ShardedWeights(model, self.ranks)
         self.param_dtypes: frozenset[torch.dtype] = frozenset(
             g.mp_policy.param_dtype for g in groups if g.mp_policy.param_dtype is not None
         )
         self._divisors = {_divisor(g, self.ranks.size) for g in groups}
 
-    def _modules(self) -> list[Any]:
-        module = cast(nn.Module, self.model)
-        return [m for m in module.modules() if isinstance(m, FSDPModule)]
+    @property
+    def gathered(self) -> bool:
+        return self._weights.gathered
+
+    def use(self, gather: Gather, changes: Changes) -> None:
+        changes.set(vars(self), "gather", gather)
+
+    def held_bytes(self, gather: Gather) -> int:
+        sizes = self._weights.group_bytes()
+        if gather == "step":
+            return sum(sizes) + max(sizes)
+        # The root's, a block's, and those of the next, in the buffer that they are gathered in too.
+        return min(sum(sizes), sizes[0] + 3 * max(sizes[1:], default=0))
+
+    def missing_bytes(self) -> int:
+        return self._weights.missing_bytes()
+
+    def whole_parameters(self) -> Iterable[nn.Parameter]:
+        return self._weights.whole()
 
     def factor(self, *, mean: bool) -> float:
         if mean:
@@ -106,15 +127,24 @@ class FullySharded:
             )
         return next(iter(self._divisors))
 
-    def enter(self, changes: Changes) -> None:
+    def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
         changes.later(self.model.set_requires_gradient_sync, True)
         changes.later(self.model.set_is_last_backward, True)
+        if self.gather == "step" and not self.gathered:
+            self._weights.gather(changes)
+        elif self.gather == "microbatch":
+            self._weights.prefetch(blocks, changes)
         self.model.set_requires_gradient_sync(False)
         self.model.set_is_last_backward(False)
 
     def last(self) -> None:
+        if self.gathered:  # they are reduced when all ranks have come to the end
+            return
         self.model.set_requires_gradient_sync(True)
         self.model.set_is_last_backward(True)
+
+    def reduce_held(self) -> None:
+        self._weights.reduce()
 
     def reduce(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
@@ -126,28 +156,10 @@ class FullySharded:
             dist.all_reduce(tensor, group=group)
 
     def settle(self) -> None:
-        for module in self._modules():
-            module.reshard()
+        self._weights.shard()
 
     def reset(self) -> None:
-        for module in self._modules():
-            for group in _groups(module):
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if getattr(parameter, "_unsharded_param", None) is not None:
-                        parameter._unsharded_param.grad = None
-        reset = getattr(self.model, "reset_iter_state", None)  # torch 2.13 and later
-        if reset is not None:
-            reset()
-        self.settle()
-
-
-def _groups(module: Any) -> Iterable[Any]:
-    state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 and later
-    if several is not None:
-        return several
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        self._weights.forget()
 
 
 def _check_group(group: Any) -> None:
@@ -176,6 +188,7 @@ class Replicated:
 
     lockstep: bool = False
     reduces: bool = False
+    gathered: bool = False
     param_dtypes: frozenset[torch.dtype] = frozenset()
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -196,10 +209,25 @@ class Replicated:
     def factor(self, *, mean: bool) -> float:
         return 1.0
 
-    def enter(self, changes: Changes) -> None:
+    def use(self, gather: Gather, changes: Changes) -> None:
+        pass
+
+    def held_bytes(self, gather: Gather) -> int:
+        return 0
+
+    def missing_bytes(self) -> int:
+        return 0
+
+    def whole_parameters(self) -> Iterable[nn.Parameter]:
+        return ()
+
+    def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
         pass
 
     def last(self) -> None:
+        pass
+
+    def reduce_held(self) -> None:
         pass
 
     def reduce(

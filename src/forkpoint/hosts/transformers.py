@@ -303,11 +303,11 @@ class TransformersHost:
         changes.set(vars(self), "_autocasts", covered.autocasts if covered else ())
         changes.replace_forward(self.causal, self._causal_forward)
         if self._group is not None:
-            self._group.enter(changes)
+            self._group.enter(changes, list(self._blocks.blocks))
             self._head.enter(changes)
         run_recurrences(self.causal, changes)
         if compiled and self.compiles:
-            self._blocks.enter(changes)
+            self._blocks.enter(changes, ranks=self._group is not None)
         changes.set(vars(self), "_changes", changes)
 
     @contextmanager

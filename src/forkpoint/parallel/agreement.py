@@ -13,6 +13,7 @@ from forkpoint.losses.base import Denominators
 from forkpoint.parallel.ranks import DataRanks
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.align_programs import align
+from forkpoint.plan.gathering import Gathering, RankCosts, choose_gathering
 from forkpoint.plan.program import Program
 from forkpoint.rollouts import RolloutBatch
 
@@ -28,6 +29,12 @@ class Proposal:
     program: Program = field(default_factory=Program)
     costs: tuple[float, ...] = ()
     """By microbatch: predicted."""
+    held: RankCosts | None = None
+    """Costs of both ways to hold weights; None where weights are not sharded."""
+    budget_bytes: int | None = None
+    """The memory budget that the program was planned for; None is no limit."""
+    compiler_failure: str | None = None
+    """Why this rank runs blocks eagerly that it was to compile."""
     trained_tokens: int = 0
     rollouts: int = 0
     groups: NDArray[np.uint64] | None = None
@@ -45,7 +52,9 @@ class Agreement:
     """The same on all ranks, but for `program`."""
 
     program: Program
-    """This rank's, in the common shape."""
+    """This rank's, in the common shape; its own where weights are gathered once a step."""
+    gathering: Gathering | None
+    """How weights are held; None where they are not sharded."""
     counts: Denominators
     """Of all ranks' rollouts as one batch."""
     split_groups: int
@@ -54,11 +63,15 @@ class Agreement:
     parts: tuple[RolloutBatch, ...] = ()
     """By rank, its rollouts, where the loss is computed from those of all ranks."""
 
-    def step(self, ranks: DataRanks, *, mean: bool, lockstep: bool) -> StepOfRanks:
-        """The step; with `mean` each rank's loss is its own, and in `lockstep` all ranks run
-        programs of one shape."""
+    @property
+    def lockstep(self) -> bool:
+        """Whether all ranks run programs of one shape."""
+        return self.gathering is not None and self.gathering.gather == "microbatch"
+
+    def step(self, ranks: DataRanks, *, mean: bool) -> StepOfRanks:
+        """The step; with `mean` each rank's loss is its own."""
         digest = ""
-        if lockstep:
+        if self.lockstep:
             shape = "".join(
                 f"{i.pass_index}{i.operation}{i.slot}{i.ends_at}{i.records};"
                 for i in self.program.instructions
@@ -66,12 +79,21 @@ class Agreement:
             digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
         trains = self.counts.tokens > 0
         return StepOfRanks(
-            ranks, trains=trains, mean=mean, lockstep=lockstep, digest=digest, parts=self.parts
+            ranks,
+            trains=trains,
+            mean=mean,
+            lockstep=self.lockstep,
+            digest=digest,
+            parts=self.parts,
         )
 
 
 def agreed(
-    proposals: Sequence[Proposal], index: int, names: Sequence[int], *, lockstep: bool
+    proposals: Sequence[Proposal],
+    index: int,
+    names: Sequence[int],
+    *,
+    gather: Literal["", "auto", "microbatch", "step"],
 ) -> Agreement:
     """The step that all ranks run.
 
@@ -79,8 +101,8 @@ def agreed(
         proposals: by rank.
         index: this rank's.
         names: by rank, its number in messages.
-        lockstep: whether ranks issue collectives in every forward and backward, so that their
-            programs need one common shape.
+        gather: as in the configuration; "" where weights are not sharded. Gathered for each
+            microbatch, programs need one common shape.
 
     Raises RankError, naming the rank, where one cannot run the step or calls something else.
     """
@@ -103,8 +125,15 @@ def agreed(
         )
     programs = [proposal.program for proposal in proposals]
     own = programs[index]
-    if lockstep and not refused:
-        own = align(programs, [proposal.costs for proposal in proposals])[index]
+    gathering = None
+    if gather and not refused:
+        aligned: Sequence[Program] = ()
+        if gather != "step":
+            aligned = align(programs, [proposal.costs for proposal in proposals])
+        costs = [proposal.held or RankCosts() for proposal in proposals]
+        gathering = choose_gathering(gather, aligned, costs, names)
+        if gathering.gather == "microbatch":
+            own = aligned[index]
     if not refused:
         _check_coupling(proposals)
     digests = [p.groups for p in proposals if p.groups is not None and len(p.groups)]
@@ -112,6 +141,7 @@ def agreed(
     distinct = len(np.unique(every))
     return Agreement(
         program=own,
+        gathering=gathering,
         counts=Denominators(
             tokens=float(sum(proposal.trained_tokens for proposal in proposals)),
             rollouts=float(sum(proposal.rollouts for proposal in proposals)),
@@ -177,3 +207,12 @@ def group_digests(batch: RolloutBatch) -> NDArray[np.uint64]:
         digest = hashlib.blake2b(content, digest_size=8).digest()
         found[number] = np.frombuffer(digest, np.uint64)[0]
     return found
+
+
+def least_budget(proposals: Sequence[Proposal]) -> int | None:
+    """The least memory budget of the ranks, where they differ; None where there is none or all
+    have the same."""
+    if any(proposal.error is not None for proposal in proposals):
+        return None
+    budgets = {proposal.budget_bytes for proposal in proposals}
+    return min(b for b in budgets if b is not None) if len(budgets) > 1 else None

@@ -26,7 +26,8 @@ def run_on_ranks(
     Args:
         ranks: those of the call; all of them come here.
         work: the call. If it raises, it has put everything back.
-        lockstep: whether ranks issue collectives in forwards and backwards.
+        lockstep: whether ranks issue collectives in forwards and backwards, unless weights are
+            gathered for the step.
         succeeded: whether the call has happened, although it raised.
 
     Raises what `work` does; in the place of a collective's error RankError, which names the rank
@@ -72,11 +73,16 @@ class _Call:
             if ranks.phase == "apart":
                 ranks.exchange(Proposal("", error=text))
                 ranks.phase = "told"
-            elif ranks.phase == "joined" and not self.lockstep and not of_backend(error):
+            elif self._comes_to_the_end() and not of_backend(error):
                 ranks.exchange((text, 0.0, ""))
                 ranks.phase = "told"
         except RuntimeError as other:  # of the backend: a rank is gone
             error.add_note(f"forkpoint: the other ranks could not be told: {described(other)}")
+
+    def _comes_to_the_end(self) -> bool:
+        """Whether the other ranks come to the step's end, whatever this one does."""
+        phase = self.ranks.phase
+        return phase == "alone" or (phase == "joined" and not self.lockstep)
 
     def caused_by(self, error: BaseException) -> str | None:
         """Message in the place of a collective's error; None for any other."""

@@ -12,12 +12,13 @@ from forkpoint.errors import RankError
 from forkpoint.parallel.watch import store_of
 
 T = TypeVar("T")
-Phase = Literal["apart", "exchanging", "joined", "told", "settled"]
+Phase = Literal["apart", "exchanging", "joined", "alone", "told", "settled"]
 """Where a rank is in a call.
 
 apart: before the first exchange; the others wait for it.
 exchanging: within an exchange, which others may have left.
 joined: all run the step, and will exchange once more at its end.
+alone: as joined, and no collective lies before that: weights are gathered for the step.
 told: all know how the call ends, or it has ended.
 settled: all know that no rank has failed, and take the step's gradients.
 """

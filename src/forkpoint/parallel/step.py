@@ -59,9 +59,10 @@ class StepOfRanks:
 
         Raises RankError where another rank has failed in the place of giving its own.
         """
+        before = self.ranks.phase
         found = self.ranks.exchange(values)
         failed = [n for n, each in enumerate(found) if isinstance(each, tuple)]
-        self.ranks.phase = "told" if failed else "joined"
+        self.ranks.phase = "told" if failed else before
         for n in failed:
             raise _failed(self.ranks.global_ranks[n], str(found[n][0]))  # pyright: ignore
         return found

@@ -10,10 +10,16 @@ from dataclasses import dataclass
 
 from forkpoint.plan import Plan
 from forkpoint.plan.align_programs import align
+from forkpoint.plan.gathering import (
+    Gathering,
+    RankCosts,
+    choose_gathering,
+    cost_of,
+    costs_of_rank,
+    meter_of,
+)
 from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.pricing.measured import MeasuredMeter
-from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter
-from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
+from forkpoint.plan.program import Program
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,9 @@ class RanksStep:
     """By rank: its own instructions."""
     slots: int
     """Instructions of the aligned programs."""
+    gathering: Gathering | None = None
+    """How ranks of fully_shard would hold weights, as far as all of them have room for both ways;
+    gathering has its price then, which `lockstep` and `once` do not count."""
 
     @property
     def mean(self) -> float:
@@ -54,7 +63,7 @@ def predict_step(plans: Sequence[Plan | None], calibration: Calibration | None =
     Raises:
         PlanError: there is no rank.
     """
-    meters = [plan and _meter(plan, calibration) for plan in plans]
+    meters = [plan and meter_of(plan, calibration) for plan in plans]
     programs = [plan.program if plan else Program() for plan in plans]
     costs = [
         [meter.forward(m) + meter.backward(m) for m in plan.microbatches] if plan and meter else []
@@ -69,24 +78,10 @@ def predict_step(plans: Sequence[Plan | None], calibration: Calibration | None =
             own.append(0.0)
             continue
         # Alone, a rank goes no further and computes nothing again but what its own plan says.
-        own.append(sum(_cost(plan, meter, i) for i in before.instructions))
+        own.append(sum(cost_of(plan, meter, i) for i in before.instructions))
         for at, instruction in enumerate(program.instructions):
             if not instruction.idle:
-                slowest[at] = max(slowest[at], _cost(plan, meter, instruction))
-    return RanksStep(sum(slowest), max(own), tuple(own), length)
-
-
-def _meter(plan: Plan, calibration: Calibration | None) -> Meter:
-    if plan.shape is None:
-        return TokenMeter()
-    labelled = [microbatch.labelled for microbatch in plan.microbatches]
-    if calibration is None:
-        return CountedMeter(plan, labelled)
-    return MeasuredMeter(calibration, plan, labelled)
-
-
-def _cost(plan: Plan, meter: Meter, instruction: Instruction) -> float:
-    microbatch = plan.microbatches[instruction.microbatch]
-    if instruction.operation == BACKWARD:
-        return meter.backward(microbatch)
-    return meter.forward(microbatch, boundary_only=instruction.ends_at != HEAD)
+                slowest[at] = max(slowest[at], cost_of(plan, meter, instruction))
+    shares = [costs_of_rank(plan, plan, calibration) if plan else RankCosts() for plan in plans]
+    gathering = choose_gathering("auto", aligned, shares)
+    return RanksStep(sum(slowest), max(own), tuple(own), length, gathering)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,7 +27,7 @@ from forkpoint.plan.program import (
 )
 from forkpoint.rollouts import RolloutBatch
 
-JSON_VERSION = 6
+JSON_VERSION = 7
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,10 @@ class PlanContents:
     """The calibration that the predictions are made from; without one they are counted."""
     candidates: tuple[Candidate, ...] = ()
     reason: str = ""
+    gather: Literal["", "microbatch", "step"] = ""
+    """How ranks hold sharded weights in the step (`Config.gather`); "" where weights are not
+    sharded, and before ranks have agreed on it."""
+    gather_reason: str = ""
 
     @property
     def fits(self) -> bool:

@@ -20,6 +20,9 @@ def explain(plan: PlanContents, *, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
     # No title of the table, which would be broken where the table ends.
     title = Text(f"plan: {plan.sharing} + {plan.boundary}, {plan.reason}")
+    if plan.gather:
+        how = "once a step" if plan.gather == "step" else "for each microbatch, in lockstep"
+        title.append(f"\nweights gathered {how}: {plan.gather_reason}")
     console.print(Group(title, _summary(plan), _candidates(plan), _microbatches(plan), _tree(plan)))
     output = console.file
     assert isinstance(output, io.StringIO)

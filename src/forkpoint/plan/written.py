@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 
 import numpy as np
 
-from forkpoint.config import Activations, Boundary, Checkpointing, LeafLayout, Sharing
+from forkpoint.config import Activations, Boundary, Checkpointing, Gather, LeafLayout, Sharing
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.layout import Microbatch, segment_widths
@@ -151,6 +151,8 @@ PLAN = record(
         "rests_on": text,
         "candidates": array(CANDIDATE),
         "reason": text,
+        "gather": one_of("", *get_args(Gather)),
+        "gather_reason": text,
     }
 )
 

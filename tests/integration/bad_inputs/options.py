@@ -231,6 +231,14 @@ OPTIONS = (
         remedy="Call wrap again; the model itself is unchanged.",
     ),
     option_kind(
+        "gather on a rank that has all weights",
+        lambda: policy().with_config(gather="step"),
+        message="gather is 'step', and this rank has all of the model's weights. Leave the option "
+        "out, or shard the model with fully_shard.",
+        means="gather says when ranks gather weights that fully_shard has sharded.",
+        remedy="Config() serves any model; see docs/ranks.md.",
+    ),
+    option_kind(
         "A scale that is NaN",
         lambda: policy().forward_backward(forked_batch(), GRPO, scale=float("nan")),
         message="scale is nan; it takes a finite number.",

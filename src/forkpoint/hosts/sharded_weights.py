@@ -1,0 +1,221 @@
+"""Weights that fully_shard keeps in parts: whole for one step, prefetched, and forgotten.
+
+torch's public methods serve where they say enough. What has to be put back as it was, and what is
+left of a step that has failed, is read from its objects: there is no other way.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from forkpoint.engine.changes import Changes
+from forkpoint.parallel.ranks import DataRanks
+
+AHEAD = 2
+"""Groups of weights that are being gathered while another is copied to its place."""
+
+
+class ShardedWeights:
+    """The weights of a model that torch's fully_shard holds."""
+
+    def __init__(self, model: FSDPModule, ranks: DataRanks) -> None:
+        self.model = model
+        self.ranks: DataRanks = ranks
+        self.gathered: bool = False
+        """Whether every weight is whole on this rank until the step ends."""
+
+    def modules(self) -> list[Any]:
+        """Its sharded modules, the outermost first."""
+        module = cast(nn.Module, self.model)
+        return [m for m in module.modules() if isinstance(m, FSDPModule)]
+
+    def groups(self) -> list[Any]:
+        """Groups of parameters that are gathered together, each once."""
+        found = chain.from_iterable(map(groups_of, self.modules()))
+        return list({id(group): group for group in found}.values())
+
+    def _trained(self) -> list[Any]:
+        parameters = chain.from_iterable(group.fsdp_params for group in self.groups())
+        return [p for p in parameters if p.sharded_param.requires_grad]
+
+    # Sizes
+    # ------------------------------------------------------------
+
+    def group_bytes(self) -> list[int]:
+        """By group: bytes of its whole weights, in the dtype that forwards have them in."""
+        return [
+            sum(_elements(p) * _dtype(p).itemsize for p in group.fsdp_params)
+            for group in self.groups()
+        ]
+
+    def missing_bytes(self) -> int:
+        """Bytes of the whole gradients that do not exist yet; until the reduction each rank has
+        them."""
+        return sum(
+            _elements(p) * _gradient_dtype(p).itemsize for p in self._trained() if not _has(p)
+        )
+
+    def whole(self) -> Iterator[nn.Parameter]:
+        """Whole parameters as far as they have been gathered before; memory comes and goes."""
+        for group in self.groups():
+            for parameter in group.fsdp_params:
+                found = getattr(parameter, "_unsharded_param", None)
+                if found is not None:
+                    yield found
+
+    # Whole for a step
+    # ------------------------------------------------------------
+
+    def gather(self, changes: Changes) -> None:
+        """Gather all weights, and keep them until the changes are undone. Collective.
+
+        From here to `reduce` forwards and backwards issue no collective, so that each rank runs
+        whatever it has to, in its own order.
+        """
+        root = cast(Any, self.model)._get_fsdp_state()
+        root._lazy_init()  # which changes what is put back below
+        changes.later(self.forget)
+        for group in self.groups():
+            changes.set(vars(group), "post_forward_mesh_info", None)
+            changes.set(vars(group), "reshard_after_backward", False)
+        under_way: deque[Any] = deque()
+        for module in self.modules():
+            under_way.append(module.unshard(async_op=True))
+            if len(under_way) > AHEAD:
+                under_way.popleft().wait()
+        for handle in under_way:
+            handle.wait()
+        self.gathered = True
+        self.ranks.phase = "alone"
+
+    def reduce(self) -> None:
+        """Reduce what the step's backwards have left on the ranks into `.grad`. Collective.
+
+        fully_shard does it, as in a backward that is the last. It reduces the gradients of a group
+        that are there, which must be the same on all ranks: where another rank has one this rank
+        adds zeros.
+        """
+        trained = self._trained()
+        own = [_has(parameter) for parameter in trained]
+        wanted = [any(column) for column in zip(*self.ranks.exchange(own), strict=True)]
+        self.ranks.phase = "settled"
+        for parameter, is_here, is_there in zip(trained, own, wanted, strict=True):
+            if is_there and not is_here:
+                _set_zeros(parameter)
+        self.model.set_requires_gradient_sync(True)
+        self.model.set_is_last_backward(True)
+        cast(Any, self.model)._get_fsdp_state()._root_post_backward_final_callback()
+
+    def forget(self) -> None:
+        """Drop gradients that were not reduced and all that a failed pass has left, and shard."""
+        for group in self.groups():
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if getattr(parameter, "_unsharded_param", None) is not None:
+                    parameter._unsharded_param.grad = None
+        reset = getattr(self.model, "reset_iter_state", None)  # torch 2.13 and later
+        if reset is not None:
+            reset()
+        else:
+            _reset(cast(Any, self.model)._get_fsdp_state(), self.modules())
+        self.gathered = False
+        self.shard()
+
+    def shard(self) -> None:
+        """Give every parameter the form in which the optimizer has it, unless weights stay whole
+        for a step."""
+        if self.gathered:
+            return
+        for group in self.groups():
+            # Gathered ahead and not used: the next forward would take it, after weights changed.
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+        for module in self.modules():
+            module.reshard()
+
+    # Gathered for each forward and backward
+    # ------------------------------------------------------------
+
+    def prefetch(self, blocks: Sequence[nn.Module], changes: Changes) -> None:
+        """Gather each block's weights while its neighbour runs, until the changes are undone.
+
+        By itself fully_shard remembers the order of the last forward for backwards, and forgets it
+        where backwards of other microbatches lie between. A module that users have given modules
+        to prefetch keeps these. Every forward runs all blocks; the head, which some leave out, is
+        not prefetched.
+        """
+        sharded = [block for block in blocks if isinstance(block, FSDPModule)]
+        for one, next_ in pairwise(sharded):
+            _prefetch(one, "_states_to_forward_prefetch", next_, changes)
+            _prefetch(next_, "_states_to_backward_prefetch", one, changes)
+
+
+def groups_of(module: Any) -> Iterable[Any]:
+    """The groups of parameters of one sharded module."""
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 and later
+    if several is not None:
+        return several
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _prefetch(module: FSDPModule, name: str, other: FSDPModule, changes: Changes) -> None:
+    state = cast(Any, module)._get_fsdp_state()
+    if getattr(state, name):
+        return
+    changes.set(vars(state), name, [])
+    if name == "_states_to_forward_prefetch":
+        module.set_modules_to_forward_prefetch([other])
+    else:
+        module.set_modules_to_backward_prefetch([other])
+
+
+def _has(parameter: Any) -> bool:
+    """Whether backwards have left a gradient of this parameter that was not reduced."""
+    if parameter.unsharded_accumulated_grad is not None:
+        return True
+    whole = getattr(parameter, "_unsharded_param", None)
+    return whole is not None and whole.grad is not None
+
+
+def _set_zeros(parameter: Any) -> None:
+    zeros = torch.zeros_like(parameter._unsharded_param)
+    if parameter.reduce_dtype is None or parameter.reduce_dtype == zeros.dtype:
+        parameter._unsharded_param.grad = zeros
+    else:
+        parameter.unsharded_accumulated_grad = zeros.to(parameter.reduce_dtype)
+
+
+def _elements(parameter: Any) -> int:
+    return int(parameter._orig_size.numel())
+
+
+def _dtype(parameter: Any) -> torch.dtype:
+    return parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+
+
+def _gradient_dtype(parameter: Any) -> torch.dtype:
+    return parameter.mp_policy.reduce_dtype or _dtype(parameter)
+
+
+def _reset(root: Any, modules: list[Any]) -> None:
+    """Do as `reset_iter_state`, for torch before 2.13."""
+    context, common = root._state_ctx, root._comm_ctx
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+    common.all_gather_state = None
+    common.post_forward_order.clear()
+    if hasattr(common, "reduce_scatter_state"):
+        common.reduce_scatter_state = None
+    idle = type(root._training_state).IDLE
+    for module in modules:
+        module._get_fsdp_state()._training_state = idle
+        for group in groups_of(module):
+            group._training_state = idle
+            group._post_forward_indices.clear()
+            group._post_reduce_event = None

@@ -1,0 +1,164 @@
+"""The choice of how ranks hold sharded weights in a step, from what is predicted of both ways.
+
+In lockstep weights are gathered for each forward and backward, which all ranks run together: each
+instruction takes as long as on the slowest rank, and no less than gathering takes. Gathered once,
+ranks wait for one another at the end alone, and whole weights take memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from forkpoint.config import Gather
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.measured import MeasuredMeter
+from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, CountedMeter, Meter, TokenMeter
+from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
+
+GATHER_TOKENS = 2048
+"""How many tokens' forward takes as long as gathering all weights once.
+
+A token's forward takes 2 FLOPs for each weight, and gathering moves 2 bytes for it: so this is the
+FLOPs that a rank computes while a byte arrives. At 500 TFLOPS it stands for 244 GB/s, about what
+GPUs of one host gather at. It was not measured.
+"""
+NOISE = 0.005
+"""Gathering for each microbatch takes less memory, and is preferred within so much."""
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """Predicted costs of one rank's microbatches, in a unit that all ranks share."""
+
+    forward: tuple[float, ...] = ()
+    """By microbatch."""
+    backward: tuple[float, ...] = ()
+    tokens: int = 0
+    """Of all microbatches, short ones counted as what they take."""
+    once: float | None = 0.0
+    """Its whole step where weights are gathered once; None where that is not possible."""
+    why_not: str = ""
+    """Why it is not."""
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """How ranks hold weights in one step, and why."""
+
+    gather: Gather
+    reason: str
+
+
+def choose_gathering(
+    asked: Literal["auto", "microbatch", "step"],
+    aligned: Sequence[Program],
+    costs: Sequence[RankCosts],
+    names: Sequence[int] | None = None,
+) -> Gathering:
+    """The way to hold weights that takes less time, of those that fit on every rank.
+
+    Args:
+        asked: of the configuration, the same on all ranks.
+        aligned: by rank, programs of one common shape; not read where `asked` is not "auto".
+        costs: by rank.
+        names: by rank, its number in messages; by default its index.
+
+    It depends on the arguments alone, so that ranks that have exchanged them agree.
+    """
+    if asked != "auto":
+        return Gathering(asked, "as asked")
+    for rank, cost in enumerate(costs):
+        if cost.once is None:
+            name = rank if names is None else names[rank]
+            return Gathering("microbatch", f"rank {name}: {cost.why_not}")
+    lockstep, once, own = predicted(aligned, costs)
+    idle = 1 - own / lockstep if lockstep else 0.0
+    if once < lockstep * (1 - NOISE):
+        return Gathering(
+            "step",
+            f"predicted {lockstep / once:.2f}x faster than lockstep, of which ranks would idle or "
+            f"wait {idle:.0%}",
+        )
+    gain = once / lockstep if lockstep else 1.0
+    return Gathering(
+        "microbatch",
+        f"predicted {gain:.2f}x faster than gathered once a step; ranks idle or wait {idle:.0%}",
+    )
+
+
+def predicted(aligned: Sequence[Program], costs: Sequence[RankCosts]) -> tuple[float, float, float]:
+    """Costs of a step in lockstep, gathered once, and the mean of the ranks' own work.
+
+    An idle instruction is free, because there is always a rank that does not idle it.
+    """
+    gathering = gathering_cost(costs)
+    length = len(aligned[0].instructions)
+    slowest = [gathering] * length
+    for program, cost in zip(aligned, costs, strict=True):
+        for at, instruction in enumerate(program.instructions):
+            if not instruction.idle:
+                by = cost.backward if instruction.operation == BACKWARD else cost.forward
+                slowest[at] = max(slowest[at], by[instruction.microbatch])
+    own = [cost.once or 0.0 for cost in costs]
+    # Weights before the step and gradients after it: what lockstep hides behind computation.
+    return sum(slowest), max(own) + 2 * gathering, sum(own) / len(own)
+
+
+def gathering_cost(costs: Sequence[RankCosts]) -> float:
+    """Cost of gathering all weights once, in the unit of the costs."""
+    tokens = sum(cost.tokens for cost in costs)
+    forward = sum(sum(cost.forward) for cost in costs)
+    return GATHER_TOKENS * forward / tokens if tokens else 0.0
+
+
+def costs_of_rank(
+    plan: Plan,
+    once: Plan | None,
+    calibration: Calibration | None = None,
+    *,
+    scores: bool = False,
+    why_not: str = "",
+) -> RankCosts:
+    """Costs of a rank's plans, which it tells the others.
+
+    Args:
+        plan: for weights that are gathered for each microbatch.
+        once: for weights that are gathered once a step; None where there is none.
+        calibration: that the plans were priced with, if any.
+        scores: whether forwards alone run.
+        why_not: why there is none.
+    """
+    meter = meter_of(plan, calibration)
+    whole = None
+    if once is not None:
+        own = meter if once is plan else meter_of(once, calibration)
+        program = once.score_program if scores else once.program
+        whole = sum(cost_of(once, own, i) for i in program.instructions)
+    return RankCosts(
+        forward=tuple(meter.forward(m) for m in plan.microbatches),
+        backward=() if scores else tuple(meter.backward(m) for m in plan.microbatches),
+        tokens=sum(max(m.run_tokens, EFFICIENT_TOKENS) for m in plan.microbatches),
+        once=whole,
+        why_not=why_not,
+    )
+
+
+def meter_of(plan: Plan, calibration: Calibration | None) -> Meter:
+    """The prices of a plan's microbatches."""
+    if plan.shape is None:
+        return TokenMeter()
+    labelled = [microbatch.labelled for microbatch in plan.microbatches]
+    if calibration is None:
+        return CountedMeter(plan, labelled)
+    return MeasuredMeter(calibration, plan, labelled)
+
+
+def cost_of(plan: Plan, meter: Meter, instruction: Instruction) -> float:
+    """Predicted cost of one instruction, without copies to the host's memory."""
+    if instruction.idle:
+        return 0.0
+    microbatch = plan.microbatches[instruction.microbatch]
+    if instruction.operation == BACKWARD:
+        return meter.backward(microbatch)
+    return meter.forward(microbatch, boundary_only=instruction.ends_at != HEAD)

@@ -1,0 +1,404 @@
+"""Sharded weights gathered once a step: exact, without collectives, chosen alike on all ranks."""
+
+import os
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import RankFailed, run_ranks
+from scenarios_of_ranks import (
+    BAR,
+    DEEP,
+    UNEQUAL,
+    Scenario,
+    compared,
+    distance,
+    gradients,
+    group,
+    hybrid_mesh,
+    model_of,
+    on_ranks,
+    sharded,
+)
+from test_ranks import SCENARIOS
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import forkpoint
+from forkpoint import Config, RolloutBatch
+from forkpoint.engine.memory import MemoryBudgets
+from forkpoint.errors import ConfigError, ForkpointError, RankError
+from forkpoint.hosts.sharded_weights import ShardedWeights
+from forkpoint.losses import GRPO, GSPO
+from forkpoint.parallel import watch
+from lanes import slow_besides
+from strategies import batches
+
+NAMES = [name for name in SCENARIOS if name.startswith("fully_shard")]
+IN_CORE = ("fully_shard, a rank without rollouts", "fully_shard, accumulated", "fully_shard, LoRA")
+
+
+@pytest.mark.parametrize("name", slow_besides(IN_CORE, NAMES))
+def test_gradients_are_those_of_one_process(name: str) -> None:
+    for rank in run_ranks(2, compared, replace(SCENARIOS[name], gather="step")):
+        assert rank["gather"] == "step"
+        assert rank["error"] < BAR, rank
+        assert rank["loss"] < BAR
+        assert rank["tokens"][0] == rank["tokens"][1]
+
+
+def divided(model: Any) -> nn.Module:
+    model = sharded(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(3.0)
+    return model
+
+
+def in_hybrid_mesh(model: Any) -> nn.Module:
+    return sharded(model, mesh=hybrid_mesh())
+
+
+@pytest.mark.slow
+def test_factors_that_users_set_are_kept() -> None:
+    for gather in ("step", "microbatch"):
+        for rank in run_ranks(2, compared, Scenario(wrap=divided, gather=gather)):  # type: ignore[arg-type]
+            assert rank["error"] < BAR, rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [GRPO(clip=0.2), GSPO()], ids=["one pass", "two passes"])
+def test_four_ranks_of_a_hybrid_mesh(loss: Any) -> None:
+    rollouts = (*UNEQUAL, [], group(7, 4, 11, 6))
+    scenario = Scenario(wrap=in_hybrid_mesh, rollouts=rollouts, loss=loss, gather="step")
+    for rank in run_ranks(4, compared, scenario):
+        assert rank["gather"] == "step" and rank["error"] < BAR, rank
+
+
+# Random forests
+# ------------------------------------------------------------
+
+
+def drawn(count: int) -> list[tuple[RolloutBatch, RolloutBatch, Config]]:
+    """Batches of two ranks, and how both are planned."""
+    found = []
+    configs = st.builds(
+        Config,
+        sharing=st.sampled_from(("group", "tree")),
+        boundary=st.sampled_from(("mixed", "across")),
+        max_microbatch_tokens=st.integers(5, 40),
+        activations=st.sampled_from(("keep", "recompute")),
+    )
+    each = batches(max_rollouts=6, max_tokens=24)
+
+    @settings(max_examples=count, derandomize=True, database=None, deadline=None)
+    @given(case=st.tuples(each, each, configs))
+    def collect(case: tuple[RolloutBatch, RolloutBatch, Config]) -> None:
+        found.append(case)
+
+    collect()
+    return found
+
+
+def all_compared(cases: list[Any]) -> list[float]:
+    errors = []
+    for number, (*own, config) in enumerate(cases):
+        rollouts = tuple(
+            [replace(r, rollout_id=f"{rank}/{n}") for n, r in enumerate(batch.rollouts)]
+            for rank, batch in enumerate(own)
+        )
+        gather = ("step", "microbatch")[number % 2]
+        found = compared(Scenario(rollouts=rollouts, config=config, gather=gather))  # type: ignore[arg-type]
+        errors.append(max(found["error"], found["loss"]))
+    return errors
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_random_forests(count: int) -> None:
+    cases = drawn(count)
+    for errors in run_ranks(2, all_compared, cases, limit_s=40 + 5 * count):
+        assert len(errors) == len(cases) and max(errors) < BAR, errors
+
+
+# Collectives
+# ------------------------------------------------------------
+
+COLLECTIVES = {
+    "all_gather_single": "gather",
+    "all_gather_into_tensor": "gather",  # torch before 2.13
+    "reduce_scatter_single": "reduce",
+    "reduce_scatter_tensor": "reduce",
+    "all_reduce": "all-reduce",
+}
+
+
+@contextmanager
+def counted(counts: Counter[str]) -> Iterator[None]:
+    """Count collectives of weights and gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, kind in COLLECTIVES.items():
+            real = getattr(dist, name, None)
+            if real is None:
+                continue
+
+            def call(*args: Any, _name: str = kind, _real: Any = real, **options: Any) -> Any:
+                counts[_name] += 1
+                return _real(*args, **options)
+
+            patch.setattr(dist, name, call)
+        yield
+
+
+def collectives(gather: Any) -> tuple[dict[str, int], dict[str, int], int]:
+    """Those of a step, those within its program, and the number of FSDP's groups."""
+    model = sharded(model_of(Scenario()))
+    policy = on_ranks(model, replace(DEEP, self_check=False), gather)
+    counts: Counter[str] = Counter()
+    seen: list[Counter[str]] = []
+    policy.observer = lambda _: seen.append(counts.copy())
+    with counted(counts):
+        policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO(clip=0.2))
+    return (
+        dict(counts),
+        dict(seen[-1] - seen[0]),
+        sum(isinstance(m, FSDPModule) for m in model.modules()),
+    )
+
+
+def test_a_step_issues_no_collective_between_its_first_and_its_last() -> None:
+    for every, within, groups in run_ranks(2, collectives, "step"):
+        assert within == {}
+        assert every == {"gather": groups, "reduce": groups}
+    for every, within, groups in run_ranks(2, collectives, "microbatch"):
+        assert within["gather"] > groups  # they are counted
+        assert every["reduce"] == groups
+
+
+def not_reduced() -> dict[str, Any]:
+    """The negative control: a rank adds no zeros for gradients that others have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forkpoint.hosts.sharded_weights._set_zeros", lambda parameter: None)
+        return compared(replace(SCENARIOS["fully_shard, a rank without rollouts"], gather="step"))
+
+
+@pytest.mark.slow
+def test_without_zeros_for_missing_gradients_ranks_fail() -> None:
+    with pytest.raises(RankFailed):
+        run_ranks(2, not_reduced, limit_s=20)
+
+
+# Prefetching in lockstep
+# ------------------------------------------------------------
+
+
+def prefetched() -> tuple[list[int], list[int], list[list[Any]]]:
+    """Modules that blocks prefetch within a step, and after it; the user has set one of them."""
+    model: Any = sharded(model_of(Scenario()))
+    blocks = list(model.model.layers)
+    blocks[0].set_modules_to_forward_prefetch([blocks[1]])
+    kept = blocks[0]._get_fsdp_state()._states_to_forward_prefetch
+    policy = on_ranks(model, DEEP)
+    states = [block._get_fsdp_state() for block in blocks]
+    within: list[list[int]] = []
+
+    def look(_: str) -> None:
+        within.append([len(s._states_to_forward_prefetch) for s in states])
+        within.append([len(s._states_to_backward_prefetch) for s in states])
+
+    policy.observer = look
+    policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
+    assert states[0]._states_to_forward_prefetch is kept
+    after = [
+        [len(s._states_to_forward_prefetch), len(s._states_to_backward_prefetch)] for s in states
+    ]
+    return within[0], within[1], after
+
+
+def test_blocks_are_prefetched_in_both_directions_and_options_put_back() -> None:
+    for forward, backward, after in run_ranks(2, prefetched):
+        blocks = len(forward)
+        assert forward == [1] * (blocks - 1) + [0]
+        assert backward == [0] + [1] * (blocks - 1)
+        assert after == [[1, 0]] + [[0, 0]] * (blocks - 1)
+
+
+# Failures
+# ------------------------------------------------------------
+
+
+def fails() -> None:
+    raise MemoryError("of the test")
+
+
+def interrupts() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Failing(GRPO):
+    """A loss that fails on rank 0, once."""
+
+    failed = False
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        if dist.get_rank() == 0 and not type(self).failed:
+            type(self).failed = True
+            raise ValueError("of the loss")
+        return super().__call__(outputs, batch)
+
+
+def step_after_a_failure(where: str) -> tuple[str, float, bool]:
+    model: Any = model_of(Scenario())
+    failing = [where == "forward" or where == "interrupt"]
+
+    def hook(*_: Any) -> None:
+        if dist.get_rank() == 0 and torch.is_grad_enabled() and failing[0]:
+            interrupts() if where == "interrupt" else fails()
+
+    model.model.layers[1].register_forward_pre_hook(forkpoint.testing.Watching(hook))
+    policy = on_ranks(sharded(model), replace(DEEP, self_check=False), "step")
+    own = RolloutBatch(UNEQUAL[dist.get_rank()])
+    try:
+        policy.forward_backward(own, Failing(clip=0.2) if where == "loss" else GRPO(clip=0.2))
+    except (MemoryError, ValueError, KeyboardInterrupt, ForkpointError, RankError) as error:
+        found = f"{type(error).__name__}: {error}"
+    else:
+        found = ""
+    failing[0] = False
+    untouched = all(p.grad is None for p in model.parameters())
+    policy.forward_backward(own, GRPO(clip=0.2))
+    policy.score(own)
+    alone = forkpoint.wrap(model_of(Scenario()), DEEP)
+    alone.forward_backward(RolloutBatch([r for part in UNEQUAL for r in part]), GRPO(clip=0.2))
+    names = [name for name, _ in alone.host.model.named_parameters()]
+    return found, distance(gradients(model), gradients(alone.host.model), names), untouched
+
+
+@pytest.mark.parametrize("where", ["loss", "forward", "interrupt"])
+def test_the_next_step_works_after_a_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "POLL_S", 0.1)
+    first, second = run_ranks(2, step_after_a_failure, where)
+    said = {"loss": "ValueError", "forward": "MemoryError", "interrupt": "KeyboardInterrupt"}
+    assert first[0].startswith(said[where])
+    assert "rank 0 failed in this step" in second[0] and said[where] in second[0]
+    for _, error, untouched in (first, second):
+        assert untouched and error < 1e-8  # norms compute in float32
+
+
+# The choice
+# ------------------------------------------------------------
+
+
+def chosen(budgets: tuple[int | None, ...], config: Config) -> tuple[str, str, int | None]:
+    """How weights were held, why, and the budget that was kept to."""
+    rank = dist.get_rank()
+
+    def own(self: MemoryBudgets, host: Any, config: Config) -> int | None:
+        return budgets[rank]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryBudgets, "_own", own)
+        policy = forkpoint.wrap(sharded(model_of(Scenario())), config)
+        stats = policy.forward_backward(RolloutBatch(UNEQUAL[rank]), GRPO())
+        plan = stats.plan
+        again = policy.forward_backward(RolloutBatch(UNEQUAL[rank]), GRPO()).plan
+    assert (again.gather, again.memory_budget_bytes) == (plan.gather, plan.memory_budget_bytes)
+    said = f"weights gathered {'once a step' if plan.gather == 'step' else 'for each'}"
+    assert said in plan.explain() and plan.gather_reason in plan.explain(width=300)
+    return plan.gather, plan.gather_reason, plan.memory_budget_bytes
+
+
+def test_ranks_keep_to_the_least_budget_and_choose_alike() -> None:
+    roomy, tight = 1 << 30, 700_000
+    found = run_ranks(2, chosen, (roomy, None), DEEP)
+    assert set(found) == {("step", found[0][1], roomy)}
+    assert "faster than lockstep" in found[0][1]
+    found = run_ranks(2, chosen, (roomy, tight), DEEP)
+    assert {rank[2] for rank in found} == {tight}
+
+
+def whole_weights_bytes() -> int:
+    weights = ShardedWeights(sharded(model_of(Scenario())), None)  # type: ignore[arg-type]
+    return sum(weights.group_bytes())
+
+
+def test_whole_weights_count_against_the_budget() -> None:
+    nbytes = max(run_ranks(2, whole_weights_bytes))
+    found = run_ranks(2, chosen, (nbytes // 4, nbytes // 4), DEEP)
+    assert {rank[0] for rank in found} == {"microbatch"}
+    assert all("whole weights" in rank[1] and "memory budget" in rank[1] for rank in found)
+
+
+def asked_differently() -> str:
+    policy = on_ranks(
+        sharded(model_of(Scenario())), DEEP, "step" if dist.get_rank() else "microbatch"
+    )
+    with pytest.raises(RankError) as caught:
+        policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
+    return str(caught.value)
+
+
+def test_ranks_that_ask_for_different_ways_are_refused() -> None:
+    for said in run_ranks(2, asked_differently):
+        assert "do not call the same" in said and "gather='step'" in said
+
+
+def test_a_model_that_is_whole_is_not_gathered() -> None:
+    with pytest.raises(ConfigError, match="gather is 'step', and this rank has all"):
+        forkpoint.wrap(model_of(Scenario()), Config(gather="step"))
+
+
+# Compiled blocks
+# ------------------------------------------------------------
+
+
+def compiled(gather: Any, fails_on: int | None) -> tuple[dict[str, Any], str | None]:
+    """A step compiled without generating code; on one rank the compiler may fail."""
+    warnings.simplefilter("ignore")  # what the compiler looks at warns
+    real = torch.compile
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        if dist.get_rank() == fails_on:
+            raise RuntimeError("no such kernel")
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def traced(function: Any, *, dynamic: bool, options: Any) -> Any:
+        return real(function, dynamic=dynamic, backend=backend)
+
+    failures = []
+
+    def watched(model: nn.Module, config: Config, gather: Any) -> forkpoint.Policy:
+        policy = on_ranks(model, config, gather)
+        failures.append(policy.host.compiling)
+        return policy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", traced)
+        patch.setattr("scenarios_of_ranks.on_ranks", watched)
+        config = replace(DEEP, compile_blocks=True)
+        found = compared(Scenario(config=config, gather=gather, steps=2))
+    return found, failures[0].failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+def test_compiled_blocks(gather: str) -> None:
+    for found, failure in run_ranks(2, compiled, gather, None, limit_s=240):
+        assert found["error"] < BAR and failure is None, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+def test_a_compiler_that_fails_on_one_rank_is_told_on_all(gather: str) -> None:
+    first, second = run_ranks(2, compiled, gather, 1, limit_s=240)
+    assert first[0]["error"] < BAR and second[0]["error"] < BAR
+    assert "no such kernel" in second[1]
+    assert first[1].startswith("on rank 1: ") and "no such kernel" in first[1]
