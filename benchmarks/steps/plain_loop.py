@@ -24,9 +24,9 @@ from forkpoint.cli.options import Count, Flag
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.losses import GRPO
-from forkpoint.policy import wrap
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.traces import load_rollouts
+from forkpoint.wrapping import wrap
 
 BATCHES = (
     # prompt, response and rollouts of one group each

@@ -14,8 +14,9 @@ from benchmarks.timing import quantile
 from forkpoint.config import Config
 from forkpoint.losses import GRPO
 from forkpoint.plan import Plan
-from forkpoint.policy import Policy, StepStats, wrap
+from forkpoint.policy import Policy, StepStats
 from forkpoint.rollouts import RolloutBatch
+from forkpoint.wrapping import wrap
 
 # What the planner is not given of the device: allocations of kernels, the compiler's workspaces,
 # what the allocator cannot use for being in pieces.

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from forkpoint.policy import Scores as Scores
     from forkpoint.policy import StepOutcome as StepOutcome
     from forkpoint.policy import StepStats as StepStats
-    from forkpoint.policy import wrap as wrap
     from forkpoint.verify import VerifyReport as VerifyReport
+    from forkpoint.wrapping import wrap as wrap
 
 __version__ = "0.1.0"
 
@@ -68,7 +68,7 @@ _LAZY = {
     "StepStats": "forkpoint.policy",
     "VerifyReport": "forkpoint.verify",
     "place": "forkpoint.placement",
-    "wrap": "forkpoint.policy",
+    "wrap": "forkpoint.wrapping",
 }
 
 

@@ -20,6 +20,11 @@ from forkpoint.errors import UnsupportedError
 Weights = dict[str, Tensor | None]
 
 
+def sizes_of(weights: Weights) -> list[float]:
+    """The norm of each of the weights; ranks with the same batch have the same."""
+    return [0.0 if w is None else float(w.double().norm()) for w in weights.values()]
+
+
 class Pending:
     """A backward that is to come: what it needs, and whether it may still run.
 

@@ -21,6 +21,7 @@ from forkpoint.parallel.agreement import (
     least_budget,
 )
 from forkpoint.parallel.call import run_on_ranks
+from forkpoint.parallel.copies import contents_of
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan import Plan
 from forkpoint.plan.gathering import costs_of_rank
@@ -70,6 +71,7 @@ class JointStep:
         loss: object = None,
         scores: bool = False,
         sampled: bool = True,
+        numbers: Callable[[Looked], Sequence[float]] = lambda _: (),
     ) -> Looked:
         """Agree on a step with the other ranks, if there are any. Collective.
 
@@ -81,6 +83,7 @@ class JointStep:
             loss: of `forward_backward`. A function's gradients are averaged over the ranks.
             scores: whether forwards alone run.
             sampled: whether the model is compared with the stock model where that is due.
+            numbers: what ranks with the same batch have in common besides it, but for rounding.
 
         Returns the values of `looked_at`. Raises its error, or RankError for that of another rank.
         """
@@ -89,7 +92,7 @@ class JointStep:
             found = looked_at()
             self._batch, self._fingerprint = batch if sampled else None, found[1]
             return found
-        gather = self.config.gather if group.lockstep else ""
+        gather = self.config.gather if group.gathers else "microbatch" if group.lockstep else ""
         call = f"{call}, gather={gather!r}" if gather else call
         ranks = group.ranks
         while True:
@@ -97,6 +100,8 @@ class JointStep:
             proposal, once = self._proposal(
                 call, found, batch, loss=loss, scores=scores, sampled=sampled
             )
+            if ranks.shares_batches:
+                proposal = replace(proposal, contents=contents_of(batch, found[0], numbers(found)))
             proposals = ranks.exchange(proposal)
             least = least_budget(proposals)
             if least is None:
@@ -106,7 +111,13 @@ class JointStep:
             self.ways.budgets.agree(self.config, least)
         ranks.phase = "joined"
         try:
-            self.agreement = agreed(proposals, ranks.index, ranks.global_ranks, gather=gather)
+            self.agreement = agreed(
+                proposals,
+                ranks.index,
+                ranks.global_ranks,
+                gather=gather,
+                batches=ranks.batches if ranks.shares_batches else None,
+            )
         except ForkpointError:  # the same on all ranks
             ranks.phase = "told"
             raise
@@ -137,7 +148,7 @@ class JointStep:
         if isinstance(loss, Loss) and loss.decomposition == "joint" and not gathers:
             couples = coupled(loss.coupling(batch), batch)
         once, held = None, None
-        if self.host.group.lockstep:
+        if self.host.group.gathers:
             once, why_not = self.ways.once(plan)
             calibration = self.ways.calibration()
             held = costs_of_rank(plan, once, calibration, scores=scores, why_not=why_not)
@@ -159,9 +170,9 @@ class JointStep:
 
     def _chosen(self, plan: Plan, once: Plan | None, scores: bool) -> Plan:
         """The plan for the way to hold weights that was agreed on; `agreement.program` runs."""
-        assert self.agreement is not None
+        assert self.agreement is not None and self.host.group is not None
         gathering = self.agreement.gathering
-        if gathering is None:
+        if gathering is None or not self.host.group.gathers:
             return plan
         if gathering.gather == "step":
             plan = once or plan

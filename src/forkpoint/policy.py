@@ -7,17 +7,17 @@ from functools import partial
 from typing import Literal, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forkpoint.config import Config
-from forkpoint.differentiable import Differentiable, Pending, Weights
+from forkpoint.differentiable import Differentiable, Pending, Weights, sizes_of
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step
 from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.engine.host import Host
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
-from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.joint_steps import JointStep, kind_of, run_joint_step
 from forkpoint.kept import Kept
 from forkpoint.losses.base import (
@@ -48,6 +48,11 @@ class Policy:
             raise ConfigError(
                 f"gather is {config.gather!r}, and this rank has all of the model's weights. Leave "
                 "the option out, or shard the model with fully_shard."
+            )
+        if config.gather == "step" and isinstance(host.group, ModelParallel):
+            raise ConfigError(
+                "gather is 'step', and transformers has split the model over ranks: its own "
+                "collectives lie within forwards, so ranks run in lockstep. Leave the option out."
             )
         if sharded and config.grad_accumulation_dtype == "float32":
             raise ConfigError(
@@ -199,7 +204,9 @@ class Policy:
         again = None if plan else partial(self._planned, batch, loss)
         joint = self._joint(step, again, training=True)
         call = f"forward_backward of {kind_of(loss)}, denominators={denominators}"
-        plan, _, known, factor = joint.agree(call, batch, looked_at, loss=loss)
+        plan, _, known, factor = joint.agree(
+            call, batch, looked_at, loss=loss, numbers=lambda found: found[3:]
+        )
         counted = denominators or batch_denominators(batch)
         if joint.agreement is not None and self.host.group is not None:
             mean = not isinstance(loss, Loss)
@@ -295,7 +302,9 @@ class Policy:
 
             joint = self._joint(step, training=True)
             call = f"backward of logprobs, entropies {'entropies' in weights}"
-            aligned, _ = joint.agree(call, batch, looked_at, sampled=False)
+            aligned, _ = joint.agree(
+                call, batch, looked_at, sampled=False, numbers=lambda _: sizes_of(weights)
+            )
             if joint.agreement is not None:
                 aligned = replace(aligned, program=joint.agreement.program)
             step.notes = True
@@ -389,6 +398,12 @@ class Policy:
 
         See `forkpoint.verify.verify`.
         """
+        if isinstance(self.host.group, ModelParallel):
+            raise UnsupportedError(
+                "verify makes a whole copy of the model on every rank, which has not been shown "
+                "exact for models that transformers splits over ranks. Verify a model of its "
+                "shape, of few layers if need be, loaded without tp_size and ep_size."
+            )
         self._check_batch(batch)
         return verify(
             self,
@@ -441,30 +456,6 @@ class Policy:
         if loss is not None and loss.decomposition != "token":
             plan.check_coupling(batch, loss.coupling(batch))
         return plan
-
-
-def wrap(model: nn.Module, config: Config | None = None) -> Policy:
-    """Make a policy of a model, which stays usable as before.
-
-    Args:
-        model: a supported transformers model, already initialised and on its device, or a peft
-            model around one; or a critic, a token classifier of a supported family with one label.
-        config: how batches are planned and run.
-
-    Raises:
-        UnsupportedError: the model has not been shown exact; the message names what is in the way.
-        ConfigError: the configuration is no Config, or has sizes that no model can have.
-
-    Nothing of the model is changed but while a step runs, so there is nothing to undo: drop the
-    policy and the model is as it was.
-    """
-    config = Config() if config is None else config
-    if not isinstance(config, Config):
-        raise ConfigError(
-            f"config is {short(config)} of type {type(config).__name__}; it takes a "
-            "forkpoint.Config, such as Config(sharing='tree'), or None."
-        )
-    return Policy(TransformersHost(model, compile_blocks=config.compile_blocks), config)
 
 
 def _finite(scale: object) -> float:

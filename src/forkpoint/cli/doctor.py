@@ -160,9 +160,9 @@ def self_test(*, compile_blocks: bool) -> SelfTest:
 
     from forkpoint.config import Config
     from forkpoint.losses import GRPO
-    from forkpoint.policy import wrap
     from forkpoint.rollouts import RolloutBatch
     from forkpoint.testing import tiny_model
+    from forkpoint.wrapping import wrap
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny_model("qwen3", dtype=torch.float32 if compile_blocks else torch.float64)

@@ -81,7 +81,7 @@ class Verify:
         with out.waiting("making the model"):
             from forkpoint.cli.models import load_model, out_of_memory_explained
             from forkpoint.environment import versions
-            from forkpoint.policy import wrap
+            from forkpoint.wrapping import wrap
 
             # Before a large model is loaded for a file that the loss cannot use.
             loss = objective.make()

@@ -26,10 +26,11 @@ from forkpoint.demo.sampling import Sampled, sample
 from forkpoint.demo.task import make_prompt, reward
 from forkpoint.forest import IntArray
 from forkpoint.losses import GRPO
-from forkpoint.policy import Policy, StepStats, wrap
+from forkpoint.policy import Policy, StepStats
 from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.synthetic import normalised
 from forkpoint.verify import VerifyReport
+from forkpoint.wrapping import wrap
 
 ENTROPY_BONUS = 0.03
 """GRPO's entropy coefficient. It slows the policy's way to one word over and over, where responses

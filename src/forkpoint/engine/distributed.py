@@ -21,11 +21,17 @@ class Distributed(Protocol):
     lockstep: bool
     """Whether it issues collectives in forwards and backwards, so that all ranks run the same,
     unless weights are gathered for the step."""
+    gathers: bool
+    """Whether weights can be gathered for a whole step."""
     reduces: bool
     """Whether backwards reduce gradients; otherwise `reduce` does so after them."""
 
     param_dtypes: frozenset[torch.dtype]
     """Dtypes that parameters are cast to for forwards; empty where they are used as they are."""
+
+    def apart(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of the parameters whose gradients `reduce` sums, once all backwards are done."""
+        ...
 
     def factor(self, *, mean: bool) -> float:
         """A factor for this rank's loss, with which gradients become the sum over ranks of those

@@ -157,11 +157,11 @@ class Engine:
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
         group = self.host.group
         wide = self.config.grad_accumulation_dtype == "float32"
-        apart = wide or (group is not None and not group.reduces)
+        apart = parameters if wide else group.apart(parameters) if group is not None else []
         guard = step.guard = GradientGuard(
             parameters,
             restore=self.config.restore_grads,
-            sums=GradientSums(parameters, wide=wide) if apart else None,
+            sums=GradientSums(apart, wide=wide) if apart else None,
         )
         if group is not None:
             guard.reset = group.reset
@@ -202,7 +202,7 @@ class Engine:
             add_zero_gradients(self.host, guard)
         if group is not None and guard.sums is not None:
             mean = self.ranks is not None and self.ranks.mean
-            guard.sums.reduce(partial(group.reduce, parameters=guard.parameters, mean=mean))
+            guard.sums.reduce(partial(group.reduce, parameters=guard.sums.parameters, mean=mean))
         guard.add_sums()
 
     def _prepare(self, plan: Plan, batch: RolloutBatch) -> list[MicrobatchInputs]:

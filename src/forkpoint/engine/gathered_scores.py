@@ -38,7 +38,10 @@ def loss_inputs(
     if ranks is None or not ranks.parts:
         return LossInputs(views, per_token, slice(None))
     found = ranks.gather({name: x_T.cpu() for name, x_T in per_token.items()})
-    index = ranks.ranks.index
+    # Ranks of one batch have the same scores, and are one part.
+    batches = ranks.ranks.batches
+    found = [found[batches.index(batch)] for batch in range(len(ranks.parts))]
+    index = batches[ranks.ranks.index]
     begin = sum(part.logical_tokens for part in ranks.parts[:index])
     return LossInputs(
         LossViews(_joined(ranks.parts), views.denominators, views.device, views.dtype),

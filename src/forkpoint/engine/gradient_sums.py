@@ -21,6 +21,7 @@ class GradientSums:
         self.parameters = parameters
         self.wide: bool = wide
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._dropped = False
 
     def collect(self, changes: Changes) -> None:
         """Collect what backwards leave, until the changes are undone.
@@ -37,7 +38,14 @@ class GradientSums:
         hooks = parameter._post_accumulate_grad_hooks or {}
         for key in [key for key, hook in hooks.items() if hook == self._take]:
             del hooks[key]
-        parameter.grad = before
+        if not self._dropped:
+            parameter.grad = before
+
+    def drop(self) -> None:
+        """The step has failed, and its gradients have been taken back: sums and gradients from
+        before do not come again."""
+        self._dropped = True
+        self._sums = {}
 
     def missing_bytes(self) -> int:
         """Bytes of the sums that do not exist yet."""

@@ -73,7 +73,7 @@ class GradientGuard:
     def __init__(
         self, parameters: list[nn.Parameter], *, restore: bool, sums: GradientSums | None = None
     ) -> None:
-        """With `sums` gradients stay as they are until all backwards are done."""
+        """Gradients of the parameters of `sums` stay as they are until all backwards are done."""
         self.parameters = parameters
         self.sums: GradientSums | None = sums
         self.before: list[Tensor | None] = [p.grad for p in parameters]
@@ -91,7 +91,9 @@ class GradientGuard:
 
     def begin(self) -> None:
         """A backward is about to begin."""
-        self.touched = self.touched or (self.sums is None and not self.held())
+        # Parameters all of which are summed up apart have not been touched.
+        here = self.sums is None or len(self.sums.parameters) < len(self.parameters)
+        self.touched = self.touched or (here and not self.held())
 
     def add_sums(self) -> None:
         """All backwards are done: what was summed up apart from `.grad` joins it."""
@@ -101,12 +103,12 @@ class GradientGuard:
 
     def missing_bytes(self) -> int:
         """Bytes of the gradients, or of their sums, that do not exist yet."""
-        if self.sums is not None:
-            return self.sums.missing_bytes()
+        apart = 0 if self.sums is None else self.sums.missing_bytes()
         if self.missing is not None:
-            return self.missing()
-        missing = (local(p) for p in self.parameters if p.grad is None)
-        return sum(p.numel() * p.element_size() for p in missing)
+            return apart + self.missing()
+        summed = set() if self.sums is None else set(self.sums.parameters)
+        missing = (local(p) for p in self.parameters if p.grad is None and p not in summed)
+        return apart + sum(p.numel() * p.element_size() for p in missing)
 
     def take_back(self) -> Literal["unchanged", "cleared"]:
         """Remove what the step has added; after an interrupt it can be repeated.
@@ -116,6 +118,8 @@ class GradientGuard:
         self.reset()
         if not self.touched:
             return "unchanged"
+        if self.sums is not None:
+            self.sums.drop()
         lost = self.copies is None and any(g is not None for g in self.before)
         copies = self.copies or [None] * len(self.before)
         for parameter, before, copy in zip(self.parameters, self.before, copies, strict=True):

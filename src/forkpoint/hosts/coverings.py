@@ -68,7 +68,7 @@ def set_forward(module: nn.Module) -> SetForward | None:
         if _is(
             function, "torch.amp.autocast_mode", "autocast_decorator.<locals>.decorate_autocast"
         ):
-            kept.append(_closed_over(function)["autocast_instance"])
+            kept.append(closed_over(function)["autocast_instance"])
             forward = function.__wrapped__
         elif _is(
             function, "accelerate.utils.operations", "convert_outputs_to_fp32.<locals>.forward"
@@ -240,7 +240,7 @@ def _aligns(hook: Any) -> bool:
     return not hook.no_grad
 
 
-def _closed_over(function: types.FunctionType) -> dict[str, Any]:
+def closed_over(function: types.FunctionType) -> dict[str, Any]:
     cells = function.__closure__ or ()
     names = function.__code__.co_freevars
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}

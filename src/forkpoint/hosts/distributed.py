@@ -4,7 +4,7 @@ Both are used as they are. What a step tells them is when to reduce gradients, w
 last backward.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -46,10 +46,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if type(model) is DistributedDataParallel else model
 
 
-def distributed(model: nn.Module) -> Distributed | None:
+def distributed(model: nn.Module, experts: Collection[nn.Module] = ()) -> Distributed | None:
     """The wrapper that holds the model on several ranks; None where this rank alone does.
 
-    Collective where there is one. Raises UnsupportedError for what has not been shown exact.
+    `experts` are modules sharded over a mesh of their own. Collective where there is one. Raises
+    UnsupportedError for what has not been shown exact.
     """
     if type(model) is DistributedDataParallel:
         return Replicated(model)
@@ -62,24 +63,32 @@ def distributed(model: nn.Module) -> Distributed | None:
             "gradients of the rest would stay this rank's own. Call fully_shard(model) as well, "
             "after its blocks."
         )
-    return FullySharded(model)
+    return FullySharded(model, experts)
 
 
 class FullySharded:
     """torch's fully_shard (FSDP2), of one or two mesh dimensions (HSDP)."""
 
     lockstep: bool = True
+    gathers: bool = True
     reduces: bool = True
 
-    def __init__(self, model: FSDPModule) -> None:
+    def __init__(self, model: FSDPModule, experts: Collection[nn.Module] = ()) -> None:
+        """`experts`: modules that transformers shards over a mesh of their own (expert
+        parallelism)."""
         self.model = model
         # torch has no public way to ask a module for its mesh and policies.
         modules = [m for m in cast(nn.Module, model).modules() if isinstance(m, FSDPModule)]
         groups = [g for m in modules for g in groups_of(m)]
-        meshes = {id(g.mesh_info.mesh): g.mesh_info.mesh for g in groups}
+        meshes = {
+            id(g.mesh_info.mesh): g.mesh_info.mesh
+            for m in modules
+            for g in groups_of(m)
+            if m not in experts
+        }
         for group in groups:
             _check_group(group)
-        if not groups:
+        if not meshes:
             raise UnsupportedError("the model is sharded by fully_shard and has no parameters.")
         if len({tuple(m.mesh.flatten().tolist()) for m in meshes.values()}) > 1:
             raise UnsupportedError(
@@ -126,6 +135,22 @@ class FullySharded:
                 "every sharded module."
             )
         return next(iter(self._divisors))
+
+    def apart(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        return []
+
+    def unshared(self) -> list[tuple[nn.Module, float]]:
+        """Modules sharded over one rank alone that divide gradients, and by what.
+
+        Of experts which no other rank has. In 64 and in 16 bits torch 2.13 divides these twice.
+        """
+        return [
+            (module, float(group.gradient_divide_factor))
+            for module in self._weights.modules()
+            for group in groups_of(module)
+            if group.mesh_info.shard_mesh_size == 1
+            and getattr(group, "gradient_divide_factor", None) is not None
+        ]
 
     def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
         changes.later(self.model.set_requires_gradient_sync, True)
@@ -187,6 +212,7 @@ class Replicated:
     backward a step. Gradients are reduced once, after the last backward."""
 
     lockstep: bool = False
+    gathers: bool = False
     reduces: bool = False
     gathered: bool = False
     param_dtypes: frozenset[torch.dtype] = frozenset()
@@ -208,6 +234,9 @@ class Replicated:
 
     def factor(self, *, mean: bool) -> float:
         return 1.0
+
+    def apart(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        return parameters
 
     def use(self, gather: Gather, changes: Changes) -> None:
         pass
@@ -242,7 +271,7 @@ class Replicated:
                 gradients, parameters, there.tolist(), strict=True
             )
         ]
-        for bucket in _buckets([g for g in found if g is not None]):
+        for bucket in buckets([g for g in found if g is not None]):
             flat = torch.cat([g.reshape(-1) for g in bucket])
             dist.all_reduce(flat, group=self.group)
             if mean:
@@ -261,7 +290,7 @@ class Replicated:
         pass
 
 
-def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
+def buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
     """Gradients of one dtype each, in order, of at most some bytes unless one has more."""
     found: list[list[Tensor]] = []
     open_: dict[torch.dtype, list[Tensor]] = {}

@@ -11,6 +11,8 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.arguments import CallContext
 from forkpoint.hosts.families import Family
+from forkpoint.hosts.local_heads import check_local_head, local_head
+from forkpoint.hosts.parallel_forwards import parallel_forward
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.head import token_logprobs
 
@@ -50,7 +52,9 @@ class LogprobHead:
         """Whether the module's own call computes log-probs."""
 
     def check(self) -> None:
-        refusals.plain_head(self.causal)
+        head = refusals.plain_head(self.causal)
+        if parallel_forward("the output head", head) is not None:
+            check_local_head(head)
 
     def width(self) -> int:
         return refusals.plain_head(self.causal).out_features
@@ -66,11 +70,13 @@ class LogprobHead:
 
     def _logprobs(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         head, inputs = refusals.plain_head(self.causal), context.inputs
+        weight, bias, shard = local_head(head)
         logprobs, entropies = token_logprobs(
             hidden_nC,
-            head.weight,
+            weight,
             inputs.head_labels,
-            bias_V=head.bias,
+            bias_V=bias,
+            shard=shard,
             temperature_T=inputs.head_temperatures,
             entropy=context.entropy,
             chunk_tokens=context.kernels.head_chunk_tokens,

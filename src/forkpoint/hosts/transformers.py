@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -28,7 +29,7 @@ from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, CallContext, taken_conte
 from forkpoint.hosts.checkpointing import checkpoint_blocks, has_mlp
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.coverings import Coverings, entered, set_forward, uncompiled
-from forkpoint.hosts.distributed import distributed, unwrapped
+from forkpoint.hosts.distributed import unwrapped
 from forkpoint.hosts.early_end import EarlyEnd, end_in_last_block
 from forkpoint.hosts.families import FAMILIES, Family
 from forkpoint.hosts.fingerprint import Fingerprint
@@ -38,12 +39,18 @@ from forkpoint.hosts.linear_attention import (
     recurrent_modules,
     run_recurrences,
 )
+from forkpoint.hosts.local_shapes import local_shape
 from forkpoint.hosts.modules import (
     ATTENTION_NAME,
     configurations,
     every_parameter,
     list_once,
     plain_class,
+)
+from forkpoint.hosts.tensor_parallel import (
+    ModelParallel,
+    check_compile_blocks,
+    held_by_ranks,
 )
 from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
@@ -137,8 +144,15 @@ class TransformersHost:
     Raises UnsupportedError, naming what it is, for anything that has not been shown exact.
     """
 
-    def __init__(self, model: nn.Module, *, compile_blocks: bool | None = None) -> None:
-        """`compile_blocks` as in Config. Collective where several ranks hold the model."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        compile_blocks: bool | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """`compile_blocks` as in Config, `mesh` as in `wrap`. Collective where several ranks hold
+        the model."""
         model = uncompiled(model)
         self._wrapper: nn.Module = model
         model = self._model = unwrapped(model)
@@ -149,7 +163,7 @@ class TransformersHost:
             if isinstance(model, nn.Module):
                 self.prepare(changes)
             if isinstance(model, nn.Module):
-                self._group = distributed(self._wrapper)
+                self._group = held_by_ranks(self._wrapper, mesh)
             self._look_at(model, compile_blocks)
 
     def _look_at(self, model: nn.Module, compile_blocks: bool | None) -> None:
@@ -165,6 +179,8 @@ class TransformersHost:
         self._check_idle()
         self._check_model()
         refusals.check_rotary_buffers(self.causal)  # here alone: it waits for the device
+        if isinstance(self._group, ModelParallel):
+            compile_blocks = check_compile_blocks(compile_blocks)
         self.compiling: Compiling = Compiling(compile_blocks)
         self._blocks = CompiledBlocks(
             cast(nn.ModuleList, self.causal.base_model.layers), self.compiling
@@ -177,6 +193,8 @@ class TransformersHost:
         self._shape = ModelShape.from_config(
             self.causal.config.to_dict(), dtype_bytes=size, **width
         )
+        if isinstance(self._group, ModelParallel):
+            self._shape = local_shape(self._shape, self.causal, self._group.splits)
 
     @property
     def model(self) -> nn.Module:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from forkpoint.errors import ConfigError, RankError
 from forkpoint.losses.base import Denominators
+from forkpoint.parallel.copies import Contents, check_same_batches
 from forkpoint.parallel.ranks import DataRanks
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.align_programs import align
@@ -43,6 +44,8 @@ class Proposal:
     """Rollouts that the loss needs together: none, those of each group, or all."""
     gathered: RolloutBatch | None = None
     """This rank's rollouts, where the loss is computed from those of all ranks."""
+    contents: Contents | None = None
+    """Of the step, where several ranks have the same batch."""
     sample: RolloutBatch | None = None
     """For the comparison with the stock model, where this rank wants it."""
 
@@ -94,6 +97,7 @@ def agreed(
     names: Sequence[int],
     *,
     gather: Literal["", "auto", "microbatch", "step"],
+    batches: Sequence[int] | None = None,
 ) -> Agreement:
     """The step that all ranks run.
 
@@ -103,6 +107,7 @@ def agreed(
         names: by rank, its number in messages.
         gather: as in the configuration; "" where weights are not sharded. Gathered for each
             microbatch, programs need one common shape.
+        batches: by rank, which batch it has; ranks of one are counted once. None: each its own.
 
     Raises RankError, naming the rank, where one cannot run the step or calls something else.
     """
@@ -123,6 +128,13 @@ def agreed(
             "policy in the same order, with the same options; a rank without rollouts gives "
             "RolloutBatch([])."
         )
+    sample = next((p.sample for p in proposals if p.sample is not None), None)
+    if batches is not None:
+        if not refused:
+            check_same_batches([p.contents for p in proposals], names, batches)
+        every_batch = sorted(set(batches))
+        index = every_batch.index(batches[index])
+        proposals = [proposals[list(batches).index(batch)] for batch in every_batch]
     programs = [proposal.program for proposal in proposals]
     own = programs[index]
     gathering = None
@@ -148,7 +160,7 @@ def agreed(
             groups=float(distinct),
         ),
         split_groups=len(every) - distinct,
-        sample=next((p.sample for p in proposals if p.sample is not None), None),
+        sample=sample,
         parts=tuple(p.gathered for p in proposals if p.gathered is not None),
     )
 

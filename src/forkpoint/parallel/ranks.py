@@ -37,11 +37,22 @@ class DataRanks:
     cpu_group: dist.ProcessGroup
     store: Store | None = None
     """Of these ranks alone, for those that fail or wait."""
+    batches: tuple[int, ...] = ()
+    """By index, which batch a rank has, from 0: ranks of one hold one copy of the model together
+    (tensor parallelism). By default each has its own."""
     calls: int = 0
     """How many calls all ranks have come to."""
     phase: Phase = "told"
     broken: str | None = None
     """Why no further step is possible: this rank has left the collectives of one."""
+
+    def __post_init__(self) -> None:
+        self.batches = self.batches or tuple(range(self.size))
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether any two ranks have the same batch."""
+        return len(set(self.batches)) < self.size
 
     def exchange(self, value: T) -> list[T]:
         """The values of all ranks, by index. Collective.
@@ -73,15 +84,16 @@ def ranks_of_group(group: dist.ProcessGroup) -> DataRanks:
 
     Groups of the default group's ranks that are disjoint may do this at the same time.
     """
-    return _ranks(tuple(dist.get_process_group_ranks(group)))
+    return ranks_of(tuple(dist.get_process_group_ranks(group)))
 
 
 def ranks_of_mesh(mesh: DeviceMesh) -> DataRanks:
     """The ranks of all dimensions of a mesh. Collective as `ranks_of_group`."""
-    return _ranks(tuple(int(rank) for rank in mesh.mesh.flatten()))
+    return ranks_of(tuple(int(rank) for rank in mesh.mesh.flatten()))
 
 
-def _ranks(members: tuple[int, ...]) -> DataRanks:
+def ranks_of(members: tuple[int, ...], batches: tuple[int, ...] = ()) -> DataRanks:
+    """These ranks, by their numbers in the default group. Collective as `ranks_of_group`."""
     # Every rank of the default group has to take part in making each group of it.
     world = dist.new_group(backend="gloo")
     every: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
@@ -95,4 +107,4 @@ def _ranks(members: tuple[int, ...]) -> DataRanks:
     here = dist.get_rank()
     # All ranks of the default group come here together, so the number is the same on all.
     store = store_of(f"{next(_numbers)}/{members[0]}")
-    return DataRanks(members.index(here), len(members), members, own, store)
+    return DataRanks(members.index(here), len(members), members, own, store, batches)

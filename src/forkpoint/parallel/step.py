@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.errors import RankError
+from forkpoint.parallel.copies import check_same_losses
 from forkpoint.parallel.ranks import DataRanks
 from forkpoint.rollouts import RolloutBatch
 
@@ -91,9 +92,17 @@ class StepOfRanks:
                 f"the ranks ran different schedules ({digests}), so their gradients are not to be "
                 "trusted and none is kept. This is a defect of forkpoint: report it."
             )
+        batches = self.ranks.batches
+        losses = [part for _, part, _ in found]
+        try:
+            check_same_losses(losses, names, batches)
+        except RankError:  # the same on all ranks
+            self.ranks.phase = "told"
+            raise
         if self.mean:
             return loss
-        return torch.full_like(loss, sum(part for _, part, _ in found))
+        firsts = [batches.index(batch) for batch in sorted(set(batches))]
+        return torch.full_like(loss, sum(losses[first] for first in firsts))
 
     def _exchange(self, error: str | None, loss: float) -> list[tuple[str | None, float, str]]:
         return self.ranks.exchange((error, loss, self.digest))

@@ -23,7 +23,7 @@ from forkpoint.engine.memory import measured_budget
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses.base import Loss, LossFunction, as_loss
 from forkpoint.plan import Plan
-from forkpoint.policy import Policy, wrap
+from forkpoint.policy import Policy
 from forkpoint.replay.batches import Batches, GroupBatches, StepInput
 from forkpoint.replay.checkpoint import Checkpoint, model_digest
 from forkpoint.replay.difference import parameter_difference
@@ -34,6 +34,7 @@ from forkpoint.replay.rates import Rate
 from forkpoint.replay.records import ReplayReport, ReplayStep, StepRecord
 from forkpoint.replay.sharded_checkpoint import ShardedCheckpoint
 from forkpoint.rollouts import RolloutBatch
+from forkpoint.wrapping import wrap
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -17,6 +17,7 @@ from bad_inputs.plans import KERNELS, PLANS
 from bad_inputs.rank_replays import RANK_REPLAYS
 from bad_inputs.recorders import RECORDERS
 from bad_inputs.rollouts import ROLLOUTS
+from bad_inputs.splits import SPLITS
 from bad_inputs.states import STATES
 from bad_inputs.tensors import TENSORS
 from bad_inputs.traces import TRACES
@@ -31,6 +32,7 @@ TOPICS: dict[str, tuple[Kind, ...]] = {
     "Arguments of the command line": ARGUMENTS,
     "Models on the command line": MODEL_FILES,
     "Models": MODELS,
+    "Models split over ranks": SPLITS,
     "States of a model": STATES,
     "Losses": LOSSES,
     "Plans": PLANS,

@@ -22,6 +22,7 @@ from forkpoint.hosts.origins import (
     name_of,
     place_of,
 )
+from forkpoint.hosts.parallel_forwards import parallel_forward
 
 # Where the code of modules may come from besides the family's own, each computing token by token.
 TOKENWISE_CODE = (
@@ -92,7 +93,11 @@ def _check_module(where: str, module: nn.Module, allowed: tuple[str, ...], famil
                 "before quantizing or patching it)."
             )
     attributes = vars(module)
-    if "forward" in attributes and set_forward(module) is None:
+    if (
+        "forward" in attributes
+        and set_forward(module) is None
+        and parallel_forward(where, module) is None
+    ):
         raise UnsupportedError(_about_forward(where, module))
     for adapter, variant in attributes.get("lora_variant", {}).items():
         if not type(variant).__name__.startswith("Dora"):

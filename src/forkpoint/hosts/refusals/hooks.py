@@ -9,6 +9,7 @@ from torch.nn.modules import module as torch_module
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_module, every_parameter
 from forkpoint.hosts.origins import innermost, is_defined_as, place_of
+from forkpoint.hosts.parallel_forwards import sums_in_every_backward
 from forkpoint.hosts.watching import Watching
 
 KINDS = {
@@ -49,6 +50,10 @@ KNOWN = (
 are."""
 
 REMEDIES = {
+    "distribute_module": "transformers before 5.23 splits models over ranks by hooks, which has "
+    "not been shown exact: update transformers.",
+    "ReplicatedWithGradAllReduce": "transformers before 5.23 sums gradients of split models by "
+    "this hook, which has not been shown exact: update transformers.",
     "neftune_post_forward_hook": "NEFTune draws noise for every copy of a shared token, so there "
     "is nothing to share: train without neftune_noise_alpha.",
     "WeightNorm": "Call torch.nn.utils.remove_weight_norm before wrapping.",
@@ -109,6 +114,8 @@ def check_parameter_hooks(model: nn.Module) -> None:
             (after, "register_post_accumulate_grad_hook"),
         ):
             for hook in (hooks or {}).values():
+                if sums_in_every_backward(hook):  # taken off while a step runs
+                    continue
                 raise UnsupportedError(
                     f"parameter {name} has a hook that runs whenever a gradient has been added "
                     f"({call}: {place_of(hook)}); a step has several backwards, so it would see "

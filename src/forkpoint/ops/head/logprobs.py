@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forkpoint.errors import ConfigError
+from forkpoint.ops.head.vocabulary import VocabularyShard
 
 # exp(-1e4) is exactly 0 in float32 and in float64, so raising a smaller log-probability to this
 # changes no result; it keeps 0 * -inf (NaN) out of the entropy where a vocabulary entry is masked.
@@ -36,6 +37,7 @@ class _Options(NamedTuple):
     softmax_dtype: torch.dtype
     fused: bool
     keeps: bool
+    shard: VocabularyShard | None
 
 
 def token_logprobs(
@@ -50,6 +52,7 @@ def token_logprobs(
     logit_scale: float | None = None,
     chunk_tokens: int = 1024,
     keep_logits: bool = False,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The log-prob of each label under its token's next-token distribution, and its entropy.
 
@@ -75,6 +78,9 @@ def token_logprobs(
         logit_scale: factor of the logits (Cohere's logit_scale).
         chunk_tokens: how many tokens' logits exist at a time.
         keep_logits: keep all of them for the backward, T x V, instead of computing them again.
+        shard: the rows of `weight_VC` and `bias_V` are those of this rank, of a vocabulary that
+            several ranks hold; labels are of the whole. All ranks of its group call this, with the
+            same tokens, and get the same results; its backward is collective as well.
 
     Returns:
         log-probs [T] and entropies [T] (None unless asked for), in float32 (float64 for float64).
@@ -102,7 +108,10 @@ def token_logprobs(
         keeps=keep_logits
         and torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (hidden_TC, weight_VC, bias_V)),
+        shard=shard,
     )
+    if shard is not None:
+        labels_T = labels_T - shard.start
     return _TokenLogprobs.apply(hidden_TC, weight_VC, bias_V, labels_T, temperature_T, options)
 
 
@@ -153,7 +162,13 @@ class _TokenLogprobs(torch.autograd.Function):
         bias = None if bias_V is None else _cast(bias_V, options)
         scale_T = _scale(labels_T, temperature_T, options) if options.fused else None
         kept_TV = F.linear(_cast(hidden_TC, options), weight, bias) if options.keeps else None
-        for chunk in _chunks(labels_T, options):
+        shard, vocab = options.shard, len(weight_VC)
+        # Of another rank's label any entry's log-prob will do, and is not read.
+        here_T = labels_T if shard is None else labels_T.clamp(0, max(0, vocab - 1))
+        if not vocab:
+            max_T.fill_(-torch.inf)
+            sum_T.zero_()
+        for chunk in _chunks(labels_T, options) if vocab else ():
             if kept_TV is None:
                 product_cV = F.linear(_cast(hidden_TC[chunk], options), weight, bias)
             else:
@@ -163,7 +178,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
                 softmax_stats(
                     product_cV,
-                    labels_T[chunk],
+                    here_T[chunk],
                     None if scale_T is None else scale_T[chunk],
                     logprobs_T[chunk],
                     max_T[chunk],
@@ -179,11 +194,13 @@ class _TokenLogprobs(torch.autograd.Function):
             max_T[chunk] = logits_cV.amax(-1)
             logits_cV.sub_(max_T[chunk, None])
             sum_T[chunk] = logits_cV.exp().sum(-1)
-            label_logits_c = logits_cV.gather(-1, labels_T[chunk, None]).squeeze(-1)
+            label_logits_c = logits_cV.gather(-1, here_T[chunk, None]).squeeze(-1)
             logprobs_T[chunk] = label_logits_c - sum_T[chunk].log()
             if entropies_T is not None:
                 logprobs_cV = logits_cV.sub_(sum_T[chunk, None].log()).clamp_(min=_NO_PROBABILITY)
                 entropies_T[chunk] = logprobs_cV.exp().mul_(logprobs_cV).sum(-1).neg_()
+        if shard is not None:
+            shard.combine(labels_T, vocab, logprobs_T, max_T, sum_T, entropies_T)
         ctx.save_for_backward(
             hidden_TC, weight_VC, bias_V, labels_T, temperature_T, max_T, sum_T, entropies_T
         )
@@ -211,7 +228,9 @@ class _TokenLogprobs(torch.autograd.Function):
         whole = options.keeps and options.fused
         parts = _parts(len(labels_T), len(weight_VC), options.chunk_tokens)
         parts = [slice(0, len(weight_VC))] if whole else parts
-        several = needs_hidden and len(parts) > 1
+        if not len(weight_VC):  # the other ranks have all of the vocabulary
+            parts = []
+        several = needs_hidden and (len(parts) > 1 or options.shard is not None)
         grad_hidden_TC = _zeros(hidden_TC, options) if several else None
         grad_weight_VC = torch.empty_like(weight_VC) if needs_weight else None
         grad_bias_V = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
@@ -237,6 +256,8 @@ class _TokenLogprobs(torch.autograd.Function):
                     _add_product(grad_hidden_TC, grad_Tv, weight)
                 if grad_weight_VC is not None:
                     _put_product(grad_weight_VC[part], grad_Tv.T, hidden)
+        if options.shard is not None and grad_hidden_TC is not None:
+            options.shard.add_up(grad_hidden_TC)
         return (
             None if grad_hidden_TC is None else grad_hidden_TC.to(hidden_TC.dtype),
             grad_weight_VC,

@@ -1,0 +1,176 @@
+"""Models split over ranks (tensor, expert parallelism): how ranks differ, what is refused."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from bad_inputs.kind import Kind
+from bad_inputs.models import in_process_group
+from forkpoint import Config, wrap
+from forkpoint.errors import ConfigError, RankError, UnsupportedError
+from forkpoint.hosts.tensor_parallel import check_version
+from forkpoint.parallel.copies import Contents, check_same_batches, check_same_losses
+
+
+def split(model: Any, mesh: DeviceMesh, style: str = "colwise_gather_output") -> PreTrainedModel:
+    """The model with one module split by transformers, over one rank."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    where = "lm_head" if style == "colwise_gather_output" else "model.norm"
+    rules = {f"{where}.weight": style, where: style}
+    apply_tensor_parallelism(model, mesh, rules if where == "lm_head" else {where: style})
+    return model
+
+
+def within_replicas(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(split(model, mesh), init_sync=False)
+
+
+def compiled(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    wrap(split(model, mesh), Config(compile_blocks=True))
+    return model
+
+
+def with_nameless_mesh(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    wrap(split(model, mesh), mesh=mesh)
+    return model
+
+
+def in_stages(model: Any, mesh: DeviceMesh) -> nn.Module:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    model.config.distributed_config = DistributedConfig(pp_size=2)
+    return split(model, mesh)
+
+
+def with_half_adapter(model: Any, mesh: DeviceMesh) -> nn.Module:
+    split(model, mesh).lm_head.in_features = 16
+    return model
+
+
+def contents(rollouts: str = "a", plan: str = "b", *numbers: float) -> Contents:
+    return Contents(rollouts, plan, numbers)
+
+
+def differ(other: Contents) -> Any:
+    one = contents("a", "b", 1.0)
+    return lambda: check_same_batches([one, one, one, other], [0, 1, 2, 3], [0, 0, 1, 1])
+
+
+WHO = "ranks 2 and 3 hold one copy of the model together (tensor parallelism), and "
+NO_STEP = "so no rank runs this step, and gradients are as they were. "
+
+SPLITS: tuple[Kind, ...] = (
+    Kind(
+        name="Ranks of one copy with different batches",
+        error=RankError,
+        message=f"{WHO}were given different batches, {NO_STEP}Give both the same rollouts, with "
+        "the same advantages, log-probs and extras: one batch for each place in the data "
+        "dimensions of the mesh.",
+        means="Each of these ranks has a part of every layer; of different tokens the parts do "
+        "not add up to anything.",
+        remedy="Load a batch by the rank's place in the data dimensions alone.",
+        call=differ(contents("c", "b", 1.0)),
+    ),
+    Kind(
+        name="Ranks of one copy with different plans",
+        error=RankError,
+        message=f"{WHO}planned the same batch differently, {NO_STEP}Give both the same Config; "
+        "where their free memory or calibrations differ, set memory_budget and calibration in it.",
+        means="They run the same microbatches at the same time.",
+        remedy="Config(memory_budget=...) with a number, the same everywhere.",
+        call=differ(contents("a", "d", 1.0)),
+    ),
+    Kind(
+        name="Ranks of one copy with different factors",
+        error=RankError,
+        message=f"{WHO}scale the loss or its gradients differently ([1.0] and [2.0]), {NO_STEP}"
+        "Compute the loss from the same values on both, without random numbers of a rank's own.",
+        means="Each would compute its parts of the gradient for a loss of its own.",
+        remedy="Give the same scale, and compute a loss of policy.logprobs the same everywhere.",
+        call=differ(contents("a", "b", 2.0)),
+    ),
+    Kind(
+        name="Ranks of one copy with different losses",
+        error=RankError,
+        message="ranks 0 and 1 hold one copy of the model together (tensor parallelism), and came "
+        "to different losses (0.5 and 0.75), so no rank keeps its gradients. A loss there must not "
+        "draw random numbers of a rank's own, nor depend on the rank.",
+        means="A function that is given as the loss is called on each of these ranks.",
+        remedy="Let it depend on its arguments alone, or seed its random numbers the same.",
+        call=lambda: check_same_losses([0.5, 0.75], [0, 1], [0, 0]),
+    ),
+    Kind(
+        name="DistributedDataParallel around a split model",
+        error=UnsupportedError,
+        message="DistributedDataParallel holds a model that transformers has split over ranks, "
+        "which has not been shown exact. Use fully_shard for the data dimension: "
+        "DistributedConfig(tp_size=..., fsdp_size=...).",
+        means="Its reducer does not know which ranks have the same batch.",
+        remedy="fully_shard, over the data dimension of the mesh.",
+        call=in_process_group(within_replicas),
+    ),
+    Kind(
+        name="A model that an older transformers has split",
+        error=UnsupportedError,
+        message="transformers 5.17.0 has split the model over ranks; such models have been shown "
+        "exact with 5.23, and earlier versions split them otherwise. Update transformers.",
+        means="Until then hooks and other forwards did what styles do now.",
+        remedy="transformers 5.23 or newer.",
+        call=lambda: check_version("5.17.0"),
+    ),
+    Kind(
+        name="Sequence parallelism",
+        error=UnsupportedError,
+        message="model.norm is split over ranks by sequence parallelism "
+        "(transformers.distributed.tensor_parallel), which has not been shown exact; these have: "
+        "ColwiseParallel, RowwiseParallel, EmbeddingParallel, ReplicatedWithGradAllReduce, "
+        "PackedColwiseParallel, MoeExpertsParallel, MlaKvAProjParallel, AllReduceParallel, "
+        "LocalParamsParallel, TensorParallelLayer, EpDispatchExpertsParallel. Leave its rule out "
+        "of tp_plan and ep_plan.",
+        means="transformers has the rule, and no plan of a model that uses it.",
+        remedy="Take the model's own plan: DistributedConfig(tp_size=...).",
+        call=in_process_group(lambda model, mesh: split(model, mesh, "sequence_parallel")),
+    ),
+    Kind(
+        name="Pipeline stages",
+        error=UnsupportedError,
+        message="the model is split into 2 pipeline stages (pp_size), which has not been shown "
+        "exact. Load it with pp_size=1.",
+        means="A stage does not see the tokens that others run.",
+        remedy="Split the model by tp_size and fsdp_size.",
+        call=in_process_group(in_stages),
+    ),
+    Kind(
+        name="Compiled blocks of a split model",
+        error=UnsupportedError,
+        message="Config(compile_blocks=True) asks for compiled decoder blocks, which have not been "
+        "shown exact where transformers splits them over ranks. Leave compile_blocks out.",
+        means="torch's compiler fails at the backward of forwards that transformers sets.",
+        remedy="Config(), with which such blocks run eagerly.",
+        call=in_process_group(compiled),
+    ),
+    Kind(
+        name="An adapter of half a layer",
+        error=UnsupportedError,
+        message="lm_head has in_features 16, and its weight, over all ranks, takes 32: "
+        "transformers takes the first for the whole and fails at its inputs. "
+        "peft makes such adapters of layers that are split by their inputs (o_proj, down_proj). "
+        "Leave these out of target_modules.",
+        means="The model by itself fails as well.",
+        remedy="LoraConfig(target_modules=...) of layers that are split by their outputs.",
+        call=in_process_group(with_half_adapter),
+    ),
+    Kind(
+        name="A mesh without names",
+        error=ConfigError,
+        message="mesh is a DeviceMesh without names of its dimensions; it takes the DeviceMesh "
+        "that the model was split over, made with mesh_dim_names.",
+        means="Its dimensions are compared with the model's by their names.",
+        remedy="init_device_mesh(..., mesh_dim_names=...), or leave mesh out.",
+        call=in_process_group(with_nameless_mesh),
+    ),
+)

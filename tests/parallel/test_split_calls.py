@@ -1,0 +1,234 @@
+"""Calls of policies of split models: what ranks of one copy have in common, and what is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from processes import run_ranks
+from scenarios_of_ranks import BAR, DEEP, UNEQUAL, distance, gradients
+from split_models import MOE, Split, compared, load, needs_splits
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import forkpoint
+from forkpoint import RolloutBatch
+from forkpoint.errors import ForkpointError
+from forkpoint.hosts.tensor_parallel import ModelParallel
+from forkpoint.losses import GRPO, Loss
+
+pytestmark = needs_splits
+SPLIT = Split()
+
+
+def raised(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except (ForkpointError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def afterwards(policy: forkpoint.Policy, folder: Path) -> float:
+    """Whether the next step works: its distance from one process."""
+    policy.forward_backward(RolloutBatch(UNEQUAL[0]), GRPO())
+    alone = forkpoint.wrap(load(folder, SPLIT), DEEP)
+    alone.forward_backward(RolloutBatch(UNEQUAL[0]), GRPO())
+    found, wanted = gradients(policy.host.model), gradients(alone.host.model)
+    return distance(found, wanted, list(wanted))
+
+
+class Failing(Loss):
+    """Fails on one rank."""
+
+    decomposition = "token"
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("of the test")
+        return -outputs.logprobs.sum()
+
+
+def of_the_rank(outputs: Any, batch: Any) -> Tensor:
+    return outputs.logprobs.sum() * (1 + dist.get_rank())
+
+
+def different() -> dict[str, Callable[[forkpoint.Policy], object]]:
+    """By name: calls in which the two ranks differ."""
+    rank = dist.get_rank()
+    one = UNEQUAL[0][0]
+    batch = RolloutBatch(UNEQUAL[0])
+    extras = [replaced(one, extras={"judge": rank}), *UNEQUAL[0][1:]]
+    advantages = [replaced(one, advantage=1.0 + rank), *UNEQUAL[0][1:]]
+    return {
+        "tokens": lambda p: p.forward_backward(RolloutBatch(UNEQUAL[rank]), GRPO()),
+        "advantages": lambda p: p.forward_backward(RolloutBatch(advantages), GRPO()),
+        "extras": lambda p: p.forward_backward(RolloutBatch(extras), GRPO()),
+        "no rollouts": lambda p: p.score(RolloutBatch(UNEQUAL[0] if rank else [])),
+        "plans": lambda p: p.with_config(max_microbatch_tokens=20 + 60 * rank).score(batch),
+        "scale": lambda p: p.forward_backward(batch, GRPO(), scale=1.0 + rank),
+        "weights": lambda p: (p.logprobs(batch).sum() * (1 + rank)).backward(),
+        "losses": lambda p: p.forward_backward(batch, of_the_rank),
+        "a failing loss": lambda p: p.forward_backward(batch, Failing()),
+        "verify": lambda p: p.verify(batch, GRPO()),
+        "a bad rollout": lambda p: p.score(
+            RolloutBatch([forkpoint.Rollout([1, 2, 10**6 * rank], [0, 1, 1], 1.0)])
+        ),
+    }
+
+
+def replaced(rollout: forkpoint.Rollout, **changes: Any) -> forkpoint.Rollout:
+    return replace(rollout, **changes)
+
+
+def refused_calls(folder: Path) -> tuple[dict[str, str], list[str], float]:
+    policy = forkpoint.wrap(load(folder, SPLIT, tp_size=2), DEEP)
+    found, touched = {}, []
+    for name, call in different().items():
+        found[name] = raised(lambda call=call: call(policy))
+        if any(p.grad is not None for p in policy.host.model.parameters()):
+            touched.append(name)
+    return found, touched, afterwards(policy, folder)
+
+
+def test_ranks_of_one_copy_have_the_same_batch(tmp_path: Path) -> None:
+    for rank, (found, touched, error) in enumerate(
+        run_ranks(2, refused_calls, SPLIT.save(tmp_path))
+    ):
+        for name in ("tokens", "advantages", "extras", "no rollouts"):
+            assert found[name].startswith("RankError: ranks 0 and 1 hold one copy"), (name, found)
+            assert "different batches" in found[name]
+        assert "planned the same batch differently" in found["plans"]
+        assert "scale the loss or its gradients differently" in found["scale"]
+        assert "scale the loss or its gradients differently" in found["weights"]
+        assert "came to different losses" in found["losses"]
+        kind = "ZeroDivisionError" if rank else "RankError: rank 1 failed in this step"
+        assert found["a failing loss"].startswith(kind)
+        kind = "RolloutError" if rank else "RankError: rank 1 cannot run this step"
+        assert found["a bad rollout"].startswith(kind)
+        assert found["verify"].startswith("UnsupportedError: verify makes a whole copy")
+        assert not touched
+        assert error < BAR
+
+
+def restored(folder: Path) -> tuple[str, str, float]:
+    """A step fails after gradients of an earlier one were there."""
+    config = replace(DEEP, restore_grads=True)
+    policy = forkpoint.wrap(load(folder, SPLIT, tp_size=2), config)
+    cleared = forkpoint.wrap(load(folder, SPLIT, tp_size=2), DEEP)
+    batch = RolloutBatch(UNEQUAL[0])
+    for each in (policy, cleared):
+        each.forward_backward(batch, GRPO())
+    before = {k: None if g is None else g.clone() for k, g in gradients(policy.host.model).items()}
+    outcomes = []
+    for each in (policy, cleared):
+        raised(lambda each=each: each.forward_backward(batch, Failing()))
+        outcomes.append(each.last_step.gradients)  # type: ignore[union-attr]
+    kept = [p.grad for p in cleared.host.model.parameters() if p.grad is not None]
+    assert not kept
+    after = gradients(policy.host.model)
+    return outcomes[0], outcomes[1], distance(after, before, list(before))
+
+
+@pytest.mark.slow
+def test_a_failed_step_puts_back_all_gradients_or_none(tmp_path: Path) -> None:
+    """Also those that are summed up apart."""
+    for found in run_ranks(2, restored, SPLIT.save(tmp_path)):
+        assert found == ("unchanged", "cleared", 0.0)
+
+
+def test_sums_in_every_backward_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: transformers sums gradients of replicated norms in each backward."""
+    monkeypatch.setattr(ModelParallel, "enter", lambda self, changes, blocks: None)
+    monkeypatch.setattr(ModelParallel, "apart", lambda self, parameters: [])
+    for rank in run_ranks(2, compared, SPLIT.save(tmp_path), SPLIT):
+        assert rank["error"] > 1e-3
+        assert rank["scores"] < BAR
+
+
+def refused_models(folder: Path) -> dict[str, str]:
+    def attempt(**options: Any) -> Callable[[], object]:
+        given = {"tp_size": 2, **options}
+        return lambda: forkpoint.wrap(load(folder, SPLIT, **given), DEEP)
+
+    def compiled() -> None:
+        config = replace(DEEP, compile_blocks=True)
+        forkpoint.wrap(load(folder, SPLIT, tp_size=2), config)
+
+    def replicas() -> None:
+        forkpoint.wrap(
+            DistributedDataParallel(load(folder, SPLIT, tp_size=2), init_sync=False), DEEP
+        )
+
+    def adapted() -> None:
+        options = LoraConfig(r=4, target_modules=["o_proj"])
+        forkpoint.wrap(get_peft_model(load(folder, SPLIT, tp_size=2), options), DEEP)
+
+    def other_mesh() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        forkpoint.wrap(load(folder, SPLIT), DEEP, mesh=mesh)
+
+    def nameless_mesh() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        forkpoint.wrap(load(folder, SPLIT, tp_size=2), DEEP, mesh=mesh)
+
+    def same_mesh() -> None:
+        model = load(folder, SPLIT, tp_size=2)
+        forkpoint.wrap(model, DEEP, mesh=model._device_mesh)
+
+    plan = {"model.norm": "sequence_parallel"}
+    hidden = {"lm_head": "replicate", "model.embed_tokens": "embedding_colwise"}
+    works = {
+        "compiled": compiled,
+        "replicas": replicas,
+        "adapted": adapted,
+        "other mesh": other_mesh,
+        "nameless mesh": nameless_mesh,
+        "same mesh": same_mesh,
+        "sequence": attempt(tp_plan=plan),
+        "whole head": attempt(tp_plan=hidden),
+    }
+    return {name: raised(work) for name, work in works.items()}
+
+
+@pytest.mark.slow
+def test_what_is_not_exact_is_refused_by_name(tmp_path: Path) -> None:
+    for found in run_ranks(2, refused_models, SPLIT.save(tmp_path)):
+        assert "compile_blocks=True" in found["compiled"]
+        assert "DistributedDataParallel holds a model" in found["replicas"]
+        assert "o_proj.lora_A" in found["adapted"] and "target_modules" in found["adapted"]
+        assert "dimension 'cp' has the ranks [0, 1]" in found["other mesh"]
+        assert "without names" in found["nameless mesh"]
+        assert not found["same mesh"] and not found["whole head"]
+        assert "sequence parallelism" in found["sequence"]
+
+
+def too_few_heads(folder: Path, split: Split) -> str:
+    return raised(lambda: forkpoint.wrap(load(folder, split, tp_size=2), DEEP))
+
+
+@pytest.mark.slow
+def test_parts_of_heads_are_refused(tmp_path: Path) -> None:
+    split = Split(sizes={"num_key_value_heads": 1})
+    for found in run_ranks(2, too_few_heads, split.save(tmp_path), split):
+        assert "1 key-value heads, which are split over 2 ranks" in found
+
+
+def local_plans(folder: Path, split: Split) -> list[int]:
+    shape = forkpoint.wrap(load(folder, split, tp_size=2), DEEP).host.shape
+    whole = forkpoint.wrap(load(folder, split), DEEP).host.shape
+    sizes = [(shape.heads, whole.heads), (shape.kv_heads, whole.kv_heads)]
+    sizes += [(shape.intermediate, whole.intermediate), (shape.vocab, whole.vocab + 1)]
+    sizes.append((shape.boundary_bytes_per_token, whole.boundary_bytes_per_token))
+    return [2 * part - all_ for part, all_ in sizes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [Split(), Split(family="qwen3_moe", sizes=MOE)], ids=["", "moe"])
+def test_plans_count_this_rank_s_heads(tmp_path: Path, split: Split) -> None:
+    for found in run_ranks(2, local_plans, split.save(tmp_path), split):
+        assert found == [0, 0, 0, 0, 0]
