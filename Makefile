@@ -14,9 +14,10 @@ QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py tests/unit/test
   tests/unit/test_boundary.py tests/unit/test_house.py tests/unit/test_config.py \
   tests/unit/test_changes.py tests/integration/test_logprobs.py
 FUZZ_SECONDS ?= 600
+TRL ?= trl==1.16.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions bench-forest clean
+.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions test-trl bench-forest clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,11 +67,22 @@ test-wheel:  ## build sdist and wheel, and use the wheel in an empty environment
 test-versions: $(ready)  ## the tests under oldest and newest torch and transformers; hours
 	@bash scripts/test_versions.sh
 
+# An environment of its own: TRL brings a dozen libraries that nothing else needs.
+test-trl: .venv-trl/.installed  ## the trainers of TRL beside stock TRL; 10 minutes
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-trl/bin/python -m pytest -q tests/integrations_trl
+
+.venv-trl/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv-trl
+	@.venv-trl/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable ".[trl]" "$(TRL)" accelerate peft datasets hypothesis \
+	  pytest pytest-timeout
+	@touch $@
+
 bench-forest: $(ready)  ## time the forest of a million tokens
 	@$(bin)/python -m benchmarks forest --output benchmarks/results/forest.jsonl
 
 clean:  ## remove the environment and everything built or cached
-	rm -rf $(venv) .venvs build dist demo-output .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(venv) .venv-trl .venvs build dist demo-output .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is named by constraints.txt from the start, so that nothing pulls another build of it.

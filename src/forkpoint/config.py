@@ -13,6 +13,7 @@ LeafLayout = Literal["packed", "padded"]
 Activations = Literal["keep", "offload", "recompute"]
 Checkpointing = Literal["none", "selective", "full"]
 Gather = Literal["microbatch", "step"]
+HEAD_STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 AUTO = "auto"
 MOST = 2**63 - 1
 """Of a number of tokens or bytes, which numpy counts in int64."""
@@ -71,6 +72,10 @@ class Config:
     backward, which follows at once, or computed again in parts; of other microbatches they always
     are. auto keeps them where memory_budget leaves room, and computes them again where there is no
     budget."""
+    head_statistics: tuple[str, ...] = ()
+    """Numbers of each trained token's distribution that results have in `per_token` besides
+    log-probs, without gradients: "mean_logits", "is_top1" (1 or 0) and "log_sum_sq_probs". They are
+    computed in the head's chunks."""
     compile_blocks: bool | None = None
     """Whether decoder blocks are compiled, each on its own; None does so on CUDA, but not for
     float64 models. Where the compiler fails, blocks run eagerly and a line of the log says so."""
@@ -104,6 +109,13 @@ class Config:
             raise ConfigError(
                 f"calibration is {self.calibration!r}; it takes the path of a file that forkpoint "
                 "calibrate wrote, or None."
+            )
+        given = self.head_statistics
+        unknown = not isinstance(given, tuple) or [x for x in given if x not in HEAD_STATISTICS]
+        if unknown or len(set(given)) < len(given):
+            raise ConfigError(
+                f"head_statistics is {given!r}; it takes a tuple of different names among "
+                f"{', '.join(map(repr, HEAD_STATISTICS))}."
             )
         for name, allowed in (
             ("compile_blocks", (True, False, None)),

@@ -11,7 +11,7 @@ from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
 from forkpoint.errors import ForkpointError
-from forkpoint.losses.base import Loss
+from forkpoint.losses.base import Loss, is_own
 from forkpoint.parallel.agreement import (
     Agreement,
     Proposal,
@@ -123,7 +123,7 @@ class JointStep:
             raise
         self._batch = self.agreement.sample
         self._give_up_compiling(proposals)
-        self.ranks = self.agreement.step(ranks, mean=not isinstance(loss, Loss))
+        self.ranks = self.agreement.step(ranks, mean=is_own(loss))
         return (self._chosen(found[0], once, scores), *found[1:])  # pyright: ignore[reportReturnType]
 
     def _proposal(
@@ -145,7 +145,12 @@ class JointStep:
         )
         couples = ""
         gathers = isinstance(loss, Loss) and loss.across_ranks
-        if isinstance(loss, Loss) and loss.decomposition == "joint" and not gathers:
+        if (
+            isinstance(loss, Loss)
+            and not is_own(loss)
+            and loss.decomposition == "joint"
+            and not gathers
+        ):
             couples = coupled(loss.coupling(batch), batch)
         once, held = None, None
         if self.host.group.gathers:
@@ -252,6 +257,6 @@ def run_joint_step(host: Host, group: Distributed, work: Callable[[Step], T]) ->
 
 def kind_of(loss: object) -> str:
     """A loss's class and options, as far as they can be told; of a function, that it is one."""
-    if isinstance(loss, Loss):
+    if isinstance(loss, Loss) and not is_own(loss):
         return repr(loss) if is_dataclass(loss) else type(loss).__qualname__
     return "a function"

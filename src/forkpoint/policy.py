@@ -26,6 +26,7 @@ from forkpoint.losses.base import (
     LossFunction,
     as_loss,
     check_denominators,
+    is_own,
 )
 from forkpoint.losses.views import batch_denominators, check_range
 from forkpoint.plan import Plan, make_plan
@@ -209,10 +210,9 @@ class Policy:
         )
         counted = denominators or batch_denominators(batch)
         if joint.agreement is not None and self.host.group is not None:
-            mean = not isinstance(loss, Loss)
             plan = replace(plan, program=joint.agreement.program)
-            counted = denominators or (counted if mean else joint.agreement.counts)
-            factor *= self.host.group.factor(mean=mean)
+            counted = denominators or (counted if is_own(loss) else joint.agreement.counts)
+            factor *= self.host.group.factor(mean=is_own(loss))
         if announced:
             step.notes = True
             self.last_step = step.outcome

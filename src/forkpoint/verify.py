@@ -25,7 +25,6 @@ from forkpoint.hosts.routes import RoutedRun, follow
 from forkpoint.hosts.whole_copies import copy_in
 from forkpoint.losses.base import (
     Denominators,
-    FunctionLoss,
     Loss,
     check_denominators,
 )
@@ -348,8 +347,6 @@ def _shared(work: _Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradie
         follow(run, unchecked, plan, batch, work.changes)
     given, loss = work.given, work.loss
     if policy.host.group is not None:
-        # A function stays one: its gradients are averaged over the ranks.
-        loss = loss.function if isinstance(loss, FunctionLoss) else loss
         stats = unchecked.forward_backward(batch, loss, denominators=given, plan=plan)
     else:
         step = Step(policy.host.device)

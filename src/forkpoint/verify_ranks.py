@@ -16,7 +16,7 @@ from forkpoint.dense import DenseRun
 from forkpoint.engine.distributed import Distributed
 from forkpoint.errors import RankError, UnsupportedError
 from forkpoint.hosts.whole_copies import full
-from forkpoint.losses.base import Denominators, FunctionLoss, Loss
+from forkpoint.losses.base import Denominators, Loss, is_own
 from forkpoint.losses.views import batch_denominators
 from forkpoint.parallel.agreement import group_digests
 from forkpoint.parallel.step import described
@@ -86,7 +86,7 @@ def together(group: Distributed | None, loss: Loss) -> Together:
             "on each rank, with which verify compares, does not. Verify it in one process, with a "
             "model of the same shape and few layers if need be."
         )
-    return OnRanks(group, mean=isinstance(loss, FunctionLoss))
+    return OnRanks(group, mean=is_own(loss))
 
 
 class Alone:

@@ -121,6 +121,7 @@ def make_view(batch, tokens=None, *, dtype=torch.float64, device="cpu", denomina
     }
     view = LossBatch(
         offsets=whole(np.concatenate([[0], counts.cumsum()])),
+        token_index=whole(tokens),
         token_rollout=whole(token_rollout),
         loss_mask=torch.tensor(batch.loss_mask[tokens], device=device),
         rollout_tokens=floats(trained[rollouts]),

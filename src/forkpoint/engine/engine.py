@@ -9,7 +9,7 @@ plan says (engine/activations.py). Nothing is decided here.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from forkpoint.engine.gathered_scores import loss_inputs
 from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.host import HeadOutputs, Host
+from forkpoint.engine.idling import idle_inputs
 from forkpoint.engine.microbatches import (
     KernelOptions,
     MicrobatchInputs,
@@ -39,11 +40,9 @@ from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
 from forkpoint.losses.views import LossViews, outputs_of
 from forkpoint.parallel.step import StepOfRanks
-from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.planner import make_plan
 from forkpoint.plan.program import BACKWARD, LEAF, RECOMPUTE, Instruction, Program, phase_of
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts import RolloutBatch
 
 MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], Tensor | None]
 
@@ -358,7 +357,13 @@ class Engine:
         return value
 
     def _names(self, entropy: bool) -> tuple[str, ...]:
-        return (self.host.head, "entropies") if entropy else (self.host.head,)
+        others = self.config.head_statistics
+        if others and self.host.head == "values":
+            raise ConfigError(
+                f"head_statistics is {others!r}, and the model is a critic, whose head gives a "
+                "value and no distribution. Leave the option out."
+            )
+        return (self.host.head, *(("entropies",) if entropy else ()), *others)
 
     def _entries(self, values: IntArray) -> Tensor:
         return on_device(values, self.host.device)
@@ -391,6 +396,7 @@ class Engine:
             attention=self.config.attention_kernel,
             recurrence=self.config.recurrence_kernel,
             head_chunk_tokens=self.config.head_chunk_tokens,
+            head_statistics=self.config.head_statistics,
         )
         timer = PhaseTimer(device)
         events: list[str] = []
@@ -404,7 +410,7 @@ class Engine:
         for instruction in instructions:
             idle = instruction.idle  # such a slot runs one token of a plan of its own
             if idle:
-                source, inputs = _idle(device, plan.capabilities.length_multiple)
+                source, inputs = idle_inputs(device, plan.capabilities.length_multiple)
             else:
                 source, inputs = plan, prepared[instruction.microbatch]
             timer.mark(phase_of(instruction.operation, inputs.microbatch))
@@ -469,20 +475,6 @@ class Engine:
         entries = self._entries(inputs.trained_entry)
         for name, values_T in per_token.items():
             values_T[tokens] = outputs.per_token[name].detach()[entries]
-
-
-@cache
-def _idle(device: torch.device, multiple: int) -> tuple[Plan, MicrobatchInputs]:
-    """A microbatch of one token that trains on nothing, for slots in which a rank has none.
-
-    `multiple`: of what the host takes lengths, to which the token is padded.
-    """
-    batch = RolloutBatch([Rollout([0, 0], [0, 0], 0.0)])
-    capabilities = Capabilities(length_multiple=multiple)
-    config = Config(sharing="none", boundary="within")
-    plan = make_plan(batch, config=config, capabilities=capabilities)
-    (inputs,) = prepare_microbatches(plan, batch, device)
-    return plan, inputs
 
 
 def _roots(

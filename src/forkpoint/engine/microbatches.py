@@ -61,6 +61,8 @@ class KernelOptions:
     """`Config.recurrence_kernel`"""
     head_chunk_tokens: int = 1024
     """Tokens whose logits exist at once."""
+    head_statistics: tuple[str, ...] = ()
+    """Names among `ops.head.STATISTICS` that the head gives besides."""
 
 
 class MicrobatchState:

@@ -1,7 +1,8 @@
-"""Wrappers that users put around a model's forwards: compiled code, autocast, hooks of accelerate.
+"""Wrappers that users put around a model's forwards: compiled code, autocast, heads of TRL, hooks.
 
-Compiled code and accelerate's hooks are taken off while a step runs, and put back: forkpoint
-compiles blocks itself, and hooks that align devices do nothing on one device. Autocast, and
+Compiled code, accelerate's hooks and TRL's fused head are taken off while a step runs, and put
+back: forkpoint compiles blocks itself, hooks that align devices do nothing on one device, and the
+head computes log-probs in place of logits, as forkpoint's does. Autocast, and
 accelerate's conversion of outputs to float32, are kept, because they decide what is computed. A
 forward that is set on a module and made of anything else is not known; `refusals.code` refuses it.
 """
@@ -25,6 +26,9 @@ from forkpoint.hosts.modules import every_module, forget_lists
 ALIGNING_HOOKS = ("ModelHook", "AlignDevicesHook", "SequentialHook")
 """Classes of accelerate.hooks that change nothing of a model whose tensors are on one device."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+FUSED_HEAD = ("trl.trainer.utils", "add_fused_lm_head.<locals>._fused_forward")
+"""Where TRL defines the forward that it sets on a model: it computes log-probs where it is asked
+to, and is otherwise the one that was there."""
 DYNAMO = "torch._dynamo.eval_frame"
 
 
@@ -37,7 +41,7 @@ class SetForward:
     kept: tuple[Any, ...]
     """Outermost first: torch.autocast objects, and accelerate's converters to float32."""
     removable: bool
-    """Whether there is compiled code or a hook of accelerate around it."""
+    """Whether there is compiled code, a hook of accelerate or TRL's fused head around it."""
 
     @property
     def autocasts(self) -> tuple[torch.autocast, ...]:
@@ -49,7 +53,9 @@ class SetForward:
             if isinstance(layer, torch.autocast):
                 forward = _same_autocast(layer)(forward)
             else:
-                forward = type(layer)(forward)
+                # As a function: what accelerate wraps is known by its function.
+                made = sys.modules[type(layer).__module__].convert_outputs_to_fp32
+                forward = made(forward)
         return forward
 
 
@@ -78,6 +84,9 @@ def set_forward(module: nn.Module) -> SetForward | None:
         elif _is_compiled(function):
             removable = True
             forward = function._torchdynamo_orig_callable
+        elif bound and _is(function, *FUSED_HEAD):
+            removable = True
+            forward = closed_over(function)["original_forward"]
         elif _is(function, "torch._dynamo.external_utils", "wrap_inline.<locals>.inner"):
             forward = function.__wrapped__  # what torch.compile puts around functions of torch
         elif _is_hooked(function) and _aligns(vars(module)["_hf_hook"]):
@@ -128,7 +137,7 @@ class Coverings:
         stay the same objects, so that the model does not look changed at every step."""
 
     def take_off(self, model: nn.Module, changes: Changes) -> None:
-        """Take off compiled code and hooks of accelerate until the changes are undone."""
+        """Take off compiled code, hooks and TRL's head until the changes are undone."""
         found = False
         for where, module in every_module(model):
             attributes = vars(module)

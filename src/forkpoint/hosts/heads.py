@@ -14,7 +14,7 @@ from forkpoint.hosts.families import Family
 from forkpoint.hosts.local_heads import check_local_head, local_head
 from forkpoint.hosts.parallel_forwards import parallel_forward
 from forkpoint.losses.outputs import Head
-from forkpoint.ops.head import token_logprobs
+from forkpoint.ops.head import token_outputs
 
 
 class ModelHead(Protocol):
@@ -71,7 +71,7 @@ class LogprobHead:
     def _logprobs(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         head, inputs = refusals.plain_head(self.causal), context.inputs
         weight, bias, shard = local_head(head)
-        logprobs, entropies = token_logprobs(
+        return token_outputs(
             hidden_nC,
             weight,
             inputs.head_labels,
@@ -81,9 +81,9 @@ class LogprobHead:
             entropy=context.entropy,
             chunk_tokens=context.kernels.head_chunk_tokens,
             keep_logits=inputs.microbatch.keeps_logits,
+            statistics=context.kernels.head_statistics,
             **self.family.head_options(self.causal),
         )
-        return {"logprobs": logprobs} | ({} if entropies is None else {"entropies": entropies})
 
 
 class ValueHead:

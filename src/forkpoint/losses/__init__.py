@@ -1,6 +1,6 @@
 """Losses, each of which declares how it decomposes over the batch."""
 
-from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs, as_loss
+from forkpoint.losses.base import Denominators, FunctionLoss, Loss, LossBatch, LossOutputs, as_loss
 from forkpoint.losses.cispo import CISPO
 from forkpoint.losses.distillation import Distillation
 from forkpoint.losses.dpo import DPO, SimPO
@@ -26,6 +26,7 @@ __all__ = [
     "Distillation",
     "DrGRPO",
     "Estimates",
+    "FunctionLoss",
     "LogLikelihood",
     "Loss",
     "LossBatch",

@@ -78,6 +78,8 @@ class LossBatch:
     device of the outputs, and floats have their dtype.
 
     offsets: int64 [n + 1]; rollout i has the view's tokens `offsets[i] : offsets[i + 1]`.
+    token_index: int64 [T]; for each token, its position in the RolloutBatch's flat tokens, for
+        values that are kept outside of the batch.
     token_rollout: int64 [T]; for each token, which of the n rollouts it belongs to.
     loss_mask: bool [T].
     advantages: [T].
@@ -92,6 +94,7 @@ class LossBatch:
     """
 
     offsets: Tensor
+    token_index: Tensor
     token_rollout: Tensor
     loss_mask: Tensor
     advantages: Tensor
@@ -212,12 +215,19 @@ LossFunction = Callable[[LossOutputs, LossBatch], Tensor]
 
 @dataclass(frozen=True)
 class FunctionLoss(Loss):
-    """A function of (outputs, batch) as a loss: joint, since nothing is known of it."""
+    """A function of (outputs, batch) as a loss. In a step of several ranks it is each rank's own.
 
-    decomposition: ClassVar[Decomposition] = "joint"
+    function: gives the view's part of the loss, a scalar with a graph.
+    decomposition: what the function promises, as in `Loss`. A function by itself is joint, since
+        nothing is known of it.
+    needs_entropy: whether `outputs.entropies` is wanted, with gradients.
+    """
+
     reads: ClassVar[Head | None] = None
 
     function: LossFunction
+    decomposition: Decomposition = "joint"  # pyright: ignore[reportIncompatibleVariableOverride]
+    needs_entropy: bool = False
 
     def __repr__(self) -> str:
         """The function's name, without the address that its own repr has."""
@@ -249,6 +259,12 @@ def as_loss(loss: Loss | LossFunction) -> Loss:
     for name in loss.needs:
         check_choice("needs", name, tuple(SOURCES))
     return loss
+
+
+def is_own(loss: object) -> bool:
+    """Whether each of several ranks has its own such loss, so that gradients are averaged over the
+    ranks; otherwise the ranks' losses are parts of one."""
+    return not isinstance(loss, Loss) or isinstance(loss, FunctionLoss)
 
 
 def divide(total: Tensor, count: float) -> Tensor:

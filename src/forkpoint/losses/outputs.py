@@ -67,8 +67,10 @@ class LossOutputs(PerToken):
         logprobs: Tensor | None = None,
         entropies: Tensor | None = None,
         values: Tensor | None = None,
+        **statistics: Tensor,
     ) -> None:
-        given = {"logprobs": logprobs, "entropies": entropies, "values": values}
+        """`statistics`: those of Config(head_statistics=...), without a graph."""
+        given = {"logprobs": logprobs, "entropies": entropies, "values": values, **statistics}
         self.per_token: Mapping[str, Tensor] = {
             name: value for name, value in given.items() if value is not None
         }

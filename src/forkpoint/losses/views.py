@@ -46,6 +46,7 @@ class LossViews:
         assert advantages is not None
         return LossBatch(
             offsets=self._tensor(np.concatenate([[0], np.cumsum(counts)]), torch.int64),
+            token_index=self._tensor(tokens, torch.int64),
             token_rollout=self._tensor(local, torch.int64),
             loss_mask=self._tensor(batch.loss_mask[tokens], torch.bool),
             advantages=advantages,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.ops.head.vocabulary import VocabularyShard
 
 # exp(-1e4) is exactly 0 in float32 and in float64, so raising a smaller log-probability to this
@@ -28,8 +28,13 @@ from forkpoint.ops.head.vocabulary import VocabularyShard
 _NO_PROBABILITY = -1e4
 
 
+STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
+"""Numbers of a token's distribution that have no gradient; see `token_outputs`."""
+
+
 class _Options(NamedTuple):
     entropy: bool
+    statistics: tuple[str, ...]
     softcap: float | None
     logit_scale: float | None
     chunk_tokens: int
@@ -88,6 +93,52 @@ def token_logprobs(
     Raises:
         ConfigError: for a chunk_tokens below 1 or a softcap that is not positive.
     """
+    found = token_outputs(
+        hidden_TC,
+        weight_VC,
+        labels_T,
+        bias_V=bias_V,
+        temperature_T=temperature_T,
+        entropy=entropy,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        chunk_tokens=chunk_tokens,
+        keep_logits=keep_logits,
+        shard=shard,
+    )
+    return found["logprobs"], found.get("entropies")
+
+
+def token_outputs(
+    hidden_TC: Tensor,
+    weight_VC: Tensor,
+    labels_T: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature_T: Tensor | None = None,
+    entropy: bool = False,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    chunk_tokens: int = 1024,
+    keep_logits: bool = False,
+    shard: VocabularyShard | None = None,
+    statistics: tuple[str, ...] = (),
+) -> dict[str, Tensor]:
+    """`token_logprobs` by name, "logprobs" and "entropies", with statistics besides.
+
+    Of the logits z of a token, as the distribution has them (scale, cap and temperature included),
+    `mean_logits` is their mean, `is_top1` is 1 where the label is the first of the largest and 0
+    elsewhere, and `log_sum_sq_probs` is the log of the sum of squared probabilities. All are [T],
+    in the dtype of the log-probs, and have no gradient.
+
+    statistics: names among STATISTICS; none where ranks hold the vocabulary together.
+    """
+    if shard is not None and statistics:
+        raise UnsupportedError(
+            f"head_statistics are {statistics}, which take all logits of a token, and several "
+            "ranks hold the vocabulary together. Leave head_statistics out, or the output head "
+            "out of the model's tp_plan."
+        )
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens is {chunk_tokens}; it takes a whole number of at least 1.")
     if softcap is not None and softcap <= 0:
@@ -99,6 +150,7 @@ def token_logprobs(
     autocast = torch.is_autocast_enabled(device_type) and not double
     options = _Options(
         entropy=entropy,
+        statistics=statistics,
         softcap=softcap,
         logit_scale=logit_scale,
         chunk_tokens=chunk_tokens,
@@ -112,7 +164,11 @@ def token_logprobs(
     )
     if shard is not None:
         labels_T = labels_T - shard.start
-    return _TokenLogprobs.apply(hidden_TC, weight_VC, bias_V, labels_T, temperature_T, options)
+    logprobs_T, entropies_T, *others = _TokenLogprobs.apply(
+        hidden_TC, weight_VC, bias_V, labels_T, temperature_T, options
+    )
+    found = {"logprobs": logprobs_T} | ({} if entropies_T is None else {"entropies": entropies_T})
+    return found | dict(zip(statistics, others, strict=True))
 
 
 def token_logprobs_reference(
@@ -154,10 +210,11 @@ class _TokenLogprobs(torch.autograd.Function):
         labels_T: Tensor,
         temperature_T: Tensor | None,
         options: _Options,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         logprobs_T = hidden_TC.new_empty(labels_T.shape, dtype=options.softmax_dtype)
         max_T, sum_T = torch.empty_like(logprobs_T), torch.empty_like(logprobs_T)
         entropies_T = torch.empty_like(logprobs_T) if options.entropy else None
+        others = [torch.empty_like(logprobs_T) for _ in options.statistics]
         weight = _cast(weight_VC, options)
         bias = None if bias_V is None else _cast(bias_V, options)
         scale_T = _scale(labels_T, temperature_T, options) if options.fused else None
@@ -173,6 +230,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 product_cV = F.linear(_cast(hidden_TC[chunk], options), weight, bias)
             else:
                 product_cV = kept_TV[chunk]
+            if others:
+                temperature_c = None if temperature_T is None else temperature_T[chunk]
+                logits_cV, _ = _logits(product_cV, temperature_c, options, copy=True)
+                for name, values_T in zip(options.statistics, others, strict=True):
+                    values_T[chunk] = _statistic(name, logits_cV, labels_T[chunk])
+                del logits_cV
             if options.fused:
                 from forkpoint.ops.head.triton_softmax import softmax_stats
 
@@ -208,14 +271,15 @@ class _TokenLogprobs(torch.autograd.Function):
         # Not among the saved tensors: the backward overwrites it, and lets it go.
         ctx.kept_TV = kept_TV
         ctx.set_materialize_grads(False)
-        return logprobs_T, entropies_T
+        ctx.mark_non_differentiable(*others)
+        return logprobs_T, entropies_T, *others
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator's type)
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        grad_logprobs_T, grad_entropies_T = grad_outputs
+        grad_logprobs_T, grad_entropies_T, *_ = grad_outputs
         hidden_TC, weight_VC, bias_V, labels_T, _, max_T, *_ = ctx.saved_tensors
         options: _Options = ctx.options
         kept_TV, ctx.kept_TV = ctx.kept_TV, None
@@ -364,14 +428,23 @@ def _zeros(like: Tensor, options: _Options) -> Tensor:
     return like.new_zeros(like.shape, dtype=options.softmax_dtype)
 
 
+def _statistic(name: str, logits_cV: Tensor, labels_c: Tensor) -> Tensor:
+    if name == "mean_logits":
+        return logits_cV.mean(-1)
+    if name == "is_top1":
+        return (logits_cV.argmax(-1) == labels_c).to(logits_cV.dtype)
+    assert name == "log_sum_sq_probs", name
+    return torch.logsumexp(2 * logits_cV, -1) - 2 * torch.logsumexp(logits_cV, -1)
+
+
 def _logits(
-    product_cV: Tensor, temperature_c: Tensor | None, options: _Options
+    product_cV: Tensor, temperature_c: Tensor | None, options: _Options, *, copy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """A chunk's logits, the caller's to overwrite, and the cap's tanh for its derivative.
 
-    A product that is kept stays as it is; any other may be overwritten as well.
+    A product that is kept stays as it is, and any with `copy`; others may be overwritten as well.
     """
-    logits_cV = product_cV.to(options.softmax_dtype, copy=options.keeps)
+    logits_cV = product_cV.to(options.softmax_dtype, copy=copy or options.keeps)
     tanh_cV = None
     if options.logit_scale is not None:
         logits_cV.mul_(options.logit_scale)

@@ -1,0 +1,179 @@
+"""GRPO in TRL on a small task, by TRL's trainer and by forkpoint's side by side.
+
+    python examples/trl/grpo.py                      # a tiny random model, on a CPU
+    python examples/trl/grpo.py --model Qwen/Qwen3-0.6B --prompt-tokens 2048
+
+Nothing is downloaded unless `--model` names a model of a hub. The task is that of `forkpoint demo`:
+a prompt is a text mostly in one dialect of a made-up language, and the reward of a completion is
+the share of its words that are of that dialect.
+"""
+
+import argparse
+import copy
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+)
+from trl import GRPOConfig
+from trl import GRPOTrainer as StockTrainer
+
+from forkpoint.demo.task import BLIND_REWARD, VOWELS, WORDS, dialect_of, make_prompt, spell
+from forkpoint.integrations.trl import GRPOTrainer
+from forkpoint.testing import tiny_model
+
+SPECIAL = ["<pad>", "<eos>"]
+
+
+def own_tokenizer() -> PreTrainedTokenizerFast:
+    """Each word of the language is a token, after two special ones."""
+    inner = Tokenizer(
+        WordLevel({w: i for i, w in enumerate([*SPECIAL, *WORDS])}, unk_token="<pad>")
+    )
+    inner.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+
+
+def own_model() -> Any:
+    model = tiny_model(
+        "qwen3",
+        dtype=torch.float32,
+        vocab_size=len(SPECIAL) + len(WORDS),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        head_dim=16,
+    )
+    torch.manual_seed(0)
+    model.apply(model._init_weights)
+    return model
+
+
+def reward(completions: list[str], dialect: list[int], **_: Any) -> list[float]:
+    """The share of a completion's words that are of the prompt's dialect, 0 to 1."""
+    size = len(WORDS) // len(VOWELS)
+    found = []
+    for text, own in zip(completions, dialect, strict=True):
+        words = [WORDS.index(w) // size for w in text.split() if w in WORDS]
+        found.append(sum(d == own for d in words) / max(1, len(text.split())))
+    return found
+
+
+def dataset(options: argparse.Namespace) -> Dataset:
+    random = np.random.default_rng(options.seed)
+    texts = [
+        make_prompt(options.prompt_tokens, random) for _ in range(options.steps * options.groups)
+    ]
+    return Dataset.from_dict(
+        {"prompt": [spell(t) for t in texts], "dialect": [dialect_of(t) for t in texts]}
+    )
+
+
+class Clocked:
+    """Time of losses and backwards, in the trainer that it is put before."""
+
+    update_s = 0.0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.update_s += time.perf_counter() - begin
+
+
+def train(cls: type, model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        args = GRPOConfig(
+            output_dir=folder,
+            max_steps=options.steps,
+            per_device_train_batch_size=options.completions,
+            gradient_accumulation_steps=options.groups,
+            num_generations=options.completions,
+            max_completion_length=options.completion_tokens,
+            learning_rate=options.lr,
+            lr_scheduler_type="constant",
+            entropy_coef=options.entropy,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            gradient_checkpointing=options.model is not None,
+            bf16=options.model is not None and torch.cuda.is_available(),
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
+        )
+        clocked = type(cls.__name__, (Clocked, cls), {})
+        trainer = clocked(
+            model=model,
+            reward_funcs=reward,
+            args=args,
+            train_dataset=dataset(options),
+            processing_class=tokenizer,
+        )
+        backward = trainer.accelerator.backward
+
+        def timed(*parts: Any, **names: Any) -> None:
+            begin = time.perf_counter()
+            backward(*parts, **names)
+            trainer.update_s += time.perf_counter() - begin
+
+        trainer.accelerator.backward = timed
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "reward" in log]
+    return {"logs": logs, "update_s": trainer.update_s}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a model of transformers, in place of a tiny random one")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--groups", type=int, default=4, help="prompts in an optimizer step")
+    parser.add_argument("--completions", type=int, default=8, help="for each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--completion-tokens", type=int, default=12)
+    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--entropy", type=float, default=0.03, help="TRL's entropy_coef")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.model is None:
+        model, tokenizer = own_model(), own_tokenizer()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.model)
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+
+    found = {}
+    for name, cls in (("TRL", StockTrainer), ("forkpoint", GRPOTrainer)):
+        torch.manual_seed(options.seed)
+        found[name] = train(cls, copy.deepcopy(model), tokenizer, options)
+        rewards = [log["reward"] for log in found[name]["logs"]]
+        quarter = max(1, len(rewards) // 4)
+        print(
+            f"{name:10} reward {np.mean(rewards[:quarter]):.2f} in the first quarter of the steps, "
+            f"{np.mean(rewards[-quarter:]):.2f} in the last (blind: {BLIND_REWARD:.2f}); "
+            f"{found[name]['update_s']:.1f} s of losses and gradients"
+        )
+    logs = found["forkpoint"]["logs"]
+    computed, given = (
+        sum(log[f"forkpoint/{kind}_tokens"] for log in logs) for kind in ("computed", "given")
+    )
+    first = [found[name]["logs"][0]["grad_norm"] for name in found]
+    print(f"first step's gradient norms: {first[0]:.6f} and {first[1]:.6f}")
+    print(f"tokens run: {computed:,.0f} of {given:,.0f} given")
+    print(f"updates: {found['TRL']['update_s'] / found['forkpoint']['update_s']:.2f}x faster")
+
+
+if __name__ == "__main__":
+    main()

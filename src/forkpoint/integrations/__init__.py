@@ -1,0 +1,1 @@
+"""Trainers of other libraries, which then compute every shared token once."""

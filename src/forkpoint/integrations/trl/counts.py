@@ -1,0 +1,64 @@
+"""Counts that are logged beside TRL's metrics, and the warning where nothing is shared."""
+
+import logging
+
+from forkpoint.config import Config
+from forkpoint.plan import Plan
+
+_log = logging.getLogger("forkpoint")
+
+PATIENCE_STEPS = 10
+PREFIX = "forkpoint/"
+
+
+class Counts:
+    """Tokens and times of the steps since the last log."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._values: dict[str, list[float]] = {}
+        self._alone = 0
+        """Steps in a row in which nothing was shared."""
+
+    def add(self, plan: Plan, rollouts: int, step_ms: float) -> None:
+        """Count a step that has run."""
+        found = {
+            "computed_tokens": float(plan.computed_tokens),
+            "given_tokens": float(plan.logical_tokens),
+            "bound": plan.bound,
+            "step_ms": step_ms,
+        }
+        if plan.predicted_ms is not None:
+            found["planned_ms"] = plan.predicted_ms
+        for name, value in found.items():
+            self._values.setdefault(name, []).append(value)
+        # A rollout's last token is not run.
+        alone = plan.computed_tokens >= plan.logical_tokens - rollouts
+        self._alone = self._alone + 1 if alone else 0
+        if self._alone == PATIENCE_STEPS:
+            _log.warning("%s", warning(plan, self._config))
+
+    def taken(self) -> dict[str, float]:
+        """Means over the steps since the last call, by the names that are logged."""
+        found = {PREFIX + name: sum(x) / len(x) for name, x in self._values.items()}
+        self._values = {}
+        return found
+
+
+def warning(plan: Plan, config: Config) -> str:
+    """The text for steps in which nothing was shared, with the likely cause."""
+    begin = f"No step of the last {PATIENCE_STEPS} has shared a token: "
+    if config.sharing == "none":
+        return begin + "Config(sharing='none') asks for that."
+    if plan.unique_tokens < plan.logical_tokens:
+        return (
+            f"{begin}{plan.unique_tokens:,} of {plan.logical_tokens:,} tokens are unique, but the "
+            "planner found that sharing them would take longer than it saves. "
+            "trainer.sharing.last_plan.explain() has the prices."
+        )
+    return (
+        begin + "the rows of an optimizer step begin with different tokens. Where a generation "
+        "batch feeds several optimizer steps, keep_groups=True keeps the completions of a prompt "
+        "in one; otherwise let per_device_train_batch_size * gradient_accumulation_steps be a "
+        "multiple of num_generations, and look for what differs at the start of equal prompts."
+    )

@@ -1,0 +1,104 @@
+"""Completions of one prompt, kept in one optimizer step where a generation feeds several.
+
+TRL shuffles a generation batch before it is cut into micro-batches. Where it feeds several
+optimizer steps this scatters the completions of a prompt over them, and each step runs the prompt
+again. Keeping groups changes which samples meet in a step, and so what is trained; it is therefore
+an option.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger("forkpoint")
+
+
+class Grouping:
+    """Order of the rows of a trainer's generation batches."""
+
+    def __init__(self, keep: bool | None) -> None:
+        """`keep` None is False, with a warning where that costs sharing."""
+        self.keep: bool | None = keep
+        self._warned = keep is not None
+
+    def prepared(self, trainer: Any, before: Any, inputs: Any) -> Any:
+        """The micro-batch that TRL has prepared, or the one in its place with groups kept.
+
+        before: the micro-batches of the generation before; they are other objects after a new one.
+        inputs: the micro-batch that TRL gives.
+        """
+        batches = getattr(trainer, "_buffered_inputs", None)
+        if not trainer.model.training or batches is None or batches is before:
+            return inputs
+        steps = max(1, len(batches) // trainer.args.gradient_accumulation_steps)
+        if steps == 1 or (not self.keep and self._warned):
+            return inputs
+        prompts = _prompts(batches)
+        order = kept_order(prompts)
+        if not self.keep:
+            self._warn(batches, prompts, order, steps)
+            return inputs
+        trainer._buffered_inputs = reordered(batches, order)
+        return trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
+
+    def _warn(self, batches: list[Any], prompts: list[int], order: list[int], steps: int) -> None:
+        self._warned = True
+        prompt_N = torch.cat([one["prompt_mask"].sum(1) for one in batches]).tolist()
+        completion_N = torch.cat([one["completion_mask"].sum(1) for one in batches]).tolist()
+
+        def tokens(rows: list[int]) -> int:
+            size = len(rows) // steps
+            total = sum(completion_N)
+            for step in range(steps):
+                here = rows[step * size : (step + 1) * size]
+                total += sum({prompts[row]: prompt_N[row] for row in here}.values())
+            return total
+
+        given = sum(prompt_N) + sum(completion_N)
+        scattered, kept = tokens(list(range(len(prompts)))), tokens(order)
+        if scattered > kept:
+            _log.warning(
+                "This generation batch feeds %d optimizer steps, over which TRL scatters the "
+                "completions of a prompt: of %s tokens %s have to be computed, and %s with "
+                "keep_groups=True, which changes the samples that meet in a step. Pass keep_groups "
+                "to decide; False leaves TRL's order and this warning out.",
+                steps,
+                f"{given:,}",
+                f"{scattered:,}",
+                f"{kept:,}",
+            )
+
+
+def _prompts(batches: list[Any]) -> list[int]:
+    """For each row of the micro-batches a number, the same for the same prompt."""
+    rows = torch.cat([torch.cat([b["prompt_ids"], b["prompt_mask"]], 1) for b in batches])
+    return torch.unique(rows, dim=0, return_inverse=True)[1].tolist()
+
+
+def kept_order(prompts: list[int]) -> list[int]:
+    """Rows with those of one prompt together, prompts in the order of their first rows, so that a
+    shuffle of rows shuffles groups."""
+    first: dict[int, int] = {}
+    for row, prompt in enumerate(prompts):
+        first.setdefault(prompt, row)
+    return sorted(range(len(prompts)), key=lambda row: (first[prompts[row]], row))
+
+
+def reordered(batches: list[dict[str, Any]], order: list[int]) -> list[dict[str, Any]]:
+    """The micro-batches of the same rows in another order."""
+    size = len(order) // len(batches)
+    found: list[dict[str, Any]] = [{} for _ in batches]
+    for name in batches[0]:
+        values = [one[name] for one in batches]
+        for number, place in enumerate(found):
+            rows = order[number * size : (number + 1) * size]
+            if isinstance(values[0], Tensor) and values[0].dim():
+                place[name] = torch.cat(values)[rows]
+            elif isinstance(values[0], list):
+                every = [x for value in values for x in value]
+                place[name] = [every[row] for row in rows]
+            else:
+                place[name] = values[number]
+    return found

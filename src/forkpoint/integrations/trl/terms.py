@@ -1,0 +1,164 @@
+"""The terms of TRL's token-additive losses, for steps that show them one microbatch at a time.
+
+TRL's own code computes a loss from all log-probs at once. A step that gives it all of them needs a
+forward for that before the forwards and backwards that train. Where the loss is a sum over tokens
+whose factors are known beforehand, the terms here have the same gradients, token by token. Before
+a training's first step they are compared with TRL's own code on log-probs made at random
+(`agrees`), and TRL's code computes the loss that is logged and all metrics after the step.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint.integrations.trl.rows import PackedRows
+from forkpoint.losses.base import LossBatch, LossOutputs
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Values of `loss_type` that clip the ratio on both sides."""
+STREAMED = (*CLIPPED, "cispo", "sapo")
+TOLERANCE = 1e-4
+"""Of the gradients by log-probs, relative to their norm: they are computed in float32."""
+
+
+def streams(trainer: Any, own_loss: Any) -> bool:
+    """Whether a trainer's options make its loss one of these.
+
+    own_loss: the `_compute_loss` of TRL's GRPOTrainer; a subclass that has another is not known.
+    """
+    return (
+        type(trainer)._compute_loss is own_loss
+        and trainer.loss_type in STREAMED
+        and trainer.importance_sampling_level == "token"
+        and trainer.top_entropy_quantile == 1.0
+        and trainer.off_policy_mask_threshold is None
+        and not trainer.use_adaptive_entropy
+    )
+
+
+class TokenTerms:
+    """A window's loss as a sum over tokens; called by a step for each view of them."""
+
+    def __init__(self, trainer: Any, inputs: Sequence[dict[str, Any]], packed: PackedRows) -> None:
+        """`inputs`: of each of the window's micro-batches, as TRL's loss takes them."""
+        self._trainer = trainer
+        self._packed = packed
+        counts = [_counted(trainer, one) for one in inputs]
+        self._advantages = self._flat(inputs, [_column(one["advantages"]) for one in inputs])
+        self._old = self._optional(inputs, "old_per_token_logps")
+        self._reference = None
+        if trainer.beta != 0.0:
+            self._reference = self._optional(inputs, "ref_per_token_logps")
+        self._factors = self._flat(inputs, [count[0] for count in counts])
+        self._bonus = self._flat(inputs, [count[1] for count in counts])
+        self._ratios = None
+        if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+            self._ratios = self._flat(inputs, [one["importance_sampling_ratio"] for one in inputs])
+
+    def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        assert outputs.entropies is not None
+        return self.total(outputs.logprobs, outputs.entropies, batch.token_index)
+
+    def total(self, logprobs_T: Tensor, entropies_T: Tensor, at_T: Tensor) -> Tensor:
+        """The sum of the terms of some tokens, a scalar; `at_T`: int64, their places in the
+        batch."""
+        trainer, args = self._trainer, self._trainer.args
+        old_T = logprobs_T.detach() if self._old is None else self._old[at_T]
+        advantages_T, factors_T = self._advantages[at_T], self._factors[at_T]
+        ratio_T = (logprobs_T - old_T).exp()
+        if trainer.loss_type in CLIPPED:
+            clipped_T = ratio_T.clamp(1 - trainer.epsilon_low, 1 + trainer.epsilon_high)
+            bounded_T = ratio_T if args.delta is None else ratio_T.clamp(max=args.delta)
+            terms_T = -torch.minimum(bounded_T * advantages_T, clipped_T * advantages_T)
+        elif trainer.loss_type == "cispo":
+            weights_T = ratio_T.clamp(max=trainer.epsilon_high).detach()
+            terms_T = -weights_T * advantages_T * logprobs_T
+        else:
+            positive, negative = args.sapo_temperature_pos, args.sapo_temperature_neg
+            tau_T = torch.where(advantages_T > 0, positive, negative)
+            terms_T = -torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T * advantages_T
+        if self._ratios is not None:
+            terms_T = terms_T * self._ratios[at_T]
+        if self._reference is not None:
+            apart_T = self._reference[at_T] - logprobs_T
+            kl_T = apart_T.exp() - apart_T - 1
+            terms_T = terms_T + trainer.beta * (kl_T * ratio_T if _corrects(args) else kl_T)
+        # A factor of 0 must hide what is not finite, such as a ratio at a token of a tool.
+        total = torch.where(factors_T != 0, terms_T * factors_T, 0).sum()
+        if trainer._entropy_bonus_enabled:
+            total = total - (entropies_T * self._bonus[at_T]).sum()
+        return total
+
+    def agrees(self, theirs: Callable[[Tensor, Tensor], Tensor]) -> bool:
+        """Whether the gradients are those of TRL's loss, at log-probs and entropies at random.
+
+        theirs: gives TRL's loss of log-probs and entropies [T].
+        """
+        count, device = len(self._packed.cells), self._packed.cells.device
+        generator = torch.Generator().manual_seed(0)
+        noise_2T = torch.randn(2, count, generator=generator).to(device)
+        middle_T = torch.full_like(noise_2T[0], -2.0) if self._old is None else self._old
+        scored_T = self._packed.flat([rows.scored for rows in self._packed.calls])
+        logprobs_T = torch.where(scored_T, middle_T + 0.3 * noise_2T[0], 0).detach()
+        entropies_T = noise_2T[1].abs()
+        found = []
+        for function in (theirs, self._whole):
+            leaves = [x.clone().requires_grad_() for x in (logprobs_T, entropies_T)]
+            value = function(*leaves)
+            grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+            found.append(torch.cat(grads))
+        error = (found[0] - found[1]).norm()
+        return bool(error <= TOLERANCE * found[0].norm())
+
+    def _whole(self, logprobs_T: Tensor, entropies_T: Tensor) -> Tensor:
+        return self.total(
+            logprobs_T, entropies_T, torch.arange(len(logprobs_T), device=logprobs_T.device)
+        )
+
+    def _optional(self, inputs: Sequence[dict[str, Any]], name: str) -> Tensor | None:
+        """Per-token constants of completions; None where the micro-batches have none."""
+        if inputs[0].get(name) is None:
+            return None
+        return self._flat(inputs, [one[name] for one in inputs])
+
+    def _flat(self, inputs: Sequence[dict[str, Any]], values: Sequence[Tensor]) -> Tensor:
+        """Values of completions, [B, C] or [B, 1] each, for the batch's tokens: [T]."""
+        padded = []
+        for one, value_BC in zip(inputs, values, strict=True):
+            length = one["completion_ids"].shape[1]
+            wide_BC = value_BC.expand(-1, length).float()
+            padded.append(torch.nn.functional.pad(wide_BC, (one["prompt_ids"].shape[1], 0)))
+        return self._packed.flat(padded)
+
+
+def _column(values: Tensor) -> Tensor:
+    """Advantages of rows or of tokens, as [B, 1] or [B, C]."""
+    return values.unsqueeze(1) if values.dim() == 1 else values
+
+
+def _corrects(args: Any) -> bool:
+    return bool(args.use_bias_correction_kl)
+
+
+def _counted(trainer: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Factors [B, C] of a micro-batch's tokens in the policy's loss, and in the entropy bonus."""
+    mask_BC = inputs["completion_mask"]
+    if "tool_mask" in inputs:
+        mask_BC = mask_BC * inputs["tool_mask"]
+    mask_BC = mask_BC.float()
+    rows, steps = len(mask_BC), trainer.current_gradient_accumulation_steps
+    if trainer.loss_type in ("grpo", "sapo"):
+        factors_BC = mask_BC / mask_BC.sum(-1, keepdim=True).clamp(min=1.0) / rows / steps
+    elif trainer.loss_type == "bnpo":
+        factors_BC = mask_BC / mask_BC.sum().clamp(min=1.0) / steps
+    elif trainer.loss_type == "dr_grpo":
+        factors_BC = mask_BC / (rows * trainer.max_completion_length) / steps
+    elif trainer.loss_type == "luspo":
+        factors_BC = mask_BC / rows / steps
+    else:
+        items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+        factors_BC = mask_BC / (items * steps / trainer.args.steps_per_generation)
+    bonus_BC = mask_BC * (trainer.entropy_coef / steps) / mask_BC.sum().clamp(min=1.0)
+    return factors_BC, bonus_BC

@@ -1,0 +1,132 @@
+"""Options of TRL: each is listed, and what is refused is refused by its name before training."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setups_trl as setups
+import trl
+from cases_trl import OURS
+from peft import LoraConfig, PromptTuningConfig
+
+from forkpoint import Config
+from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.integrations.trl import shared_trainer
+from forkpoint.integrations.trl.options import (
+    MATCHED,
+    REFUSED,
+    UNTOUCHED,
+    check_options,
+    unknown,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("config", [trl.GRPOConfig, trl.RLOOConfig, trl.DPOConfig])
+def test_every_option_is_listed(config: type) -> None:
+    assert unknown(config) == []
+
+
+def test_the_page_has_the_table() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, root / "scripts" / "trl_options.py", "--check"]
+    assert subprocess.run(command, cwd=root, check=False).returncode == 0
+
+
+def test_every_option_is_listed_once() -> None:
+    every = [*MATCHED, *UNTOUCHED, *REFUSED]
+    assert len(every) == len(set(every))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "remedy"),
+    [
+        ("grpo", "cast_lm_head_to_fp32", True, "load the model in float32"),
+        ("dpo", "activation_offloading", True, "activations='offload'"),
+        ("dpo", "auto_find_batch_size", True, "memory_budget"),
+        ("grpo", "neftune_noise_alpha", 1.0, "leave it out"),
+        ("dpo", "padding_free", True, "padding_free=False"),
+        ("grpo", "use_liger_kernel", True, "leave it out"),
+        ("rloo", "torch_compile", True, "compile_blocks=True"),
+        ("rloo", "optim", "lomo", "a step of its own"),
+        ("grpo", "optim", "galore_adamw_layerwise", "a step of its own"),
+        ("grpo", "gradient_checkpointing_kwargs", {"use_reentrant": True}, "use_reentrant to"),
+        ("grpo", "activation_checkpointing_kwargs", {"use_reentrant": True}, "use_reentrant to"),
+        ("grpo", "ddp_static_graph", True, "leave it out"),
+        ("grpo", "parallelism_config", object(), "FSDP"),
+    ],
+)
+def test_refused(kind: str, name: str, value: Any, remedy: str, tmp_path: Path) -> None:
+    trainer = setups.trainer(kind, OURS[kind], tmp_path)
+    vars(trainer.args)[name] = value
+    with pytest.raises(UnsupportedError) as caught:
+        check_options(trainer)
+    assert f" has {name}=" in str(caught.value) and remedy in str(caught.value)
+
+
+def test_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="cast_lm_head_to_fp32=True"):
+        setups.trainer("grpo", OURS["grpo"], tmp_path, cast_lm_head_to_fp32=True)
+
+
+def test_deepspeed_is_refused(tmp_path: Path) -> None:
+    trainer = setups.trainer("grpo", OURS["grpo"], tmp_path)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(UnsupportedError, match=r"deepspeed=.*FSDP version 2"):
+        check_options(trainer)
+
+
+def test_router_losses_are_refused(tmp_path: Path) -> None:
+    model = setups.model(
+        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    with pytest.raises(UnsupportedError, match="router_aux_loss_coef"):
+        setups.trainer("grpo", OURS["grpo"], tmp_path, made={"model": model})
+    setups.trainer("grpo", OURS["grpo"], tmp_path, made={"model": model}, router_aux_loss_coef=0.0)
+
+
+@pytest.mark.parametrize(
+    "peft",
+    [
+        PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1),
+    ],
+)
+def test_adapters_that_are_refused(peft: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"PROMPT_TUNING|dropout"):
+        setups.trainer("grpo", OURS["grpo"], tmp_path, made={"peft_config": peft})
+
+
+def test_other_trainers_are_refused() -> None:
+    for cls in (trl.KTOTrainer, trl.SFTTrainer, int):
+        with pytest.raises(UnsupportedError, match=f"{cls.__name__} is no GRPOTrainer"):
+            shared_trainer(cls)
+
+
+def test_the_factory_gives_the_same_class_again() -> None:
+    assert shared_trainer(trl.GRPOTrainer) is OURS["grpo"]
+    assert shared_trainer(OURS["grpo"]) is OURS["grpo"]
+
+
+@pytest.mark.parametrize(
+    ("own", "match"),
+    [
+        ({"forkpoint": {"sharing": "tree"}}, "forkpoint.Config"),
+        ({"keep_groups": 1.5}, "keep_groups"),
+    ],
+)
+def test_own_arguments(own: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=match):
+        setups.trainer("grpo", OURS["grpo"], tmp_path, own=own)
+
+
+def test_a_critic_has_no_statistics() -> None:
+    from forkpoint import Rollout, RolloutBatch, wrap
+    from forkpoint.testing import tiny_model
+
+    policy = wrap(tiny_model("llama", critic=True), Config(head_statistics=("is_top1",)))
+    with pytest.raises(ConfigError, match="critic"):
+        policy.score(RolloutBatch([Rollout([1, 2, 3], [0, 1, 1], 0.0)]))

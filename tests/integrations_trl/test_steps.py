@@ -1,0 +1,138 @@
+"""Steps as accelerate and Trainer run them: precision, windows, evaluation, resuming, failures."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setups_trl as setups
+import torch
+from cases_trl import ACROSS, OURS, STOCK, Pair
+
+from forkpoint import Config
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dpo"])
+def test_bf16_is_as_near_to_float32_as_stock(kind: str, tmp_path: Path) -> None:
+    ours, theirs = 0.0, 0.0
+    for seed in (0, 1, 3):  # of which samples are the same in both precisions
+        made = {"model": setups.model(seed=seed)}
+        low = Pair(kind, tmp_path / f"low {seed}", made=made, bf16=True)
+        high = Pair(kind, tmp_path / f"high {seed}", made=made)
+        ours += setups.apart(low.found, high.expected) ** 2
+        theirs += setups.apart(low.expected, high.expected) ** 2
+    assert 1e-3 < theirs**0.5 < 0.1
+    assert ours**0.5 < 1.2 * theirs**0.5
+
+
+def test_the_scale_of_fp16_is_put_on(tmp_path: Path) -> None:
+    found = []
+    for scale in (None, 128.0):
+        trainer = setups.trainer("dpo", OURS["dpo"], tmp_path, own={"forkpoint": ACROSS})
+        if scale:
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            trainer.accelerator.native_amp = False
+        found.append(setups.run(trainer)[0])
+    # accelerate takes the scale off again before the optimizer's step.
+    assert setups.apart(found[1], found[0]) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "dpo"])
+def test_evaluation(kind: str, tmp_path: Path) -> None:
+    data = setups.pairs(5) if kind == "dpo" else setups.prompts(4)
+    made = {"eval_dataset": data}
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    pair = Pair(kind, tmp_path, made=made, max_steps=2, **options)
+    pair.check_metrics()
+    assert any("eval_loss" in log for log in pair.logs)
+
+
+def test_resumed_training_goes_on_as_stock_does(tmp_path: Path) -> None:
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    ends = []
+    for name, cls, own in (
+        ("ours", OURS["dpo"], {"forkpoint": ACROSS}),
+        ("stock", STOCK["dpo"], {}),
+    ):
+        setups.run(setups.trainer("dpo", cls, tmp_path / name, own=own, **options))
+        again = setups.trainer("dpo", cls, tmp_path / name, own=own, **options)
+        again.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-2"))
+        assert again.state.global_step == 4
+        ends.append({k: v.detach() for k, v in again.model.named_parameters()})
+    assert setups.apart(*ends) < 1e-6
+
+
+def test_a_window_that_trains_nothing_has_zero_gradients(tmp_path: Path) -> None:
+    """Every completion is cut off, and masked for it."""
+    options = {"mask_truncated_completions": True, "max_completion_length": 1}
+    pair = Pair("grpo", tmp_path, **options)
+    assert pair.found.keys() == pair.expected.keys()
+    assert all(not gradient.any() for gradient in pair.found.values())
+    pair.check_metrics()
+
+
+@pytest.mark.parametrize("streams", [None, False])
+def test_a_step_that_raises_leaves_trainer_and_model_usable(
+    streams: bool | None, tmp_path: Path
+) -> None:
+    stock = setups.trainer("grpo", STOCK["grpo"], tmp_path / "stock", max_steps=2)
+    expected, _ = setups.run(stock)
+    trainer = setups.trainer(
+        "grpo", OURS["grpo"], tmp_path / "ours", own={"forkpoint": ACROSS}, max_steps=2
+    )
+    trainer.sharing.streams = streams
+    forward = vars(trainer.model)["forward"]
+    policy, events = trainer.sharing.policy(trainer.model), []
+
+    def fails(event: str) -> None:
+        events.append(event)
+        if len(events) == 5:
+            raise RuntimeError("a device fails")
+
+    policy.observer = fails
+    with pytest.raises(RuntimeError, match="a device fails"):
+        setups.run(trainer)
+    policy.observer = None
+    assert vars(trainer.model)["forward"] is forward
+    assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
+    assert not any(trainer._metrics["train"].get(name) for name in ("entropy", "kl"))
+    again = setups.trainer(
+        "grpo", OURS["grpo"], tmp_path / "again", own={"forkpoint": ACROSS}, max_steps=2
+    )
+    again.model.load_state_dict(trainer.model.state_dict())
+    assert setups.apart(setups.run(again)[0], expected) < 2e-6
+    trainer._buffered_inputs = None
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_nothing_shared_for_ten_steps_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = {"forkpoint": Config(sharing="none")}
+    trainer = setups.trainer("grpo", OURS["grpo"], tmp_path, own=own, max_steps=11)
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        trainer.train()
+    found = [r.getMessage() for r in caplog.records if "has shared a token" in r.getMessage()]
+    assert len(found) == 1 and "sharing='none'" in found[0]
+
+
+def test_a_loss_that_is_not_the_known_one_is_not_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL's own code computes the gradients where it has changed."""
+    import trl
+
+    known = trl.GRPOTrainer._compute_loss
+
+    def changed(self: Any, model: Any, inputs: Any) -> Any:
+        return known(self, model, {**inputs, "advantages": inputs["advantages"] * 2})
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", changed)
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        pair = Pair("grpo", tmp_path)
+    assert pair.ours.sharing.streams is False
+    assert any("one more forward" in record.getMessage() for record in caplog.records)
+    assert pair.apart < 2e-6
