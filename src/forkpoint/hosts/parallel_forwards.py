@@ -31,7 +31,7 @@ SUMMED_HOOK = ("ReplicatedWithGradAllReduce.install_forward.<locals>._all_reduce
 """The hook that sums a replicated parameter's gradient over ranks, in every backward."""
 SUMMED = "ReplicatedWithGradAllReduce"
 DISPATCHED = "EpDispatchExpertsParallel"
-EXACT = {
+EXACT: dict[str, tuple[str, ...]] = {
     TENSOR: (
         *("ColwiseParallel", "RowwiseParallel", "EmbeddingParallel", SUMMED),
         *("PackedColwiseParallel", "MoeExpertsParallel", "MlaKvAProjParallel"),

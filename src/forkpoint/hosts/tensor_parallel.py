@@ -84,7 +84,7 @@ class ModelParallel:
                     "exact. Split all of them over one mesh dimension."
                 )
         self.tensor_group: dist.ProcessGroup = splits[0][2].tensor_mesh.get_group()
-        (self.tensor_ranks,) = tensor
+        self.tensor_ranks: tuple[int, ...] = next(iter(tensor))
         self.expert_ranks: tuple[int, ...] = next(iter(expert), (dist.get_rank(),))
         self.data: FullySharded | None = None
         sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]

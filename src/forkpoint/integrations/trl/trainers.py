@@ -19,7 +19,7 @@ Base: Any = object
 """The trainer of TRL that a class here is put before."""
 
 
-class SharedTrainer(Base):
+class _SharedTrainer(Base):
     """Methods of every trainer of ours, before those of TRL's trainer.
 
     sharing: the policies and the steps; `sharing.last_plan` is the plan of the last step.
@@ -137,10 +137,10 @@ def shared_trainer(trainer: type) -> type:
             "which packs its rows itself, are not supported yet; nor is anything else. Use these "
             "trainers as they are."
         )
-    if issubclass(trainer, SharedTrainer):
+    if issubclass(trainer, _SharedTrainer):
         return trainer
-    mixin = dict(vars(SharedTrainer))
-    bases: tuple[type, ...] = (SharedTrainer, trainer)
+    mixin = dict(vars(_SharedTrainer))
+    bases: tuple[type, ...] = (_SharedTrainer, trainer)
     return type(
         trainer.__name__, bases, {"__doc__": trainer.__doc__, "__module__": mixin["__module__"]}
     )
