@@ -25,9 +25,9 @@ class SortedRollouts:
     """
 
     rollouts: IntArray
-    """[M] positions in the batch; rollouts of one token have no edge and are left out."""
+    """[M] positions in the batch; rollouts without an edge (of one token) are left out."""
     edges: IntArray
-    """[M] how many edges each has: its tokens less one."""
+    """[M] how many edges each has: its tokens less one, or its tokens where last tokens run."""
     shared_edges: IntArray
     """[M] how many leading edges each shares with the one before it; entry 0 is 0."""
 
@@ -50,7 +50,11 @@ class SortedRollouts:
 
 
 def sort_rollouts(
-    token_ids: NDArray[np.integer], offsets: NDArray[np.integer], classes: NDArray[np.integer]
+    token_ids: NDArray[np.integer],
+    offsets: NDArray[np.integer],
+    classes: NDArray[np.integer],
+    *,
+    last_tokens: bool = False,
 ) -> SortedRollouts:
     """Sort a ragged batch by class, then by tokens, and measure what neighbours share.
 
@@ -58,6 +62,8 @@ def sort_rollouts(
         token_ids: [T] token ids of all rollouts, back to back, none negative.
         offsets: [N + 1] where each rollout starts; the last entry is T.
         classes: [N] only rollouts of the same class may share.
+        last_tokens: whether each rollout has one more edge, which reads its last token and has the
+            rollout's end as its label. Only rollouts of equal tokens share that one.
 
     Runs in time and memory linear in tokens apart from the comparisons of the sort.
     """
@@ -70,8 +76,9 @@ def sort_rollouts(
     starts = (offsets * width).tolist()
     keys = [raw[a:b] for a, b in itertools.pairwise(starts)]
     class_list = np.asarray(classes).tolist()
+    left_out = 0 if last_tokens else 1
     order = sorted(
-        np.flatnonzero(lengths > 1).tolist(),
+        np.flatnonzero(lengths > left_out).tolist(),
         key=lambda rollout: (class_list[rollout], keys[rollout]),
     )
     shared = np.zeros(len(order), np.int64)
@@ -85,9 +92,10 @@ def sort_rollouts(
             )
             first = int(differ.argmax())
             tokens = first if differ[first] else same
-            shared[entry] = max(tokens - 1, 0)
+            ends = last_tokens and tokens == lengths[before] == lengths[this]
+            shared[entry] = tokens if ends else max(tokens - 1, 0)
     rollouts = np.asarray(order, np.int64)
-    return SortedRollouts(rollouts, lengths[rollouts] - 1, shared)
+    return SortedRollouts(rollouts, lengths[rollouts] - left_out, shared)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,13 +177,18 @@ class Forest:
         return np.asarray(total, np.int64)
 
     def token_edges(self, offsets: IntArray) -> IntArray:
-        """[T] for each token of the batch, the edge whose label it is; -1 for first tokens."""
+        """[T] for each token of the batch, the edge whose label it is; -1 for first tokens.
+
+        Edges of last tokens have no label among them.
+        """
         edges = np.full(int(offsets[-1]), -1, np.int64)
         every = np.arange(self.edges)
         firsts = self.edge_offsets
+        offsets = np.asarray(offsets, np.int64)
         for rollout, segment in self.levels():
-            begin = np.asarray(offsets, np.int64)[rollout] + 1 + self.start[segment]
-            first, length = firsts[segment], self.length[segment]
+            begin = offsets[rollout] + 1 + self.start[segment]
+            first = firsts[segment]
+            length = np.minimum(self.length[segment], offsets[rollout + 1] - begin)
             for at, end, edge, last in zip(
                 begin.tolist(),
                 (begin + length).tolist(),

@@ -55,6 +55,30 @@ def edges_of_segment(
 
 
 @EXAMPLES
+@given(classed_lists())
+def test_edges_of_last_tokens_are_those_of_a_token_that_ends_every_rollout(
+    batch: tuple[list[list[int]], list[int]],
+) -> None:
+    lists, classes = batch
+    tokens, offsets = ragged(lists)
+    found = build_forest(
+        sort_rollouts(tokens, offsets, np.asarray(classes), last_tokens=True), len(lists)
+    )
+    # Lower than every other token, for a rollout comes before those that it is a prefix of.
+    ended = forest_of([[*(token + 1 for token in ids), 0] for ids in lists], classes)
+    for name in vars(ended):
+        assert np.array_equal(getattr(found, name), getattr(ended, name)), name
+    # Labels are the rollouts' own tokens.
+    ends, begins = found.token_edges(offsets), offsets[:-1]
+    with_end = ended.token_edges(np.cumsum([0, *(len(ids) + 1 for ids in lists)]))
+    assert (ends[begins] == -1).all()
+    for rollout, ids in enumerate(lists):
+        begin = int(offsets[rollout])
+        own = with_end[begin + rollout : begin + rollout + len(ids)]
+        assert np.array_equal(ends[begin : begin + len(ids)], own)
+
+
+@EXAMPLES
 @given(classed_lists(), st.integers(1, 50))
 def test_every_rollout_is_one_path_and_every_edge_is_there_once(
     batch: tuple[list[list[int]], list[int]], max_tokens: int

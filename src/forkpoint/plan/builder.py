@@ -91,13 +91,18 @@ class Builder:
         self.fingerprint: str = fingerprint(batch)
         self._forests: dict[str, Forest] = {}
         self.windows: tuple[int, ...] = shape.windows if shape else ()
-        edges = np.diff(batch.offsets) - 1
+        self.last_tokens: bool = prices.routers is not None and prices.routers.last_tokens
+        edges = np.diff(batch.offsets) - (0 if self.last_tokens else 1)
         self.dense_work: Work = dense_work(edges, int(batch.loss_mask.sum()), self.windows)
-        self.tree_order: SortedRollouts = sort_rollouts(
-            batch.token_ids, batch.offsets, np.zeros(len(batch), np.int64)
-        )
+        one_class = np.zeros(len(batch), np.int64)
+        order = sort_rollouts(batch.token_ids, batch.offsets, one_class)
         firsts = np.unique(batch.token_ids[batch.offsets[:-1]])
-        self.unique_tokens: int = int(self.tree_order.new_edges.sum()) + len(firsts)
+        self.unique_tokens: int = int(order.new_edges.sum()) + len(firsts)
+        self.tree_order: SortedRollouts = order
+        if self.last_tokens:
+            self.tree_order = sort_rollouts(
+                batch.token_ids, batch.offsets, one_class, last_tokens=True
+            )
         self.longest: int = int(self.tree_order.edges.max(initial=1))
         self.orders: dict[str, SortedRollouts] = {"tree": self.tree_order}
         # Then sharing within groups is sharing over the batch.
@@ -112,7 +117,10 @@ class Builder:
                 self.orders[sharing] = self.tree_order.cut(every)
             else:
                 self.orders[sharing] = sort_rollouts(
-                    self.batch.token_ids, self.batch.offsets, self.batch.group_index
+                    self.batch.token_ids,
+                    self.batch.offsets,
+                    self.batch.group_index,
+                    last_tokens=self.last_tokens,
                 )
         return self.orders[sharing]
 
@@ -350,6 +358,7 @@ class Builder:
             rollouts=len(self.batch),
             logical_tokens=int(self.batch.offsets[-1]),
             unique_tokens=self.unique_tokens,
+            last_tokens=self.last_tokens,
             labelled=labelled,
             dense=self.dense_work,
             shared=forest_work(forest, labelled, self.windows),

@@ -27,7 +27,7 @@ from forkpoint.plan.program import (
 )
 from forkpoint.rollouts import RolloutBatch
 
-JSON_VERSION = 7
+JSON_VERSION = 8
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,9 @@ class PlanContents:
     """Tokens as given."""
     unique_tokens: int
     """Distinct (path, token) pairs of the whole batch."""
+    last_tokens: bool
+    """Whether rollouts' last tokens run, which no loss of log-probs needs: for routers' statistics
+    over whole rollouts."""
     labelled: int
     """Entries of the head: edges whose label some rollout trains on, each as often as there are
     temperatures at which it is trained. A critic's edges have one each."""
@@ -218,7 +221,8 @@ class PlanContents:
         found = np.full(self.rollouts, -1, np.int64)
         for rollout, segment in self.forest.levels():
             begin = np.asarray(offsets, np.int64)[rollout] + 1 + self.forest.start[segment]
-            trained = before[begin + self.forest.length[segment]] > before[begin]
+            end = np.minimum(begin + self.forest.length[segment], offsets[rollout + 1])
+            trained = before[end] > before[np.minimum(begin, end)]
             rollout, microbatch = rollout[trained], microbatch_of_segment[segment[trained]]
             known = found[rollout]
             found[rollout] = np.where((known == -1) | (known == microbatch), microbatch, -2)

@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -45,6 +46,9 @@ def _summary(plan: PlanContents) -> Table:
     add("rollouts", f"{plan.rollouts:,}")
     add("logical tokens (as given)", f"{plan.logical_tokens:,}")
     add("unique tokens (once in the whole batch)", f"{plan.unique_tokens:,}")
+    if plan.last_tokens:
+        ends = int(np.unique(plan.forest.leaf[plan.forest.leaf >= 0]).size)
+        add("last tokens run for routers, among those computed", f"{ends:,}")
     add("computed tokens (edges run)", f"{plan.computed_tokens:,}")
     if plan.run_tokens != plan.computed_tokens:
         add("padding run besides", f"{plan.run_tokens - plan.computed_tokens:,}")

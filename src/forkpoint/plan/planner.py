@@ -14,6 +14,7 @@ from forkpoint.plan.plan import Candidate, Plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.prices import Prices
+from forkpoint.plan.routing import RouterDemand
 from forkpoint.rollouts import RolloutBatch
 
 # Auto prefers the simpler of two plans whose costs differ by less than this.
@@ -32,6 +33,7 @@ def make_plan(
     capabilities: Capabilities | None = None,
     measured_budget_bytes: int | None = None,
     tempers: bool = True,
+    routers: RouterDemand | None = None,
 ) -> Plan:
     """Plan a batch.
 
@@ -51,6 +53,7 @@ def make_plan(
             limit. Where nothing fits, a plan of about the least predicted peak is made.
         tempers: whether the head's outputs depend on temperatures, as log-probs do and a critic's
             values do not. An edge then has an entry for each temperature at which it is trained.
+        routers: demands of routers' statistics; None where there are no such statistics.
 
     Raises:
         PlanError: no combination fits the limits; every reason is named. Or there is a budget in
@@ -62,7 +65,7 @@ def make_plan(
         calibration = Calibration.load(Path(config.calibration))
     if capabilities is None:
         capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
-    prices = Prices(batch, shape, coupling, calibration, tempers=tempers)
+    prices = Prices(batch, shape, coupling, calibration, tempers=tempers, routers=routers)
     builder = Builder(prices, config, capabilities, measured_budget_bytes)
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)

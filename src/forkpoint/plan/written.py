@@ -137,6 +137,7 @@ PLAN = record(
         "rollouts": whole(1, MOST_TOKENS),
         "logical_tokens": whole(1, MOST_TOKENS),
         "unique_tokens": whole(1, MOST_TOKENS),
+        "last_tokens": flag,
         "labelled": TOKENS,
         "dense": WORK,
         "shared": WORK,
@@ -383,7 +384,7 @@ def _check_counts(plan: PlanContents) -> None:
     ends = forest.leaf[forest.leaf >= 0]
     dense = int((forest.start[ends] + forest.length[ends]).sum())
     for name, found, wanted in (
-        ("logical_tokens", plan.logical_tokens, dense + plan.rollouts),
+        ("logical_tokens", plan.logical_tokens, dense + (0 if plan.last_tokens else plan.rollouts)),
         ("dense.tokens", plan.dense.tokens, dense),
         ("shared.tokens", plan.shared.tokens, forest.edges),
         ("shared.labelled", plan.shared.labelled, plan.labelled),

@@ -17,6 +17,7 @@ from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.measured import MeasuredMeter
 from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter
+from forkpoint.plan.routing import RouterDemand
 from forkpoint.rollouts import RolloutBatch
 
 
@@ -31,6 +32,7 @@ class Prices:
         calibration: Calibration | None,
         *,
         tempers: bool = True,
+        routers: RouterDemand | None = None,
     ) -> None:
         """`tempers`: whether the head's outputs depend on temperatures."""
         self.batch: RolloutBatch = batch
@@ -38,6 +40,7 @@ class Prices:
         self.coupling: IntArray | None = coupling
         self.calibration: Calibration | None = calibration
         self.tempers: bool = tempers
+        self.routers: RouterDemand | None = routers
         self._labelled_of: dict[bytes, IntArray] = {}
         self._meter_of: dict[bytes, Meter] = {}
         self._cost_of: dict[tuple[object, ...], tuple[float, int | None]] = {}
@@ -67,7 +70,10 @@ class Prices:
         return self._meter_of[key]
 
     def splits(self, plan: Plan) -> bool:
-        """Whether the loss couples rollouts across microbatches, so that scores come first."""
+        """Whether the loss couples rollouts across microbatches, or a statistic of routers spans
+        them, so that scores come first."""
+        if self.routers is not None and self.routers.spans(plan.forest, plan.microbatches):
+            return True
         return self.coupling is not None and plan.splits(self.batch, self.coupling)
 
     def priced(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:

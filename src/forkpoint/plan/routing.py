@@ -1,0 +1,45 @@
+"""Demands of a router's statistics on a plan: which tokens run, and whether counts come first.
+
+A statistic of a mixture's routers is taken over whole rollouts, so tokens run for it that no loss
+of log-probs needs: the last one of each rollout. A load-balancing loss is a product of two means
+over the same tokens. Where these lie in several microbatches, one mean has to be known before the
+first backward, which takes a pass of scores.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from forkpoint.forest import Forest, IntArray
+from forkpoint.layout import Microbatch
+
+
+@dataclass(frozen=True, eq=False)
+class RouterDemand:
+    """Tokens that a plan's routers must see, and those whose counts are one statistic."""
+
+    last_tokens: bool
+    """Whether rollouts' last tokens run."""
+    parts: IntArray | None = None
+    """int64 [N], the statistic that each rollout is part of, where its counts are needed before the
+    first backward that they enter; None where none are, or where they are given."""
+
+    def spans(self, forest: Forest, microbatches: tuple[Microbatch, ...]) -> bool:
+        """Whether the tokens of some statistic lie in several microbatches."""
+        if self.parts is None:
+            return False
+        microbatch_of = np.full(len(forest), -1, np.int64)
+        for microbatch in microbatches:
+            microbatch_of[list(microbatch.segments)] = microbatch.index
+        rollouts, segments = paths(forest)
+        pairs = np.stack([self.parts[rollouts], microbatch_of[segments]])
+        pairs = np.unique(pairs, axis=1)
+        return len(np.unique(pairs[0])) < pairs.shape[1]
+
+
+def paths(forest: Forest) -> tuple[IntArray, IntArray]:
+    """Each rollout with each segment on its path: int64 [n] and [n]."""
+    levels = list(forest.levels())
+    nothing = np.zeros(0, np.int64)
+    rollouts, segments = zip(*levels, strict=True) if levels else ((nothing,), (nothing,))
+    return np.concatenate(rollouts), np.concatenate(segments)
