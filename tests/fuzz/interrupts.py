@@ -59,6 +59,7 @@ CONTROL = {
     *(f"/hosts/{name}.py" for name in ("checkpointing", "compiled", "linear_attention")),
     *(f"/hosts/{name}.py" for name in ("modules", "transformers", "upcasts")),
     "/policy.py",
+    "/policy_steps.py",
     "/verify.py",
 }
 KINDS: dict[str, type[BaseException]] = {

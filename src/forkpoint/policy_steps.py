@@ -1,0 +1,291 @@
+"""The work of a policy's calls, within a step that can be undone."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from forkpoint.config import Config
+from forkpoint.differentiable import Weights, sizes_of
+from forkpoint.engine.engine import Engine
+from forkpoint.engine.fallback import run_or_fall_back
+from forkpoint.engine.guard import Step, StepOutcome
+from forkpoint.engine.host import Host
+from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
+from forkpoint.hosts.tensor_parallel import ModelParallel
+from forkpoint.joint_steps import JointStep, kind_of, run_joint_step
+from forkpoint.kept import Kept
+from forkpoint.losses.base import (
+    Denominators,
+    Loss,
+    LossFunction,
+    as_loss,
+    check_denominators,
+    is_own,
+)
+from forkpoint.losses.views import batch_denominators, check_range
+from forkpoint.plan import Plan, make_plan
+from forkpoint.rank_plans import Ways
+from forkpoint.results import Scores, StepStats
+from forkpoint.rollouts import RolloutBatch, short
+
+T = TypeVar("T")
+
+
+class PolicySteps:
+    """A model and its options, and what runs in its calls. `Policy` is made of it."""
+
+    def __init__(self, host: Host, config: Config) -> None:
+        """Raises ConfigError where the configuration does not fit what holds the model on ranks."""
+        sharded = host.group is not None and host.group.reduces
+        if config.gather != "auto" and not sharded:
+            raise ConfigError(
+                f"gather is {config.gather!r}, and this rank has all of the model's weights. Leave "
+                "the option out, or shard the model with fully_shard."
+            )
+        if config.gather == "step" and isinstance(host.group, ModelParallel):
+            raise ConfigError(
+                "gather is 'step', and transformers has split the model over ranks: its own "
+                "collectives lie within forwards, so ranks run in lockstep. Leave the option out."
+            )
+        if sharded and config.grad_accumulation_dtype == "float32":
+            raise ConfigError(
+                "grad_accumulation_dtype is 'float32', and the model is sharded by fully_shard, "
+                "which adds up gradients itself, in its reduce_dtype. Leave the option out and "
+                "shard with mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)."
+            )
+        self.host: Host = host
+        self.config: Config = config
+        self.observer: Callable[[str], None] | None = None
+        """Called with each event of a step before it runs: for measurements."""
+        self.last_step: StepOutcome | None = None
+        """The effect on `.grad` of the last call of `forward_backward` that began to run: another
+        object for every call, made once its arguments have been checked and its plan made."""
+        self._kept: Kept = Kept()
+
+    def _make_plan(self, batch: RolloutBatch, loss: Loss | LossFunction | None) -> Plan:
+        plan = self._planned(batch, loss, self._kept.budgets.of(self.host, self.config))
+        self._kept.budgets.planned(plan)
+        return plan
+
+    def _planned(
+        self, batch: RolloutBatch, loss: Loss | LossFunction | None, budget_bytes: int | None
+    ) -> Plan:
+        """The plan within a budget."""
+        loss = None if loss is None else as_loss(loss)
+        coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
+        given = self.config.memory_budget_bytes is not None
+        return make_plan(
+            batch,
+            self.host.shape,
+            replace(self.config, memory_budget=budget_bytes) if given else self.config,
+            coupling=coupling,
+            calibration=self._kept.calibration(self.host, self.config),
+            capabilities=self.host.capabilities,
+            measured_budget_bytes=budget_bytes,
+            tempers=self.host.head == "logprobs",
+        )
+
+    def _run(self, work: Callable[[Step], T], plan: Plan | None) -> T:
+        """Run a step's work, and once more with a lower budget where memory ran out.
+
+        `plan` is the one that the caller gave, if any: then there is no other.
+        """
+        if self.host.group is not None:
+            return run_joint_step(self.host, self.host.group, work)
+        before = self.last_step
+        try:
+            return run_or_fall_back(self.host, work)
+        except torch.OutOfMemoryError:
+            step = self.last_step
+            lost = step is not None and step is not before and step.gradients == "cleared"
+            if lost or plan is not None or not self._kept.budgets.lower(self.host, self.config):
+                raise
+        return run_or_fall_back(self.host, work)
+
+    def _run_step(
+        self,
+        step: Step,
+        batch: RolloutBatch,
+        loss: Loss | LossFunction,
+        denominators: Denominators | None,
+        scale: float,
+        plan: Plan | None,
+        *,
+        announced: bool,
+    ) -> StepStats:
+        """The work of `forward_backward`, for `step.run`. `announced`: with notes, and as
+        `last_step`."""
+        self.host.prepare(step.changes)
+
+        def looked_at() -> tuple[Plan, int, Loss, float]:
+            self._check_batch(batch)
+            known = as_loss(loss)
+            known.check_head(self.host.head)
+            if len(batch):
+                known.check(batch)
+            check_range(batch, self.host.loss_dtype)
+            fingerprint = self.host.check(batch, training=True)
+            check_denominators(denominators)
+            factor = _finite(scale)
+            return self._plan_for(batch, plan, known), fingerprint, known, factor
+
+        again = None if plan else partial(self._planned, batch, loss)
+        joint = self._joint(step, again, training=True)
+        call = f"forward_backward of {kind_of(loss)}, denominators={denominators}"
+        plan, _, known, factor = joint.agree(
+            call, batch, looked_at, loss=loss, numbers=lambda found: found[3:]
+        )
+        counted = denominators or batch_denominators(batch)
+        if joint.agreement is not None and self.host.group is not None:
+            plan = replace(plan, program=joint.agreement.program)
+            counted = denominators or (counted if is_own(loss) else joint.agreement.counts)
+            factor *= self.host.group.factor(mean=is_own(loss))
+        if announced:
+            step.notes = True
+            self.last_step = step.outcome
+        engine = Engine(
+            self.host, self._restoring(), self._kept.staging_of(plan, self.host, self.config)
+        )
+        engine.observer = self.observer
+        engine.ranks = joint.ranks
+        joint.check_sample()
+        result = engine.forward_backward(step, plan, batch, known, counted, factor)
+        self.host.compiling.proven = self.host.compiles
+        cuda = self.host.device.type == "cuda"
+        # What a device has failed at is raised here at the latest: it is waited for.
+        return StepStats(
+            loss=float(result.loss),
+            logical_tokens=plan.logical_tokens,
+            unique_tokens=plan.unique_tokens,
+            computed_tokens=plan.computed_tokens,
+            plan=plan,
+            events=result.events,
+            phase_ms=result.phase_ms,
+            event_ms=result.event_ms,
+            event_memory_bytes=result.event_memory_bytes,
+            peak_memory_bytes=(torch.cuda.max_memory_allocated(self.host.device) if cuda else None),
+            per_token={name: x_T.detach() for name, x_T in result.per_token.items()},
+            offload=result.offload,
+        )
+
+    def _backward(self, batch: RolloutBatch, plan: Plan, weights: Weights) -> None:
+        """The second half of `logprobs`."""
+
+        def work(step: Step) -> None:
+            self.host.prepare(step.changes)
+
+            def looked_at() -> tuple[Plan, int]:
+                return plan, self.host.check(batch, training=True)
+
+            joint = self._joint(step, training=True)
+            call = f"backward of logprobs, entropies {'entropies' in weights}"
+            aligned, _ = joint.agree(
+                call, batch, looked_at, sampled=False, numbers=lambda _: sizes_of(weights)
+            )
+            if joint.agreement is not None:
+                aligned = replace(aligned, program=joint.agreement.program)
+            step.notes = True
+            self.last_step = step.outcome
+            engine = Engine(
+                self.host, self._restoring(), self._kept.staging_of(plan, self.host, self.config)
+            )
+            engine.observer = self.observer
+            engine.ranks = joint.ranks
+            joint.check_sample()
+            engine.backward(step, aligned, batch, weights)
+            self.host.compiling.proven = self.host.compiles
+            if self.host.device.type == "cuda":
+                torch.cuda.synchronize(self.host.device)  # what the device fails at is raised here
+
+        self._run(work, plan)
+
+    def _restoring(self) -> Config:
+        """The configuration, with gradients restored while a compiled backward may yet fail."""
+        if not self.host.compiles or self.host.compiling.proven:
+            return self.config
+        return replace(self.config, restore_grads=True)
+
+    def _score(
+        self,
+        step: Step,
+        batch: RolloutBatch,
+        entropy: bool,
+        plan: Plan | None,
+        *,
+        training: bool,
+    ) -> Scores:
+        """The work of `score`, for `step.run`; with `training` what a step refuses is refused."""
+        self.host.prepare(step.changes)
+
+        def looked_at() -> tuple[Plan, int]:
+            self._check_batch(batch)
+            check_range(batch, self.host.loss_dtype)
+            if entropy and self.host.head == "values":
+                raise UnsupportedError(
+                    "entropies were asked for, but the model is a critic, which gives values; ask "
+                    "the policy for them, or leave entropy=True out."
+                )
+            fingerprint = self.host.check(batch, training=training)
+            return self._plan_for(batch, plan, None), fingerprint
+
+        again = None if plan else partial(self._planned, batch, None)
+        joint = self._joint(step, again, training=training)
+        call = f"{'logprobs' if training else 'score'}, entropy={entropy}"
+        chosen, _ = joint.agree(call, batch, looked_at, scores=True)
+        program = joint.agreement.program if joint.agreement is not None else None
+        joint.check_sample()
+        engine = Engine(self.host, self.config)
+        result = engine.score(step, chosen, batch, entropy=entropy, program=program)
+        if joint.ranks is not None:
+            joint.ranks.settle(torch.zeros(()), None, gradients=False)
+        return Scores(result.per_token, chosen, result.events)
+
+    def _joint(
+        self, step: Step, again: Callable[[int], Plan] | None = None, *, training: bool
+    ) -> JointStep:
+        """`again` makes the plan within another memory budget, unless it was given."""
+        kept, host, config = self._kept, self.host, self.config
+        ways = Ways(host, config, kept.budgets, lambda: kept.calibration(host, config), again)
+        return JointStep(step, host, config, kept.checks, ways, training=training)
+
+    def _check_batch(self, batch: object) -> None:
+        if not isinstance(batch, RolloutBatch):
+            raise RolloutError(
+                f"the batch is {short(batch)} of type {type(batch).__name__}; it takes a "
+                "RolloutBatch. Make one of a list of rollouts with "
+                "forkpoint.RolloutBatch(rollouts)."
+            )
+        if not len(batch) and self.host.group is None:
+            raise RolloutError(
+                "There are no rollouts; a batch takes at least one, but for a rank that has none "
+                "in a step of several ranks."
+            )
+
+    def _plan_for(self, batch: RolloutBatch, plan: Plan | None, loss: Loss | None) -> Plan:
+        if plan is None:
+            return self._make_plan(batch, loss)
+        if not isinstance(plan, Plan):
+            raise PlanError(
+                f"the plan is {short(plan)} of type {type(plan).__name__}; give one that "
+                "policy.plan(batch) made, or None."
+            )
+        plan.check_batch(batch)
+        plan.check_host(self.host.capabilities)
+        if loss is not None and loss.decomposition != "token":
+            plan.check_coupling(batch, loss.coupling(batch))
+        return plan
+
+
+def _finite(scale: object) -> float:
+    """The scale as a number: it may be one of Python, numpy or a tensor of one element."""
+    try:
+        number = float(scale)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"scale is {short(scale)}; it takes a finite number.")
+    return number
