@@ -8,22 +8,32 @@ import torch
 from torch import Tensor
 
 from forkpoint.differentiable import Differentiable, Pending, Weights
+from forkpoint.engine.guard import Step
 from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
+from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
-from forkpoint.policy_steps import PolicySteps
+from forkpoint.policy_steps import ROUTER, PolicySteps
 from forkpoint.results import Scores as Scores
 from forkpoint.results import StepStats as StepStats
 from forkpoint.rollouts import RolloutBatch
+from forkpoint.router_steps import router_work
 from forkpoint.verify import VerifyProgress, VerifyReport, verify
 
 
 class Policy(PolicySteps):
     """A model whose steps compute every shared token once. Made by `forkpoint.wrap`."""
 
-    def plan(self, batch: RolloutBatch, loss: Loss | LossFunction | None = None) -> Plan:
+    def plan(
+        self,
+        batch: RolloutBatch,
+        loss: Loss | LossFunction | None = None,
+        *,
+        router: RouterLoss | None = None,
+        router_counts: Tensor | None = None,
+    ) -> Plan:
         """Make the plan of a batch.
 
         Args:
@@ -31,12 +41,16 @@ class Policy(PolicySteps):
             loss: the loss it is for. A plan for one that couples rollouts (GSPO, DPO) begins with
                 a pass of scores where these lie in several microbatches, and `forward_backward`
                 takes no other plan for it. None: a token-additive loss, scores, or log-probs.
+            router: the router loss that it is for. Where its statistics span microbatches the plan
+                begins with a pass of scores, which counts experts.
+            router_counts: as in `forward_backward`; then no such pass is needed.
 
         Raises:
             PlanError: nothing fits the limits of the configuration.
         """
         self._check_batch(batch)
-        return self._make_plan(batch, loss)
+        work = router_work(self.host, batch, router, router_counts)
+        return self._make_plan(batch, loss, work.demand() if work else None)
 
     @property
     def memory_budget_bytes(self) -> int | None:
@@ -59,6 +73,9 @@ class Policy(PolicySteps):
         denominators: Denominators | None = None,
         scale: float = 1.0,
         plan: Plan | None = None,
+        router: RouterLoss | None = None,
+        router_counts: Tensor | None = None,
+        expert_counts: bool = False,
     ) -> StepStats:
         """Add to `.grad` exactly what dense training on the batch would.
 
@@ -70,6 +87,13 @@ class Policy(PolicySteps):
             scale: a factor on every gradient, for accumulation and gradient scalers; the loss that
                 is returned is without it.
             plan: one that `plan` made for this batch; by default it is made here.
+            router: an auxiliary loss of a mixture's routers, whose gradients are added as well.
+            router_counts: int64 [layers, experts], `expert_counts` of scores of this batch under
+                the same weights; for a scope that is not the batch their `rollout_expert_counts`
+                [rollouts, layers, experts]. Without them a loss whose statistics span microbatches
+                runs a pass of scores first.
+            expert_counts: whether `stats.expert_counts` are computed without a router loss, of all
+                tokens.
 
         Raises:
             RolloutError: the batch does not fit the model or the loss.
@@ -86,7 +110,14 @@ class Policy(PolicySteps):
         """
         return self._run(
             lambda step: self._run_step(
-                step, batch, loss, denominators, scale, plan, announced=True
+                step,
+                batch,
+                loss,
+                denominators,
+                scale,
+                plan,
+                announced=True,
+                routers=(router, router_counts, expert_counts),
             ),
             plan,
         )
@@ -101,9 +132,24 @@ class Policy(PolicySteps):
         self, batch: RolloutBatch, *, entropy: Literal[True], plan: Plan | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
+    @overload
     def logprobs(
-        self, batch: RolloutBatch, *, entropy: bool = False, plan: Plan | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self,
+        batch: RolloutBatch,
+        *,
+        entropy: bool = False,
+        plan: Plan | None = None,
+        router: RouterLoss,
+    ) -> tuple[Tensor, ...]: ...
+
+    def logprobs(
+        self,
+        batch: RolloutBatch,
+        *,
+        entropy: bool = False,
+        plan: Plan | None = None,
+        router: RouterLoss | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Log-probs of every trained token, which any loss can be computed from.
 
         `loss.backward()` then adds exactly what dense training would to `.grad` of all trainable
@@ -115,41 +161,63 @@ class Policy(PolicySteps):
             batch: the rollouts.
             entropy: whether to give entropies (nats) as well.
             plan: one that `plan` made for this batch; by default it is made here.
+            router: an auxiliary loss of a mixture's routers, to give as well.
 
         Returns:
             float32 (float64 for a float64 model) [T] on the model's device, entry i for token i of
             the batch, as in `score`; with `entropy` two of them; of a critic its values. Entries
-            outside the loss mask are 0, and gradients that arrive there are ignored.
+            outside the loss mask are 0, and gradients that arrive there are ignored. With `router`
+            its value comes last, a scalar with its coefficients.
 
         Raises as `forward_backward`. The backward raises UnsupportedError where it is asked for
         gradients of some tensors alone (torch.autograd.grad) or of gradients (create_graph), where
         it runs a second time, and where weights have changed since.
         """
         training = torch.is_grad_enabled()
-        scored = self._run(
-            lambda step: self._score(step, batch, entropy, plan, training=training), plan
+        scored, routing = self._run(
+            lambda step: self._score(
+                step, batch, entropy, plan, training=training, routers=(router, False)
+            ),
+            plan,
         )
         names = (self.host.head, "entropies") if entropy else (self.host.head,)
         values = tuple(scored.per_token[name] for name in names)
+        if routing is not None:
+            names, values = (*names, ROUTER), (*values, routing.value())
         if training:
             parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
 
             def run(weights: Weights) -> None:
-                self._backward(batch, scored.plan, weights)
+                self._backward(batch, scored.plan, weights, routing)
 
             pending = Pending(names, parameters, run)
             values = Differentiable.apply(pending, len(values), *values, *parameters)
-        return (values[0], values[1]) if entropy else values[0]
+        return values if len(values) > 1 else next(iter(values))
 
     def score(
-        self, batch: RolloutBatch, *, entropy: bool = False, plan: Plan | None = None
+        self,
+        batch: RolloutBatch,
+        *,
+        entropy: bool = False,
+        plan: Plan | None = None,
+        router: RouterLoss | None = None,
+        expert_counts: bool = False,
     ) -> Scores:
         """Log-probs of every trained token, without a graph: for old and reference passes.
 
-        Of a critic the values, which advantages are estimated with. Raises as `forward_backward`,
-        and UnsupportedError where a critic is asked for entropies.
+        Of a critic the values, which advantages are estimated with. With `expert_counts` experts
+        are counted as well, of all tokens; with `router` they are counted as that loss counts them,
+        for the `router_counts` of `forward_backward`. Raises as `forward_backward`, and
+        UnsupportedError where a critic is asked for entropies.
         """
-        return self._run(lambda step: self._score(step, batch, entropy, plan, training=False), plan)
+
+        def work(step: Step) -> Scores:
+            scores, _ = self._score(
+                step, batch, entropy, plan, training=False, routers=(router, expert_counts)
+            )
+            return scores
+
+        return self._run(work, plan)
 
     def verify(
         self,

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from forkpoint.config import Config
 from forkpoint.differentiable import Weights, sizes_of
@@ -14,6 +15,7 @@ from forkpoint.engine.engine import Engine
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step, StepOutcome
 from forkpoint.engine.host import Host
+from forkpoint.engine.routing import Routing
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.joint_steps import JointStep, kind_of, run_joint_step
@@ -26,13 +28,18 @@ from forkpoint.losses.base import (
     check_denominators,
     is_own,
 )
+from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import batch_denominators, check_range
 from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.routing import RouterDemand
 from forkpoint.rank_plans import Ways
 from forkpoint.results import Scores, StepStats
 from forkpoint.rollouts import RolloutBatch, short
+from forkpoint.router_steps import RouterWork, router_work
 
 T = TypeVar("T")
+ROUTER = "router_loss"
+"""The name of a router loss among what gradients are computed by."""
 
 
 class PolicySteps:
@@ -66,13 +73,20 @@ class PolicySteps:
         object for every call, made once its arguments have been checked and its plan made."""
         self._kept: Kept = Kept()
 
-    def _make_plan(self, batch: RolloutBatch, loss: Loss | LossFunction | None) -> Plan:
-        plan = self._planned(batch, loss, self._kept.budgets.of(self.host, self.config))
+    def _make_plan(
+        self, batch: RolloutBatch, loss: Loss | LossFunction | None, routers: RouterDemand | None
+    ) -> Plan:
+        budget_bytes = self._kept.budgets.of(self.host, self.config)
+        plan = self._planned(batch, loss, budget_bytes, routers)
         self._kept.budgets.planned(plan)
         return plan
 
     def _planned(
-        self, batch: RolloutBatch, loss: Loss | LossFunction | None, budget_bytes: int | None
+        self,
+        batch: RolloutBatch,
+        loss: Loss | LossFunction | None,
+        budget_bytes: int | None,
+        routers: RouterDemand | None = None,
     ) -> Plan:
         """The plan within a budget."""
         loss = None if loss is None else as_loss(loss)
@@ -87,6 +101,7 @@ class PolicySteps:
             capabilities=self.host.capabilities,
             measured_budget_bytes=budget_bytes,
             tempers=self.host.head == "logprobs",
+            routers=routers,
         )
 
     def _run(self, work: Callable[[Step], T], plan: Plan | None) -> T:
@@ -116,33 +131,39 @@ class PolicySteps:
         plan: Plan | None,
         *,
         announced: bool,
+        routers: tuple[RouterLoss | None, Tensor | None, bool] = (None, None, False),
     ) -> StepStats:
         """The work of `forward_backward`, for `step.run`. `announced`: with notes, and as
-        `last_step`."""
+        `last_step`. `routers`: its last three arguments."""
         self.host.prepare(step.changes)
+        router, counts, counted = routers
 
-        def looked_at() -> tuple[Plan, int, Loss, float]:
+        def looked_at() -> tuple[Plan, int, Loss, float, RouterWork | None]:
             self._check_batch(batch)
             known = as_loss(loss)
             known.check_head(self.host.head)
             if len(batch):
                 known.check(batch)
             check_range(batch, self.host.loss_dtype)
-            fingerprint = self.host.check(batch, training=True)
+            fingerprint = self.host.check(batch, training=True, routed=router is not None)
             check_denominators(denominators)
             factor = _finite(scale)
-            return self._plan_for(batch, plan, known), fingerprint, known, factor
+            work = router_work(self.host, batch, router, counts, expert_counts=counted)
+            chosen = self._plan_for(batch, plan, known, work)
+            return chosen, fingerprint, known, factor, work
 
+        # Without routers, of which ranks have no statistics.
         again = None if plan else partial(self._planned, batch, loss)
         joint = self._joint(step, again, training=True)
         call = f"forward_backward of {kind_of(loss)}, denominators={denominators}"
-        plan, _, known, factor = joint.agree(
-            call, batch, looked_at, loss=loss, numbers=lambda found: found[3:]
+        plan, _, known, factor, work = joint.agree(
+            call, batch, looked_at, loss=loss, numbers=lambda found: found[3:4]
         )
-        counted = denominators or batch_denominators(batch)
+        known_counts = denominators or batch_denominators(batch)
         if joint.agreement is not None and self.host.group is not None:
             plan = replace(plan, program=joint.agreement.program)
-            counted = denominators or (counted if is_own(loss) else joint.agreement.counts)
+            if denominators is None and not is_own(loss):
+                known_counts = joint.agreement.counts
             factor *= self.host.group.factor(mean=is_own(loss))
         if announced:
             step.notes = True
@@ -152,8 +173,9 @@ class PolicySteps:
         )
         engine.observer = self.observer
         engine.ranks = joint.ranks
+        routing = engine.routing = work.routing(plan, self.host) if work else None
         joint.check_sample()
-        result = engine.forward_backward(step, plan, batch, known, counted, factor)
+        result = engine.forward_backward(step, plan, batch, known, known_counts, factor)
         self.host.compiling.proven = self.host.compiles
         cuda = self.host.device.type == "cuda"
         # What a device has failed at is raised here at the latest: it is waited for.
@@ -170,16 +192,21 @@ class PolicySteps:
             peak_memory_bytes=(torch.cuda.max_memory_allocated(self.host.device) if cuda else None),
             per_token={name: x_T.detach() for name, x_T in result.per_token.items()},
             offload=result.offload,
+            router_loss=float(routing.loss) if routing and router else None,
+            experts=routing.counts if routing else None,
         )
 
-    def _backward(self, batch: RolloutBatch, plan: Plan, weights: Weights) -> None:
-        """The second half of `logprobs`."""
+    def _backward(
+        self, batch: RolloutBatch, plan: Plan, weights: Weights, routing: Routing | None
+    ) -> None:
+        """The second half of `logprobs`; `routing` is that of the first."""
+        weight = weights.pop(ROUTER, None)
 
         def work(step: Step) -> None:
             self.host.prepare(step.changes)
 
             def looked_at() -> tuple[Plan, int]:
-                return plan, self.host.check(batch, training=True)
+                return plan, self.host.check(batch, training=True, routed=routing is not None)
 
             joint = self._joint(step, training=True)
             call = f"backward of logprobs, entropies {'entropies' in weights}"
@@ -195,6 +222,8 @@ class PolicySteps:
             )
             engine.observer = self.observer
             engine.ranks = joint.ranks
+            if routing is not None and weight is not None:
+                engine.routing = routing.again(weight)
             joint.check_sample()
             engine.backward(step, aligned, batch, weights)
             self.host.compiling.proven = self.host.compiles
@@ -217,11 +246,13 @@ class PolicySteps:
         plan: Plan | None,
         *,
         training: bool,
-    ) -> Scores:
+        routers: tuple[RouterLoss | None, bool] = (None, False),
+    ) -> tuple[Scores, Routing | None]:
         """The work of `score`, for `step.run`; with `training` what a step refuses is refused."""
         self.host.prepare(step.changes)
+        router, counted = routers
 
-        def looked_at() -> tuple[Plan, int]:
+        def looked_at() -> tuple[Plan, int, RouterWork | None]:
             self._check_batch(batch)
             check_range(batch, self.host.loss_dtype)
             if entropy and self.host.head == "values":
@@ -229,20 +260,25 @@ class PolicySteps:
                     "entropies were asked for, but the model is a critic, which gives values; ask "
                     "the policy for them, or leave entropy=True out."
                 )
-            fingerprint = self.host.check(batch, training=training)
-            return self._plan_for(batch, plan, None), fingerprint
+            fingerprint = self.host.check(batch, training=training, routed=router is not None)
+            work = router_work(self.host, batch, router, expert_counts=counted)
+            return self._plan_for(batch, plan, None, work, scored=True), fingerprint, work
 
         again = None if plan else partial(self._planned, batch, None)
         joint = self._joint(step, again, training=training)
         call = f"{'logprobs' if training else 'score'}, entropy={entropy}"
-        chosen, _ = joint.agree(call, batch, looked_at, scores=True)
+        chosen, _, work = joint.agree(call, batch, looked_at, scores=True)
         program = joint.agreement.program if joint.agreement is not None else None
         joint.check_sample()
         engine = Engine(self.host, self.config)
+        routing = engine.routing = work.routing(chosen, self.host) if work else None
+        if routing is not None:
+            routing.sums = training
         result = engine.score(step, chosen, batch, entropy=entropy, program=program)
         if joint.ranks is not None:
             joint.ranks.settle(torch.zeros(()), None, gradients=False)
-        return Scores(result.per_token, chosen, result.events)
+        experts = routing.counts if routing else None
+        return Scores(result.per_token, chosen, result.events, experts), routing
 
     def _joint(
         self, step: Step, again: Callable[[int], Plan] | None = None, *, training: bool
@@ -265,9 +301,18 @@ class PolicySteps:
                 "in a step of several ranks."
             )
 
-    def _plan_for(self, batch: RolloutBatch, plan: Plan | None, loss: Loss | None) -> Plan:
+    def _plan_for(
+        self,
+        batch: RolloutBatch,
+        plan: Plan | None,
+        loss: Loss | None,
+        work: RouterWork | None,
+        *,
+        scored: bool = False,
+    ) -> Plan:
+        """`scored`: whether experts are counted before any backward in any case."""
         if plan is None:
-            return self._make_plan(batch, loss)
+            return self._make_plan(batch, loss, work.demand(scored=scored) if work else None)
         if not isinstance(plan, Plan):
             raise PlanError(
                 f"the plan is {short(plan)} of type {type(plan).__name__}; give one that "
@@ -277,6 +322,8 @@ class PolicySteps:
         plan.check_host(self.host.capabilities)
         if loss is not None and loss.decomposition != "token":
             plan.check_coupling(batch, loss.coupling(batch))
+        if work is not None:
+            work.check_plan(plan, scored=scored)
         return plan
 
 

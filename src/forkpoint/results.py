@@ -6,13 +6,37 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forkpoint.engine.offload import OffloadStats
+from forkpoint.engine.routing import ExpertCounts
 from forkpoint.losses.outputs import PerToken
 from forkpoint.plan import Plan
 from forkpoint.stats_text import scores_line, step_line
 
 
+class WithExperts:
+    """Reads how often the experts of a mixture were chosen."""
+
+    experts: ExpertCounts | None
+
+    @property
+    def expert_counts(self) -> Tensor | None:
+        """int64 [layers, experts], of the layers that have a router, in their order: a token of N
+        rollouts counts N times, whatever runs once or again. None unless it was asked for."""
+        return None if self.experts is None else self.experts.logical_LE
+
+    @property
+    def computed_expert_counts(self) -> Tensor | None:
+        """int64 [layers, experts], the load that experts really had in one pass: each token counts
+        as often as the plan runs it. None unless counts were asked for."""
+        return None if self.experts is None else self.experts.computed_LE
+
+    @property
+    def rollout_expert_counts(self) -> Tensor | None:
+        """int64 [rollouts, layers, experts]; None unless counts were asked for."""
+        return None if self.experts is None else self.experts.by_rollout_NLE
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Scores(PerToken):
+class Scores(PerToken, WithExperts):
     """`logprobs`, and `entropies` where asked for, or a critic's `values`, flat over the batch.
 
     All are float32 (float64 for a float64 model) [T] on the model's device; entry i belongs to
@@ -23,13 +47,14 @@ class Scores(PerToken):
     per_token: Mapping[str, Tensor]
     plan: Plan
     events: tuple[str, ...]
+    experts: ExpertCounts | None = None
 
     def __repr__(self) -> str:
         return scores_line(self.per_token, self.plan)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StepStats(PerToken):
+class StepStats(PerToken, WithExperts):
     """Results of a step, and the model's `logprobs` or `values` before it as in `Scores`.
 
     Printed, it is one line of text.
@@ -55,6 +80,10 @@ class StepStats(PerToken):
     """[T] by name; entries outside the loss mask are 0."""
     offload: OffloadStats | None = None
     """Copies to the host's memory and back; None where the plan offloads nothing."""
+    router_loss: float | None = None
+    """Of `router=`, with its coefficients and without the step's scale; `loss` is without it. None
+    where the step had none."""
+    experts: ExpertCounts | None = None
 
     def __repr__(self) -> str:
         return step_line(self.loss, self.plan, self.phase_ms, self.peak_memory_bytes)

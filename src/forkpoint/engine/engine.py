@@ -31,6 +31,8 @@ from forkpoint.engine.microbatches import (
     MicrobatchState,
     prepare_microbatches,
 )
+from forkpoint.engine.roots import roots_of
+from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.step_result import StepResult, after
 from forkpoint.engine.timing import PhaseTimer
@@ -60,6 +62,8 @@ class Engine:
         self._failure: BaseException | None = None
         self.ranks: StepOfRanks | None = None
         """The agreement of the ranks on this step; None where this rank is alone."""
+        self.routing: Routing | None = None
+        """The statistics of routers that this step computes; None where it computes none."""
 
     def score(
         self,
@@ -78,7 +82,7 @@ class Engine:
         forwards record one, as those of a step with backwards do; it is dropped.
         Without `compiled` blocks run eagerly. `program` is the one that ranks have agreed on.
         """
-        self.host.enter(step.changes, compiled=compiled)
+        self._enter(step, compiled=compiled)
         with torch.set_grad_enabled(graph):
             prepared = self._prepare(plan, batch)
             scores = (program or plan.score_program).scores
@@ -168,7 +172,7 @@ class Engine:
             guard.missing = group.missing_bytes if group.reduces else None
         if guard.sums is not None:
             guard.sums.collect(step.changes)
-        self.host.enter(step.changes)
+        self._enter(step)
 
     def _ended(
         self, step: Step, mark: int, prepared: list[MicrobatchInputs], result: StepResult
@@ -190,6 +194,11 @@ class Engine:
             step.changes.undo(mark)
         self._end(guard, prepared)
         return result
+
+    def _enter(self, step: Step, *, compiled: bool = True) -> None:
+        self.host.enter(step.changes, compiled=compiled)
+        if self.routing is not None:
+            self.host.watch_routers(self.routing.note, step.changes)
 
     def _end(self, guard: GradientGuard, prepared: list[MicrobatchInputs]) -> None:
         """All backwards are done, and the model is as it was."""
@@ -431,6 +440,8 @@ class Engine:
             captures = instruction.operation != RECOMPUTE
             state = MicrobatchState(source, inputs.microbatch, cache, captures=captures)
             hooks = activations.hooks(instruction) if activations else None
+            if self.routing is not None:
+                self.routing.begin(instruction)
             with torch.set_grad_enabled(training or graph):
                 with saved_tensors_hooks(*hooks) if hooks else nullcontext():
                     outputs = self.host.forward(
@@ -439,18 +450,21 @@ class Engine:
                 if activations is not None:
                     activations.end_forward(instruction.microbatch)
                 state.end_forward()
+                if self.routing is not None:
+                    self.routing.end(inputs)
                 # A forward that is repeated computes its loss then.
                 value = None
                 if microbatch_loss and instruction.records and not idle and not self._failure:
                     with self._kept_failure():
                         value = microbatch_loss(inputs, outputs)
+                more = self.routing.root(instruction, inputs, scale) if self.routing else None
             if instruction.records or not training:
                 if not instruction.idle:
                     self._collect(inputs, outputs, per_token)
                 if value is not None:
                     total += value.detach()
                 if training:
-                    roots[instruction.slot] = _roots(value, outputs.roots, scale)
+                    roots[instruction.slot] = roots_of(value, outputs.roots, scale, more)
             del outputs, value, state
         step.changes.undo(mark)
         if self.host.group is not None:
@@ -475,14 +489,3 @@ class Engine:
         entries = self._entries(inputs.trained_entry)
         for name, values_T in per_token.items():
             values_T[tokens] = outputs.per_token[name].detach()[entries]
-
-
-def _roots(
-    value: Tensor | None, others: tuple[Tensor, ...], scale: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors and gradients that a microbatch's one backward starts from: its loss, or the host's
-    roots with zeros."""
-    if value is not None and value.requires_grad:
-        return [value], [torch.full_like(value, scale)]
-    tensors = [x for x in others if x.requires_grad]
-    return tensors, [torch.zeros_like(x) for x in tensors]

@@ -1,6 +1,6 @@
 """The interface of a model to the engine, whatever library it comes from."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,27 @@ class HeadOutputs:
     before the head."""
     roots: tuple[Tensor, ...]
     """Tensors that a backward starts from, with zero gradients, where no token is trained."""
+
+
+RouterNote = Callable[[int, Tensor, Tensor], None]
+"""Called with the number of a router among those of the model, its logits [..., E], and the experts
+chosen, int64 [..., k]."""
+
+
+class RouterSet(Protocol):
+    """The routers of a mixture of experts, in the order of its layers."""
+
+    layers: int
+    """How many layers have one; 0 of a model that is no mixture."""
+    defines_loss: bool
+    """Whether the family's own code has a load-balancing loss."""
+    coefficient: float
+    """Coefficient of that loss where the configuration adds it to training's, else 0."""
+
+    @property
+    def experts(self) -> int:
+        """Among how many experts each chooses."""
+        ...
 
 
 class Host(Protocol):
@@ -96,10 +117,28 @@ class Host(Protocol):
         """
         ...
 
-    def check(self, batch: RolloutBatch, *, training: bool) -> int:
+    def check(self, batch: RolloutBatch, *, training: bool, routed: bool = False) -> int:
         """Refuse what has not been shown exact, in the model's present state and for this batch.
 
+        Args:
+            batch: the rollouts.
+            training: whether gradients are computed.
+            routed: whether the step has a router loss, so that the model's own is in it.
+
         Returns the model's fingerprint.
+        """
+        ...
+
+    @property
+    def routers(self) -> RouterSet:
+        """The routers of the model in its present state."""
+        ...
+
+    def watch_routers(self, note: RouterNote, changes: Changes) -> None:
+        """Give what routers compute to `note`, until the changes are undone.
+
+        Noted forwards (`Instruction.is_noted`) that end in the last block then end in its router,
+        where it has one.
         """
         ...
 

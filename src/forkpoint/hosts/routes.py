@@ -35,7 +35,7 @@ from forkpoint.engine import microbatches
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.forest import IntArray, build_forest, sort_rollouts
-from forkpoint.hosts.modules import add_hook
+from forkpoint.hosts.modules import add_hook, configurations
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 
@@ -197,6 +197,9 @@ def find_routers(model: nn.Module, changes: Changes) -> tuple[Router, ...]:
 
     token = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
     mark = changes.mark
+    for config in configurations(model):
+        if vars(config).get("output_router_logits"):  # whose loss calls topk as well
+            changes.set(vars(config), "output_router_logits", False)
     for module in names:
         add_hook(changes, module._forward_pre_hooks, enter)
         add_hook(changes, module._forward_hooks, leave)

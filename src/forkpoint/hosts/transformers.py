@@ -21,7 +21,7 @@ from forkpoint.engine.boundary import boundary
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.distributed import Distributed
-from forkpoint.engine.host import HeadOutputs
+from forkpoint.engine.host import HeadOutputs, RouterNote
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
@@ -47,6 +47,7 @@ from forkpoint.hosts.modules import (
     list_once,
     plain_class,
 )
+from forkpoint.hosts.routers import Routers
 from forkpoint.hosts.tensor_parallel import (
     ModelParallel,
     check_compile_blocks,
@@ -175,7 +176,9 @@ class TransformersHost:
             ValueHead(self.causal) if critic else LogprobHead(self.causal, self.family)
         )
         self._fingerprint = Fingerprint(model)
-        self._checked: tuple[int, bool] | None = None
+        self._checked: tuple[int, bool, bool] | None = None
+        self._watched: Routers | None = None
+        """Routers that a step takes statistics of."""
         self._check_idle()
         self._check_model()
         refusals.check_rotary_buffers(self.causal)  # here alone: it waits for the device
@@ -250,18 +253,27 @@ class TransformersHost:
         list_once(changes)
         self._coverings.take_off(self.model, changes)
 
-    def check(self, batch: RolloutBatch, *, training: bool) -> int:
+    @property
+    def routers(self) -> Routers:
+        return Routers(self.causal)
+
+    def watch_routers(self, note: RouterNote, changes: Changes) -> None:
+        routers = self.routers
+        changes.set(vars(self), "_watched", routers)
+        routers.enter(note, changes)
+
+    def check(self, batch: RolloutBatch, *, training: bool, routed: bool = False) -> int:
         self._check_idle()
         # Since it was wrapped the model may have been compiled, moved, given adapters, or put into
         # another mode. What the fingerprint covers is looked at again where that has changed.
-        found = (self.fingerprint(), training)
+        found = (self.fingerprint(), training, routed)
         if found != self._checked:
             self._check_model()
             refusals.check_random(self.model)
             refusals.check_causal(self.causal)
             if training:
                 refusals.check_checkpointing(self.causal)
-                refusals.check_routers(self.causal)
+                refusals.check_routers(self.causal, routed=routed)
             self._checked = found
         refusals.check_parameters(self.model, sharded=self._is_sharded)
         refusals.check_rope(self.causal, int(batch.lengths.max(initial=0)))
@@ -317,6 +329,8 @@ class TransformersHost:
             current.__enter__()
         for config in configurations(self.causal):
             changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
+            if vars(config).get("output_router_logits"):  # which would keep them all
+                changes.set(vars(config), "output_router_logits", False)
         covered = set_forward(self.causal)
         changes.set(vars(self), "_autocasts", covered.autocasts if covered else ())
         changes.replace_forward(self.causal, self._causal_forward)
@@ -359,24 +373,27 @@ class TransformersHost:
                 "the model checkpoints itself (gradient_checkpointing) and the plan does as well "
                 f"(checkpointing={policy!r}); disable one of them."
             )
+        assert self._changes is not None, "the model has not been entered"
         # What a repeated forward saves is dropped; there is nothing to checkpoint.
         if instruction.operation == FORWARD and not instruction.records:
             policy = "none"
         early = instruction.ends_at_boundary
         last = self._shape.layers - 1
+        block = self._blocks.blocks[last]
+        mark = self._changes.mark
+        routers = self._watched if early and instruction.is_noted else None
+        at_router = routers is not None and routers.end_within(block, self._changes)
         context = CallContext(
             instruction,
             inputs,
             state,
             kernels,
             entropy=entropy,
-            ends_in=frozenset(self._blocks.blocks[last].modules() if early else ()),
+            ends_in=frozenset(block.modules() if early and not at_router else ()),
         )
-        assert self._changes is not None, "the model has not been entered"
-        mark = self._changes.mark
         checkpoint_blocks(self._blocks.blocks, policy, self._changes, but=last if early else None)
         if early:
-            end_in_last_block(self.causal.base_model, self._blocks.blocks[last], self._changes)
+            end_in_last_block(self.causal.base_model, block, self._changes)
         # Through the outermost module: FSDP and peft work in its hooks and its forward.
         outputs = self.model(
             input_ids=inputs.input_ids,

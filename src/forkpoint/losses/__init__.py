@@ -9,6 +9,7 @@ from forkpoint.losses.gspo import GSPO
 from forkpoint.losses.importance import importance_weights
 from forkpoint.losses.likelihood import SFT, LogLikelihood
 from forkpoint.losses.policy_loss import PolicyLoss
+from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.sapo import SAPO
 from forkpoint.losses.value import Estimates, ValueLoss, gae
 
@@ -32,6 +33,7 @@ __all__ = [
     "LossBatch",
     "LossOutputs",
     "PolicyLoss",
+    "RouterLoss",
     "SimPO",
     "ValueLoss",
     "as_loss",

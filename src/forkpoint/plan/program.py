@@ -64,6 +64,12 @@ class Instruction(NamedTuple):
     def ends_at_boundary(self) -> bool:
         return self.ends_at == BOUNDARY
 
+    @property
+    def is_noted(self) -> bool:
+        """Whether it is a forward of which statistics are taken: of two forwards of one pass, the
+        first of which keeps no activations, the second."""
+        return not self.idle and (self.records or self.operation == SCORE)
+
 
 @dataclass(frozen=True)
 class Program:

@@ -10,14 +10,19 @@ from transformers import PreTrainedModel
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_module, every_parameter
 from forkpoint.hosts.origins import name_of
+from forkpoint.hosts.routers import adds_load_balancing
 
 
-def check_routers(causal: PreTrainedModel) -> None:
-    """Mixtures of experts route every token by itself, and nothing but the loss is trained on."""
-    if getattr(causal.config, "output_router_logits", False):
+def check_routers(causal: PreTrainedModel, *, routed: bool) -> None:
+    """Mixtures of experts route every token by itself, and no loss is left out.
+
+    routed: whether the step has a router loss.
+    """
+    if not routed and adds_load_balancing(causal):
         raise UnsupportedError(
-            "the configuration has output_router_logits=True: its load-balancing loss counts every "
-            "copy of a shared token, which forkpoint does not add yet. Set it to False."
+            "the configuration has output_router_logits=True, so that ordinary training adds a "
+            "load-balancing loss, and the step has none. Give "
+            "router=forkpoint.losses.RouterLoss(), or set output_router_logits to False."
         )
     for name, module in every_module(causal):
         jitter = vars(module).get("jitter_noise") or 0

@@ -1,0 +1,342 @@
+"""Statistics of routers over the rollouts of a batch, while a plan runs each of their tokens once.
+
+What a segment's tokens choose is counted once, whichever pass runs them first; a token of N
+rollouts is then counted N times, as ordinary training would. A load-balancing loss is a sum over
+experts of a count times a sum of probabilities. Counts have no gradient, so once they are known
+each token contributes a linear part of its own: its probabilities times weights that depend on its
+segment alone. A microbatch's backward starts from the sum of these parts.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.device import on_device
+from forkpoint.engine.microbatches import MicrobatchInputs
+from forkpoint.engine.roots import Root
+from forkpoint.errors import ConfigError, RolloutError, UnsupportedError
+from forkpoint.forest import Forest, IntArray
+from forkpoint.layout import token_steps
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.program import SCORE, Instruction
+from forkpoint.plan.routing import paths
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertCounts:
+    """How often each expert was chosen, by layer with a router and by segment of a plan."""
+
+    by_segment_LSE: Tensor
+    """int64 [L, S, E], each token once."""
+    rollouts: int
+    forest: Forest
+
+    @property
+    def logical_LE(self) -> Tensor:
+        """int64 [L, E]: a token counts once for every rollout through it."""
+        counts = self.by_segment_LSE
+        times = on_device(self.forest.multiplicity, counts.device)
+        return (counts * times[:, None]).sum(1)
+
+    @property
+    def computed_LE(self) -> Tensor:
+        """int64 [L, E]: a token counts as often as the plan runs it."""
+        return self.by_segment_LSE.sum(1)
+
+    @property
+    def by_rollout_NLE(self) -> Tensor:
+        """int64 [N, L, E]: those of each rollout."""
+        counts = self.by_segment_LSE
+        rollout, segment = (on_device(x, counts.device) for x in paths(self.forest))
+        found = counts.new_zeros(self.rollouts, counts.shape[0], counts.shape[2])
+        return found.index_add_(0, rollout, counts.transpose(0, 1)[segment])
+
+
+@dataclass(frozen=True, eq=False)
+class RouterTerms:
+    """Coefficients of a router loss, and the scope of its statistics."""
+
+    load_balancing: float
+    z: float
+    parts: IntArray
+    """int64 [N], the statistic that each rollout is part of, from 0."""
+    given: Tensor | None = None
+    """Counts of the same tokens under the same weights: int64 [L, E] of a single statistic, or
+    [N, L, E]."""
+
+
+class Routing:
+    """What routers do in one step: their counts, and their loss.
+
+    The host reports each router of each forward by `note`. `begin` and `end` are called around a
+    forward, and nothing is noted outside of them: not when checkpointed blocks run again.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        layers: int,
+        experts: int,
+        terms: RouterTerms,
+    ) -> None:
+        """`layers`: how many routers the model has. `experts`: among how many each chooses.
+        `dtype`: of the loss.
+
+        Raises:
+            RolloutError: a statistic has no tokens.
+        """
+        self.plan = plan
+        self.terms = terms
+        self.weight: Tensor | None = None
+        """A factor on the gradients: that of what is computed from the loss, by the loss."""
+        self.sums: bool = False
+        """Whether passes without backwards compute the loss."""
+        self.loss: Tensor = torch.zeros((), dtype=dtype, device=device)
+        """Of the backwards that have begun."""
+        self._layers = layers
+        self._device, self._dtype = device, dtype
+        # The last row is padding's.
+        segments = len(plan.forest) + 1
+        self._counts_LSE: Tensor = torch.zeros(
+            (layers, segments, experts), dtype=torch.int64, device=device
+        )
+        self._probability_SE: Tensor = self._counts_LSE.new_zeros(
+            segments, experts, dtype=torch.float64
+        )
+        self._z_S: Tensor = self._probability_SE.new_zeros(segments)
+        self._counted: set[int] = set()
+        self._chosen = 0
+        """Experts that a token is sent to."""
+        self._segment_of: dict[int, Tensor] = {}
+        self._weights: tuple[Tensor, Tensor] | None = None
+        self._open = self._scores = False
+        self._found: dict[int, tuple[Tensor, Tensor]] = {}
+        rollout, segment = paths(plan.forest)
+        by_segment = np.argsort(segment, kind="stable")
+        rollout, segment = rollout[by_segment], segment[by_segment]
+        self._statistics = int(terms.parts.max(initial=-1)) + 1
+        part = terms.parts[rollout]
+        tokens = np.bincount(
+            part, weights=plan.forest.length[segment], minlength=self._statistics
+        ).astype(np.int64)
+        if terms.load_balancing or terms.z:
+            _check_tokens(terms.parts, tokens)
+        self._part, self._segment = (on_device(x, device) for x in (part, segment))
+        self._tokens_of_part = tokens
+
+    @property
+    def counts(self) -> ExpertCounts:
+        """Of all that has run."""
+        counts = self._counts_LSE[:, :-1]
+        return ExpertCounts(counts, self.plan.rollouts, self.plan.forest)
+
+    # Around a forward
+    # ------------------------------------------------------------
+
+    def begin(self, instruction: Instruction) -> None:
+        """A forward begins. One that is repeated for its activations is noted then."""
+        self._scores = instruction.operation == SCORE
+        self._open = instruction.is_noted
+
+    def note(self, layer: int, logits_TE: Tensor, chosen_Tk: Tensor) -> None:
+        """A router has run, of the layer with this number among those that have one."""
+        if self._open:
+            assert layer not in self._found, "a router ran twice in one forward"
+            flat_TE = logits_TE.reshape(-1, logits_TE.shape[-1])
+            self._found[layer] = flat_TE, chosen_Tk.detach().reshape(len(flat_TE), -1)
+
+    def end(self, inputs: MicrobatchInputs) -> None:
+        """A forward has ended."""
+        if not self._open:
+            return
+        self._open = False
+        if len(self._found) != self._layers:
+            raise UnsupportedError(
+                f"{len(self._found)} of the model's {self._layers} routers ran in a forward, so "
+                "that their statistics are not those of training. Leave router= and "
+                "expert_counts= out."
+            )
+        index = inputs.microbatch.index
+        if self._is_new(index):
+            self._count(inputs)
+            if self.sums:
+                with torch.no_grad():
+                    self._add_sums(inputs)
+            self._counted.add(index)
+        if self._scores:
+            self._found.clear()
+
+    def _is_new(self, microbatch: int) -> bool:
+        """Whether its tokens have not been counted by a forward before."""
+        return microbatch not in self._counted
+
+    def _count(self, inputs: MicrobatchInputs) -> None:
+        segment_T, experts = self._segments(inputs), self._counts_LSE.shape[2]
+        for layer, (_, chosen_Tk) in self._found.items():
+            self._chosen = chosen_Tk.shape[-1]
+            place = (segment_T[:, None] * experts + chosen_Tk).flatten()
+            counts = self._counts_LSE[layer].view(-1)
+            counts.scatter_add_(0, place, torch.ones_like(place))
+
+    def _add_sums(self, inputs: MicrobatchInputs) -> None:
+        """Add what the loss is linear in, for its value before any backward."""
+        segment_T = self._segments(inputs)
+        for logits_TE, _ in self._found.values():
+            x = logits_TE.to(self._dtype)
+            self._probability_SE.index_add_(0, segment_T, x.softmax(-1).double())
+            self._z_S.index_add_(0, segment_T, x.logsumexp(-1).square().double())
+
+    def _segments(self, inputs: MicrobatchInputs) -> Tensor:
+        """int64 [T], the segment of each place; that after the last for padding."""
+        index = inputs.microbatch.index
+        if index not in self._segment_of:
+            forest = self.plan.forest
+            segment, step = token_steps(forest, inputs.microbatch)
+            found = np.where(step < forest.length[segment], segment, len(forest))
+            self._segment_of[index] = on_device(found, self._device)
+        return self._segment_of[index]
+
+    # The loss
+    # ------------------------------------------------------------
+
+    def root(self, instruction: Instruction, inputs: MicrobatchInputs, scale: float) -> Root | None:
+        """The microbatch's part of the loss, and the gradient there. None where it has none.
+
+        Called after a forward that is followed by a backward, with autograd on.
+        """
+        found = [self._found.pop(layer)[0] for layer in sorted(self._found)]
+        terms, scores = self.terms, instruction.operation == SCORE
+        if scores or not instruction.is_noted or not (terms.load_balancing or terms.z):
+            return None
+        weights_SE, z_S = self._linear_weights()
+        segment_T = self._segments(inputs)
+        term = torch.zeros((), dtype=self._dtype, device=self._device)
+        weights_TE = weights_SE[segment_T] if terms.load_balancing else None
+        z_T = z_S[segment_T] if terms.z else None
+        for logits_TE in found:
+            x = logits_TE.to(self._dtype)
+            if weights_TE is not None:
+                term = term + (x.softmax(-1) * weights_TE).sum()
+            if z_T is not None:
+                term = term + (x.logsumexp(-1).square() * z_T).sum()
+        self.loss = self.loss + term.detach()
+        if not term.requires_grad:
+            return None
+        gradient = torch.full_like(term, scale)
+        return term, gradient if self.weight is None else gradient * self.weight
+
+    def again(self, weight: Tensor) -> "Routing":
+        """The same statistics, for backwards of what was computed from `value`, of which `weight`
+        is the gradient by it."""
+        layers, _, experts = self._counts_LSE.shape
+        found = Routing(
+            self.plan, self._device, self._dtype, layers=layers, experts=experts, terms=self.terms
+        )
+        found._weights = self._linear_weights()
+        found.weight = weight
+        return found
+
+    def value(self) -> Tensor:
+        """The loss, from a pass without backwards."""
+        weights_SE, z_S = self._linear_weights()
+        value = (weights_SE.double() * self._probability_SE).sum() + (z_S * self._z_S).sum()
+        return value.to(self._dtype)
+
+    def _linear_weights(self) -> tuple[Tensor, Tensor]:
+        """By segment, and a last row of zeros for padding: of each probability [S + 1, E], and of
+        each squared logsumexp [S + 1].
+
+        Those of statistics of which some microbatch has not run are not the final ones, and no
+        microbatch that has run holds their tokens.
+        """
+        if self._weights is not None:
+            return self._weights
+        counts_PE = self._counts_of_parts()
+        rows_P = on_device(self._tokens_of_part * self._layers, self._device).to(torch.float64)
+        # Of the mean over statistics.
+        each_P = 1 / (rows_P * self._statistics)
+        experts = counts_PE.shape[1]
+        lb_PE = self.terms.load_balancing * experts * counts_PE * (each_P / rows_P)[:, None]
+        z_P = self.terms.z * each_P
+        found = (
+            self._summed(lb_PE).to(self._dtype),
+            self._summed(z_P[:, None])[:, 0].to(self._dtype),
+        )
+        if self.terms.given is not None or len(self._counted) == len(self.plan.microbatches):
+            self._weights = found
+        return found
+
+    def _summed(self, values_PX: Tensor) -> Tensor:
+        """[S + 1, X], for each segment the sum over the rollouts through it, in a fixed order."""
+        if not len(self._part):
+            return values_PX.new_zeros(1, values_PX.shape[1])
+        lengths = np.append(self.plan.forest.multiplicity, 0)
+        return torch.segment_reduce(
+            values_PX[self._part], "sum", lengths=on_device(lengths, self._device), initial=0.0
+        )
+
+    def _counts_of_parts(self) -> Tensor:
+        """float64 [P, E], over all layers. Where statistics are taken over several ranks, the sum
+        over these belongs here."""
+        given = self.terms.given
+        counts = self._counts_LSE
+        if given is None:
+            by_segment_SE = counts.sum(0)
+            found = counts.new_zeros(self._statistics, counts.shape[2])
+            found.index_add_(0, self._part, by_segment_SE[self._segment])
+            return found.double()
+        self._check_given(given, counts)
+        given = given.to(self._device)
+        if given.dim() == 2:
+            return given.sum(0)[None].double()
+        found = counts.new_zeros(self._statistics, counts.shape[2])
+        return found.index_add_(0, on_device(self.terms.parts, self._device), given.sum(1)).double()
+
+    def _check_given(self, given: Tensor, counts: Tensor) -> None:
+        layers, _, experts = counts.shape
+        rollouts = self.plan.rollouts
+        wanted = [(rollouts, layers, experts)]
+        wanted += [(layers, experts)] if self._statistics == 1 else []
+        if tuple(given.shape) not in wanted:
+            raise ConfigError(
+                f"router_counts have shape {tuple(given.shape)}, and the model and the scope take "
+                f"{' or '.join(map(str, wanted))}. Give scores.expert_counts for a scope of the "
+                "batch, and scores.rollout_expert_counts for any other."
+            )
+        if given.dtype != torch.int64:
+            raise ConfigError(
+                f"router_counts are {given.dtype}; give int64, as policy.score counts them."
+            )
+        by_rollout = given.dim() == 3
+        forest = self.plan.forest
+        tokens = np.zeros(rollouts, np.int64)
+        ends = forest.leaf >= 0
+        tokens[ends] = (forest.start + forest.length)[forest.leaf[ends]]
+        # [N or 1, layers]
+        wanted_NL = (tokens if by_rollout else tokens.sum(keepdims=True))[:, None] * self._chosen
+        found_NL = given.sum(-1).reshape(-1, layers).cpu().numpy()
+        wrong = np.argwhere(found_NL != wanted_NL)
+        if len(wrong):
+            rollout, layer = wrong[0].tolist()
+            raise ConfigError(
+                f"router_counts have {found_NL[rollout, layer]} choices in layer {layer}"
+                f"{f' of rollout {rollout}' if by_rollout else ''}, and the tokens that count "
+                f"make {wanted_NL[rollout, 0]}. Take the counts of the same batch, from "
+                "policy.score with the same router=."
+            )
+
+
+def _check_tokens(parts: IntArray, tokens: IntArray) -> None:
+    empty = np.flatnonzero(tokens == 0)
+    if len(empty):
+        rollout = int(np.flatnonzero(parts == empty[0])[0])
+        raise RolloutError(
+            f"the router loss takes a statistic over rollout {rollout} alone or with others like "
+            "it, and none of their tokens counts: a rollout of one token without its last. Leave "
+            "the rollout out, or use RouterLoss(last_token=True)."
+        )

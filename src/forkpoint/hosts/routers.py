@@ -1,0 +1,114 @@
+"""Routers of a mixture of experts while microbatches run: their logits, and the experts chosen.
+
+Which modules are routers a family says itself: transformers records their logits for its own
+load-balancing loss.
+"""
+
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.host import RouterNote
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.early_end import EarlyEnd
+from forkpoint.hosts.modules import every_module, plain_class
+
+WATCH = "_forkpoint_watch"
+LOAD_BALANCING = "load_balancing_loss_func"
+
+
+class Routers:
+    """The routers of a model, in the order of its layers."""
+
+    def __init__(self, causal: PreTrainedModel) -> None:
+        recorded = getattr(causal.base_model, "_can_record_outputs", None) or {}
+        spec: Any = recorded.get("router_logits")
+        kinds = tuple(
+            getattr(entry, "target_class", entry)
+            for entry in (spec if isinstance(spec, list) else [spec])
+            if entry is not None
+        )
+        found = [(n, m) for n, m in every_module(causal) if kinds and isinstance(m, kinds)]
+        self.names: list[str] = [name for name, _ in found]
+        self.modules: list[nn.Module] = [module for _, module in found]
+        self.layers: int = len(found)
+        self.defines_loss: bool = defines_load_balancing(causal)
+        self.coefficient: float = 0.0
+        if adds_load_balancing(causal):
+            self.coefficient = float(causal.config.router_aux_loss_coef)
+        self._watch = _Watch()
+
+    @property
+    def experts(self) -> int:
+        """Among how many experts each chooses."""
+        weight = getattr(self.modules[0], "weight", None)
+        if not isinstance(weight, Tensor):
+            raise UnsupportedError(_of_other_form(self.names[0]))
+        return weight.shape[0]
+
+    def enter(self, note: RouterNote, changes: Changes) -> None:
+        """Give what each router computes to `note` from now on, until the changes are undone."""
+        self._watch.note = note
+        for index, (name, module) in enumerate(zip(self.names, self.modules, strict=True)):
+            changes.set(vars(module), WATCH, (self._watch, index, name, module.forward))
+            # A method, for the sake of compiled blocks: see `Changes.replace_forward`.
+            changes.replace_forward(module, types.MethodType(_watched_forward, module))
+
+    def end_within(self, block: nn.Module, changes: Changes) -> bool:
+        """Let a forward end in the block's router, until the changes are undone.
+
+        False where the block has none.
+        """
+        inside = set(block.modules())
+        router = next((module for module in self.modules if module in inside), None)
+        if router is not None:
+            changes.set(vars(self._watch), "ends_in", router)
+        return router is not None
+
+
+class _Watch:
+    """The step that looks at routers."""
+
+    def __init__(self) -> None:
+        self.note: RouterNote | None = None
+        self.ends_in: nn.Module | None = None
+        """The router in which the forward that runs ends."""
+
+
+@torch.compiler.disable()
+def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A router's own forward, which the step is told of. Not compiled: see `RoutedRun`."""
+    watch, index, name, forward = vars(module)[WATCH]
+    output = forward(*args, **kwargs)
+    if not isinstance(output, tuple) or output[-1].is_floating_point():
+        raise UnsupportedError(_of_other_form(name))
+    watch.note(index, output[0], output[-1])
+    if module is watch.ends_in:
+        raise EarlyEnd((output[0],))
+    return output
+
+
+def _of_other_form(name: str) -> str:
+    return (
+        f"the router {name} does not return its logits and the experts chosen, as it does in newer "
+        "versions of transformers (5.23 was looked at). Upgrade transformers, or leave router= and "
+        "expert_counts= out."
+    )
+
+
+def defines_load_balancing(causal: PreTrainedModel) -> bool:
+    """Whether transformers adds a load-balancing loss to this model's own."""
+    kind = plain_class(causal)
+    file = sys.modules[kind.__module__]
+    return hasattr(file, LOAD_BALANCING) and kind.__name__.endswith("ForCausalLM")
+
+
+def adds_load_balancing(causal: PreTrainedModel) -> bool:
+    """Whether ordinary training of this model adds that loss by itself."""
+    wanted = getattr(causal.config, "output_router_logits", False)
+    return bool(wanted) and defines_load_balancing(causal)

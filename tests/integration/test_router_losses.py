@@ -1,0 +1,441 @@
+"""Router losses and counts of experts, shared and in ordinary training."""
+
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from router_losses import (
+    Ordinary,
+    gradient_error,
+    ordinary_training,
+    parts_of,
+    ragged_batch,
+    routed_model,
+)
+from torch import nn
+from transformers import PreTrainedModel
+
+from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
+from forkpoint.engine.routing import ExpertCounts, Routing
+from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss
+from forkpoint.losses.base import Loss
+from forkpoint.plan import make_plan
+from forkpoint.plan.routing import RouterDemand
+from forkpoint.testing import Watching, lifted_upcasts
+from lanes import slow_besides
+
+BAR = 1e-10
+LOAD_BALANCING, Z = 0.7, 0.05
+BATCH = ragged_batch()
+PARTS = [[0, 5, 2], [1, 3, 4, 6]]
+ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
+MODES = {
+    "dense": Config(sharing="none"),
+    "within": Config(sharing="tree", boundary="within"),
+    "within, padded": Config(
+        sharing="none", boundary="within", leaf_layout="padded", max_microbatch_tokens=40
+    ),
+    "cut trees": Config(sharing="group", boundary="within", max_microbatch_tokens=20),
+    "across": ACROSS,
+    "recompute": replace(ACROSS, sharing="group", activations="recompute"),
+    "offload": replace(ACROSS, activations="offload", checkpointing="full"),
+    "selective": replace(ACROSS, checkpointing="selective"),
+    "mixed": Config(sharing="tree", boundary="mixed", max_microbatch_tokens=24),
+    "float32 sums": replace(ACROSS, grad_accumulation_dtype="float32"),
+}
+ACCOUNTS: list[tuple[Any, bool]] = [
+    *(("batch", True), ("rollout", True), (PARTS, True)),
+    *(("batch", False), ("rollout", False), (PARTS, False)),
+]
+WITH_LOSS = (
+    *("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"),
+    *("granitemoe", "granitemoehybrid"),
+)
+BY_BIAS = ("glm4_moe", "deepseek_v3")
+
+
+def with_options(policy: Policy, config: Config) -> Policy:
+    return policy.with_config(**{f.name: getattr(config, f.name) for f in fields(config)})
+
+
+def ordinary(
+    model: PreTrainedModel, scope: Any = "batch", *, last_token: bool = True, **changes: Any
+) -> Ordinary:
+    options: dict[str, Any] = {"load_balancing": LOAD_BALANCING, "z": Z, "loss": GRPO(), **changes}
+    batch = options.pop("batch", BATCH)
+    with lifted_upcasts(model):
+        return ordinary_training(
+            model,
+            batch,
+            options.pop("loss"),
+            parts=parts_of(scope, batch),
+            last_token=last_token,
+            **options,
+        )
+
+
+@cache
+def tiny() -> PreTrainedModel:
+    return routed_model("qwen3_moe")
+
+
+def step_faults(
+    policy: Policy,
+    model: nn.Module,
+    wanted: Ordinary,
+    router: RouterLoss,
+    *,
+    batch: RolloutBatch = BATCH,
+    loss: Loss | None = None,
+    **changes: Any,
+) -> list[str]:
+    """What of a step is not ordinary training's."""
+    model.zero_grad()
+    with lifted_upcasts(model):
+        stats = policy.forward_backward(batch, loss or GRPO(), router=router, **changes)
+    assert stats.router_loss is not None and stats.expert_counts is not None
+    found = {
+        "loss": abs(stats.loss - wanted.loss),
+        "router loss": abs(stats.router_loss - wanted.router_loss) / max(1, wanted.router_loss),
+        "gradient": gradient_error(model, wanted.gradients),
+        "counts": 0.0 if torch.equal(stats.expert_counts, wanted.counts_LE) else math.inf,
+    }
+    model.zero_grad()
+    return [f"{name} off by {error:.1e}" for name, error in found.items() if not error <= BAR]
+
+
+@pytest.mark.parametrize("family", slow_besides(["qwen3_moe"], WITH_LOSS))
+def test_router_losses_equal_ordinary_training(family: str) -> None:
+    model = routed_model(family)
+    faults = []
+    policy = wrap(model)
+    truth: dict[int, Ordinary] = {}
+    # Every mode with the batch, whose statistic spans all, and with one of the other accounts.
+    rows = [(mode, 0) for mode in MODES] + [(m, 1 + i % 5) for i, m in enumerate(MODES)]
+    for mode, account in rows:
+        scope, last_token = ACCOUNTS[account]
+        if account not in truth:
+            truth[account] = ordinary(model, scope, last_token=last_token)
+        router = RouterLoss(LOAD_BALANCING, Z, scope=scope, last_token=last_token)
+        found = step_faults(with_options(policy, MODES[mode]), model, truth[account], router)
+        faults += [f"{mode}, {scope}, last {last_token}: {fault}" for fault in found]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("account", range(len(ACCOUNTS)), ids=str)
+def test_every_account_in_every_mode(account: int) -> None:
+    scope, last_token = ACCOUNTS[account]
+    wanted, policy = ordinary(tiny(), scope, last_token=last_token), wrap(tiny())
+    router = RouterLoss(LOAD_BALANCING, Z, scope=scope, last_token=last_token)
+    faults = {
+        mode: step_faults(with_options(policy, config), tiny(), wanted, router)
+        for mode, config in MODES.items()
+    }
+    assert not any(faults.values()), faults
+
+
+@pytest.mark.parametrize("loss", slow_besides([GSPO()], [GSPO(), DPO()]), ids=type)
+def test_with_losses_that_couple_rollouts(loss: Loss) -> None:
+    batch = BATCH
+    if isinstance(loss, DPO):
+        pairs = [(0, 3), (4, 1), (2, 6)]
+        batch = RolloutBatch(
+            Rollout(
+                BATCH[i].token_ids,
+                BATCH[i].loss_mask,
+                1.0 - side,
+                reference_logprobs=[-3.0] * len(BATCH[i].token_ids),
+                group_id=group,
+            )
+            for group, pair in enumerate(pairs)
+            for side, i in enumerate(pair)
+        )
+    wanted = ordinary(tiny(), loss=loss, batch=batch)
+    router = RouterLoss(LOAD_BALANCING, Z)
+    policy = wrap(tiny(), ACROSS)
+    assert not step_faults(policy, tiny(), wanted, router, loss=loss, batch=batch)
+
+
+def frozen_routers(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        frozen = "gate.weight" in name or "embed" in name or "layers.0" in name
+        parameter.requires_grad_(not frozen)
+
+
+def one_router(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" in name and "gate.weight" in name)
+
+
+def checkpointed(model: PreTrainedModel) -> None:
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": False})
+
+
+def nothing(model: PreTrainedModel) -> None:
+    """Leave the model as it is."""
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes"),
+    slow_besides(
+        [(checkpointed, {})],
+        [
+            (frozen_routers, {}),
+            (one_router, {}),
+            (checkpointed, {}),
+            (nothing, {"mlp_only_layers": [1]}),
+            (nothing, {"mlp_only_layers": [0]}),
+        ],
+    ),
+)
+def test_models_in_other_states(
+    change: Callable[[PreTrainedModel], None], sizes: dict[str, Any]
+) -> None:
+    model = routed_model("qwen3_moe", **sizes)
+    change(model)
+    wanted = ordinary(model)
+    assert not step_faults(wrap(model, ACROSS), model, wanted, RouterLoss(LOAD_BALANCING, Z))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+def test_compiled_blocks(graphs_alone: None) -> None:
+    model = routed_model("qwen3_moe")
+    policy = wrap(model, replace(ACROSS, compile_blocks=True))
+    wanted = ordinary(model)
+    for _ in range(2):
+        assert not step_faults(policy, model, wanted, RouterLoss(LOAD_BALANCING, Z))
+    assert policy.host.compiles
+
+
+# Counts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", slow_besides(["deepseek_v3"], (*WITH_LOSS, *BY_BIAS)))
+def test_counts_are_those_of_ordinary_training(family: str) -> None:
+    """Whatever runs once, or again for its activations."""
+    model = routed_model(family)
+    wanted = ordinary(model, load_balancing=0.0, z=0.0)
+    policy = wrap(model)
+    for config in (MODES["within"], MODES["recompute"], MODES["offload"], MODES["dense"]):
+        here = with_options(policy, config)
+        with lifted_upcasts(model):
+            stats = here.forward_backward(BATCH, GRPO(), expert_counts=True)
+            scores = here.score(BATCH, expert_counts=True)
+        assert stats.router_loss is None
+        for found in (stats, scores):
+            assert found.expert_counts is not None and found.computed_expert_counts is not None
+            assert torch.equal(found.expert_counts, wanted.counts_LE)
+            assert found.rollout_expert_counts is not None
+            assert torch.equal(found.rollout_expert_counts.sum(0), wanted.counts_LE)
+            computed = found.computed_expert_counts.sum(-1) // 2
+            assert (computed == found.plan.computed_tokens).all()
+        assert (stats.plan.computed_tokens < BATCH.logical_tokens) == (config.sharing != "none")
+    model.zero_grad()
+
+
+def test_counts_by_rollout() -> None:
+    scores = wrap(tiny(), ACROSS).score(BATCH, expert_counts=True)
+    assert scores.rollout_expert_counts is not None
+    for index in range(len(BATCH)):
+        alone = wrap(tiny()).score(RolloutBatch([BATCH[index]]), expert_counts=True)
+        assert alone.expert_counts is not None
+        assert torch.equal(scores.rollout_expert_counts[index], alone.expert_counts)
+
+
+def test_prefix_tokens_that_count_once_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ordinary(tiny())
+    policy, router = wrap(tiny(), ACROSS), RouterLoss(LOAD_BALANCING, Z)
+    monkeypatch.setattr(ExpertCounts, "logical_LE", ExpertCounts.computed_LE)
+    assert any("counts" in fault for fault in step_faults(policy, tiny(), wanted, router))
+    monkeypatch.undo()
+
+    def once(self: Routing) -> torch.Tensor:
+        return self._counts_LSE.sum((0, 1), keepdim=True)[0].double()
+
+    monkeypatch.setattr(Routing, "_counts_of_parts", once)
+    faults = step_faults(policy, tiny(), wanted, router)
+    assert {fault.split(" off")[0] for fault in faults} == {"router loss", "gradient"}
+
+
+def test_recomputation_that_counts_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ordinary(tiny())
+    policy, router = wrap(tiny(), MODES["recompute"]), RouterLoss(LOAD_BALANCING, Z)
+    events = policy.plan(BATCH, GRPO(), router=router).events()
+    assert any(event.startswith("recompute") for event in events)
+    monkeypatch.setattr(Routing, "_is_new", lambda *_: True)
+    faults = step_faults(policy, tiny(), wanted, router)
+    assert any("counts" in fault for fault in faults)
+
+
+# Plans --------------------------------------------------------------------------------------------
+
+
+def test_counts_that_are_given_take_no_pass() -> None:
+    policy = wrap(tiny(), ACROSS)
+    for scope, last_token in ACCOUNTS:
+        router = RouterLoss(LOAD_BALANCING, Z, scope=scope, last_token=last_token)
+        own = policy.plan(BATCH, GRPO(), router=router)
+        assert own.program.has_scores
+        with lifted_upcasts(tiny()):
+            scores = policy.score(BATCH, router=router)
+        counts = scores.expert_counts if scope == "batch" else scores.rollout_expert_counts
+        given = policy.plan(BATCH, GRPO(), router=router, router_counts=counts)
+        assert not given.program.has_scores
+        assert given.cost < own.cost
+        wanted = ordinary(tiny(), scope, last_token=last_token)
+        assert not step_faults(policy, tiny(), wanted, router, router_counts=counts)
+        assert not step_faults(policy, tiny(), wanted, router, router_counts=counts, plan=given)
+        assert not step_faults(policy, tiny(), wanted, router, plan=own)
+
+
+def test_statistics_of_one_microbatch_take_no_pass() -> None:
+    within = wrap(tiny(), MODES["within"])
+    assert not within.plan(BATCH, GRPO(), router=RouterLoss(1.0)).program.has_scores
+    cut = wrap(tiny(), MODES["cut trees"])
+    assert cut.plan(BATCH, GRPO(), router=RouterLoss(1.0)).program.has_scores
+    by_rollout = RouterLoss(1.0, scope="rollout")
+    assert not cut.plan(BATCH, GRPO(), router=by_rollout).program.has_scores
+    across = wrap(tiny(), ACROSS)
+    assert not across.plan(BATCH, GRPO(), router=RouterLoss(0.0, z=1.0)).program.has_scores
+
+
+def test_last_tokens_are_planned_and_explained() -> None:
+    last = make_plan(BATCH, config=ACROSS, routers=RouterDemand(True))
+    without = make_plan(BATCH, config=ACROSS, routers=RouterDemand(False))
+    # Of seven rollouts two are equal, and share the last token's edge as well.
+    assert last.computed_tokens == without.computed_tokens + 6
+    assert last.dense.tokens == without.dense.tokens + 7
+    assert last.unique_tokens == without.unique_tokens
+    assert "last tokens run for routers, among those computed │ 6" in " ".join(
+        last.explain().split()
+    ).replace("  ", " ")
+    assert "last tokens" not in without.explain()
+    again = type(last).from_json(last.to_json())
+    assert again.last_tokens and again.to_json() == last.to_json()
+
+
+def test_prefixes_end_in_the_router_of_the_last_block() -> None:
+    model = routed_model("qwen3_moe")
+    ran: list[int] = []
+    experts: Any = model.get_submodule("model.layers.1.mlp.experts")
+    experts.register_forward_hook(Watching(lambda *_: ran.append(1)))
+    rng = torch.Generator().manual_seed(3)
+    prompt = torch.randint(0, 61, (11,), generator=rng).tolist()
+    batch = RolloutBatch(
+        [Rollout([*prompt, i, i + 1], [0] * 11 + [1, 1], 1.0, group_id=0) for i in range(3)]
+    )
+    policy = wrap(model, Config(sharing="group", boundary="across", max_microbatch_tokens=10))
+    plan = policy.plan(batch, GRPO(), router=RouterLoss(1.0))
+    assert [m.labelled for m in plan.microbatches].count(0) == 1
+    policy.forward_backward(batch, GRPO(), router=RouterLoss(1.0))  # with the sample's own runs
+    ran.clear()
+    policy.forward_backward(batch, GRPO(), router=RouterLoss(1.0))
+    forwards = sum(not event.startswith("backward") for event in plan.events())
+    assert len(ran) == forwards - 2  # the prefix's score and its forward
+
+
+# Log-probs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", slow_besides(["recompute"], MODES))
+def test_logprobs_give_the_router_loss_as_well(mode: str) -> None:
+    model, policy = tiny(), with_options(wrap(tiny()), MODES[mode])
+    scope, last_token = ACCOUNTS[list(MODES).index(mode) % len(ACCOUNTS)]
+    router = RouterLoss(LOAD_BALANCING, Z, scope=scope, last_token=last_token)
+    wanted = ordinary(model, scope, last_token=last_token)
+    mask = torch.tensor(BATCH.loss_mask)
+    advantages = torch.tensor(BATCH.advantages)
+    model.zero_grad()
+    with lifted_upcasts(model):
+        logprobs, router_loss = policy.logprobs(BATCH, router=router)
+        ratio = (logprobs - logprobs.detach()).exp()
+        loss = -(ratio * advantages)[mask].sum() / mask.sum()
+        (loss + router_loss).backward()
+    assert abs(float(router_loss.detach()) - wanted.router_loss) < BAR
+    assert gradient_error(model, wanted.gradients) < BAR
+    model.zero_grad()
+
+
+def test_the_router_loss_of_logprobs_alone_and_squared() -> None:
+    model, policy = tiny(), wrap(tiny(), ACROSS)
+    with lifted_upcasts(model):
+        model.zero_grad()
+        _, value = policy.logprobs(BATCH, router=RouterLoss(LOAD_BALANCING, Z))
+        value.backward()
+        alone = {n: p.grad for n, p in model.named_parameters()}
+        model.zero_grad()
+        _, _, value = policy.logprobs(BATCH, entropy=True, router=RouterLoss(LOAD_BALANCING, Z))
+        value.square().backward()
+        twice = {n: None if g is None else 2 * float(value.detach()) * g for n, g in alone.items()}
+        assert gradient_error(model, twice) < BAR
+        model.zero_grad()
+        # Not used: as without.
+        logprobs, _ = policy.logprobs(BATCH, router=RouterLoss(LOAD_BALANCING, Z))
+        logprobs.sum().backward()
+        unused = {n: p.grad for n, p in model.named_parameters()}
+        model.zero_grad()
+        policy.logprobs(BATCH).sum().backward()
+        assert gradient_error(model, unused) < BAR
+    model.zero_grad()
+
+
+def test_scale_multiplies_its_gradients_and_not_its_value() -> None:
+    model, policy, router = tiny(), wrap(tiny(), ACROSS), RouterLoss(LOAD_BALANCING, Z)
+    wanted = ordinary(model)
+    model.zero_grad()
+    with lifted_upcasts(model):
+        stats = policy.forward_backward(BATCH, GRPO(), router=router, scale=0.25)
+    assert stats.router_loss is not None and abs(stats.router_loss - wanted.router_loss) < BAR
+    quarter = {n: None if g is None else g / 4 for n, g in wanted.gradients.items()}
+    assert gradient_error(model, quarter) < BAR
+    model.zero_grad()
+
+
+def test_the_model_s_own_coefficient() -> None:
+    model = routed_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.3)
+    wanted = ordinary(model, load_balancing=0.3, z=0.0)
+    policy = wrap(model, ACROSS)
+    assert not step_faults(policy, model, wanted, RouterLoss())
+    assert model.config.output_router_logits is True
+    # Without the flag there is none.
+    with lifted_upcasts(tiny()):
+        stats = wrap(tiny()).forward_backward(BATCH, GRPO(), router=RouterLoss())
+    assert stats.router_loss == 0.0
+    tiny().zero_grad()
+
+
+def test_float32_as_it_is() -> None:
+    model = routed_model("qwen3_moe").float()
+    wanted = ordinary_training(
+        model, BATCH, GRPO(), load_balancing=LOAD_BALANCING, z=Z, parts=[list(range(len(BATCH)))]
+    )
+    model.zero_grad()
+    stats = wrap(model, ACROSS).forward_backward(
+        BATCH, GRPO(), router=RouterLoss(LOAD_BALANCING, Z)
+    )
+    assert stats.router_loss == pytest.approx(wanted.router_loss, rel=2e-6)
+    assert gradient_error(model, wanted.gradients) < 1e-4
+
+
+def test_rollouts_of_one_token() -> None:
+    model, policy = tiny(), wrap(tiny(), ACROSS)
+    ones = [Rollout([token], [0], 1.0, group_id=0) for token in (5, BATCH[0].token_ids[0])]
+    batch = RolloutBatch([*BATCH, *ones])
+    router = RouterLoss(LOAD_BALANCING, Z, scope="rollout")
+    wanted = ordinary(model, "rollout", batch=batch)
+    assert not step_faults(policy, model, wanted, router, batch=batch)
+
+
+def test_a_batch_without_edges_counts_nothing() -> None:
+    batch = RolloutBatch([Rollout([5], [0], 1.0)])
+    without = RouterLoss(load_balancing=0.0, last_token=False)
+    counts = wrap(tiny()).score(batch, router=without).expert_counts
+    assert counts is not None and counts.shape == (2, 8) and not counts.any()
