@@ -15,11 +15,11 @@ from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
-from forkpoint.policy_steps import ROUTER, PolicySteps
+from forkpoint.policy_steps import ROUTER, PolicySteps, finite
 from forkpoint.results import Scores as Scores
 from forkpoint.results import StepStats as StepStats
 from forkpoint.rollouts import RolloutBatch
-from forkpoint.router_steps import router_work
+from forkpoint.router_steps import move_biases, router_work
 from forkpoint.verify import VerifyProgress, VerifyReport, verify
 
 
@@ -218,6 +218,26 @@ class Policy(PolicySteps):
             return scores
 
         return self._run(work, plan)
+
+    def update_router_biases(
+        self, expert_counts: Tensor, *, rate: float, centered: bool = False
+    ) -> None:
+        """Move the biases by which routers of DeepSeek-V3 and GLM-4-MoE balance their load.
+
+        An expert that was chosen more often than its layer's mean loses `rate`, one less often
+        gains it (Wang et al., arXiv 2408.15664). Called after an optimizer step, once for all its
+        rollouts: counts of several calls are added up.
+
+        Args:
+            expert_counts: int64 [layers, experts], `stats.expert_counts`.
+            rate: by how much; DeepSeek-V3 took 0.001.
+            centered: whether each layer's moves have their mean taken away, as torchtitan does.
+
+        Raises:
+            UnsupportedError: the model's routers have no such biases.
+            ConfigError: the counts are of another shape, or the rate is no finite number.
+        """
+        move_biases(self.host, expert_counts, finite("rate", rate), centered=centered)
 
     def verify(
         self,

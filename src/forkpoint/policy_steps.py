@@ -147,7 +147,7 @@ class PolicySteps:
             check_range(batch, self.host.loss_dtype)
             fingerprint = self.host.check(batch, training=True, routed=router is not None)
             check_denominators(denominators)
-            factor = _finite(scale)
+            factor = finite("scale", scale)
             work = router_work(self.host, batch, router, counts, expert_counts=counted)
             chosen = self._plan_for(batch, plan, known, work)
             return chosen, fingerprint, known, factor, work
@@ -327,12 +327,12 @@ class PolicySteps:
         return plan
 
 
-def _finite(scale: object) -> float:
-    """The scale as a number: it may be one of Python, numpy or a tensor of one element."""
+def finite(name: str, value: object) -> float:
+    """An argument as a number: it may be one of Python, numpy or a tensor of one element."""
     try:
-        number = float(scale)  # pyright: ignore[reportArgumentType]
+        number = float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigError(f"scale is {short(scale)}; it takes a finite number.")
+        raise ConfigError(f"{name} is {short(value)}; it takes a finite number.")
     return number

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from forkpoint.engine.host import Host
@@ -15,7 +16,7 @@ from forkpoint.rollouts import RolloutBatch, short
 
 @dataclass(frozen=True, eq=False)
 class RouterWork:
-    """What a call computes of routers."""
+    """Statistics of routers that a call computes."""
 
     router: RouterLoss
     terms: RouterTerms
@@ -23,7 +24,7 @@ class RouterWork:
     """Whether the call has a router loss; else experts are counted alone."""
 
     def demand(self, *, scored: bool = False) -> RouterDemand:
-        """What it asks of a plan. `scored`: where a pass of scores comes before it in any case."""
+        """Its demands on a plan. `scored`: where a pass of scores comes before it in any case."""
         known = scored or self.terms.given is not None or not self.terms.load_balancing
         return RouterDemand(self.router.last_token, None if known else self.terms.parts)
 
@@ -50,7 +51,7 @@ class RouterWork:
             )
 
     def routing(self, plan: Plan, host: Host) -> Routing:
-        """What counts, and computes the loss, while a plan runs."""
+        """Counts of experts, and the loss, of the plan that is to run."""
         routers = host.routers
         return Routing(
             plan,
@@ -70,7 +71,7 @@ def router_work(
     *,
     expert_counts: bool = False,
 ) -> RouterWork | None:
-    """What is asked of the routers of a supported model; None where nothing is.
+    """The work that a call asks of the routers of a supported model; None where it asks none.
 
     Args:
         host: the model.
@@ -120,3 +121,29 @@ def router_work(
         )
     terms = RouterTerms(load_balancing, z, asked.parts(batch), counts)
     return RouterWork(asked, terms, router is not None)
+
+
+def move_biases(host: Host, counts: object, rate: float, *, centered: bool) -> None:
+    """The work of `Policy.update_router_biases`."""
+    routers = host.routers
+    biases = routers.biases
+    if not biases or len(biases) != routers.layers:
+        raise UnsupportedError(
+            "the model's routers have no bias that balances their load, as those of DeepSeek-V3 "
+            "and GLM-4-MoE have. Balance this model by router=forkpoint.losses.RouterLoss(...)."
+        )
+    shape = (len(biases), len(biases[0]))
+    if not isinstance(counts, Tensor) or tuple(counts.shape) != shape or counts.is_complex():
+        found = tuple(counts.shape) if isinstance(counts, Tensor) else short(counts)
+        raise ConfigError(
+            f"expert_counts are {found}; the model takes a tensor of shape {shape}, as "
+            "stats.expert_counts is."
+        )
+    with torch.no_grad():
+        moves = []
+        for bias, counts_E in zip(biases, counts, strict=True):
+            wide_E = counts_E.to(bias.device, torch.float64)
+            move = rate * (wide_E.mean() - wide_E).sign()
+            moves.append((bias, move - move.mean() if centered else move))
+        for bias, move in moves:
+            bias += move.to(bias.dtype)

@@ -20,7 +20,7 @@ VOCAB = 61
 
 @dataclass(frozen=True)
 class Ordinary:
-    """What ordinary training gives."""
+    """Results of ordinary training."""
 
     loss: float
     router_loss: float

@@ -93,7 +93,7 @@ def step_faults(
     loss: Loss | None = None,
     **changes: Any,
 ) -> list[str]:
-    """What of a step is not ordinary training's."""
+    """Differences of a step from ordinary training."""
     model.zero_grad()
     with lifted_upcasts(model):
         stats = policy.forward_backward(batch, loss or GRPO(), router=router, **changes)
@@ -241,6 +241,46 @@ def test_counts_are_those_of_ordinary_training(family: str) -> None:
     model.zero_grad()
 
 
+@pytest.mark.parametrize("family", slow_besides(["deepseek_v3"], BY_BIAS))
+def test_twenty_updates_of_biases_are_those_of_ordinary_training(family: str) -> None:
+    models = [routed_model(family) for _ in range(2)]
+    start = [router.clone() for router in biases_of(models[0])]
+    ours, stock = models
+    policy = wrap(ours, ACROSS)
+    rounding = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
+    with lifted_upcasts(ours):
+        for seed in range(20):
+            batch = ragged_batch(seed)
+            stats = policy.forward_backward(batch, GRPO(), expert_counts=True)
+            rounding[0].step()
+            rounding[0].zero_grad()
+            assert stats.expert_counts is not None
+            policy.update_router_biases(stats.expert_counts, rate=0.01)
+            every = [list(range(len(batch)))]
+            wanted = ordinary_training(stock, batch, GRPO(), load_balancing=0, z=0, parts=every)
+            for name, parameter in stock.named_parameters():
+                parameter.grad = wanted.gradients[name]
+            rounding[1].step()
+            for bias, counts_E in zip(biases_of(stock), wanted.counts_LE.double(), strict=True):
+                bias += 0.01 * torch.sign(counts_E.mean() - counts_E)
+    for before, mine, theirs in zip(start, biases_of(ours), biases_of(stock), strict=True):
+        assert torch.equal(mine, theirs) and not torch.equal(mine, before)
+    for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert float((mine - theirs).detach().abs().max()) < BAR
+    counts = torch.arange(8).expand(len(start), 8)
+    policy.update_router_biases(counts, rate=0.5, centered=True)
+    for mine, theirs in zip(biases_of(ours), biases_of(stock), strict=True):
+        assert torch.allclose(mine - theirs, torch.tensor([0.5] * 4 + [-0.5] * 4).double())
+    policy.update_router_biases(counts.clamp(max=1), rate=0.5, centered=True)
+    for mine, theirs in zip(biases_of(ours), biases_of(stock), strict=True):
+        assert abs(float((mine - theirs).sum())) < BAR
+        assert float(mine[0] - theirs[0]) == pytest.approx(0.5 + 0.875)
+
+
+def biases_of(model: nn.Module) -> list[torch.Tensor]:
+    return [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
 def test_counts_by_rollout() -> None:
     scores = wrap(tiny(), ACROSS).score(BATCH, expert_counts=True)
     assert scores.rollout_expert_counts is not None
@@ -288,6 +328,9 @@ def test_counts_that_are_given_take_no_pass() -> None:
             scores = policy.score(BATCH, router=router)
         counts = scores.expert_counts if scope == "batch" else scores.rollout_expert_counts
         given = policy.plan(BATCH, GRPO(), router=router, router_counts=counts)
+        assert own.counts_first and not given.counts_first
+        assert "with the pass that counts experts" in own.explain()
+        assert "counts experts" not in given.explain()
         assert not given.program.has_scores
         assert given.cost < own.cost
         wanted = ordinary(tiny(), scope, last_token=last_token)

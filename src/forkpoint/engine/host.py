@@ -50,6 +50,12 @@ class RouterSet(Protocol):
         """Among how many experts each chooses."""
         ...
 
+    @property
+    def biases(self) -> list[Tensor]:
+        """The bias [E] of each, which is added to scores for the choice alone; none where the
+        family has no such biases."""
+        ...
+
 
 class Host(Protocol):
     """A model that the engine can run microbatches through, forward and backward.

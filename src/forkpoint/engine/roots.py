@@ -1,4 +1,4 @@
-"""What a microbatch's one backward starts from."""
+"""Roots of a microbatch's one backward."""
 
 import torch
 from torch import Tensor

@@ -68,7 +68,7 @@ class RouterTerms:
 
 
 class Routing:
-    """What routers do in one step: their counts, and their loss.
+    """Counts of the experts that routers choose in one step, and the routers' loss.
 
     The host reports each router of each forward by `note`. `begin` and `end` are called around a
     forward, and nothing is noted outside of them: not when checkpointed blocks run again.

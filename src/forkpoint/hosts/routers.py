@@ -20,6 +20,7 @@ from forkpoint.hosts.modules import every_module, plain_class
 
 WATCH = "_forkpoint_watch"
 LOAD_BALANCING = "load_balancing_loss_func"
+BIAS = "e_score_correction_bias"
 
 
 class Routers:
@@ -50,6 +51,12 @@ class Routers:
         if not isinstance(weight, Tensor):
             raise UnsupportedError(_of_other_form(self.names[0]))
         return weight.shape[0]
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """Of each the buffer that DeepSeek-V3 and GLM-4-MoE keep, [E]."""
+        found = (getattr(module, BIAS, None) for module in self.modules)
+        return [bias for bias in found if isinstance(bias, Tensor)]
 
     def enter(self, note: RouterNote, changes: Changes) -> None:
         """Give what each router computes to `note` from now on, until the changes are undone."""

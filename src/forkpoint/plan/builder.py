@@ -358,6 +358,7 @@ class Builder:
             rollouts=len(self.batch),
             logical_tokens=int(self.batch.offsets[-1]),
             unique_tokens=self.unique_tokens,
+            counts_first=False,
             last_tokens=self.last_tokens,
             labelled=labelled,
             dense=self.dense_work,
@@ -367,7 +368,10 @@ class Builder:
             memory_budget_bytes=self.budget,
             shape=self.shape,
         )
-        return plan.with_program(scores=self.prices.splits(plan))
+        counts_first = self.prices.counts_first(plan)
+        return replace(plan, counts_first=counts_first).with_program(
+            scores=counts_first or self.prices.splits(plan)
+        )
 
 
 def cost_with_preference(plan: Plan) -> float:

@@ -65,6 +65,9 @@ class PlanContents:
     """Tokens as given."""
     unique_tokens: int
     """Distinct (path, token) pairs of the whole batch."""
+    counts_first: bool
+    """Whether the program's scores count experts, for a router loss whose statistics span
+    microbatches."""
     last_tokens: bool
     """Whether rollouts' last tokens run, which no loss of log-probs needs: for routers' statistics
     over whole rollouts."""

@@ -61,6 +61,11 @@ def _summary(plan: PlanContents) -> Table:
         add("FLOPs of this step", flops_text(shared))
         again = shared + plan.shared.forward_flops(plan.shape)
         add("FLOPs with policy.logprobs besides", flops_text(again))
+        if plan.counts_first:
+            add("FLOPs with the pass that counts experts", flops_text(again))
+            add("bound with that pass", f"{dense / again:.2f}x")
+    elif plan.counts_first:
+        add("a pass of scores counts experts first", "yes")
     if plan.predicted_peak_bytes is not None:
         add("activations and prefix cache at the peak", shown(plan.predicted_peak_bytes))
     if plan.memory_budget_bytes is not None:

@@ -137,6 +137,7 @@ PLAN = record(
         "rollouts": whole(1, MOST_TOKENS),
         "logical_tokens": whole(1, MOST_TOKENS),
         "unique_tokens": whole(1, MOST_TOKENS),
+        "counts_first": flag,
         "last_tokens": flag,
         "labelled": TOKENS,
         "dense": WORK,

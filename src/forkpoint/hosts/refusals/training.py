@@ -12,6 +12,24 @@ from forkpoint.hosts.modules import every_module, every_parameter
 from forkpoint.hosts.origins import name_of
 from forkpoint.hosts.routers import adds_load_balancing
 
+_FULL = "an expert that is full leaves tokens out by what else is in the batch"
+_BALANCED = "tokens are assigned by what else is in the batch"
+COUPLED_ROUTING = {
+    **dict.fromkeys(
+        ("capacity_factor", "moe_capacity_factor", "expert_capacity_factor", "expert_capacity"),
+        _FULL,
+    ),
+    **dict.fromkeys(("drop_tokens", "moe_token_drop_policy", "token_drop_policy"), _FULL),
+    **dict.fromkeys(("expert_choice", "use_expert_choice", "sinkhorn"), _BALANCED),
+    **dict.fromkeys(("router_type", "routing_type", "moe_router_load_balancing_type"), _BALANCED),
+}
+"""Settings under which a token's experts depend on other tokens, and how."""
+# Values of router types that route each token by itself.
+LETS_ALL_THROUGH = (
+    *("topk", "top_k", "top-k", "greedy", "noaux_tc", "group_limited_greedy"),
+    *("aux_loss", "seq_aux_loss", "none"),
+)
+
 
 def check_routers(causal: PreTrainedModel, *, routed: bool) -> None:
     """Mixtures of experts route every token by itself, and no loss is left out.
@@ -24,6 +42,14 @@ def check_routers(causal: PreTrainedModel, *, routed: bool) -> None:
             "load-balancing loss, and the step has none. Give "
             "router=forkpoint.losses.RouterLoss(), or set output_router_logits to False."
         )
+    for name, reason in COUPLED_ROUTING.items():
+        value = getattr(causal.config, name, None)
+        if value and value not in LETS_ALL_THROUGH:
+            raise UnsupportedError(
+                f"the configuration has {name}={value!r}: {reason}, so that copies of a shared "
+                "token may be routed differently, and one copy cannot stand for them. Train "
+                "without it."
+            )
     for name, module in every_module(causal):
         jitter = vars(module).get("jitter_noise") or 0
         if module.training and jitter:

@@ -70,11 +70,13 @@ class Prices:
         return self._meter_of[key]
 
     def splits(self, plan: Plan) -> bool:
-        """Whether the loss couples rollouts across microbatches, or a statistic of routers spans
-        them, so that scores come first."""
-        if self.routers is not None and self.routers.spans(plan.forest, plan.microbatches):
-            return True
+        """Whether the loss couples rollouts across microbatches, so that scores come first."""
         return self.coupling is not None and plan.splits(self.batch, self.coupling)
+
+    def counts_first(self, plan: Plan) -> bool:
+        """Whether a statistic of routers spans microbatches, so that scores come first."""
+        routers = self.routers
+        return routers is not None and routers.spans(plan.forest, plan.microbatches)
 
     def priced(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
         """The plan with its cost and its peak, by a meter of its microbatches.
