@@ -17,6 +17,7 @@ from bad_inputs.plans import KERNELS, PLANS
 from bad_inputs.rank_replays import RANK_REPLAYS
 from bad_inputs.recorders import RECORDERS
 from bad_inputs.rollouts import ROLLOUTS
+from bad_inputs.routers import ROUTERS
 from bad_inputs.splits import SPLITS
 from bad_inputs.states import STATES
 from bad_inputs.tensors import TENSORS
@@ -35,6 +36,7 @@ TOPICS: dict[str, tuple[Kind, ...]] = {
     "Models split over ranks": SPLITS,
     "States of a model": STATES,
     "Losses": LOSSES,
+    "Routers of mixtures of experts": ROUTERS,
     "Plans": PLANS,
     "Attention kernels": KERNELS,
     "Traces and folders of replays": (*TRACES, *RECORDERS),

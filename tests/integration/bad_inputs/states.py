@@ -120,10 +120,6 @@ def optimizer_in_backward(model: nn.Module) -> None:
     weight.register_post_accumulate_grad_hook(print)
 
 
-def router_losses(model: Any) -> None:
-    model.config.output_router_logits = True
-
-
 def router_noise(model: nn.Module) -> None:
     model.train().get_submodule("model.layers.1.mlp").jitter_noise = 0.1  # type: ignore
 
@@ -313,15 +309,6 @@ STATES: tuple[Kind, ...] = (
         means="A step of forkpoint has several backwards, and parameters would change between "
         "them.",
         remedy="Step the optimizer after forward_backward.",
-        training_only=True,
-    ),
-    state_kind(
-        "Router losses of a mixture of experts",
-        router_losses,
-        message="the configuration has output_router_logits=True: its load-balancing loss counts "
-        "every copy of a shared token, which forkpoint does not add yet. Set it to False.",
-        means="These losses count every copy of a token, which sharing runs once.",
-        remedy="Set output_router_logits=False, which leaves that loss out.",
         training_only=True,
     ),
     state_kind(

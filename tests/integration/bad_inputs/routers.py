@@ -1,0 +1,232 @@
+"""Router losses and counts of experts that are not possible, or whose arguments are not allowed."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from router_losses import routed_model
+
+from bad_inputs.kind import Kind
+from bad_inputs.rollouts import policy
+from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
+from forkpoint.errors import ConfigError, ForkpointError, PlanError, RolloutError, UnsupportedError
+from forkpoint.losses import GRPO, RouterLoss
+
+BATCH = RolloutBatch(
+    [Rollout([7, 3, 9, 4, n, 5], [0, 0, 0, 0, 1, 1], 1.0, group_id=0) for n in range(3)]
+)
+ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=3)
+
+
+@cache
+def mixture(family: str = "qwen3_moe") -> Policy:
+    return wrap(routed_model(family), ACROSS)
+
+
+def router_kind(
+    name: str,
+    call: Callable[[], object],
+    *,
+    message: str,
+    means: str,
+    remedy: str,
+    error: type[ForkpointError] = ConfigError,
+) -> Kind:
+    return Kind(name=name, error=error, message=message, means=means, remedy=remedy, call=call)
+
+
+def trained(
+    router: Any, batch: RolloutBatch = BATCH, family: str = "qwen3_moe", **options: Any
+) -> Callable[[], object]:
+    return lambda: mixture(family).forward_backward(batch, GRPO(), router=router, **options)
+
+
+def with_setting(**settings: Any) -> Callable[[], object]:
+    def call() -> None:
+        model = routed_model("qwen3_moe")
+        for name, value in settings.items():
+            setattr(model.config, name, value)
+        wrap(model).forward_backward(BATCH, GRPO())
+
+    return call
+
+
+def with_plan(planned: RouterLoss | None, router: RouterLoss) -> Callable[[], object]:
+    def call() -> None:
+        plan = mixture().plan(BATCH, GRPO(), router=planned)
+        mixture().forward_backward(BATCH, GRPO(), plan=plan, router=router)
+
+    return call
+
+
+ROUTERS = (
+    router_kind(
+        "A load-balancing loss that the step has not",
+        with_setting(output_router_logits=True),
+        message="the configuration has output_router_logits=True, so that ordinary training adds a "
+        "load-balancing loss, and the step has none. Give "
+        "router=forkpoint.losses.RouterLoss(), or set output_router_logits to False.",
+        means="Ordinary training of this model would add a loss of its routers.",
+        remedy="RouterLoss() takes the model's own coefficient.",
+        error=UnsupportedError,
+    ),
+    router_kind(
+        "Experts of limited capacity",
+        with_setting(capacity_factor=1.25),
+        message="the configuration has capacity_factor=1.25: an expert that is full leaves tokens "
+        "out by what else is in the batch, so that copies of a shared token may be routed "
+        "differently, and one copy cannot stand for them. Train without it.",
+        means="Copies of one token may go to different experts, or to none.",
+        remedy="Train without limits, and balance the load by a router loss.",
+        error=UnsupportedError,
+    ),
+    router_kind(
+        "Routing that is balanced over the batch",
+        with_setting(router_type="expert_choice"),
+        message="the configuration has router_type='expert_choice': tokens are assigned by what "
+        "else is in the batch, so that copies of a shared token may be routed differently, and "
+        "one copy cannot stand for them. Train without it.",
+        means="A token's experts depend on other tokens, those after it among them.",
+        remedy="Train models whose routers choose the best experts for each token by itself.",
+        error=UnsupportedError,
+    ),
+    router_kind(
+        "A router loss of another type",
+        trained(0.01),
+        message="router is 0.01 of type float; it takes a forkpoint.losses.RouterLoss, or None.",
+        means="A coefficient does not say over which tokens statistics are taken.",
+        remedy="RouterLoss(load_balancing=0.01).",
+    ),
+    router_kind(
+        "A coefficient of a router loss that is no number",
+        lambda: RouterLoss(load_balancing=float("nan")),
+        message="load_balancing of RouterLoss is nan; it takes a finite number, or None.",
+        means="It multiplies the loss.",
+        remedy="None takes the model's own.",
+    ),
+    router_kind(
+        "A scope that there is none of",
+        lambda: RouterLoss(scope="group"),  # type: ignore[arg-type]
+        message='scope of RouterLoss is \'group\'; it takes "rollout", "batch", or a list of '
+        "lists of rollout indices.",
+        means="It says over which tokens one statistic is taken.",
+        remedy="Give groups as lists of the indices of their rollouts.",
+    ),
+    router_kind(
+        "Last tokens that neither count nor do not",
+        lambda: RouterLoss(last_token=1),  # type: ignore[arg-type]
+        message="last_token of RouterLoss is 1; it takes True or False.",
+        means="It says whether rollouts' last tokens count.",
+        remedy="True, unless the training that is replaced runs rollouts without them.",
+    ),
+    router_kind(
+        "A scope that lacks rollouts",
+        trained(RouterLoss(0.1, scope=[[0], [1, 1]])),
+        message="scope of RouterLoss has 2 lists of 3 rollout indices in all, and the batch has "
+        "rollouts 0 to 2; give each of them in one list, and no empty list.",
+        means="Each rollout's tokens belong to one statistic.",
+        remedy="Indices are positions in the batch, from 0.",
+    ),
+    router_kind(
+        "A statistic of no tokens",
+        trained(
+            RouterLoss(0.1, scope="rollout", last_token=False),
+            RolloutBatch([*BATCH, Rollout([1], [0], 1.0, group_id=1)]),
+        ),
+        message="the router loss takes a statistic over rollout 3 alone or with others like it, "
+        "and none of their tokens counts: a rollout of one token without its last. Leave the "
+        "rollout out, or use RouterLoss(last_token=True).",
+        means="A mean over no tokens has no value.",
+        remedy="Leave rollouts of one token out.",
+        error=RolloutError,
+    ),
+    router_kind(
+        "A router loss of a dense model",
+        lambda: policy().forward_backward(BATCH, GRPO(), router=RouterLoss(0.1)),
+        message="router= or expert_counts= were given, and the model has no routers that "
+        "transformers records logits of; it is no mixture of experts. Leave them out.",
+        means="The model has no experts.",
+        remedy="Leave router and expert_counts out.",
+        error=UnsupportedError,
+    ),
+    router_kind(
+        "A router loss of a family that has none",
+        trained(RouterLoss(0.1), family="deepseek_v3"),
+        message="the router loss has load_balancing=0.1 and z=0.0, and transformers defines no "
+        "router loss for this model. Set both to 0; families that balance by a bias take the "
+        "counts of stats.expert_counts.",
+        means="There is no formula in transformers to be exact to.",
+        remedy="policy.update_router_biases(stats.expert_counts, rate=...) balances these models.",
+        error=UnsupportedError,
+    ),
+    router_kind(
+        "Counts without a router loss",
+        trained(None, router_counts=torch.zeros(2, 8, dtype=torch.int64)),
+        message="router_counts are given, and there is no router loss; give the tensor "
+        "scores.expert_counts together with router=forkpoint.losses.RouterLoss(...).",
+        means="They would be ignored.",
+        remedy="Give router as well, or leave them out.",
+    ),
+    router_kind(
+        "Counts of another shape",
+        trained(RouterLoss(0.1, scope="rollout"), router_counts=torch.ones(2, 8).long()),
+        message="router_counts have shape (2, 8), and the model and the scope take (3, 2, 8). Give "
+        "scores.expert_counts for a scope of the batch, and scores.rollout_expert_counts for any "
+        "other.",
+        means="Counts of the batch do not say what each rollout's are.",
+        remedy="scores.rollout_expert_counts serves every scope.",
+    ),
+    router_kind(
+        "Counts that are no whole numbers",
+        trained(RouterLoss(0.1), router_counts=torch.ones(2, 8)),
+        message="router_counts are torch.float32; give int64, as policy.score counts them.",
+        means="Shares of experts are no counts.",
+        remedy="Give scores.expert_counts as it is.",
+    ),
+    router_kind(
+        "Counts of other tokens",
+        trained(RouterLoss(0.1), router_counts=torch.ones(2, 8).long()),
+        message="router_counts have 8 choices in layer 0, and the tokens that count make 36. Take "
+        "the counts of the same batch, from policy.score with the same router=.",
+        means="They were counted over another batch, or with another last_token.",
+        remedy="policy.score(batch, router=router) with the loss of the step.",
+    ),
+    router_kind(
+        "A plan without last tokens",
+        with_plan(None, RouterLoss(0.1)),
+        message="this plan does not run rollouts' last tokens, and last_token of the router loss "
+        "is True. Make the plan for it: policy.plan(batch, loss, router=...).",
+        means="The plan leaves out tokens that the statistics count.",
+        remedy="Give policy.plan the router loss.",
+        error=PlanError,
+    ),
+    router_kind(
+        "A plan without a pass for counts",
+        with_plan(RouterLoss(0.0, z=0.1), RouterLoss(0.1)),
+        message="this plan has one pass, and the router loss takes its counts over rollouts of "
+        "several microbatches, so that it needs a pass of scores first. Make the plan for it: "
+        "policy.plan(batch, loss, router=...), or give router_counts.",
+        means="Counts have to be known before the first backward.",
+        remedy="Give policy.plan the router loss.",
+        error=PlanError,
+    ),
+    router_kind(
+        "Biases of routers that have none",
+        lambda: mixture().update_router_biases(torch.ones(2, 8), rate=0.001),
+        message="the model's routers have no bias that balances their load, as those of "
+        "DeepSeek-V3 and GLM-4-MoE have. Balance this model by "
+        "router=forkpoint.losses.RouterLoss(...).",
+        means="The family balances its load by a loss.",
+        remedy="Give forward_backward a router loss.",
+        error=UnsupportedError,
+    ),
+    router_kind(
+        "Counts of other experts",
+        lambda: mixture("deepseek_v3").update_router_biases(torch.ones(2, 8), rate=0.001),
+        message="expert_counts are (2, 8); the model takes a tensor of shape (1, 8), as "
+        "stats.expert_counts is.",
+        means="There is a row for each layer that has a router.",
+        remedy="Give stats.expert_counts.",
+    ),
+)
