@@ -28,7 +28,7 @@ SHARED = {
     "states": "keys and values, states and convolution inputs",
 }
 """Tensors that later microbatches read, where they are more than keys and values, by feature."""
-EXPERTS_REFUSE = "router losses, router jitter"
+EXPERTS_REFUSE = "router jitter"
 
 
 def features(model: nn.Module, windows: set[int]) -> list[str]:

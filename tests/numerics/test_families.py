@@ -264,7 +264,7 @@ def test_dropout_by_function_is_refused() -> None:
         wrap(model).forward_backward(batch(), GRPO())
 
 
-def test_router_losses_are_refused() -> None:
+def test_router_losses_that_are_left_out_are_refused() -> None:
     model = build("qwen3_moe")
     model.config.output_router_logits = True
     with pytest.raises(UnsupportedError, match="output_router_logits"):
