@@ -65,12 +65,6 @@ class PlanContents:
     """Tokens as given."""
     unique_tokens: int
     """Distinct (path, token) pairs of the whole batch."""
-    counts_first: bool
-    """Whether the program's scores count experts, for a router loss whose statistics span
-    microbatches."""
-    last_tokens: bool
-    """Whether rollouts' last tokens run, which no loss of log-probs needs: for routers' statistics
-    over whole rollouts."""
     labelled: int
     """Entries of the head: edges whose label some rollout trains on, each as often as there are
     temperatures at which it is trained. A critic's edges have one each."""
@@ -79,6 +73,12 @@ class PlanContents:
     fingerprint: str
     capabilities: Capabilities = field(default_factory=Capabilities)
     """Capabilities of the host that the plan was made for."""
+    counts_first: bool = False
+    """Whether the program's scores count experts, for a router loss whose statistics span
+    microbatches."""
+    last_tokens: bool = False
+    """Whether rollouts' last tokens run, which no loss of log-probs needs: for routers' statistics
+    over whole rollouts."""
     shape: ModelShape | None = None
     cost: float = 0.0
     """Predicted cost of the step; plans are compared by it."""
