@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bad_inputs.models import lora
 from router_losses import (
     Ordinary,
     gradient_error,
@@ -16,15 +18,18 @@ from router_losses import (
     ragged_batch,
     routed_model,
 )
+from steps import model_state
 from torch import nn
 from transformers import PreTrainedModel
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
 from forkpoint.engine.routing import ExpertCounts, Routing
+from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import Loss
 from forkpoint.plan import make_plan
 from forkpoint.plan.routing import RouterDemand
+from forkpoint.router_steps import router_work
 from forkpoint.testing import Watching, lifted_upcasts
 from lanes import slow_besides
 
@@ -143,7 +148,7 @@ def test_every_account_in_every_mode(account: int) -> None:
 def test_with_losses_that_couple_rollouts(loss: Loss) -> None:
     batch = BATCH
     if isinstance(loss, DPO):
-        pairs = [(0, 3), (4, 1), (2, 6)]
+        pairs = [(0, 1), (4, 6), (2, 5)]
         batch = RolloutBatch(
             Rollout(
                 BATCH[i].token_ids,
@@ -202,6 +207,43 @@ def test_models_in_other_states(
     change(model)
     wanted = ordinary(model)
     assert not step_faults(wrap(model, ACROSS), model, wanted, RouterLoss(LOAD_BALANCING, Z))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft with newer transformers
+def test_adapters() -> None:
+    inner = routed_model("qwen3_moe")
+    model = lora(inner, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wanted = ordinary(inner)
+    named = {f"base_model.model.{name}": g for name, g in wanted.gradients.items()}
+    assert any(g is not None for g in named.values())
+    wanted = replace(wanted, gradients=named)
+    assert not step_faults(wrap(model, ACROSS), model, wanted, RouterLoss(LOAD_BALANCING, Z))
+
+
+@pytest.mark.parametrize("mode", ["across", "offload"])
+def test_nothing_of_the_model_is_changed(mode: str) -> None:
+    model = routed_model("qwen3_moe", output_router_logits=True)
+    policy = wrap(model, MODES[mode])
+    model(torch.tensor([[1, 2]]))  # transformers adds hooks at a model's first forward
+    before = model_state(model)
+    policy.forward_backward(BATCH, GRPO(), router=RouterLoss())
+    policy.score(BATCH, expert_counts=True)
+    assert model_state(model) == before
+    model.zero_grad()
+    with pytest.raises(ConfigError, match="choices in layer 0"):
+        policy.forward_backward(
+            BATCH, GRPO(), router=RouterLoss(), router_counts=torch.ones(2, 8).long()
+        )
+    assert model_state(model) == before
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_several_ranks_are_refused() -> None:
+    host: Any = SimpleNamespace(group=object())
+    assert router_work(host, BATCH, None) is None
+    with pytest.raises(UnsupportedError, match="several ranks hold"):
+        router_work(host, BATCH, RouterLoss())
 
 
 @pytest.mark.slow
