@@ -311,7 +311,7 @@ MODELS: tuple[Kind, ...] = (
             [Proposal("score"), Proposal("score", error="PlanError: no plan fits this batch.")],
             0,
             [0, 1],
-            lockstep=True,
+            gather="auto",
         ),
     ),
     Kind(
@@ -323,7 +323,7 @@ MODELS: tuple[Kind, ...] = (
         means="Ranks wait for one another in every call.",
         remedy="Make the same calls on every rank.",
         call=lambda: agreed(
-            [Proposal("forward_backward of SFT()"), Proposal("score")], 0, [0, 1], lockstep=True
+            [Proposal("forward_backward of SFT()"), Proposal("score")], 0, [0, 1], gather="auto"
         ),
     ),
     model_kind(
