@@ -5,6 +5,9 @@ WORKERS ?= 2
 venv := .venv
 bin := $(venv)/bin
 ready := $(venv)/.installed
+verl_venv := .venv-verl
+verl_ready := $(verl_venv)/.installed
+verl_needs := tests/integrations_verl/requirements.txt
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 no_gpu := not gpu and not multi_gpu
 
@@ -17,7 +20,7 @@ FUZZ_SECONDS ?= 600
 TRL ?= trl==1.16.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions test-trl bench-forest clean
+.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions test-trl test-verl bench-forest clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +64,9 @@ errors-page: $(ready)  ## write docs/errors.md from the table of bad inputs
 test-gpu: $(ready)  ## the tests that need one CUDA device
 	@$(bin)/python -m pytest -m gpu
 
+test-verl: $(verl_ready)  ## the engines for verl, beside verl's own; 6 minutes, in .venv-verl
+	@OMP_NUM_THREADS=1 $(verl_venv)/bin/python -m pytest tests/integrations_verl
+
 test-wheel:  ## build sdist and wheel, and use the wheel in an empty environment
 	@$(PYTHON) scripts/test_wheel.py
 
@@ -82,7 +88,7 @@ bench-forest: $(ready)  ## time the forest of a million tokens
 	@$(bin)/python -m benchmarks forest --output benchmarks/results/forest.jsonl
 
 clean:  ## remove the environment and everything built or cached
-	rm -rf $(venv) .venv-trl .venvs build dist demo-output .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(venv) .venv-trl .venv-verl .venvs build dist demo-output .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is named by constraints.txt from the start, so that nothing pulls another build of it.
@@ -94,4 +100,16 @@ $(ready): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(venv)
 	@$(bin)/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+$(verl_ready): pyproject.toml $(verl_needs)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 13) else \
+	  "verl needs Python 3.11 or 3.12 here, and $(PYTHON) is %d.%d; name another with " \
+	  "make PYTHON=python3.12 test-verl" % v[:2])'
+	@echo "Installing verl and forkpoint into $(verl_venv) (once, a few minutes)"
+	@$(PYTHON) -m venv $(verl_venv)
+	@$(verl_venv)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --requirement $(verl_needs)
+	@$(verl_venv)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation verl==0.9.1 --editable .
 	@touch $@

@@ -1,0 +1,359 @@
+"""verl's FSDP engine with steps of forkpoint: everything else is verl's own.
+
+A mini-batch is one call of a policy, whatever micro-batches verl would run it in. The loss is
+verl's own function, called for verl's own micro-batches, so that its value and metrics are as they
+were.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+
+from forkpoint.errors import ConfigError, RankError
+from forkpoint.integrations.verl.groups import GroupWatch, RankGroups, warn
+from forkpoint.integrations.verl.losses import ORDER, TOLERANCE, MicroBatch, MiniBatchLoss
+from forkpoint.integrations.verl.refusals import check_batch, check_options, check_strategy
+from forkpoint.integrations.verl.rows import Rows, jagged
+from forkpoint.integrations.verl.settings import Settings, load_settings
+from forkpoint.losses.base import Decomposition, FunctionLoss
+from forkpoint.plan import Plan
+from forkpoint.policy import Policy, StepStats
+from forkpoint.wrapping import wrap
+
+_log = logging.getLogger("forkpoint")
+
+PREFIX = "forkpoint/"
+DIFFERS = 20 * TOLERANCE
+"""Of gradients that a step has used, relative to the norm of those that it should have."""
+DEPENDS = (
+    "the loss was taken for a sum over tokens or rollouts, and its gradients by log-probs were off "
+    "by {difference:.2g} of their norm: they depend on other rollouts after all. "
+)
+JOINTLY = (
+    "The step is done again for the whole mini-batch at once, and so are those that follow. "
+    'decomposition = "joint" in the file that FORKPOINT_VERL_CONFIG names does so from the start.'
+)
+AGAIN = (
+    "There were gradients before this step, so that it cannot be done again. Set "
+    'decomposition = "joint" in the file that FORKPOINT_VERL_CONFIG names.'
+)
+
+
+class SharedEngine:
+    """Methods of an engine, before those of verl's FSDP engine with a head.
+
+    policy: the model's.
+    last_plan: of the last step or pass.
+    """
+
+    gives: str = "log_probs"
+    """verl's name for what the head gives."""
+    policy: Policy
+    last_plan: Plan | None = None
+    # Of verl's engine:
+    engine_config: Any
+    module: Any
+    rank: int
+    get_data_parallel_group: Callable[[], Any]
+    get_data_parallel_size: Callable[[], int]
+    _autocast_dtype: torch.dtype
+    _is_offload_param: bool
+    _is_offload_optimizer: bool
+
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
+    ) -> None:
+        check_strategy(engine_config.strategy, model_config.model_type)
+        check_options(engine_config, model_config)
+        self.settings: Settings = load_settings()
+        self._watch = GroupWatch()
+        self._decided: tuple[Any, bool, Decomposition] | None = None
+        cast(Any, super()).__init__(
+            model_config, engine_config, optimizer_config, checkpoint_config
+        )
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        """As verl does, but for engines that only score.
+
+        verl keeps their parameters on the CPU during a pass (CPUOffloadPolicy). Here they are
+        there between passes, as with param_offload.
+        """
+        config = self.engine_config
+        if not config.forward_only:
+            return cast(Any, super())._build_fsdp_module(module)
+        config.forward_only = False
+        try:
+            return cast(Any, super())._build_fsdp_module(module)
+        finally:
+            config.forward_only = True
+            self._is_offload_param = True
+            self._is_offload_optimizer = False
+
+    def _build_model_optimizer(self) -> None:
+        cast(Any, super())._build_model_optimizer()
+        config = self.settings.config
+        if self.engine_config.forward_only:
+            config = replace(config, optimizer_bytes_per_parameter=0)
+        # What has not been shown exact is refused here, before the first step.
+        self.policy = wrap(self.module, config)
+        found = {repr(settings) for settings in self._exchange(self.settings)}
+        if len(found) > 1:
+            raise ConfigError(
+                f"the workers have different options: {' and '.join(sorted(found))}. Let "
+                "FORKPOINT_VERL_CONFIG name files of the same content on all nodes."
+            )
+        if self.rank == 0:
+            _log.info(
+                "forkpoint runs the steps of %s, options %s", type(self).__name__, self.settings
+            )
+
+    def to(
+        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """verl's; engines that only score move as well."""
+        cast(Any, super()).to(device=device, model=model, optimizer=optimizer, grad=grad)
+        if self.engine_config.forward_only and model:
+            moves = import_module("verl.utils.fsdp_utils")
+            if device == "cpu":
+                moves.offload_fsdp_model_to_cpu(self.module)
+            else:
+                moves.load_fsdp_model_to_gpu(self.module)
+
+    def forward_backward_batch(
+        self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> Any:
+        """verl's: outputs, losses and metrics of a mini-batch, by micro-batch.
+
+        Gradients are left in `.grad` unless `forward_only`. Collective.
+        """
+        names = import_module("verl.utils.tensordict_utils")
+        engines = import_module("verl.workers.engine.utils")
+        check_batch(data, names.get_non_tensor_data)
+        group = self.get_data_parallel_group()
+        device = self.policy.host.device
+        trained = data["loss_mask"].sum().to(device)
+        torch.distributed.all_reduce(trained, group=group)
+        names.assign_non_tensor(
+            data,
+            sp_size=1,
+            batch_num_tokens=trained.item(),
+            dp_size=self.get_data_parallel_size(),
+        )
+        entropy = self.gives == "log_probs" and bool(
+            names.get_non_tensor_data(data=data, key="calculate_entropy", default=False)
+        )
+        parts, indices = engines.prepare_micro_batches(
+            data=data, dp_group=group, same_micro_num_in_dp=True
+        )
+        rows = self._together(lambda: Rows.of(data, values=self.gives == "values"))
+        micro_batches = _micro_batches(rows, parts, indices, device)
+        outputs = {"logprobs" if self.gives == "log_probs" else "values": self.gives}
+        if entropy:
+            outputs["entropies"] = "entropy"
+        loss = None
+        if loss_function is not None:
+            loss = MiniBatchLoss(
+                loss_function, micro_batches, rows, names=outputs, dp_group=group, device=device
+            )
+        with self._autocast(device):
+            if forward_only:
+                found, metrics = self._score(rows, loss, outputs, micro_batches), {}
+            else:
+                assert loss is not None and loss_function is not None
+                self._fill(loss, rows, data)
+                found, metrics = self._train(rows, loss, loss_function, entropy)
+        keeps = forward_only or names.get_non_tensor_data(
+            data=data, key="return_model_output", default=False
+        )
+        if not keeps:
+            for one in found:
+                del one["model_output"]
+        result = engines.postprocess_batch_func(output_lst=found, indices=indices, data=data)
+        result["metrics"].update(metrics)
+        return result
+
+    def _score(
+        self,
+        rows: Rows,
+        loss: MiniBatchLoss | None,
+        outputs: dict[str, str],
+        micro_batches: list[MicroBatch],
+    ) -> list[dict[str, Any]]:
+        """Outputs of a pass without gradients, and losses where a function is given."""
+        scores = self.policy.score(rows.batch, entropy="entropies" in outputs)
+        self.last_plan = scores.plan
+        if self._watch.looks and self.settings.share_warning:
+            groups = RankGroups.of(rows.batch, scores.plan.computed_tokens)
+            self._watch.scored(self._exchange(groups))
+        if loss is not None:
+            results, _ = self._together(partial(loss.results, dict(scores.per_token)))
+            return [
+                {"model_output": r.outputs, "loss": r.loss, "metrics": r.metrics} for r in results
+            ]
+        return [
+            {
+                "model_output": {
+                    outputs[name]: jagged(scores.per_token[name], one.after, one.offsets)
+                    for name in outputs
+                },
+                "loss": 1.0,  # as verl's
+                "metrics": {},
+            }
+            for one in micro_batches
+        ]
+
+    def _train(
+        self, rows: Rows, loss: MiniBatchLoss, function: Callable[..., Any], entropy: bool
+    ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+        """Leave gradients; outputs and losses, and metrics of forkpoint's own."""
+        decomposition = self._decomposition(loss, function, entropy)
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        fresh = all(p.grad is None for p in parameters)
+        stats = self._step(rows, loss, decomposition, entropy)
+        results = loss.whole
+        if decomposition != "joint":
+            work = partial(loss.results, dict(stats.per_token), gradients=True)
+            results, difference = self._together(work)
+            difference = max(self._exchange(difference))
+            if difference > DIFFERS:
+                depends = DEPENDS.format(difference=difference)
+                if not all(self._exchange(fresh)):
+                    raise ConfigError(depends + AGAIN)
+                if self.rank == 0:
+                    warn(depends + JOINTLY)
+                self._decided = (function, entropy, "joint")
+                for parameter in parameters:
+                    parameter.grad = None
+                stats = self._step(rows, loss, "joint", entropy)
+                results = loss.whole
+        if results is None:  # nothing is trained, so that no loss was called
+            results, _ = self._together(partial(loss.results, dict(stats.per_token)))
+        self.last_plan = stats.plan
+        if self._watch.looks and self.settings.share_warning:
+            groups = RankGroups.of(rows.batch, stats.computed_tokens)
+            self._watch.trained(self._exchange(groups), warn if self.rank == 0 else None)
+        metrics = {
+            "computed_tokens": float(stats.computed_tokens),
+            "given_tokens": float(stats.logical_tokens),
+            "bound": float(stats.plan.bound),
+        }
+        found = [{"model_output": r.outputs, "loss": r.loss, "metrics": r.metrics} for r in results]
+        return found, {PREFIX + name: [value] for name, value in metrics.items()}
+
+    def _step(
+        self, rows: Rows, loss: MiniBatchLoss, decomposition: Decomposition, entropy: bool
+    ) -> StepStats:
+        return self.policy.forward_backward(
+            rows.batch, FunctionLoss(loss, decomposition, needs_entropy=entropy)
+        )
+
+    def _decomposition(
+        self, loss: MiniBatchLoss, function: Callable[..., Any], entropy: bool
+    ) -> Decomposition:
+        """Parts that the loss is a sum over, the same on all ranks.
+
+        Found at the first step of a loss.
+        """
+        if self.settings.decomposition == "joint":
+            return "joint"
+        if self._decided is not None and self._decided[:2] == (function, entropy):
+            return self._decided[2]
+        votes = self._exchange(self._together(loss.decomposition))
+        known = [vote for vote in votes if vote is not None]
+        if not known:
+            return "joint"  # the next step may tell
+        found = max(known, key=ORDER.index)
+        self._decided = (function, entropy, found)
+        return found
+
+    def _fill(self, loss: MiniBatchLoss, rows: Rows, data: Any) -> None:
+        name, key = (
+            ("logprobs", "old_log_probs") if self.gives == "log_probs" else ("values", "values")
+        )
+        if rows.responses is not None and key in data.keys():  # noqa: SIM118 - as in Rows
+            loss.fill(name, rows.tokens(data[key]))
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The autocast under which verl calls its model and its losses."""
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device.type, self._autocast_dtype)
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """The values of all ranks. Collective."""
+        group = self.policy.host.group
+        if group is None:
+            return [value]
+        found = group.ranks.exchange(value)
+        group.ranks.phase = "told"  # no call of the policy is running
+        return found
+
+    def _together(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, on all ranks; where it raises on one, all raise. Collective."""
+        error: Exception | None = None
+        value = None
+        try:
+            value = work()
+        except Exception as found:
+            error = found
+        texts = self._exchange(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        failed = [rank for rank, text in enumerate(texts) if text is not None]
+        if failed:
+            raise RankError(
+                f"rank {failed[0]} failed in this step, so no rank goes on: {texts[failed[0]]}"
+            )
+        return value
+
+
+def _micro_batches(
+    rows: Rows, parts: list[Any], indices: list[list[int]] | None, device: torch.device
+) -> list[MicroBatch]:
+    """verl's micro-batches on the device; `indices` are their rows, None for runs of them."""
+    found, begin = [], 0
+    for number, part in enumerate(parts):
+        size = len(part)
+        chosen = range(begin, begin + size) if indices is None else indices[number]
+        begin += size
+        offsets = part["input_ids"].offsets().long().to(device)
+        after = rows.shifted(list(chosen)).to(device)
+        found.append(MicroBatch(part.to(device), tuple(chosen), after, offsets))
+    return found
+
+
+class SharedValueEngine(SharedEngine):
+    """The same for critics."""
+
+    gives: str = "values"
+
+
+def refusing(strategy: str, model_type: str) -> type:
+    """An engine for a strategy that forkpoint does not have: it refuses when it is made.
+
+    Without it verl would run its own engine, and nobody would notice.
+    """
+    base = import_module("verl.workers.engine.base").BaseEngine
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_strategy(strategy, model_type)
+
+    return type("RefusingEngine", (base,), {"__init__": refuse})
+
+
+def language_model_engine() -> type:
+    """forkpoint's engine for language models, a subclass of verl's."""
+    base = import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngineWithLMHead
+    return type("ForkpointEngineWithLMHead", (SharedEngine, base), {"__module__": __name__})
+
+
+def value_model_engine() -> type:
+    """forkpoint's engine for critics, a subclass of verl's."""
+    base = import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngineWithValueHead
+    return type("ForkpointEngineWithValueHead", (SharedValueEngine, base), {"__module__": __name__})

@@ -1,0 +1,220 @@
+"""verl's own losses, called by forkpoint's steps on parts of a mini-batch.
+
+A step computes the loss where the log-probs are: microbatch by microbatch of forkpoint's, which are
+others than verl's micro-batches. For a view of some tokens, verl's loss is called on the
+micro-batches that hold them, with log-probs at the other tokens that do not change. Its gradients
+at the view's tokens are right if they do not depend on the log-probs of others. Whether that is so,
+token by token or rollout by rollout, is tried out before the first step and compared after each.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint.integrations.verl.rows import Rows, jagged
+from forkpoint.losses.base import Decomposition, LossBatch, LossOutputs
+
+VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+"""verl's loss: (model_output=, data=, dp_group=) to a scalar and metrics."""
+
+TOLERANCE = 1e-5
+"""Of gradients that should be equal, relative to their norm: verl computes losses in float32."""
+NOISES = (0.3, 1e-3)
+"""Standard deviations, in nats, of the log-probs that losses are tried with."""
+ORDER: tuple[Decomposition, ...] = ("token", "rollout", "joint")
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One of verl's micro-batches, on the device.
+
+    data: its TensorDict.
+    rows: which rows of the mini-batch it has.
+    after, offsets: as `rows.jagged` takes them.
+    """
+
+    data: Any
+    rows: tuple[int, ...]
+    after: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LossResult:
+    """One micro-batch's loss, its metrics, and the outputs that they are of."""
+
+    loss: float
+    metrics: dict[str, Any]
+    outputs: dict[str, Tensor]
+
+
+class MiniBatchLoss:
+    """verl's loss of a mini-batch: the sum over verl's micro-batches of what its function gives."""
+
+    def __init__(
+        self,
+        function: VerlLoss,
+        micro_batches: Sequence[MicroBatch],
+        rows: Rows,
+        *,
+        names: dict[str, str],
+        dp_group: Any,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            function: verl's.
+            micro_batches: as verl makes them.
+            rows: the mini-batch.
+            names: by our name of an output, verl's.
+            dp_group: passed on to the function.
+            device: of losses.
+        """
+        self._function = function
+        self._micro_batches = micro_batches
+        self._rows = rows
+        self._names = names
+        self._group = dp_group
+        self._device = device
+        count = int(rows.offsets[-1])
+        self._fill = {name: torch.zeros(count, device=device) for name in names}
+        self._home = torch.zeros(len(rows.batch), dtype=torch.int64)
+        for number, micro_batch in enumerate(micro_batches):
+            self._home[list(micro_batch.rows)] = number
+        self._used = {name: torch.zeros(count, device=device) for name in names}
+        """Gradients that a step has used, by token."""
+        self.whole: list[LossResult] | None = None
+        """Results of the last call, where it was of the whole mini-batch."""
+
+    def fill(self, name: str, values_T: Tensor) -> None:
+        """Set the values of an output at tokens that a call does not show, [T]."""
+        self._fill[name] = values_T.to(self._device)
+
+    def __call__(self, outputs: LossOutputs, view: LossBatch) -> Tensor:
+        """The loss of a view, with gradients by the view's own outputs alone."""
+        shown = {name: outputs.per_token[name] for name in self._names}
+        touched = self._home[view.rollout_index.cpu()].unique().tolist()
+        leaves = {name: x.detach().requires_grad_() for name, x in shown.items()}
+        with torch.enable_grad():
+            whole = {
+                name: self._fill[name].to(x.dtype).index_put((view.token_index,), x)
+                for name, x in leaves.items()
+            }
+            called = [self._of(self._micro_batches[n], whole) for n in touched]
+            total = torch.stack([loss for loss, _, _ in called]).sum()
+        if len(view.token_index) == int(self._rows.offsets[-1]):
+            self.whole = [_result(*one) for one in called]
+        if not torch.is_grad_enabled():
+            return total.detach()
+        slopes = _slopes(total, leaves)
+        value = total.detach()
+        for name, slope in slopes.items():
+            self._used[name].index_put_((view.token_index,), slope.float())
+            value = value + (slope * (shown[name] - shown[name].detach())).sum()
+        return value
+
+    def results(
+        self, per_token: dict[str, Tensor], *, gradients: bool = False
+    ) -> tuple[list[LossResult], float]:
+        """Each micro-batch's loss and metrics, and how far the gradients by `per_token` are from
+        those that the step has used, relative to their norm; 0 without `gradients`.
+
+        per_token: outputs [T] by our names.
+        """
+        leaves = {name: per_token[name].detach() for name in self._names}
+        found = []
+        square, off = 0.0, 0.0
+        slopes = {name: torch.zeros_like(x) for name, x in leaves.items()}
+        for micro_batch in self._micro_batches:
+            inputs = {n: x.clone().requires_grad_(gradients) for n, x in leaves.items()}
+            with torch.set_grad_enabled(gradients):
+                loss, metrics, outputs = self._of(micro_batch, inputs)
+            if gradients:
+                for name, slope in _slopes(loss, inputs).items():
+                    slopes[name] += slope
+            found.append(_result(loss, metrics, outputs))
+        if not gradients:
+            return found, 0.0
+        for name, slope in slopes.items():
+            used = self._used[name]
+            same = (slope == used) | (slope.isnan() & used.isnan())
+            square += float(slope.float().nan_to_num().square().sum())
+            off += float(torch.where(same, 0, slope.float() - used).square().sum())
+        if off == 0.0:
+            return found, 0.0
+        ratio = (off / square) ** 0.5 if square else math.inf
+        return found, math.inf if math.isnan(ratio) else ratio
+
+    def decomposition(self) -> Decomposition | None:
+        """Parts that the loss is a sum over; None where all gradients are zero.
+
+        Gradients at some tokens are compared as log-probs of other tokens, then of other rollouts,
+        move.
+        """
+        generator = torch.Generator().manual_seed(0)
+        counts = self._rows.offsets.diff()
+        by_token = torch.rand(int(counts.sum()), generator=generator) < 0.5
+        rollouts = torch.randperm(len(counts), generator=generator) % 2 == 0
+        by_rollout = rollouts.repeat_interleave(counts)
+        found, seen = 0, False
+        for noise in NOISES:
+            before = self._noisy(noise, generator)
+            moved = self._noisy(noise, generator)
+            base = self._gradients(before)
+            seen = seen or bool(base.any())
+            for level, moves in enumerate((by_token, by_rollout)):
+                if found > level:
+                    continue
+                at = moves.to(self._device)
+                mixed = {name: torch.where(at, moved[name], x) for name, x in before.items()}
+                apart = (self._gradients(mixed) - base)[:, ~at].norm()
+                if not bool(apart <= TOLERANCE * base[:, ~at].norm()):
+                    found = level + 1
+        return ORDER[found] if seen else None
+
+    def _noisy(self, noise: float, generator: torch.Generator) -> dict[str, Tensor]:
+        return {
+            name: x + noise * torch.randn(len(x), generator=generator).to(x.device)
+            for name, x in self._fill.items()
+        }
+
+    def _gradients(self, per_token: dict[str, Tensor]) -> Tensor:
+        """Gradients of the whole loss, [outputs, T]."""
+        total = torch.zeros(len(self._names), int(self._rows.offsets[-1]), device=self._device)
+        for micro_batch in self._micro_batches:
+            leaves = {name: x.detach().clone().requires_grad_() for name, x in per_token.items()}
+            with torch.enable_grad():
+                loss = self._of(micro_batch, leaves)[0]
+            total += torch.stack(list(_slopes(loss, leaves).values()))
+        return total
+
+    def _of(
+        self, micro_batch: MicroBatch, per_token: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Any], dict[str, Tensor]]:
+        outputs = {
+            self._names[name]: jagged(x, micro_batch.after, micro_batch.offsets)
+            for name, x in per_token.items()
+        }
+        loss, metrics = self._function(
+            model_output=dict(outputs), data=micro_batch.data, dp_group=self._group
+        )
+        return loss, metrics, outputs
+
+
+def _result(loss: Tensor, metrics: dict[str, Any], outputs: dict[str, Tensor]) -> LossResult:
+    kept = {name: x.detach() for name, x in outputs.items()}
+    return LossResult(loss.detach().item(), metrics, kept)
+
+
+def _slopes(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of a loss by each of the leaves, zeros where it has none."""
+    if not loss.requires_grad:
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
+    found = torch.autograd.grad(
+        loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(leaves, found, strict=True))

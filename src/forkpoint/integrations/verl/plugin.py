@@ -1,0 +1,51 @@
+"""Registration of the engines, which verl does when it is imported (entry point `verl.plugins`)."""
+
+import os
+import sys
+import traceback
+from importlib import import_module
+
+VENDOR = "forkpoint"
+VARIABLE = "VERL_ENGINE_VENDOR"
+STRATEGIES = ("fsdp", "fsdp_turbo", "megatron", "torchtitan", "veomni", "automodel")
+"""Names of verl's other engines, which are refused."""
+MODEL_TYPES = ("language_model", "value_model")
+DEVICE = "cuda"
+
+
+def register() -> None:
+    """Make the engines known to verl, for the vendor `forkpoint`. It may be called twice."""
+    registry = import_module("verl.workers.engine.base").EngineRegistry
+    if (DEVICE, VENDOR) in registry._engines.get(MODEL_TYPES[0], {}).get("fsdp2", {}):
+        return
+    engines = import_module("forkpoint.integrations.verl.engine")
+    makers = (engines.language_model_engine, engines.value_model_engine)
+    for model_type, make in zip(MODEL_TYPES, makers, strict=True):
+        for strategy in STRATEGIES:
+            known = registry.register(
+                model_type=model_type, backend=strategy, device=DEVICE, vendor=VENDOR
+            )
+            known(engines.refusing(strategy, model_type))
+        registry.register(model_type=model_type, backend="fsdp2", device=DEVICE, vendor=VENDOR)(
+            make()
+        )
+
+
+def register_or_end() -> None:
+    """Make the engines known to verl, or end the process with the reason.
+
+    verl passes over exceptions of plugins, and would run its own engine.
+    """
+    try:
+        register()
+    except Exception as error:
+        traceback.print_exc()
+        sys.exit(
+            f"{VARIABLE} is {VENDOR}, and forkpoint's engines for verl could not be loaded "
+            f"({type(error).__name__}: {error}). forkpoint takes verl 0.9.1; unset {VARIABLE} to "
+            "run verl's own engine."
+        )
+
+
+if os.environ.get(VARIABLE) == VENDOR:
+    register_or_end()

@@ -1,0 +1,150 @@
+"""verl's mini-batches as batches of rollouts, and values of tokens in the shapes of its outputs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.errors import RolloutError, UnsupportedError
+from forkpoint.rollouts import RolloutBatch
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The N rollouts of a mini-batch, with T tokens.
+
+    batch: the tokens, trained where verl's losses may read a log-prob: all of a response, those of
+        tools included, whose values verl's masks hide; without responses, as in supervised
+        fine-tuning, the loss mask's.
+    offsets: int64 [N + 1] on the CPU; the starts of the rows and T.
+    responses: int64 [R] on the CPU; the places in [T] of the responses' tokens, None without.
+    """
+
+    batch: RolloutBatch
+    offsets: Tensor
+    responses: Tensor | None
+
+    @classmethod
+    def of(cls, data: Any, *, values: bool) -> "Rows":
+        """The rows of a TensorDict without padding, as verl gives its engines.
+
+        values: whether they are a critic's, which no temperature touches.
+
+        Raises UnsupportedError for positions that do not count the row's tokens from 0,
+        RolloutError for values that no rollout can have.
+        """
+        input_ids = data["input_ids"]
+        offsets = input_ids.offsets().cpu().long()
+        ids = input_ids.values().cpu()
+        _check_positions(data["position_ids"], offsets)
+        lengths = offsets.diff()
+        responses = None
+        if "responses" in data.keys():  # noqa: SIM118 - a TensorDict's `in` looks at its values
+            counts = response_lengths(data).cpu().long()
+            if bool((counts >= lengths).any()):
+                row = int((counts >= lengths).int().argmax())
+                raise RolloutError(
+                    f"row {row} of a mini-batch has {int(counts[row])} tokens of a response among "
+                    f"{int(lengths[row])}; it takes a prompt of at least one token before them, as "
+                    "verl does itself."
+                )
+            starts = offsets[1:] - counts
+            mask = _runs(starts, offsets[1:], len(ids))
+            responses = mask.nonzero().squeeze(1)
+        else:
+            mask = data["loss_mask"].values().cpu().bool()
+        batch = RolloutBatch.from_jagged(
+            ids,
+            mask,
+            offsets=offsets,
+            temperatures=None if values else _temperatures(data, len(lengths)),
+        )
+        return cls(batch, offsets, responses)
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """A per-token field of the responses, padded [N, C] or nested, over all tokens: [T].
+
+        It is 0 at other tokens.
+        """
+        assert self.responses is not None
+        found = torch.zeros(int(self.offsets[-1]), dtype=torch.float32, device=values.device)
+        if values.is_nested:
+            flat = values.values()
+        else:
+            counts = torch.bincount(self._row_of(self.responses), minlength=len(self.offsets) - 1)
+            places = torch.arange(values.shape[1])
+            flat = values[(places < counts[:, None]).to(values.device)]
+        return found.index_put_((self.responses.to(values.device),), flat.float())
+
+    def _row_of(self, tokens: Tensor) -> Tensor:
+        return torch.searchsorted(self.offsets, tokens, right=True) - 1
+
+    def shifted(self, rows: Sequence[int]) -> Tensor:
+        """For the tokens of these rows, back to back, the place in [T] of the token after: int64.
+
+        It is T after a row's last token.
+        """
+        end = int(self.offsets[-1])
+        parts = []
+        for row in rows:
+            begin, stop = int(self.offsets[row]), int(self.offsets[row + 1])
+            after = torch.arange(begin + 1, stop + 1)
+            after[-1] = end
+            parts.append(after)
+        return torch.cat(parts)
+
+
+def jagged(values_T: Tensor, after: Tensor, offsets: Tensor) -> Tensor:
+    """Values of tokens, with their graph, where verl has them: at the token before.
+
+    values_T: [T].
+    after: int64, as `Rows.shifted` gives.
+    offsets: int64 [n + 1], the starts of the rows in the result.
+
+    Returns a nested tensor [n, j]; 0 at last tokens, which verl does not read.
+    """
+    padded = torch.cat([values_T, values_T.new_zeros(1)])
+    return torch.nested.nested_tensor_from_jagged(padded.index_select(0, after), offsets)
+
+
+def response_lengths(data: Any) -> Tensor:
+    """Tokens of each row's response, those of tools included: int64 [N]."""
+    prompts, responses = data["prompts"], data["responses"]
+    if responses.is_nested:
+        return responses.offsets().diff()
+    return data["attention_mask"][:, prompts.shape[1] :].sum(1)
+
+
+def _runs(starts: Tensor, ends: Tensor, total: int) -> Tensor:
+    """True at the tokens of the runs: bool [total]."""
+    edges = torch.zeros(total + 1, dtype=torch.int64)
+    edges.index_add_(0, starts, torch.ones_like(starts))
+    edges.index_add_(0, ends, -torch.ones_like(ends))
+    return edges.cumsum(0)[:-1] > 0
+
+
+def _check_positions(position_ids: Tensor, offsets: Tensor) -> None:
+    if position_ids.dim() != 2:
+        raise UnsupportedError(
+            f"position_ids have {position_ids.dim()} dimensions, as models that see images take "
+            "them; forkpoint takes one position a token. Train a model of text."
+        )
+    lengths = offsets.diff()
+    counted = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
+    found = position_ids.values().cpu()
+    if found.shape != counted.shape or bool((found != counted).any()):
+        raise UnsupportedError(
+            "position_ids do not count the tokens of each row from 0; forkpoint takes no others. "
+            "Leave position_ids to verl."
+        )
+
+
+def _temperatures(data: Any, count: int) -> np.ndarray:
+    """The temperature of each row, float64 [N]; verl gives one for all or one for each."""
+    given = data["temperature"]
+    if isinstance(given, Tensor):
+        return given.detach().cpu().double().numpy().reshape(count)
+    return np.full(count, float(given))

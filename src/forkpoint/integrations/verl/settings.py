@@ -1,0 +1,91 @@
+"""Options of the engines, from a file that an environment variable names.
+
+verl's configuration of an engine has no field for them.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from forkpoint.config import Config
+from forkpoint.errors import ConfigError
+from forkpoint.rollouts import short
+
+VARIABLE = "FORKPOINT_VERL_CONFIG"
+Decomposition = Literal["auto", "joint"]
+CONFIG_KEYS = [f.name for f in fields(Config) if f.name != "head_statistics"]
+"""Keys of the table `config`; verl reads no statistics of the head."""
+NO_VALUE = "none"
+"""The text that stands for None, which TOML does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of all engines of a process.
+
+    config: the options of forkpoint's steps, the table `config` of the file.
+    decomposition: `auto` finds out whether the loss is a sum over tokens, or over rollouts, whose
+        terms do not depend on one another; then a step needs one pass. `joint` supposes nothing of
+        the loss, for one more forward where a mini-batch takes several of forkpoint's microbatches.
+    share_warning: whether a worker says once that little is shared, and why.
+    """
+
+    config: Config = field(default_factory=Config)
+    decomposition: Decomposition = "auto"
+    share_warning: bool = True
+
+
+def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
+    """The settings of the file that `FORKPOINT_VERL_CONFIG` names, or the defaults.
+
+    Raises ConfigError, naming file and key, for what is not there, is not TOML, or is not allowed.
+    """
+    name = environment.get(VARIABLE, "")
+    if not name:
+        return Settings()
+    path = Path(name)
+    try:
+        given: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{VARIABLE} is {name!r}, which cannot be read ({error.strerror}). It takes the path "
+            "of a TOML file that every worker can read; without the variable the defaults hold."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{name}, which {VARIABLE} names, is no TOML: {error}. An example is in docs/verl.md."
+        ) from error
+    table: dict[str, Any] = given.pop("config", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name}: config is {short(table)}; it takes a table, [config].")
+    _check_names(name, given, [f.name for f in fields(Settings) if f.name != "config"], "")
+    _check_names(name, table, CONFIG_KEYS, "config.")
+    if table.get("memory_budget") == NO_VALUE:
+        table["memory_budget"] = None
+    try:
+        config = Config(**table)
+    except ConfigError as error:
+        raise ConfigError(f"{name}, table [config]: {error}") from error
+    settings = Settings(config=config, **given)
+    if settings.decomposition not in get_args(Decomposition):
+        raise ConfigError(
+            f"{name}: decomposition is {short(settings.decomposition)}; allowed are "
+            f"{', '.join(map(repr, get_args(Decomposition)))}."
+        )
+    if not isinstance(settings.share_warning, bool):
+        raise ConfigError(
+            f"{name}: share_warning is {short(settings.share_warning)}; allowed are true, false."
+        )
+    return settings
+
+
+def _check_names(file: str, given: dict[str, Any], known: list[str], table: str) -> None:
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{file}: {table}{key} is not known; allowed are {', '.join(known)}. "
+                "docs/verl.md says what each does."
+            )

@@ -1,0 +1,89 @@
+"""Options of verl, and of forkpoint's engines for it, that are not allowed. verl is not needed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bad_inputs.kind import Kind
+from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.integrations.verl.refusals import check_options, check_strategy
+from forkpoint.integrations.verl.settings import VARIABLE, load_settings
+
+
+class Options(dict[str, Any]):
+    """A configuration of verl, as far as the checks read one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def checked(**engine: Any) -> None:
+    check_options(
+        Options(forward_only=False, router_replay=Options(mode="disabled"), **engine),
+        Options(mtp=Options(enable_train=False)),
+    )
+
+
+def file_of_options(text: str) -> Callable[[pytest.MonkeyPatch], object]:
+    return lambda monkeypatch: Path("forkpoint.toml").write_text(text)
+
+
+def loaded() -> object:
+    return load_settings({VARIABLE: "forkpoint.toml"})
+
+
+VERL = (
+    Kind(
+        name="A strategy of verl that forkpoint has no engine for",
+        error=UnsupportedError,
+        call=lambda: check_strategy("fsdp", "language_model"),
+        message="actor_rollout_ref.actor.strategy (or actor_rollout_ref.ref.strategy) is 'fsdp'; "
+        "forkpoint's engine takes 'fsdp2'. Set it to fsdp2, for every role, or leave out "
+        "VERL_ENGINE_VENDOR=forkpoint to run verl's own engine.",
+        means="verl's default is FSDP1. Without the refusal its own engine would run unnoticed.",
+        remedy="Set the strategy of actor, ref and critic to fsdp2.",
+    ),
+    Kind(
+        name="Sequences that verl splits over ranks",
+        error=UnsupportedError,
+        call=lambda: checked(ulysses_sequence_parallel_size=2),
+        message="actor_rollout_ref.actor.ulysses_sequence_parallel_size is 2; forkpoint's engine "
+        "takes 1. Sequences are not split over ranks yet. Set it to 1; rollouts that share "
+        "tokens need less memory than whole rows do. Without VERL_ENGINE_VENDOR=forkpoint "
+        "verl's own engine runs.",
+        means="Other options are refused likewise; [verl.md](verl.md#refused) has them.",
+        remedy="Do as the message says, or run verl's own engine.",
+    ),
+    Kind(
+        name="No file of options for verl",
+        error=ConfigError,
+        call=loaded,
+        message="FORKPOINT_VERL_CONFIG is 'forkpoint.toml', which cannot be read (No such file or "
+        "directory). It takes the path of a TOML file that every worker can read; without the "
+        "variable the defaults hold.",
+        means="Workers look for it on their own node, from their own folder.",
+        remedy="Give an absolute path on a disk that all nodes have.",
+    ),
+    Kind(
+        name="A key that the file of options for verl does not have",
+        error=ConfigError,
+        call=loaded,
+        prepare=file_of_options('sharing = "tree"'),
+        message="forkpoint.toml: sharing is not known; allowed are decomposition, share_warning. "
+        "docs/verl.md says what each does.",
+        means="Options of forkpoint.Config are in the table config.",
+        remedy="Put [config] above it.",
+    ),
+    Kind(
+        name="A value that the file of options for verl does not take",
+        error=ConfigError,
+        call=loaded,
+        prepare=file_of_options('[config]\nsharing = "all"'),
+        message="forkpoint.toml, table [config]: sharing is 'all'; allowed are 'auto', 'none', "
+        "'group', 'tree'.",
+        means="The table has the options of forkpoint.Config.",
+        remedy="Give one of the values.",
+    ),
+)

@@ -1,0 +1,272 @@
+"""Steps of forkpoint's engines in verl, beside those of verl's own FSDP2 engine, on CPUs."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed here: make test-verl")
+
+from harness import (
+    SHARED,
+    STOCK,
+    Case,
+    both,
+    difference,
+    first_step,
+    gradients,
+    loss_function,
+    make_engine,
+    mini_batch,
+    padded_rows,
+    rows_of,
+    save_model,
+)
+from torch import distributed as dist
+from verl.workers.utils.padding import no_padding_2_padding
+
+from parallel.processes import RankFailed, run_ranks
+
+MOST = 2e-6
+"""Of gradients in float32, relative to their norm."""
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def split(rows: dict[str, Any], *sizes: int) -> list[dict[str, Any]]:
+    """The rows of each rank."""
+    found, begin = [], 0
+    for size in sizes:
+        found.append(rows_of(rows, list(range(begin, begin + size))))
+        begin += size
+    return found
+
+
+CASES = {
+    "token means, dynamic": Case(),
+    "sequence means, fixed": Case(dynamic=False, loss_agg_mode="seq-mean-token-mean"),
+    "sequence sums": Case(loss_agg_mode="seq-mean-token-sum-norm", dynamic=False),
+    "token sums": Case(loss_agg_mode="token-sum"),
+    "temperatures, KL, entropy": Case(temperatures=True, kl=True, entropy=True, entropy_coeff=0.01),
+    "entropy reported": Case(entropy=True, dynamic=False),
+    "checkpointing": Case(checkpointing=True),
+    "LoRA": Case(lora=True),
+    "LoRA, checkpointing": Case(lora=True, checkpointing=True, kl=True),
+    "gspo": Case(loss_mode="gspo", clip=3e-4, loss_agg_mode="seq-mean-token-mean"),
+    "critic": Case(value=True),
+    "critic, fixed": Case(value=True, dynamic=False, loss_agg_mode="seq-mean-token-mean"),
+    "offload": Case(engine={"param_offload": True, "optimizer_offload": True}),
+    "without padding": Case(nested=True, kl=True, entropy=True),
+    "critic without padding": Case(nested=True, value=True),
+    "fine-tuning": Case(supervised=True),
+    "one microbatch": Case(microbatch_tokens=None),
+    "one row": Case(groups=1, size=1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_gradients_are_those_of_stock(name: str, folder: Path) -> None:
+    case = CASES[name]
+    (found,) = run_ranks(1, both, case, folder, [padded_rows(case)])
+    assert found["error"] <= MOST
+    same_metrics(found)
+    computed, given = found["shared"]["tokens"]
+    assert computed < (0.7 if case.groups > 1 else 1) * given
+    several = case.microbatch_tokens is not None and case.groups > 1
+    assert (found["shared"]["microbatches"] > 1) is several
+
+
+def same_metrics(found: dict[str, Any], most: float = 1e-5) -> None:
+    """verl's metrics by micro-batch, and forkpoint's besides."""
+    stock, shared = found["stock"]["metrics"], found["shared"]["metrics"]
+    own = {name for name in shared if name.startswith("forkpoint/")}
+    assert own == {f"forkpoint/{n}" for n in ("computed_tokens", "given_tokens", "bound")}
+    assert shared.keys() - own == stock.keys()
+    for name, values in stock.items():
+        assert shared[name] == pytest.approx(values, rel=most, abs=most), name
+    assert found["shared"]["loss"] == pytest.approx(found["stock"]["loss"], rel=most, abs=most)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("token means, dynamic", (6, 6)),
+        ("token means, dynamic", (7, 5)),
+        ("temperatures, KL, entropy", (9, 3)),
+        ("gspo", (7, 5)),
+        ("LoRA, checkpointing", (6, 6)),
+        ("critic", (5, 7)),
+        ("sequence means, fixed", (8, 4)),
+    ],
+)
+def test_two_ranks_have_the_gradients_of_stock(
+    name: str, sizes: tuple[int, ...], folder: Path
+) -> None:
+    case = CASES[name]
+    if not case.dynamic and len(set(sizes)) > 1:
+        # Fixed micro-batches of stock run in lockstep, so that it needs as many on each rank.
+        sizes = (6, 6)
+    for found in run_ranks(2, both, case, folder, split(padded_rows(case), *sizes)):
+        assert found["error"] <= MOST
+        same_metrics(found)
+
+
+LOSSES = {
+    "vanilla": "token",
+    "dppo_tv": "token",
+    "dppo_kl": "token",
+    "gspo": "rollout",
+    "sapo": "token",
+    "gpg": "token",
+    "kl_cov": "joint",
+    "geo_mean": "rollout",
+    "cispo": "token",
+}
+"""By verl's loss_mode: what the loss is found to be a sum over."""
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_losses_are_taken_apart_as_far_as_they_can_be(mode: str, folder: Path) -> None:
+    # No clipping, which would leave few gradients to compare.
+    case = Case(loss_mode=mode, clip=10.0 if mode != "gspo" else 3e-4)
+    (found,) = run_ranks(1, both, case, folder, [padded_rows(case)])
+    assert found["error"] <= MOST
+    assert found["shared"]["decided"] == LOSSES[mode]
+    same_metrics(found)
+
+
+def steps_of_a_loss(function: Any, case: Case, folder: Path, rows: dict[str, Any]) -> Any:
+    found = {}
+    for vendor in (STOCK, SHARED):
+        engine = make_engine(case, folder, vendor)
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(mini_batch(case, rows), function)
+            found[vendor] = gradients(engine)
+    return difference(found[SHARED], found[STOCK]), engine._decided[2]
+
+
+def test_a_loss_that_turns_out_to_couple_is_done_again(folder: Path) -> None:
+    case = Case()
+    rows = padded_rows(case)
+    rows["old_log_probs"] = rows["old_log_probs"] - 20.0  # where the loss is tried
+    (found,) = run_ranks(1, steps_of_a_loss, response_coupled, case, folder, rows)
+    assert found[0] <= MOST
+    assert found[1] == "joint"
+
+
+def response_coupled(*, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    """The sum over responses, and where log-probs are likely the square of their mean."""
+    values = no_padding_2_padding(model_output["log_probs"], data)
+    mask = data["response_mask"].bool()
+    mean = values[mask].mean()
+    total = -(values * mask).sum() / 10
+    if mean > -15.0:
+        total = total + mean.square()
+    return total, {}
+
+
+def test_bfloat16_is_as_near_to_float32_as_stock_is(folder: Path) -> None:
+    case = Case(groups=8, size=4)
+    found = run_ranks(1, bfloat16_errors, case, folder, padded_rows(case))
+    stock, shared = found[0]
+    assert 1e-3 < stock < 0.1
+    assert shared <= 1.1 * stock
+
+
+def bfloat16_errors(case: Case, folder: Path, rows: dict[str, Any]) -> tuple[float, float]:
+    expected = first_step(case, folder, STOCK, [rows])["gradients"]
+    half = replace(case, dtype="bf16")
+    stock, shared = (
+        difference(first_step(half, folder, vendor, [rows])["gradients"], expected)
+        for vendor in (STOCK, SHARED)
+    )
+    return stock, shared
+
+
+def failing_on_one_rank(case: Case, folder: Path, rows: list[dict[str, Any]]) -> Any:
+    """The error that a rank raises where the loss of rank 1 fails, and how far the next step is
+    from one before."""
+    rank = dist.get_rank()
+    engine = make_engine(case, folder, SHARED)
+    good = loss_function(case)
+
+    def bad(**kwargs: Any) -> Any:
+        if rank == 1:
+            raise KeyError("the loss of this rank is wrong")
+        return good(**kwargs)
+
+    told = {"global_batch_size": sum(len(one["prompts"]) for one in rows)}
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(mini_batch(case, rows[rank], **told), good)
+        expected = gradients(engine)
+        engine.optimizer_zero_grad()
+        try:
+            # The loss is known, so that it fails within the step.
+            engine._decided = (bad, False, "token")
+            engine.forward_backward_batch(mini_batch(case, rows[rank], **told), bad)
+            raised = None
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+        empty = all(p.grad is None for p in engine.module.parameters())
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(mini_batch(case, rows[rank], **told), good)
+        return raised, empty, difference(gradients(engine), expected)
+
+
+def test_a_loss_that_fails_on_one_rank_fails_on_all(folder: Path) -> None:
+    case = Case()
+    rows = split(padded_rows(case), 6, 6)
+    first, second = run_ranks(2, failing_on_one_rank, case, folder, rows)
+    assert second[0].startswith("KeyError: 'the loss of this rank is wrong'")
+    assert first[0].startswith("RankError: rank 1 failed in this step")
+    assert first[1] and second[1]
+    assert max(first[2], second[2]) <= 1e-7
+
+
+def said(case: Case, folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """Warnings of the logger `forkpoint` in two steps of this rank."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("forkpoint").addHandler(handler)
+    engine = make_engine(case, folder, SHARED)
+    mine = rows[dist.get_rank()]
+    with engine.train_mode():
+        for _ in range(2):
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(mini_batch(case, mine), loss_function(case))
+    return messages
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_groups_that_are_scattered_are_told_once(together: bool, folder: Path) -> None:
+    case = Case()
+    rows = padded_rows(case)
+    order = list(range(12)) if together else [*range(0, 12, 2), *range(1, 12, 2)]
+    first, second = run_ranks(2, said, case, folder, split(rows_of(rows, order), 6, 6))
+    assert not second
+    assert len(first) == (0 if together else 1)
+    for message in first:
+        assert "4 of 4 prompts have rollouts on several ranks" in message
+        assert "actor_rollout_ref.actor.use_prefix_grouper=true" in message
+
+
+def test_a_row_without_a_prompt_is_refused_on_all_ranks(folder: Path) -> None:
+    case = Case()
+    rows = split(padded_rows(case), 6, 6)
+    lost = rows[1]["attention_mask"].clone()
+    lost[2, :24] = 0
+    rows[1]["attention_mask"] = lost
+    rows[1]["position_ids"] = (lost.cumsum(1) - 1).clamp(min=0)
+    with pytest.raises(RankFailed) as found:
+        run_ranks(2, first_step, case, folder, SHARED, rows)
+    text = str(found.value)
+    assert "RolloutError: row 2 of a mini-batch has" in text
+    assert "RankError: rank 1 failed in this step" in text

@@ -1,0 +1,63 @@
+"""verl's PPO trainer on two CPU workers of ray, with rollouts of a stub, from end to end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed here: make test-verl")
+
+from harness import save_model
+from train_with_ray import PROMPTS, STEPS
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def trained(vendor: str, folder: Path, reference: str) -> list[dict[str, float]]:
+    """Metrics of each step."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", HERE / "train_with_ray.py", vendor, folder, reference],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_steps_of_the_trainer_have_the_metrics_of_stock(folder: Path) -> None:
+    stock = trained("nvidia", folder, "none")
+    shared = trained("forkpoint", folder, "none")
+    assert len(stock) == len(shared) == STEPS
+    for expected, found in zip(stock, shared, strict=True):
+        own = found.keys() - expected.keys()
+        assert own == {f"actor/forkpoint/{n}" for n in ("computed_tokens", "given_tokens", "bound")}
+        compared = [
+            name
+            for name in expected
+            if name.startswith(("actor/", "critic/", "training/")) and "perf" not in name
+        ]
+        assert {"actor/pg_loss", "actor/ppo_kl", "actor/entropy", "actor/grad_norm"} <= {*compared}
+        for name in compared:
+            assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
+
+
+def test_a_reference_engine_of_its_own(folder: Path) -> None:
+    """verl's own does not run on CPUs: its parameters are in pinned memory."""
+    found = trained("forkpoint", folder, "engine")
+    assert len(found) == STEPS
+    for step in found:
+        assert step["actor/forkpoint/computed_tokens"] < 0.5 * step["actor/forkpoint/given_tokens"]
+        assert step["actor/grad_norm"] > 0
+    assert found[0]["actor/kl_loss"] >= 0 and found[1]["actor/kl_loss"] > 0
+    assert PROMPTS % 2 == 0  # whole groups on each of two ranks
