@@ -1,6 +1,6 @@
 """Statistics of routers over the rollouts of a batch, while a plan runs each of their tokens once.
 
-What a segment's tokens choose is counted once, whichever pass runs them first; a token of N
+Choices of a segment's tokens are counted once, whichever pass runs them first; a token of N
 rollouts is then counted N times, as ordinary training would. A load-balancing loss is a sum over
 experts of a count times a sum of probabilities. Counts have no gradient, so once they are known
 each token contributes a linear part of its own: its probabilities times weights that depend on its

@@ -189,7 +189,7 @@ class Priced:
 def _pairs(forest: Forest, item: IntArray, shared_S: np.ndarray) -> IntArray:
     """Item times S plus segment, of each item and each shared segment above its rollouts, sorted.
 
-    What lies above a shared segment is shared, so each level has fewer pairs than the one below.
+    Segments above a shared one are shared, so each level has fewer pairs than the one below.
     """
     size = max(1, len(forest))
     rollout = np.flatnonzero(forest.leaf >= 0)

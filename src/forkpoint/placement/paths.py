@@ -1,7 +1,8 @@
 """Paths of rollouts and what their leading tokens cost, without the tokens themselves.
 
-What a set of rollouts costs follows from how many leading edges neighbours share: each rollout adds
-its whole path less what the one before it has already paid for. So nothing here needs token ids.
+The cost of a set of rollouts follows from how many leading edges neighbours share: each rollout
+adds its whole path less what the one before it has already paid for. So nothing here needs token
+ids.
 """
 
 from dataclasses import dataclass

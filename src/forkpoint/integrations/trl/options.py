@@ -176,7 +176,7 @@ REFUSED: dict[str, Refused] = {
     "parallelism_config": Refused("a configuration", _PARALLEL, _set("parallelism_config")),
     "router_aux_loss_coef": Refused(
         "not 0, with a mixture of experts (by default its own)",
-        "router losses are not computed yet: set router_aux_loss_coef=0.0.",
+        "router losses are not given to these trainers yet: set router_aux_loss_coef=0.0.",
         lambda trainer: bool(getattr(trainer, "aux_loss_enabled", False)),
     ),
     "torch_compile": Refused("True", _COMPILED, _set("torch_compile")),
