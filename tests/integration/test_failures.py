@@ -489,12 +489,12 @@ def test_what_cannot_be_put_back_is_said(
     def failing(*_: object) -> None:
         raise RuntimeError("never")
 
-    def change_for_good(_: CompiledBlocks, changes: Changes) -> None:
+    def change_for_good(_: CompiledBlocks, changes: Changes, *, ranks: bool) -> None:
         changes.later(failing)
 
     monkeypatch.setattr(CompiledBlocks, "enter", change_for_good)
     if owner is not CompiledBlocks:
-        monkeypatch.setattr(CompiledBlocks, "enter", lambda *_: None)
+        monkeypatch.setattr(CompiledBlocks, "enter", lambda *_, ranks: None)
         name = "restore" if owner is ThreadState else "take_back"
         monkeypatch.setattr(owner, name, failing)
     injector.arm("backward", EVENTS.index("backward prefix 2"), ModelError)

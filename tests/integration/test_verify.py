@@ -27,11 +27,11 @@ from forkpoint import (
     UnsupportedError,
     VerifyReport,
     losses,
+    policy_steps,
     verify_memory,
     verify_ways,
     wrap,
 )
-from forkpoint import policy as policy_module
 from forkpoint import verify as verify_module  # the function is policy.verify
 from forkpoint.losses import Denominators
 from forkpoint.testing import DenseRun, dense_run, tiny_model
@@ -502,12 +502,12 @@ def test_whatever_the_planner_chooses_sabotage_is_caught(
 
 def test_it_cannot_pass_by_not_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that shares nothing, whatever it is asked, is found out before anything runs."""
-    real = policy_module.make_plan
+    real = policy_steps.make_plan
 
     def dense(batch: RolloutBatch, shape: Any, config: Config, **options: Any) -> Any:
         return real(batch, shape, replace(config, sharing="none"), **options)
 
-    monkeypatch.setattr(policy_module, "make_plan", dense)
+    monkeypatch.setattr(policy_steps, "make_plan", dense)
     report = wrap(tiny_model("llama")).verify(forked_batch(), LOSS)
     assert not report.passed
     assert report.verdict == "nothing to verify" and report.plans == ()
@@ -516,13 +516,13 @@ def test_it_cannot_pass_by_not_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_choice_of_not_sharing_is_compared_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that prefers dense training does not keep others from being compared."""
-    real = policy_module.make_plan
+    real = policy_steps.make_plan
 
     def dearer(batch: RolloutBatch, shape: Any, config: Config, **options: Any) -> Any:
         chosen = replace(config, sharing="none") if config.sharing == "auto" else config
         return real(batch, shape, chosen, **options)
 
-    monkeypatch.setattr(policy_module, "make_plan", dearer)
+    monkeypatch.setattr(policy_steps, "make_plan", dearer)
     report = wrap(tiny_model("llama")).verify(forked_batch(), LOSS)
     assert [plan.kind for plan in report.plans] == ["within", "across", "chosen"]
     assert report.passed and report.plans[-1].counts.computed_tokens == 172

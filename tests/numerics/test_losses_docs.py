@@ -20,7 +20,7 @@ def loss_classes():
     names = {}
     for name in losses.__all__:
         value = getattr(losses, name)
-        bases = (losses.Loss, losses.PolicyLoss)
+        bases = (losses.Loss, losses.FunctionLoss, losses.PolicyLoss)
         if isinstance(value, type) and issubclass(value, losses.Loss) and value not in bases:
             names.setdefault(value, []).append(name)
     return {cls: sorted(own, key=lambda n: n != cls.__name__) for cls, own in names.items()}
