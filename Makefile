@@ -28,14 +28,14 @@ help:  ## this list
 demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; plot in demo-output/
 	@$(bin)/forkpoint demo
 
-test: $(ready)  ## every kind of test that needs no GPU: at most 6 minutes on two cores
+test: $(ready)  ## every kind of test that needs no GPU: 9 minutes on two cores
 	@$(pytest) -m "$(no_gpu) and not slow and not examples" -n $(WORKERS) --dist worksteal
 
 test-slow: $(ready)  ## what make test leaves out: endurance, compilers, more cases; 8 minutes
-	@$(pytest) -m "$(no_gpu) and slow" -n $(WORKERS) --dist worksteal
+	@$(pytest) -m "$(no_gpu) and slow and not ranks" -n $(WORKERS) --dist worksteal
 
-test-ranks: $(ready)  ## the tests of several ranks, both lanes, one after the other
-	@$(pytest) -m "$(no_gpu)" tests/parallel
+test-ranks: $(ready)  ## the slow tests of several ranks; 10 minutes
+	@$(pytest) -m "$(no_gpu) and slow and ranks" -n $(WORKERS) --dist worksteal
 
 test-full: $(ready)  ## both, with whole products of options; an hour or more
 	@FORKPOINT_FULL_PRODUCTS=1 $(pytest) -m "$(no_gpu)" -n $(WORKERS) --dist worksteal

@@ -23,6 +23,7 @@ from parallel.processes import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.ranks,
     pytest.mark.skipif(
         tuple(map(int, transformers.__version__.split(".")[:2])) < LEAST_VERSION,
         reason="this transformers splits models otherwise",

@@ -39,6 +39,14 @@ from lanes import slow_besides
 
 WRAPS = {"fully_shard": sharded, "DistributedDataParallel": replicated}
 wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+sharded_first = pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(sharded, id="fully_shard"),
+        pytest.param(replicated, id="DistributedDataParallel", marks=pytest.mark.slow),
+    ],
+)
+"""DistributedDataParallel in the slow lane."""
 
 
 def own_loss(outputs: Any, batch: Any) -> Tensor:
@@ -88,7 +96,7 @@ def scored(wrap: Any, rollouts: Any) -> float:
     )
 
 
-@wraps
+@sharded_first
 @pytest.mark.parametrize("rollouts", [UNEQUAL, EMPTY], ids=["unequal", "empty"])
 def test_scores_are_each_rank_s_own(wrap: Any, rollouts: Any) -> None:
     assert max(run_ranks(2, scored, wrap, rollouts)) < BAR
@@ -107,7 +115,7 @@ def through_logprobs(wrap: Any, rollouts: Any) -> float:
     return apart(policy, alone)
 
 
-@wraps
+@sharded_first
 @pytest.mark.parametrize("rollouts", [UNEQUAL, EMPTY], ids=["unequal", "empty"])
 def test_losses_of_logprobs_are_averaged(wrap: Any, rollouts: Any) -> None:
     assert max(run_ranks(2, through_logprobs, wrap, rollouts)) < BAR
@@ -187,7 +195,7 @@ def in_bfloat16(gather: Any) -> tuple[float, float]:
     return apart(ranks, exact), apart(narrow, exact)
 
 
-@pytest.mark.parametrize("gather", ["microbatch", "step"])
+@pytest.mark.parametrize("gather", slow_besides(["microbatch"], ["microbatch", "step"]))
 def test_parameters_in_bfloat16_reduced_in_float32(gather: str) -> None:
     for ranks, narrow in run_ranks(2, in_bfloat16, gather):
         assert ranks < 1.1 * narrow

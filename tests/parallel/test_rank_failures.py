@@ -116,8 +116,18 @@ def test_replicas_go_on_after_an_error_in_the_sample() -> None:
     assert max(first[1], second[1]) < 1e-10
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["step", "sample"])
-@pytest.mark.parametrize("when", [raises, interrupts], ids=["error", "interrupt"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("when", "sampled"),
+    [
+        pytest.param(raises, False, id="error-step"),
+        pytest.param(raises, True, id="error-sample", marks=SLOW),
+        pytest.param(interrupts, False, id="interrupt-step", marks=SLOW),
+        pytest.param(interrupts, True, id="interrupt-sample", marks=SLOW),
+    ],
+)
 def test_shards_end_after_an_error_within_a_forward(
     when: Any, sampled: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +225,7 @@ def comes_late() -> tuple[list[str], float]:
     return said, distance(gradients(model), gradients(alone.host.model), names)
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "LATE_S", 1.0)
     (first, one), (second, other) = run_ranks(2, comes_late)

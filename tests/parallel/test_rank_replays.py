@@ -221,7 +221,7 @@ def killed_while_saving(folder: Path, at: str, rank: int) -> None:
 @pytest.mark.parametrize(
     ("at", "rank"),
     [
-        ("facts_text", 0),
+        pytest.param("facts_text", 0, marks=pytest.mark.slow),
         *(pytest.param(*c, marks=pytest.mark.slow) for c in (("write", 1), ("write", 0))),
         *(pytest.param(*c, marks=pytest.mark.slow) for c in (("sync", 0), ("_remove", 0))),
     ],

@@ -49,7 +49,8 @@ def test_one_command_runs_a_test(marks: set[str]) -> None:
         assert runs("test-gpu", marks) == ("gpu" in marks)
     else:
         assert runs("test", marks) == ("slow" not in marks)
-        assert runs("test-slow", marks) == ("slow" in marks)
+        assert runs("test-slow", marks) == ("slow" in marks and "ranks" not in marks)
+        assert runs("test-ranks", marks) == ({"slow", "ranks"} <= marks)
         assert runs("test-full", marks)
     assert not runs("test-quick", marks) or runs("test", marks)
 
@@ -64,7 +65,7 @@ def test_make_check_runs_the_examples() -> None:
 
 def test_ci_runs_every_lane() -> None:
     commands = re.findall(r"^make ([a-z-]+)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
-    assert {"check", "test", "test-slow"} <= set(commands)
+    assert {"check", "test", "test-slow", "test-ranks"} <= set(commands)
 
 
 def marks_of(path: Path) -> set[str]:
