@@ -24,6 +24,7 @@ COMMANDS = {
     "plain-loop": "steps.plain_loop:PlainLoop",
     "trl": "steps.trl_update:TrlUpdate",
     "hybrid": "steps.hybrid:Hybrid",
+    "moe": "steps.moe:Moe",
     "plan-variants": "steps.plan_variants:PlanVariants",
     "profile-step": "steps.profile:ProfileStep",
     "self-check": "steps.self_check:SelfCheck",
