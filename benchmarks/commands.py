@@ -23,6 +23,7 @@ COMMANDS = {
     "tree": "steps.tree:Tree",
     "plain-loop": "steps.plain_loop:PlainLoop",
     "trl": "steps.trl_update:TrlUpdate",
+    "verl": "steps.verl_update:VerlUpdate",
     "hybrid": "steps.hybrid:Hybrid",
     "moe": "steps.moe:Moe",
     "plan-variants": "steps.plan_variants:PlanVariants",
