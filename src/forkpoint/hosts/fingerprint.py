@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.hosts.modules import configurations, every_module, plain_class
 from forkpoint.hosts.origins import is_of_compiler
+from forkpoint.hosts.refusals.hooks import requires_gradients
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -22,6 +23,8 @@ HOOKS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
+HANDLES = ("_require_grads_hooks", "_require_grads_hook")
+"""Attributes that hold handles of hooks by which inputs require gradients."""
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 MOST_STATES = 64
 """States of a model that are remembered, such as training and evaluation."""
@@ -62,6 +65,9 @@ class Fingerprint:
         self._lengths: tuple[int, ...] = ()
         self._filled: list[dict[Any, Any]] = []
         """Of `_dicts` those that hold something: most hold no hooks."""
+        self._hooks: list[dict[Any, Any]] = []
+        """Of those that hold something, the hooks of a module."""
+        self._with_handles: list[dict[str, Any]] = []
         self._configs: list[PreTrainedConfig] = []
         self._globals: list[_Globals] = []
         self._bases: list[type] = []
@@ -75,7 +81,13 @@ class Fingerprint:
         modules = tuple(module for _, module in every_module(self.model))
         if modules != self._modules or tuple(map(len, self._dicts)) != self._lengths:
             self._look_at(modules)
-        values = (*modules, *chain.from_iterable(map(dict.values, self._filled)), *self._others())
+        values = (
+            *modules,
+            *chain.from_iterable(map(dict.values, self._filled)),
+            *chain.from_iterable(map(_hooks, self._hooks)),
+            *chain.from_iterable(map(_without_handles, self._with_handles)),
+            *self._others(),
+        )
         for place, (number, before) in enumerate(self._states):
             if _same(before, values):
                 if place:
@@ -89,11 +101,15 @@ class Fingerprint:
 
     def _look_at(self, modules: tuple[nn.Module, ...]) -> None:
         """List the dictionaries of the modules, whose values are compared."""
-        names = ("_parameters", "_modules", *HOOKS)
         own = [vars(module) for module in modules]
-        self._dicts = [*own, *(attributes[name] for attributes in own for name in names)]
+        parts = [attributes[name] for attributes in own for name in ("_parameters", "_modules")]
+        hooks = [attributes[name] for attributes in own for name in HOOKS]
+        self._dicts = [*own, *parts, *hooks]
         self._lengths = tuple(map(len, self._dicts))
-        self._filled = [found for found in self._dicts if found]
+        self._with_handles = [found for found in own if any(name in found for name in HANDLES)]
+        plain = [found for found in own if not any(name in found for name in HANDLES)]
+        self._filled = [found for found in (*plain, *parts) if found]
+        self._hooks = [found for found in hooks if found]
         self._configs = configurations(self.model)
         kinds = {plain_class(module) for module in modules}
         self._bases = sorted({base for kind in kinds for base in kind.__mro__}, key=id)
@@ -116,6 +132,16 @@ class Fingerprint:
             ),
             *(repr(vars(config)) for config in self._configs),
         )
+
+
+def _hooks(found: Mapping[Any, Any]) -> list[Any]:
+    """Hooks in their order; those that only let inputs require gradients count as one."""
+    kept = [hook for hook in found.values() if not requires_gradients(hook)]
+    return kept if len(kept) == len(found) else [*kept, requires_gradients]
+
+
+def _without_handles(attributes: Mapping[str, Any]) -> list[Any]:
+    return [value for name, value in attributes.items() if name not in HANDLES]
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
