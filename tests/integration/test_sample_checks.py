@@ -14,6 +14,13 @@ from forkpoint.testing import tiny_model
 from forkpoint.weight_changes import OptimizerSteps
 
 
+def checkpoint(model: Any, options: dict[str, bool]) -> None:
+    """By the name that this transformers has for it."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable(options)
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """An entry for each comparison."""
@@ -40,6 +47,19 @@ def test_before_the_first_and_the_second_step(counted: list[None], fused: bool) 
         optimizer.step()
         optimizer.zero_grad()
     assert seen == [1, 2, 2, 2]
+
+
+def test_checkpointing_that_is_enabled_again_and_again(counted: list[None]) -> None:
+    """transformers makes a partial each time; TRL's trainers do so at every generation."""
+    model = tiny_model("llama")
+    policy = wrap(model, Config())
+    for _ in range(4):
+        checkpoint(model, {"use_reentrant": False})
+        policy.forward_backward(forked_batch(), GRPO())
+    assert len(counted) == 1
+    checkpoint(model, {"use_reentrant": False, "preserve_rng_state": False})
+    policy.forward_backward(forked_batch(), GRPO())
+    assert len(counted) == 2
 
 
 def test_inputs_that_require_gradients_again_and_again(counted: list[None]) -> None:

@@ -1,8 +1,9 @@
 """A fingerprint of everything about a model, besides weights, that decides what it computes."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -67,7 +68,8 @@ class Fingerprint:
         """Of `_dicts` those that hold something: most hold no hooks."""
         self._hooks: list[dict[Any, Any]] = []
         """Of those that hold something, the hooks of a module."""
-        self._with_handles: list[dict[str, Any]] = []
+        self._made_anew: list[dict[str, Any]] = []
+        """Attributes of modules, some of which are made anew though nothing has changed."""
         self._configs: list[PreTrainedConfig] = []
         self._globals: list[_Globals] = []
         self._bases: list[type] = []
@@ -85,7 +87,7 @@ class Fingerprint:
             *modules,
             *chain.from_iterable(map(dict.values, self._filled)),
             *chain.from_iterable(map(_hooks, self._hooks)),
-            *chain.from_iterable(map(_without_handles, self._with_handles)),
+            *chain.from_iterable(map(_attributes, self._made_anew)),
             *self._others(),
         )
         for place, (number, before) in enumerate(self._states):
@@ -106,8 +108,8 @@ class Fingerprint:
         hooks = [attributes[name] for attributes in own for name in HOOKS]
         self._dicts = [*own, *parts, *hooks]
         self._lengths = tuple(map(len, self._dicts))
-        self._with_handles = [found for found in own if any(name in found for name in HANDLES)]
-        plain = [found for found in own if not any(name in found for name in HANDLES)]
+        self._made_anew = [found for found in own if _is_made_anew(found)]
+        plain = [found for found in own if not _is_made_anew(found)]
         self._filled = [found for found in (*plain, *parts) if found]
         self._hooks = [found for found in hooks if found]
         self._configs = configurations(self.model)
@@ -140,8 +142,21 @@ def _hooks(found: Mapping[Any, Any]) -> list[Any]:
     return kept if len(kept) == len(found) else [*kept, requires_gradients]
 
 
-def _without_handles(attributes: Mapping[str, Any]) -> list[Any]:
-    return [value for name, value in attributes.items() if name not in HANDLES]
+def _is_made_anew(attributes: Mapping[str, Any]) -> bool:
+    partials = any(isinstance(value, partial) for value in attributes.values())
+    return partials or any(name in attributes for name in HANDLES)
+
+
+def _attributes(attributes: Mapping[str, Any]) -> Iterator[Any]:
+    """Values that are equal where nothing has changed.
+
+    A partial, as transformers makes one each time that checkpointing is enabled, equals no other.
+    """
+    for name, value in attributes.items():
+        if isinstance(value, partial):
+            yield (value.func, value.args, value.keywords)
+        elif name not in HANDLES:
+            yield value
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
