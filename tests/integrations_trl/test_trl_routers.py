@@ -62,7 +62,7 @@ def test_evaluation(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_router_loss_is_in_the_gradients(tmp_path: Path) -> None:
-    """What the tests of equality look at is there to be seen."""
+    """A coefficient of half the size is seen where the tests of equality look."""
     found = [_pair("grpo", tmp_path / str(c), router_aux_loss_coef=c).found for c in (0.5, 0.25)]
     assert setups.apart(*found) > 1e-2
 
