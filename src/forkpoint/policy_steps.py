@@ -294,12 +294,13 @@ class PolicySteps:
         engine = Engine(self.host, self.config)
         routing = engine.routing = work.routing(chosen, self.host) if work else None
         if routing is not None:
-            routing.sums = training
+            routing.sums = router is not None
         result = engine.score(step, chosen, batch, entropy=entropy, program=program)
         if joint.ranks is not None:
             joint.ranks.settle(torch.zeros(()), None, gradients=False)
         experts = routing.counts if routing else None
-        return Scores(result.per_token, chosen, result.events, experts), routing
+        value = float(routing.value()) if routing and router else None
+        return Scores(result.per_token, chosen, result.events, value, experts), routing
 
     def _joint(self, step: Step, again: Again | None = None, *, training: bool) -> JointStep:
         """`again` makes the plan within another memory budget, unless it was given."""
