@@ -22,6 +22,7 @@ COMMANDS = {
     "capacity": "steps.capacity:Capacity",
     "tree": "steps.tree:Tree",
     "plain-loop": "steps.plain_loop:PlainLoop",
+    "verl": "steps.verl_update:VerlUpdate",
     "hybrid": "steps.hybrid:Hybrid",
     "plan-variants": "steps.plan_variants:PlanVariants",
     "profile-step": "steps.profile:ProfileStep",
