@@ -111,5 +111,5 @@ $(verl_ready): pyproject.toml $(verl_needs)
 	@$(verl_venv)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  --requirement $(verl_needs)
 	@$(verl_venv)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
-	  --no-deps --no-build-isolation verl==0.9.1 --editable .
+	  --no-deps --no-build-isolation verl==0.9.1 TransferQueue==0.1.10 --editable .
 	@touch $@

@@ -13,9 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config
 from verl.trainer.config import CheckpointConfig
+from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import model as verl_models
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import (
+    DistillationConfig,
+    DistillationLossConfig,
     FSDPActorConfig,
     FSDPCriticConfig,
     FSDPEngineConfig,
@@ -68,6 +71,8 @@ class Case:
     """Whether fields of responses are without padding too, as verl's newer trainer has them."""
     supervised: bool = False
     """Whether it is fine-tuning, with a loss mask over whole rows and no responses."""
+    distillation: str | None = None
+    """verl's loss_mode for log-probs of a teacher; k1 as a reward, others as losses."""
     microbatch_tokens: int | None = 64
     """Of forkpoint's microbatches, so that a step has several."""
     engine: dict[str, Any] = field(default_factory=dict)
@@ -161,6 +166,11 @@ def mini_batch(case: Case, rows: dict[str, Any], **more: Any) -> Any:
     }
     if not case.temperatures:
         told["temperature"] = 0.8
+    if case.distillation:
+        generator = torch.Generator().manual_seed(5)
+        tokens = data["input_ids"]
+        teacher = -4.0 + 0.5 * torch.randn(len(tokens.values()), 1, generator=generator)
+        data["teacher_logprobs"] = torch.nested.nested_tensor_from_jagged(teacher, tokens.offsets())
     if case.nested or case.supervised:
         _without_padding(data, rows, supervised=case.supervised)
     tu.assign_non_tensor(data, **{**told, **more})
@@ -249,6 +259,15 @@ def loss_function(case: Case) -> Any:
         policy_loss=PolicyLossConfig(loss_mode=case.loss_mode),
         **common,
     )
+    if case.distillation:
+        settings = DistillationLossConfig(
+            loss_mode=case.distillation, use_policy_gradient=case.distillation == "k1"
+        )
+        return partial(
+            distillation_ppo_loss,
+            config=config,
+            distillation_config=DistillationConfig(distillation_loss=settings),
+        )
     return partial(ppo_loss, config=config)
 
 

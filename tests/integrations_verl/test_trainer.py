@@ -21,14 +21,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def trained(vendor: str, folder: Path, reference: str) -> list[dict[str, float]]:
-    """Metrics of each step."""
+OWN = {f"actor/forkpoint/{n}" for n in ("computed_tokens", "given_tokens", "bound")}
+
+
+def trained(
+    vendor: str, folder: Path, how: str, script: str = "train_with_ray.py"
+) -> list[dict[str, float]]:
+    """Metrics of each step; `how` is the script's last argument."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", HERE / "train_with_ray.py", vendor, folder, reference],
+        [sys.executable, "-W", "ignore", HERE / script, vendor, folder, how],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
@@ -38,10 +43,14 @@ def trained(vendor: str, folder: Path, reference: str) -> list[dict[str, float]]
 def test_steps_of_the_trainer_have_the_metrics_of_stock(folder: Path) -> None:
     stock = trained("nvidia", folder, "none")
     shared = trained("forkpoint", folder, "none")
+    same_metrics(stock, shared)
+
+
+def same_metrics(stock: list[dict[str, float]], shared: list[dict[str, float]]) -> None:
+    """verl's metrics of each step, and forkpoint's besides."""
     assert len(stock) == len(shared) == STEPS
     for expected, found in zip(stock, shared, strict=True):
-        own = found.keys() - expected.keys()
-        assert own == {f"actor/forkpoint/{n}" for n in ("computed_tokens", "given_tokens", "bound")}
+        assert found.keys() - expected.keys() == OWN
         compared = [
             name
             for name in expected
@@ -61,3 +70,14 @@ def test_a_reference_engine_of_its_own(folder: Path) -> None:
         assert step["actor/grad_norm"] > 0
     assert found[0]["actor/kl_loss"] >= 0 and found[1]["actor/kl_loss"] > 0
     assert PROMPTS % 2 == 0  # whole groups on each of two ranks
+
+
+def test_the_newer_trainer_with_whole_groups(folder: Path) -> None:
+    """verl places rollouts one by one there; forkpoint's trainer is verl's, but for the places."""
+    pytest.importorskip("transfer_queue")
+    script = "train_newer_with_ray.py"
+    stock = trained("nvidia", folder, "forkpoint_sync", script)
+    shared = trained("forkpoint", folder, "forkpoint_sync", script)
+    same_metrics(stock, shared)
+    for step in shared:
+        assert step["actor/forkpoint/computed_tokens"] < 0.5 * step["actor/forkpoint/given_tokens"]

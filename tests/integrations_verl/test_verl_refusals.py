@@ -98,7 +98,6 @@ def test_another_strategy_is_refused_and_never_stock(
 
 BATCHES: dict[str, dict[str, Any]] = {
     "distillation_use_topk: its loss reads": {"distillation_use_topk": True},
-    "calculate_sum_pi_squared: forkpoint's head": {"calculate_sum_pi_squared": True},
     "use_fused_kernels: its head": {"use_fused_kernels": True},
     "enable_routing_replay: experts": {"enable_routing_replay": True},
 }
@@ -108,18 +107,25 @@ BATCHES: dict[str, dict[str, Any]] = {
 def test_what_a_mini_batch_asks_for_is_refused(text: str) -> None:
     data = mini_batch(Case(), padded_rows(Case()), **BATCHES[text])
     with pytest.raises(UnsupportedError, match=f"a mini-batch asks for {text}"):
-        check_batch(data, tu.get_non_tensor_data)
+        check_batch(data, tu.get_non_tensor_data, scores=True)
+
+
+def test_squared_probabilities_are_for_old_log_probs_alone() -> None:
+    data = mini_batch(Case(), padded_rows(Case()), calculate_sum_pi_squared=True)
+    check_batch(data, tu.get_non_tensor_data, scores=True)
+    with pytest.raises(UnsupportedError, match="with a loss asks for calculate_sum_pi_squared"):
+        check_batch(data, tu.get_non_tensor_data, scores=False)
 
 
 def test_images_are_refused_and_their_absence_is_not() -> None:
     rows = padded_rows(Case())
     data = mini_batch(Case(), rows)
-    check_batch(data, tu.get_non_tensor_data)
+    check_batch(data, tu.get_non_tensor_data, scores=True)
     data["multi_modal_inputs"] = NonTensorStack(*({} for _ in rows["uid"]))
-    check_batch(data, tu.get_non_tensor_data)
+    check_batch(data, tu.get_non_tensor_data, scores=True)
     data["multi_modal_inputs"] = NonTensorStack(*({"pixel_values": 1} for _ in rows["uid"]))
     with pytest.raises(UnsupportedError, match="multi_modal_inputs; images"):
-        check_batch(data, tu.get_non_tensor_data)
+        check_batch(data, tu.get_non_tensor_data, scores=True)
 
 
 def imported(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

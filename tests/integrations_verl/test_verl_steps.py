@@ -64,6 +64,8 @@ CASES = {
     "without padding": Case(nested=True, kl=True, entropy=True),
     "critic without padding": Case(nested=True, value=True),
     "fine-tuning": Case(supervised=True),
+    "distillation": Case(distillation="k3", kl=True),
+    "distillation as a reward": Case(distillation="k1", dynamic=False),
     "one microbatch": Case(microbatch_tokens=None),
     "one row": Case(groups=1, size=1),
 }
@@ -255,6 +257,7 @@ def test_groups_that_are_scattered_are_told_once(together: bool, folder: Path) -
     assert len(first) == (0 if together else 1)
     for message in first:
         assert "4 of 4 prompts have rollouts on several ranks" in message
+        assert "trainer.v1.trainer_mode=forkpoint_sync" in message
         assert "actor_rollout_ref.actor.use_prefix_grouper=true" in message
 
 

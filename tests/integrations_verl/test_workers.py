@@ -159,3 +159,24 @@ def test_a_reference_pass_without_the_adapter_is_the_base_model(folder: Path) ->
     (found,) = run_ranks(1, without_adapter, case, folder, padded_rows(case))
     assert found[0] <= 1e-5
     assert found[1] > 1e-2
+
+
+def squares_of(case: Case, folder: Path, rows: dict[str, Any]) -> list[Any]:
+    """Sums of squared probabilities of verl's engine and of forkpoint's, with log-probs."""
+    found = []
+    for vendor in (STOCK, SHARED):
+        engine = make_engine(case, folder, vendor)
+        data = mini_batch(case, rows, calculate_sum_pi_squared=True)
+        with engine.eval_mode():
+            output = engine.infer_batch(data)["model_output"]
+        each = [no_padding_2_padding(output[n], data) for n in ("sum_pi_squared", "log_probs")]
+        found.append(torch.stack([x * rows["response_mask"] for x in each]).tolist())
+    return found
+
+
+@pytest.mark.parametrize("temperatures", [False, True])
+def test_sums_of_squared_probabilities_are_those_of_stock(temperatures: bool, folder: Path) -> None:
+    case = Case(temperatures=temperatures, entropy=True)
+    ((expected, found),) = run_ranks(1, squares_of, case, folder, padded_rows(case))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    assert torch.tensor(expected)[0].max() > 0

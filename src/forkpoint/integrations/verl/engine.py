@@ -29,6 +29,9 @@ from forkpoint.wrapping import wrap
 _log = logging.getLogger("forkpoint")
 
 PREFIX = "forkpoint/"
+SQUARES, SQUARES_ASKED = "sum_pi_squared", "calculate_sum_pi_squared"
+"""verl's names of the sum of squared probabilities, and of the key that asks for it."""
+LOG_SQUARES = "log_sum_sq_probs"
 DIFFERS = 20 * TOLERANCE
 """Of gradients that a step has used, relative to the norm of those that it should have."""
 DEPENDS = (
@@ -134,7 +137,7 @@ class SharedEngine:
         """
         names = import_module("verl.utils.tensordict_utils")
         engines = import_module("verl.workers.engine.utils")
-        check_batch(data, names.get_non_tensor_data)
+        check_batch(data, names.get_non_tensor_data, scores=forward_only and loss_function is None)
         group = self.get_data_parallel_group()
         device = self.policy.host.device
         trained = data["loss_mask"].sum().to(device)
@@ -147,6 +150,9 @@ class SharedEngine:
         )
         entropy = self.gives == "log_probs" and bool(
             names.get_non_tensor_data(data=data, key="calculate_entropy", default=False)
+        )
+        squares = self.gives == "log_probs" and bool(
+            names.get_non_tensor_data(data=data, key=SQUARES_ASKED, default=False)
         )
         parts, indices = engines.prepare_micro_batches(
             data=data, dp_group=group, same_micro_num_in_dp=True
@@ -163,7 +169,7 @@ class SharedEngine:
             )
         with self._autocast(device):
             if forward_only:
-                found, metrics = self._score(rows, loss, outputs, micro_batches), {}
+                found, metrics = self._score(rows, loss, outputs, micro_batches, squares), {}
             else:
                 assert loss is not None and loss_function is not None
                 self._fill(loss, rows, data)
@@ -184,9 +190,13 @@ class SharedEngine:
         loss: MiniBatchLoss | None,
         outputs: dict[str, str],
         micro_batches: list[MicroBatch],
+        squares: bool,
     ) -> list[dict[str, Any]]:
         """Outputs of a pass without gradients, and losses where a function is given."""
-        scores = self.policy.score(rows.batch, entropy="entropies" in outputs)
+        policy = self.policy
+        if squares:
+            policy = policy.with_config(head_statistics=(LOG_SQUARES,))
+        scores = policy.score(rows.batch, entropy="entropies" in outputs)
         self.last_plan = scores.plan
         if self._watch.looks and self.settings.share_warning:
             groups = RankGroups.of(rows.batch, scores.plan.computed_tokens)
@@ -196,11 +206,13 @@ class SharedEngine:
             return [
                 {"model_output": r.outputs, "loss": r.loss, "metrics": r.metrics} for r in results
             ]
+        found = {verls: scores.per_token[name] for name, verls in outputs.items()}
+        if squares:
+            found[SQUARES] = scores.per_token[LOG_SQUARES].exp()
         return [
             {
                 "model_output": {
-                    outputs[name]: jagged(scores.per_token[name], one.after, one.offsets)
-                    for name in outputs
+                    name: jagged(values, one.after, one.offsets) for name, values in found.items()
                 },
                 "loss": 1.0,  # as verl's
                 "metrics": {},

@@ -112,9 +112,10 @@ def sharing_message(ranks: list[RankGroups], known: dict[int, int]) -> str | Non
         if spread:
             reasons.append(
                 f"{len(spread)} of {len(totals)} prompts have rollouts on several ranks: set "
-                "trainer.use_v1=false and actor_rollout_ref.actor.use_prefix_grouper=true (prompts "
-                "of a batch a multiple of the ranks), or, where each rank is sent whole groups, "
-                "trainer.balance_batch=false"
+                "VERL_USE_EXTERNAL_MODULES=forkpoint.integrations.verl.trainers and "
+                "trainer.v1.trainer_mode=forkpoint_sync, or trainer.use_v1=false and "
+                "actor_rollout_ref.actor.use_prefix_grouper=true (prompts of a batch a multiple of "
+                "the ranks)"
             )
         if split:
             reasons.append(

@@ -198,11 +198,6 @@ def check_strategy(strategy: str, model_type: str) -> None:
 BATCH_OPTIONS = {
     "distillation_use_topk": "its loss reads whole logits. Use a distillation loss of log-probs",
     "distillation_only": "its loss reads whole logits. Use a distillation loss of log-probs",
-    "calculate_sum_pi_squared": (
-        "forkpoint's head does not compute the sum of squared probabilities. Set "
-        "actor_rollout_ref.actor.calculate_sum_pi_squared to false, and take another "
-        "algorithm.adv_estimator than one of optimal token baselines"
-    ),
     "use_fused_kernels": "its head is another. Set use_fused_kernels of the model to false",
     "enable_routing_replay": (
         "experts are chosen by the router in each forward. Set router_replay.mode to disabled"
@@ -211,16 +206,26 @@ BATCH_OPTIONS = {
 """By key of a mini-batch that asks for something: why it is refused, and what to do."""
 
 
-def check_batch(data: Any, get: Callable[..., Any]) -> None:
+SCORED_ALONE = "calculate_sum_pi_squared"
+
+
+def check_batch(data: Any, get: Callable[..., Any], *, scores: bool) -> None:
     """Refuse a mini-batch that asks for what forkpoint does not compute.
 
     get: verl's get_non_tensor_data.
+    scores: whether it is a pass without gradients and without a loss.
 
     Raises UnsupportedError.
     """
     for key, why in BATCH_OPTIONS.items():
         if get(data=data, key=key, default=False):
             raise UnsupportedError(f"a mini-batch asks for {key}: {why}.")
+    if not scores and get(data=data, key=SCORED_ALONE, default=False):
+        raise UnsupportedError(
+            f"a mini-batch with a loss asks for {SCORED_ALONE}: sums of squared probabilities are "
+            "computed with old log-probs alone, as verl's trainer asks for them, and losses do not "
+            "get them. Leave the key out of updates."
+        )
     keys = set(data.keys())
     if "routed_experts" in keys:
         raise UnsupportedError(

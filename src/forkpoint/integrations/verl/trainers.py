@@ -1,0 +1,99 @@
+"""verl's newer trainers (`trainer.use_v1`) with whole groups on each rank.
+
+verl imports this module where `VERL_USE_EXTERNAL_MODULES=forkpoint.integrations.verl.trainers` says
+so, and runs one of its trainers where `trainer.v1.trainer_mode` names it: `forkpoint_sync` is
+verl's `sync`, and so on. Rollouts are placed by prompts (`place_groups`) where verl balances them
+one by one; all else is verl's.
+"""
+
+import logging
+import os
+from importlib import import_module
+from typing import Any, cast
+
+from forkpoint.integrations.verl.groups import warn
+from forkpoint.integrations.verl.placing import place_groups
+
+_log = logging.getLogger("forkpoint")
+
+PREFIX = "forkpoint_"
+SPLIT = (
+    "{split} of {prompts} prompts of a batch have rollouts on several ranks, since {rows} rollouts "
+    "on {ranks} ranks leave no room for them whole. Let data.train_batch_size be a multiple of the "
+    "ranks, and actor_rollout_ref.actor.ppo_mini_batch_size as well."
+)
+
+
+class WholeGroups:
+    """The methods of a trainer that differ, before those of verl's trainer."""
+
+    MODE = ""
+    """verl's name for the trainer that it is."""
+    config: Any
+    actor_rollout_wg: Any
+
+    def __init__(self, config: Any) -> None:
+        # verl asks for this name wherever modes differ.
+        config.trainer.v1.trainer_mode = self.MODE
+        self._told = False
+        cast(Any, super()).__init__(config)
+        _log.info("forkpoint places the rollouts of each prompt on one rank")
+
+    def _balance_batch(
+        self,
+        batch: Any,
+        metrics: dict[str, Any],
+        logging_prefix: str = "global_seqlen",
+        keep_minibatch: bool = False,
+    ) -> Any:
+        """verl's, which fills the batch up and reports; then whole groups on each rank."""
+        came = {key: number for number, key in enumerate(batch.keys)}
+        batch = cast(Any, super())._balance_batch(
+            batch, metrics, logging_prefix=logging_prefix, keep_minibatch=keep_minibatch
+        )
+        places = [came.get(key, len(came)) for key in batch.keys]
+        batch.reorder(sorted(range(len(places)), key=lambda row: places[row]))
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        prompts = [key.split("_")[0] for key in batch.keys]
+        lengths = [tag["seq_len"] for tag in batch.tags]
+        heads = [tag["prompt_len"] for tag in batch.tags]
+        tails = [whole - head for whole, head in zip(lengths, heads, strict=True)]
+        placement = place_groups(prompts, heads, tails, ranks)
+        if placement.split and not self._told:
+            self._told = True
+            warn(
+                SPLIT.format(
+                    split=len(placement.split),
+                    prompts=len(set(prompts)),
+                    rows=len(prompts),
+                    ranks=ranks,
+                )
+            )
+        batch.reorder([row for rows in placement.ranks for row in rows])
+        balancing = import_module("verl.utils.seqlen_balancing")
+        metrics.update(
+            balancing.log_seqlen_unbalance(
+                seqlen_list=lengths, partitions=placement.ranks, prefix=logging_prefix
+            )
+        )
+        return batch
+
+
+def register() -> None:
+    """Make the trainers known to verl. It may be called twice."""
+    trainers = import_module("verl.trainer.ppo.v1.trainer_base")
+    import_module("verl.trainer.ppo.v1")
+    for mode, trainer in list(trainers.TRAINER_REGISTRY.items()):
+        name = PREFIX + mode
+        if mode.startswith(PREFIX) or name in trainers.TRAINER_REGISTRY:
+            continue
+        made = type(
+            f"WholeGroups{trainer.__name__}",
+            (WholeGroups, trainer),
+            {"MODE": mode, "__module__": __name__},
+        )
+        trainers.register_trainer(name)(made)
+
+
+if __name__ in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
+    register()
