@@ -83,6 +83,9 @@ class DataRanks:
         if self.device_group is None:
             group = dist.new_group(list(self.global_ranks), use_local_synchronization=True)
             assert isinstance(group, dist.ProcessGroup)
+            # NCCL connects all ranks at the first collective of a group; a first exchange between
+            # two of them alone is undefined.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
             self.device_group = group
         return self.device_group
 
