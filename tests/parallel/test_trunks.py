@@ -322,3 +322,21 @@ def differing() -> None:
 
 def test_ranks_must_ask_for_the_same() -> None:
     run_ranks(2, differing)
+
+
+def one_gives_its_plan() -> tuple[str, str]:
+    rank = dist.get_rank()
+    policy = forkpoint.wrap(replicated(model_of(of())), MIXED)
+    batch = RolloutBatch(TWO[rank] if rank < 2 else group(7, 3, 12, 9))
+    plan = policy.plan(batch) if rank == 2 else None
+    found = policy.forward_backward(batch, GRPO(), plan=plan).plan
+    return found.split, found.split_reason
+
+
+@pytest.mark.slow
+def test_ranks_replicate_where_one_gives_its_plan() -> None:
+    for split, reason in run_ranks(3, one_gives_its_plan):
+        assert (split, reason) == (
+            "replicate",
+            "rank 2 cannot exchange prompts: its plan was given",
+        )
