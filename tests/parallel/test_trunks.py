@@ -287,6 +287,7 @@ def without_price(*_: Any) -> float:
     return 0.0
 
 
+@pytest.mark.slow
 def test_what_ranks_choose_where_the_link_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forkpoint.parallel.agreement.link_cost", without_price)
     groups = [group(n, 4, 700, 9) for n in range(2)]
@@ -308,6 +309,7 @@ def nothing_else_changes(gather: Any) -> list[str]:
     return events
 
 
+@pytest.mark.slow
 def test_other_calls_replicate() -> None:
     for events in run_ranks(2, nothing_else_changes, "step"):
         assert not any("trunks" in event for event in events)
@@ -320,6 +322,7 @@ def differing() -> None:
         policy.forward_backward(RolloutBatch(TWO[dist.get_rank()]), GRPO())
 
 
+@pytest.mark.slow
 def test_ranks_must_ask_for_the_same() -> None:
     run_ranks(2, differing)
 
