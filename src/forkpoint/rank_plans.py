@@ -135,10 +135,11 @@ class Ways:
         """
         group = self.host.group
         assert group is not None
+        if self.again is None:
+            return "its plan was given", None
         trunks = own_of(shared, own, group.ranks.index)
         ways = self
         if trunks:
-            assert self.again is not None
             ways = replace(self, again=partial(self.again, trunks=trunks))
             try:
                 plan = ways.again(self.budgets.of(self.host, self.config))  # type: ignore[misc]

@@ -287,6 +287,7 @@ def without_price(*_: Any) -> float:
     return 0.0
 
 
+@pytest.mark.slow
 def test_what_ranks_choose_where_the_link_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forkpoint.parallel.agreement.link_cost", without_price)
     groups = [group(n, 4, 700, 9) for n in range(2)]
@@ -308,6 +309,7 @@ def nothing_else_changes(gather: Any) -> list[str]:
     return events
 
 
+@pytest.mark.slow
 def test_other_calls_replicate() -> None:
     for events in run_ranks(2, nothing_else_changes, "step"):
         assert not any("trunks" in event for event in events)
@@ -320,5 +322,24 @@ def differing() -> None:
         policy.forward_backward(RolloutBatch(TWO[dist.get_rank()]), GRPO())
 
 
+@pytest.mark.slow
 def test_ranks_must_ask_for_the_same() -> None:
     run_ranks(2, differing)
+
+
+def one_gives_its_plan() -> tuple[str, str]:
+    rank = dist.get_rank()
+    policy = forkpoint.wrap(replicated(model_of(of())), MIXED)
+    batch = RolloutBatch(TWO[rank] if rank < 2 else group(7, 3, 12, 9))
+    plan = policy.plan(batch) if rank == 2 else None
+    found = policy.forward_backward(batch, GRPO(), plan=plan).plan
+    return found.split, found.split_reason
+
+
+@pytest.mark.slow
+def test_ranks_replicate_where_one_gives_its_plan() -> None:
+    for split, reason in run_ranks(3, one_gives_its_plan):
+        assert (split, reason) == (
+            "replicate",
+            "rank 2 cannot exchange prompts: its plan was given",
+        )
