@@ -53,6 +53,7 @@ def read(folder: Path, *more: str) -> DictConfig:
         return compose("ppo_trainer", overrides=[*lines, *more])
 
 
+@pytest.mark.filterwarnings("ignore:Disabled critic as algorithm:UserWarning")
 def test_verl_takes_the_recipe(folder: Path) -> None:
     config = read(folder)
     assert need_reference_policy(config) and not need_critic(config)
