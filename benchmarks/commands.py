@@ -23,6 +23,7 @@ COMMANDS = {
     "tree": "steps.tree:Tree",
     "plain-loop": "steps.plain_loop:PlainLoop",
     "hybrid": "steps.hybrid:Hybrid",
+    "moe": "steps.moe:Moe",
     "plan-variants": "steps.plan_variants:PlanVariants",
     "profile-step": "steps.profile:ProfileStep",
     "self-check": "steps.self_check:SelfCheck",
