@@ -224,6 +224,7 @@ class Moe(Benchmark):
         """How shared steps are planned, within a share of the memory that is left."""
         budget = stepper.budget_bytes
         return stepper.configured(
+            sharing="group",
             memory_budget=None if budget is None else int(budget * share),
             max_microbatch_tokens=self.microbatch,
         )
