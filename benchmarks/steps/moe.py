@@ -48,10 +48,11 @@ from forkpoint.rollouts import RolloutBatch
 SHAPE = "qwen3-30b-a3b"
 LOAD_BALANCING = 0.001
 """The coefficient in this family's configurations; times do not depend on it."""
+LEAST_SHARE = 0.15
+"""Of the memory that is left: a step that fails with less is not planned again."""
 SAMPLE = 2
 """Rollouts that are run densely, or as many as a row of short ones holds."""
 Mode = Literal["none", "rollout", "batch", "batch-pass", "rollout-pass"]
-OWN_PASS = {"batch-pass": "batch", "rollout-pass": "rollout"}
 PUBLISHED = {"P8192-R2048-N32": 3.82}
 """Speed-ups that were published for these sizes, of the whole model on 16 GPUs."""
 
@@ -229,24 +230,32 @@ class Moe(Benchmark):
             max_microbatch_tokens=self.microbatch,
         )
 
+    def _first(
+        self, stepper: Stepper, share: float, mode: Mode, batch: RolloutBatch
+    ) -> tuple[Policy, RouterArguments, float | None, Timed] | None:
+        """A first shared step and what it takes; None where memory ran out, and may suffice for
+        smaller microbatches."""
+        policy = self._policy(stepper, share)
+        try:
+            stepper.routers = {}
+            arguments, score_ms = shared_arguments(stepper, policy, batch, mode)
+            stepper.routers = arguments
+            return policy, arguments, score_ms, stepper.step(policy, batch)
+        except torch.OutOfMemoryError:
+            if share < LEAST_SHARE:
+                raise
+        _free()
+        return None
+
     def _mode(
         self, case: str, mode: Mode, side: "_Side", batch: RolloutBatch
     ) -> Iterator[ResultRow]:
         stepper, figure = side.stepper, partial(cell_row, self.NAME, case)
-        share = share_that_is_counted(stepper)
-        for attempt in range(3):
-            policy = self._policy(stepper, share * 0.7**attempt)
-            try:
-                stepper.routers = {}
-                arguments, score_ms = shared_arguments(stepper, policy, batch, mode)
-                stepper.routers = arguments
-                warm = stepper.step(policy, batch)
-                break
-            except torch.OutOfMemoryError:
-                _free()
-                if attempt == 2:
-                    raise
-                yield figure("planned again, memory ran out", attempt + 1, "times")
+        share, attempts = share_that_is_counted(stepper), 0
+        while (found := self._first(stepper, share, mode, batch)) is None:
+            attempts, share = attempts + 1, 0.7 * share
+            yield figure("planned again, memory ran out", attempts, "times")
+        policy, arguments, score_ms, warm = found
         shared = Timed(warm.plan, planning_ms=warm.planning_ms)
         # In turn, so that neither has the warmer device.
         for _ in range(self.repeats):
@@ -325,9 +334,9 @@ def shared_arguments(
     """The router's arguments of a mode, and milliseconds of the score pass that gave counts."""
     if mode == "none":
         return {}, None
-    scope = "rollout" if mode.startswith("rollout") else "batch"
-    router = RouterLoss(load_balancing=LOAD_BALANCING, scope=scope)
-    if mode in OWN_PASS:
+    single = not mode.startswith("rollout")
+    router = RouterLoss(load_balancing=LOAD_BALANCING, scope="batch" if single else "rollout")
+    if mode.endswith("pass"):
         return {"router": router}, None
     elapsed: list[float] = []
     counts = None
@@ -335,7 +344,7 @@ def shared_arguments(
     for _ in range(2):
         begin = time.perf_counter()
         scores = policy.score(batch, router=router)
-        counts = scores.expert_counts if scope == "batch" else scores.rollout_expert_counts
+        counts = scores.expert_counts if single else scores.rollout_expert_counts
         if stepper.cuda:
             torch.cuda.synchronize()
         elapsed.append((time.perf_counter() - begin) * 1e3)

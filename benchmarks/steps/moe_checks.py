@@ -29,7 +29,12 @@ SEEDS = 2
 BAR = 1e-3
 """Of gradients in float32, relative to dense's; a choice of experts that rounding turns shows."""
 OVER_DENSE = 1.1
-COEFFICIENTS: dict[str, float] = {"load_balancing": 0.1, "z": 0.01}
+ROUTERS = (
+    (RouterLoss(load_balancing=0.1, z=0.01, scope="rollout"), True),
+    (RouterLoss(load_balancing=0.1, z=0.01, scope="batch"), True),
+    (RouterLoss(load_balancing=0.1, z=0.01, scope="batch"), False),
+)
+"""Router losses, and whether counts are given."""
 OTHERS: dict[str, Any] = {"memory_budget": None, "checkpointing": "none", "compile_blocks": False}
 ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=300, **OTHERS)
 DENSE = Config(sharing="none", boundary="within", **OTHERS)
@@ -38,14 +43,13 @@ DENSE = Config(sharing="none", boundary="within", **OTHERS)
 def check_rows(shape: str, device: torch.device, *, experts: str) -> Iterator[ResultRow]:
     """The rows of the comparison; those beyond their bar fail the benchmark."""
     figure = partial(cell_row, "moe", f"{shape}, {LAYERS} layers, gradients")
-    model = make_model(shape, device, dtype=torch.float32, layers=LAYERS)
+    model: Any = make_model(shape, device, dtype=torch.float32, layers=LAYERS)
     # The default's grouped products are in bfloat16 alone on some devices.
     model.set_experts_implementation("eager")
     policy = wrap(model, DENSE)
     batch = _batch(policy, 0)
-    for scope, given in (("rollout", True), ("batch", True), ("batch", False)):
-        router = RouterLoss(scope=scope, **COEFFICIENTS)
-        how = f"{scope} scope, {'counts given' if given else 'a pass of its own'}"
+    for router, given in ROUTERS:
+        how = f"{router.scope} scope, {'counts given' if given else 'a pass of its own'}"
         try:
             routers, every = _apart(policy, batch, router, given=given)
         except (ForkpointError, torch.OutOfMemoryError) as error:
