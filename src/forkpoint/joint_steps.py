@@ -22,6 +22,7 @@ from forkpoint.parallel.agreement import (
 )
 from forkpoint.parallel.call import run_on_ranks
 from forkpoint.parallel.copies import contents_of
+from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks, StatisticsShare
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan import Plan
 from forkpoint.plan.gathering import costs_of_rank
@@ -72,6 +73,7 @@ class JointStep:
         scores: bool = False,
         sampled: bool = True,
         numbers: Callable[[Looked], Sequence[float]] = lambda _: (),
+        statistics: Callable[[Looked], StatisticsShare | None] = lambda _: None,
     ) -> Looked:
         """Agree on a step with the other ranks, if there are any. Collective.
 
@@ -84,6 +86,7 @@ class JointStep:
             scores: whether forwards alone run.
             sampled: whether the model is compared with the stock model where that is due.
             numbers: what ranks with the same batch have in common besides it, but for rounding.
+            statistics: this rank's part of statistics of routers.
 
         Returns the values of `looked_at`. Raises its error, or RankError for that of another rank.
         """
@@ -97,8 +100,9 @@ class JointStep:
         ranks = group.ranks
         while True:
             found = looked_at()
+            share = statistics(found)
             proposal, once = self._proposal(
-                call, found, batch, loss=loss, scores=scores, sampled=sampled
+                call, found, batch, loss=loss, scores=scores, sampled=sampled, share=share
             )
             if ranks.shares_batches:
                 proposal = replace(proposal, contents=contents_of(batch, found[0], numbers(found)))
@@ -126,6 +130,18 @@ class JointStep:
         self.ranks = self.agreement.step(ranks, mean=is_own(loss))
         return (self._chosen(found[0], once, scores), *found[1:])  # pyright: ignore[reportReturnType]
 
+    @property
+    def statistics(self) -> StatisticsOfRanks | None:
+        """Statistics of routers of all ranks, once they have agreed; None where this one is
+        alone."""
+        return None if self.agreement is None else self.agreement.statistics
+
+    @property
+    def router_end(self) -> RouterEnd | None:
+        """Results of the routers of all ranks, once the step has ended; None where this one is
+        alone."""
+        return None if self.ranks is None else self.ranks.router
+
     def _proposal(
         self,
         call: str,
@@ -135,6 +151,7 @@ class JointStep:
         loss: object,
         scores: bool,
         sampled: bool,
+        share: StatisticsShare | None,
     ) -> tuple[Proposal, Plan | None]:
         """Proposal of this rank to the others, and its plan for weights that are gathered once."""
         assert self.host.group is not None
@@ -159,7 +176,7 @@ class JointStep:
             held = costs_of_rank(plan, once, calibration, scores=scores, why_not=why_not)
         proposal = Proposal(
             call,
-            program=_program(plan, scores, gathers),
+            program=_program(plan, scores, gathers or (share is not None and share.gathers)),
             costs=tuple(float(m.tokens) for m in plan.microbatches),
             held=held,
             budget_bytes=self.ways.budgets.of(self.host, self.config),
@@ -169,6 +186,7 @@ class JointStep:
             groups=group_digests(batch),
             couples=couples,
             gathered=batch if gathers else None,
+            statistics=share,
             sample=sample_of(batch) if due and len(batch) else None,
         )
         return proposal, once
@@ -181,7 +199,9 @@ class JointStep:
             return plan
         if gathering.gather == "step":
             plan = once or plan
-            program = _program(plan, scores, bool(self.agreement.parts))
+            statistics = self.agreement.statistics
+            gathers = statistics is not None and statistics.gathers
+            program = _program(plan, scores, gathers or bool(self.agreement.parts))
             self.agreement = replace(self.agreement, program=program)
         return replace(plan, gather=gathering.gather, gather_reason=gathering.reason)
 

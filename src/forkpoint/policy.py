@@ -176,7 +176,13 @@ class Policy(PolicySteps):
         training = torch.is_grad_enabled()
         scored, routing = self._run(
             lambda step: self._score(
-                step, batch, entropy, plan, training=training, routers=(router, False)
+                step,
+                batch,
+                entropy,
+                plan,
+                training=training,
+                routers=(router, False),
+                valued=router is not None,
             ),
             plan,
         )

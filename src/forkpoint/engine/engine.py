@@ -117,6 +117,8 @@ class Engine:
                 with torch.no_grad():
                     scores = plan.program.scores
                     before = self._pass(step, plan, batch, prepared, scores, entropy=False)
+            if self.routing is not None:
+                self.routing.gather(self.ranks)
             if loss.decomposition == "token":
                 microbatch_loss = self._token_loss(loss, views)
             else:
@@ -187,7 +189,9 @@ class Engine:
         if not held:
             step.changes.undo(mark)
         if self.ranks is not None:
-            result = replace(result, loss=self.ranks.settle(result.loss, self._failure))
+            end = None if self.routing is None else self.routing.ending()
+            loss = self.ranks.settle(result.loss, self._failure, router=end)
+            result = replace(result, loss=loss)
         if group is not None and held:
             guard.touched = True
             group.reduce_held()
@@ -280,6 +284,8 @@ class Engine:
         with torch.no_grad():
             program = plan.program.scores
             scored = self._pass(step, plan, batch, prepared, program, entropy=loss.needs_entropy)
+        if self.routing is not None:
+            self.routing.gather(self.ranks)
         given = loss_inputs(self.ranks, scored.per_token, views)
         view, _ = given.views.of_rollouts(np.ones(len(given.views.batch), bool))
         leaves = {name: x_T.requires_grad_() for name, x_T in given.per_token.items()}

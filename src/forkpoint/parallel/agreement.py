@@ -12,6 +12,7 @@ from forkpoint.errors import ConfigError, RankError
 from forkpoint.losses.base import Denominators
 from forkpoint.parallel.copies import Contents, check_same_batches
 from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, joined
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.align_programs import align
 from forkpoint.plan.gathering import Gathering, RankCosts, choose_gathering
@@ -44,6 +45,8 @@ class Proposal:
     """Rollouts that the loss needs together: none, those of each group, or all."""
     gathered: RolloutBatch | None = None
     """This rank's rollouts, where the loss is computed from those of all ranks."""
+    statistics: StatisticsShare | None = None
+    """This rank's part of statistics of routers, where the step takes any."""
     contents: Contents | None = None
     """Of the step, where several ranks have the same batch."""
     sample: RolloutBatch | None = None
@@ -65,6 +68,8 @@ class Agreement:
     sample: RolloutBatch | None
     parts: tuple[RolloutBatch, ...] = ()
     """By rank, its rollouts, where the loss is computed from those of all ranks."""
+    statistics: StatisticsOfRanks | None = None
+    """Of routers, where the step takes any."""
 
     @property
     def lockstep(self) -> bool:
@@ -162,6 +167,7 @@ def agreed(
         split_groups=len(every) - distinct,
         sample=sample,
         parts=tuple(p.gathered for p in proposals if p.gathered is not None),
+        statistics=None if refused else joined([p.statistics for p in proposals], names),
     )
 
 
