@@ -269,6 +269,12 @@ class Policy(PolicySteps):
                 "shape, of few layers if need be, loaded without tp_size and ep_size."
             )
         self._check_batch(batch)
+        if batch.routed_experts is not None:
+            raise UnsupportedError(
+                "the rollouts have routed_experts, and verify compares with a stock model, which "
+                "cannot be held to them. Verify the batch without: "
+                "dataclasses.replace(rollout, routed_experts=None)."
+            )
         return verify(
             self,
             batch,

@@ -36,7 +36,13 @@ from forkpoint.plan.routing import RouterDemand
 from forkpoint.rank_plans import Ways
 from forkpoint.results import Scores, StepStats
 from forkpoint.rollouts import RolloutBatch, short
-from forkpoint.router_steps import RouterWork, called, router_work
+from forkpoint.router_steps import (
+    RouterWork,
+    called,
+    check_routed_experts,
+    route_replay,
+    router_work,
+)
 
 T = TypeVar("T")
 ROUTER = "router_loss"
@@ -157,6 +163,7 @@ class PolicySteps:
             if len(batch):
                 known.check(batch)
             check_range(batch, self.host.loss_dtype)
+            check_routed_experts(self.host, batch)
             fingerprint = self.host.check(batch, training=True, routed=router is not None)
             check_denominators(denominators)
             factor = finite("scale", scale)
@@ -198,6 +205,7 @@ class PolicySteps:
         engine.observer = self.observer
         engine.ranks = joint.ranks
         routing = engine.routing = work.routing(plan, self.host, joint.statistics) if work else None
+        replay = engine.replay = route_replay(self.host, plan, batch)
         joint.check_sample()
         result = engine.forward_backward(step, plan, batch, known, known_counts, factor)
         self.host.compiling.proven = self.host.compiles
@@ -218,6 +226,7 @@ class PolicySteps:
             offload=result.offload,
             router_loss=_loss_of(routing, joint.router_end) if routing and router else None,
             experts=routing.counts(joint.router_end) if routing else None,
+            routes=replay.routes if replay else None,
         )
 
     def _backward(
@@ -246,6 +255,7 @@ class PolicySteps:
             )
             engine.observer = self.observer
             engine.ranks = joint.ranks
+            engine.replay = route_replay(self.host, plan, batch)
             if routing is not None and weight is not None:
                 engine.routing = routing.again(weight)
             joint.check_sample()
@@ -282,6 +292,7 @@ class PolicySteps:
         def looked_at() -> tuple[Plan, int, RouterWork | None]:
             self._check_batch(batch)
             check_range(batch, self.host.loss_dtype)
+            check_routed_experts(self.host, batch)
             if entropy and self.host.head == "values":
                 raise UnsupportedError(
                     "entropies were asked for, but the model is a critic, which gives values; ask "
@@ -314,6 +325,7 @@ class PolicySteps:
         engine = Engine(self.host, self.config)
         routing = work.routing(chosen, self.host, joint.statistics) if work else None
         engine.routing = routing
+        replay = engine.replay = route_replay(self.host, chosen, batch)
         if routing is not None:
             routing.sums = valued
         result = engine.score(step, chosen, batch, entropy=entropy, program=program)
@@ -321,7 +333,8 @@ class PolicySteps:
             end = routing.ending() if routing else None
             joint.ranks.settle(torch.zeros(()), None, gradients=False, router=end)
         experts = routing.counts(joint.router_end) if routing else None
-        return Scores(result.per_token, chosen, result.events, experts), routing
+        routes = replay.routes if replay else None
+        return Scores(result.per_token, chosen, result.events, experts, routes), routing
 
     def _joint(
         self, step: Step, again: Callable[[int], Plan] | None = None, *, training: bool

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forkpoint.engine.offload import OffloadStats
+from forkpoint.engine.route_replay import ReplayedRoutes
 from forkpoint.engine.routing import ExpertCounts
 from forkpoint.losses.outputs import PerToken
 from forkpoint.plan import Plan
@@ -48,6 +49,8 @@ class Scores(PerToken, WithExperts):
     plan: Plan
     events: tuple[str, ...]
     experts: ExpertCounts | None = None
+    routes: ReplayedRoutes | None = None
+    """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""
 
     def __repr__(self) -> str:
         return scores_line(self.per_token, self.plan)
@@ -84,6 +87,8 @@ class StepStats(PerToken, WithExperts):
     """Of `router=`, with its coefficients and without the step's scale; `loss` is without it. None
     where the step had none."""
     experts: ExpertCounts | None = None
+    routes: ReplayedRoutes | None = None
+    """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""
 
     def __repr__(self) -> str:
         return step_line(self.loss, self.plan, self.phase_ms, self.peak_memory_bytes)

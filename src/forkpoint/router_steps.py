@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.engine.host import Host
+from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import RouterTerms, Routing
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.forest import IntArray
@@ -194,6 +195,52 @@ def _check_tokens(parts: IntArray, tokens: IntArray) -> None:
             "it, and none of their tokens counts: a rollout of one token without its last. Leave "
             "the rollout out, or use RouterLoss(last_token=True)."
         )
+
+
+def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
+    """Refuse experts that the model's routers cannot be held to.
+
+    Raises:
+        RolloutError: they are those of another model.
+        UnsupportedError: the model is no mixture, or several ranks hold it.
+    """
+    given_TLK = batch.routed_experts
+    if given_TLK is None:
+        return
+    if host.group is not None:
+        raise UnsupportedError(
+            "the rollouts have routed_experts, and several ranks hold the model, where routers "
+            "that are held to them have not been shown exact. Leave routed_experts out, or train "
+            "in one process."
+        )
+    routers = host.routers
+    if not routers.layers:
+        raise UnsupportedError(
+            "the rollouts have routed_experts, and the model has no routers that transformers "
+            "records logits of; it is no mixture of experts. Leave them out."
+        )
+    _, layers, chosen = given_TLK.shape
+    wanted = routers.chosen
+    if layers != routers.layers or (wanted is not None and chosen != wanted):
+        each = "" if wanted is None else f", which send a token to {wanted} experts"
+        raise RolloutError(
+            f"routed_experts have {layers} layers with {chosen} experts a token, and the model has "
+            f"{routers.layers} layers with a router{each}. Give one entry for each of these "
+            "layers, in their order; layers without experts have none."
+        )
+    most = int(given_TLK.max(initial=-1))
+    if most >= routers.experts:
+        raise RolloutError(
+            f"routed_experts have expert {most}, and the model's routers choose among "
+            f"{routers.experts}, from 0. Give the routes of this model."
+        )
+
+
+def route_replay(host: Host, plan: Plan, batch: RolloutBatch) -> RouteReplay | None:
+    """The experts that a step's routers are held to; None where the batch has none."""
+    if batch.routed_experts is None:
+        return None
+    return RouteReplay(plan, batch, host.device)
 
 
 def move_biases(host: Host, counts: object, rate: float, *, centered: bool) -> None:

@@ -25,6 +25,7 @@ from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.idling import idle_inputs
+from forkpoint.engine.loss_call import called_loss
 from forkpoint.engine.microbatches import (
     KernelOptions,
     MicrobatchInputs,
@@ -32,6 +33,7 @@ from forkpoint.engine.microbatches import (
     prepare_microbatches,
 )
 from forkpoint.engine.roots import roots_of
+from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.step_result import StepResult, after
@@ -64,6 +66,8 @@ class Engine:
         """The agreement of the ranks on this step; None where this rank is alone."""
         self.routing: Routing | None = None
         """The statistics of routers that this step computes; None where it computes none."""
+        self.replay: RouteReplay | None = None
+        """The experts that routers are held to; None where they choose."""
 
     def score(
         self,
@@ -201,8 +205,9 @@ class Engine:
 
     def _enter(self, step: Step, *, compiled: bool = True) -> None:
         self.host.enter(step.changes, compiled=compiled)
-        if self.routing is not None:
-            self.host.watch_routers(self.routing.note, step.changes)
+        if self.routing is not None or self.replay is not None:
+            note = None if self.routing is None else self.routing.note
+            self.host.watch_routers(note, step.changes, self.replay)
 
     def _end(self, guard: GradientGuard, prepared: list[MicrobatchInputs]) -> None:
         """All backwards are done, and the model is as it was."""
@@ -350,26 +355,7 @@ class Engine:
         )
 
     def _call(self, loss: Loss, outputs: LossOutputs, view: LossBatch) -> Tensor:
-        value = loss(outputs, view)
-        given = outputs.per_token.values()
-        graph = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
-            found = (
-                f"{value.dtype} of shape {tuple(value.shape)}"
-                if isinstance(value, Tensor)
-                else repr(value)
-            )
-            raise ConfigError(
-                f"the loss {loss!r} returned {found}; it must return a floating-point scalar "
-                f"tensor, computed from outputs.{self.host.head}."
-            )
-        if graph and not value.requires_grad:
-            raise ConfigError(
-                f"the loss {loss!r} returned a scalar without a graph, so that nothing would be "
-                "trained; it must be computed from outputs.logprobs, without detach(), item() or "
-                "torch.no_grad()."
-            )
-        return value
+        return called_loss(loss, outputs, view, self.host.head)
 
     def _names(self, entropy: bool) -> tuple[str, ...]:
         others = self.config.head_statistics
@@ -432,6 +418,8 @@ class Engine:
             events.append(plan.event(instruction))
             if self.observer is not None:
                 self.observer(events[-1])
+            if self.replay is not None:
+                self.replay.at(instruction, inputs)
             if instruction.operation == BACKWARD:
                 assert step.guard is not None and activations is not None
                 tensors, gradients = roots.pop(instruction.slot)
@@ -456,6 +444,8 @@ class Engine:
                 if activations is not None:
                     activations.end_forward(instruction.microbatch)
                 state.end_forward()
+                if self.replay is not None:
+                    self.replay.end_forward()
                 if self.routing is not None:
                     self.routing.end(inputs)
                 # A forward that is repeated computes its loss then.
