@@ -55,6 +55,7 @@ def sort_rollouts(
     classes: NDArray[np.integer],
     *,
     last_tokens: bool = False,
+    routes: NDArray[np.integer] | None = None,
 ) -> SortedRollouts:
     """Sort a ragged batch by class, then by tokens, and measure what neighbours share.
 
@@ -64,6 +65,9 @@ def sort_rollouts(
         classes: [N] only rollouts of the same class may share.
         last_tokens: whether each rollout has one more edge, which reads its last token and has the
             rollout's end as its label. Only rollouts of equal tokens share that one.
+        routes: [T] a number below 2^32 for what decides, besides the tokens, what a token computes
+            (the experts that it is sent to); an edge is shared where those of its token and of all
+            before it are equal.
 
     Runs in time and memory linear in tokens apart from the comparisons of the sort.
     """
@@ -71,6 +75,13 @@ def sort_rollouts(
     lengths = np.diff(offsets)
     # Big-endian bytes compare as the tokens do, and comparing them is one memcmp.
     width = 4 if token_ids.size == 0 or int(token_ids.max()) < 2**32 else 8
+    if routes is not None:
+        # A token comes before its route: rollouts part at the first of either that differs.
+        assert width == 4, "token ids with routes are below 2^32"
+        token_ids, width = (
+            (np.asarray(token_ids, np.uint64) << 32) | np.asarray(routes, np.uint64),
+            8,
+        )
     flat = np.ascontiguousarray(token_ids, dtype=f">u{width}")
     raw = flat.tobytes()
     starts = (offsets * width).tolist()
@@ -93,9 +104,20 @@ def sort_rollouts(
             first = int(differ.argmax())
             tokens = first if differ[first] else same
             ends = last_tokens and tokens == lengths[before] == lengths[this]
-            shared[entry] = tokens if ends else max(tokens - 1, 0)
+            # The token itself is the label of the edge before it.
+            labels = (
+                routes is not None
+                and tokens < same
+                and _same_token(flat, begin[before] + tokens, begin[this] + tokens)
+            )
+            shared[entry] = tokens if ends or labels else max(tokens - 1, 0)
     rollouts = np.asarray(order, np.int64)
     return SortedRollouts(rollouts, lengths[rollouts] - left_out, shared)
+
+
+def _same_token(flat: NDArray[np.uint64], one: int, other: int) -> bool:
+    """Whether entries of tokens and routes have the same token."""
+    return int(flat[one]) >> 32 == int(flat[other]) >> 32
 
 
 @dataclass(frozen=True, eq=False)

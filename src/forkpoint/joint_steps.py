@@ -23,6 +23,7 @@ from forkpoint.parallel.agreement import (
 )
 from forkpoint.parallel.call import run_on_ranks
 from forkpoint.parallel.copies import contents_of
+from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks, StatisticsShare
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan import Plan
 from forkpoint.plan.program import Program
@@ -76,6 +77,7 @@ class JointStep:
         sampled: bool = True,
         exchanges: bool = False,
         numbers: Callable[[Looked], Sequence[float]] = lambda _: (),
+        statistics: Callable[[Looked], StatisticsShare | None] = lambda _: None,
     ) -> Looked:
         """Agree on a step with the other ranks, if there are any. Collective.
 
@@ -89,6 +91,7 @@ class JointStep:
             sampled: whether the model is compared with the stock model where that is due.
             exchanges: whether ranks may exchange trunks.
             numbers: what ranks with the same batch have in common besides it, but for rounding.
+            statistics: this rank's part of statistics of routers.
 
         Returns the values of `looked_at`. Raises its error, or RankError for that of another rank.
         """
@@ -104,8 +107,9 @@ class JointStep:
         own = self.ways.trunks(batch) if exchanges else {}
         while True:
             found = looked_at()
+            share = statistics(found)
             proposal, once = self._proposal(
-                call, found, batch, loss=loss, scores=scores, sampled=sampled
+                call, found, batch, loss=loss, scores=scores, sampled=sampled, share=share
             )
             if ranks.shares_batches:
                 proposal = replace(proposal, contents=contents_of(batch, found[0], numbers(found)))
@@ -144,6 +148,18 @@ class JointStep:
         plan = self._chosen(found[0], once, scores, plans)
         return (plan, *found[1:])  # pyright: ignore[reportReturnType]
 
+    @property
+    def statistics(self) -> StatisticsOfRanks | None:
+        """Statistics of routers of all ranks, once they have agreed; None where this one is
+        alone."""
+        return None if self.agreement is None else self.agreement.statistics
+
+    @property
+    def router_end(self) -> RouterEnd | None:
+        """Results of the routers of all ranks, once the step has ended; None where this one is
+        alone."""
+        return None if self.ranks is None else self.ranks.router
+
     def _proposal(
         self,
         call: str,
@@ -153,6 +169,7 @@ class JointStep:
         loss: object,
         scores: bool,
         sampled: bool,
+        share: StatisticsShare | None,
     ) -> tuple[Proposal, Plan | None]:
         """Proposal of this rank to the others, and its plan for weights that are gathered once."""
         assert self.host.group is not None
@@ -173,7 +190,7 @@ class JointStep:
         held, once = self.ways.held(plan, scores=scores)
         proposal = Proposal(
             call,
-            program=_program(plan, scores, gathers),
+            program=_program(plan, scores, gathers or (share is not None and share.gathers)),
             costs=tuple(float(m.tokens) for m in plan.microbatches),
             held=held,
             budget_bytes=self.ways.budgets.of(self.host, self.config),
@@ -183,6 +200,7 @@ class JointStep:
             groups=group_digests(batch),
             couples=couples,
             gathered=batch if gathers else None,
+            statistics=share,
             sample=sample_of(batch) if due and len(batch) else None,
         )
         return proposal, once
@@ -203,7 +221,9 @@ class JointStep:
                 plan = once or plan
                 program = plan.program
                 if not self.agreement.trunks:
-                    program = _program(plan, scores, bool(self.agreement.parts))
+                    statistics = self.agreement.statistics
+                    gathers = statistics is not None and statistics.gathers
+                    program = _program(plan, scores, gathers or bool(self.agreement.parts))
                 self.agreement = replace(self.agreement, program=program)
             plan = replace(plan, gather=gathering.gather, gather_reason=gathering.reason)
         if splitting is not None:

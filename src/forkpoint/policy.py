@@ -176,7 +176,13 @@ class Policy(PolicySteps):
         training = torch.is_grad_enabled()
         scored, routing = self._run(
             lambda step: self._score(
-                step, batch, entropy, plan, training=training, routers=(router, False)
+                step,
+                batch,
+                entropy,
+                plan,
+                training=training,
+                routers=(router, False),
+                valued=router is not None,
             ),
             plan,
         )
@@ -207,7 +213,7 @@ class Policy(PolicySteps):
 
         Of a critic the values, which advantages are estimated with. With `expert_counts` experts
         are counted as well, of all tokens; with `router` they are counted as that loss counts them,
-        for the `router_counts` of `forward_backward`, and `router_loss` is its value. Raises as
+        for the `router_counts` of `forward_backward`, and `router_loss` is its value, in one process. Raises as
         `forward_backward`, and UnsupportedError where a critic is asked for entropies.
         """
 
@@ -263,6 +269,12 @@ class Policy(PolicySteps):
                 "shape, of few layers if need be, loaded without tp_size and ep_size."
             )
         self._check_batch(batch)
+        if batch.routed_experts is not None:
+            raise UnsupportedError(
+                "the rollouts have routed_experts, and verify compares with a stock model, which "
+                "cannot be held to them. Verify the batch without: "
+                "dataclasses.replace(rollout, routed_experts=None)."
+            )
         return verify(
             self,
             batch,

@@ -30,13 +30,20 @@ from forkpoint.losses.base import (
 )
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import batch_denominators, check_range
+from forkpoint.parallel.statistics import RouterEnd
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.trunks import Trunk
 from forkpoint.rank_plans import Again, Ways
 from forkpoint.results import Scores, StepStats
 from forkpoint.rollouts import RolloutBatch, short
-from forkpoint.router_steps import RouterWork, router_work
+from forkpoint.router_steps import (
+    RouterWork,
+    called,
+    check_routed_experts,
+    route_replay,
+    router_work,
+)
 
 T = TypeVar("T")
 ROUTER = "router_loss"
@@ -120,6 +127,19 @@ class PolicySteps:
             trunks=trunks,
         )
 
+    def _planned_again(
+        self,
+        batch: RolloutBatch,
+        loss: Loss | LossFunction | None,
+        demands: list[RouterDemand | None],
+        budget_bytes: int | None,
+        /,
+        *,
+        trunks: tuple[Trunk, ...] | None = None,
+    ) -> Plan:
+        """The plan another way, with what routers have demanded of the first."""
+        return self._planned(batch, loss, budget_bytes, demands[-1], trunks=trunks)
+
     def _run(self, work: Callable[[Step], T], plan: Plan | None) -> T:
         """Run a step's work, and once more with a lower budget where memory ran out.
 
@@ -153,6 +173,7 @@ class PolicySteps:
         `last_step`. `routers`: its last three arguments."""
         self.host.prepare(step.changes)
         router, counts, counted = routers
+        demands: list[RouterDemand | None] = []
 
         def looked_at() -> tuple[Plan, int, Loss, float, RouterWork | None]:
             self._check_batch(batch)
@@ -161,17 +182,25 @@ class PolicySteps:
             if len(batch):
                 known.check(batch)
             check_range(batch, self.host.loss_dtype)
+            check_routed_experts(self.host, batch)
             fingerprint = self.host.check(batch, training=True, routed=router is not None)
             check_denominators(denominators)
             factor = finite("scale", scale)
             work = router_work(self.host, batch, router, counts, expert_counts=counted)
+            if work and router is not None and self.host.group is not None and is_own(loss):
+                raise UnsupportedError(
+                    "router= was given with a loss that is a function, on several ranks. Gradients "
+                    "of a function are averaged over the ranks, and those of a router loss are of "
+                    "all their rollouts. Give one of forkpoint.losses, or a Loss."
+                )
             chosen = self._plan_for(batch, plan, known, work)
+            demands.append(work.demand() if work else None)
             return chosen, fingerprint, known, factor, work
 
-        # Without routers, of which ranks have no statistics.
-        again = None if plan else partial(self._planned, batch, loss)
+        again = None if plan else partial(self._planned_again, batch, loss, demands)
         joint = self._joint(step, again, training=True)
         call = f"forward_backward of {kind_of(loss)}, denominators={denominators}"
+        call += called(router, counts, expert_counts=counted)
         plan, _, known, factor, work = joint.agree(
             call,
             batch,
@@ -179,6 +208,7 @@ class PolicySteps:
             loss=loss,
             exchanges=router is None and not counted,
             numbers=lambda found: found[3:4],
+            statistics=lambda found: found[4].share() if found[4] else None,
         )
         known_counts = denominators or batch_denominators(batch)
         if joint.agreement is not None and self.host.group is not None:
@@ -194,7 +224,8 @@ class PolicySteps:
         )
         engine.observer = self.observer
         engine.ranks, engine.exchange = joint.ranks, joint.exchange
-        routing = engine.routing = work.routing(plan, self.host) if work else None
+        routing = engine.routing = work.routing(plan, self.host, joint.statistics) if work else None
+        replay = engine.replay = route_replay(self.host, plan, batch)
         joint.check_sample()
         result = engine.forward_backward(step, plan, batch, known, known_counts, factor)
         self.host.compiling.proven = self.host.compiles
@@ -213,8 +244,9 @@ class PolicySteps:
             peak_memory_bytes=(torch.cuda.max_memory_allocated(self.host.device) if cuda else None),
             per_token={name: x_T.detach() for name, x_T in result.per_token.items()},
             offload=result.offload,
-            router_loss=float(routing.loss) if routing and router else None,
-            experts=routing.counts if routing else None,
+            router_loss=_loss_of(routing, joint.router_end) if routing and router else None,
+            experts=routing.counts(joint.router_end) if routing else None,
+            routes=replay.routes if replay else None,
         )
 
     def _backward(
@@ -243,6 +275,7 @@ class PolicySteps:
             )
             engine.observer = self.observer
             engine.ranks = joint.ranks
+            engine.replay = route_replay(self.host, plan, batch)
             if routing is not None and weight is not None:
                 engine.routing = routing.again(weight)
             joint.check_sample()
@@ -268,39 +301,62 @@ class PolicySteps:
         *,
         training: bool,
         routers: tuple[RouterLoss | None, bool] = (None, False),
+        valued: bool = False,
     ) -> tuple[Scores, Routing | None]:
-        """The work of `score`, for `step.run`; with `training` what a step refuses is refused."""
+        """The work of `score`, for `step.run`; with `training` what a step refuses is refused.
+        `valued`: whether the value of the router loss is asked for."""
         self.host.prepare(step.changes)
         router, counted = routers
+        demands: list[RouterDemand | None] = []
 
         def looked_at() -> tuple[Plan, int, RouterWork | None]:
             self._check_batch(batch)
             check_range(batch, self.host.loss_dtype)
+            check_routed_experts(self.host, batch)
             if entropy and self.host.head == "values":
                 raise UnsupportedError(
                     "entropies were asked for, but the model is a critic, which gives values; ask "
                     "the policy for them, or leave entropy=True out."
                 )
             fingerprint = self.host.check(batch, training=training, routed=router is not None)
+            if valued and self.host.group is not None:
+                raise UnsupportedError(
+                    "policy.logprobs was given router= on several ranks, where a loss computed "
+                    "from it is each rank's own and the router loss is of all their rollouts. Give "
+                    "router= to policy.forward_backward."
+                )
             work = router_work(self.host, batch, router, expert_counts=counted)
+            demands.append(work.demand(scored=True) if work else None)
             return self._plan_for(batch, plan, None, work, scored=True), fingerprint, work
 
-        again = None if plan else partial(self._planned, batch, None)
+        again = None if plan else partial(self._planned_again, batch, None, demands)
         joint = self._joint(step, again, training=training)
         call = f"{'logprobs' if training else 'score'}, entropy={entropy}"
-        chosen, _, work = joint.agree(call, batch, looked_at, scores=True)
+        call += called(router, expert_counts=counted)
+        chosen, _, work = joint.agree(
+            call,
+            batch,
+            looked_at,
+            scores=True,
+            statistics=lambda found: found[2].share() if found[2] else None,
+        )
         program = joint.agreement.program if joint.agreement is not None else None
         joint.check_sample()
         engine = Engine(self.host, self.config)
-        routing = engine.routing = work.routing(chosen, self.host) if work else None
+        routing = work.routing(chosen, self.host, joint.statistics) if work else None
+        engine.routing = routing
+        replay = engine.replay = route_replay(self.host, chosen, batch)
         if routing is not None:
-            routing.sums = router is not None
+            # Of several ranks the value is known after a backward alone.
+            routing.sums = valued or (router is not None and joint.ranks is None)
         result = engine.score(step, chosen, batch, entropy=entropy, program=program)
         if joint.ranks is not None:
-            joint.ranks.settle(torch.zeros(()), None, gradients=False)
-        experts = routing.counts if routing else None
-        value = float(routing.value()) if routing and router else None
-        return Scores(result.per_token, chosen, result.events, value, experts), routing
+            end = routing.ending() if routing else None
+            joint.ranks.settle(torch.zeros(()), None, gradients=False, router=end)
+        experts = routing.counts(joint.router_end) if routing else None
+        routes = replay.routes if replay else None
+        loss = float(routing.value()) if routing and routing.sums else None
+        return Scores(result.per_token, chosen, result.events, loss, experts, routes), routing
 
     def _joint(self, step: Step, again: Again | None = None, *, training: bool) -> JointStep:
         """`again` makes the plan within another memory budget, unless it was given."""
@@ -350,6 +406,10 @@ class PolicySteps:
         if work is not None:
             work.check_plan(plan, scored=scored)
         return plan
+
+
+def _loss_of(routing: Routing, end: RouterEnd | None) -> float:
+    return float(routing.loss) if end is None else end.loss
 
 
 def finite(name: str, value: object) -> float:

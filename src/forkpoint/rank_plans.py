@@ -103,6 +103,8 @@ class Ways:
         """By digest, what other ranks may have as well, where this rank can exchange it."""
         group = self.host.group
         able = self.again is not None and group is not None and not group.ranks.shares_batches
+        # Digests of prompts do not tell routes apart.
+        able = able and batch.routed_experts is None
         if not able or self.config.split == "replicate" or cannot_exchange(self.config):
             return {}
         return trunks_of(batch)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forkpoint.engine.offload import OffloadStats
+from forkpoint.engine.route_replay import ReplayedRoutes
 from forkpoint.engine.routing import ExpertCounts
 from forkpoint.losses.outputs import PerToken
 from forkpoint.plan import Plan
@@ -48,8 +49,10 @@ class Scores(PerToken, WithExperts):
     plan: Plan
     events: tuple[str, ...]
     router_loss: float | None = None
-    """Of `router=`, with its coefficients; None where there was none."""
+    """Of `router=`, with its coefficients; None where there was none, and on several ranks."""
     experts: ExpertCounts | None = None
+    routes: ReplayedRoutes | None = None
+    """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""
 
     def __repr__(self) -> str:
         return scores_line(self.per_token, self.plan)
@@ -86,6 +89,8 @@ class StepStats(PerToken, WithExperts):
     """Of `router=`, with its coefficients and without the step's scale; `loss` is without it. None
     where the step had none."""
     experts: ExpertCounts | None = None
+    routes: ReplayedRoutes | None = None
+    """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""
 
     def __repr__(self) -> str:
         return step_line(self.loss, self.plan, self.phase_ms, self.peak_memory_bytes)

@@ -20,6 +20,9 @@ from forkpoint.errors import RolloutError
 MAX_TOKEN_ID = 2**31 - 1
 """Kernels index vocabularies with int32; a larger id is never a token."""
 
+MAX_EXPERT = 2**15 - 1
+"""The largest number of an expert."""
+
 LARGEST_LOGPROB = 0.125
 """The largest log-prob of a trained token. A log-prob is a logit less the logarithm of a sum, and
 each may have been rounded to 16 bits: bfloat16 numbers from 16 to 32, the size of large logits,
@@ -297,6 +300,56 @@ def clear_untrained(
             f"{place.token} is trained. {advice}"
         )
     numbers[~finite] = 0.0
+
+
+def read_routed_experts(who: str, values: Any, length: int) -> NDArray[np.int16]:
+    """Experts of each token, int16 [T, L, K].
+
+    Given for all tokens but the last, that one's are -1.
+    """
+    takes = (
+        f"routed_experts takes whole numbers of shape [{length}, layers, experts of a token], the "
+        f"experts that token i was sent to in entry i, or [{max(length - 1, 0)}, ...] without the "
+        "last token's. Where the router is to choose by itself all entries of a token in a layer "
+        "are -1."
+    )
+    array = host_values(who, "routed_experts", values)
+    if not isinstance(array, np.ndarray):
+        try:
+            array = np.asarray(array)
+        except ValueError:  # lists of different lengths
+            raise RolloutError(
+                f"{who}: routed_experts has lists of different lengths; {takes}"
+            ) from None
+    shape = " x ".join(map(str, array.shape))
+    if array.ndim != 3 or array.dtype.kind not in "iu" or 0 in array.shape[1:]:
+        raise RolloutError(
+            f"{who}: routed_experts is of shape ({shape}) and type {array.dtype}; {takes}"
+        )
+    if len(array) not in (length, length - 1):
+        raise RolloutError(
+            f"{who}: routed_experts has {len(array)} tokens (shape {shape}), and token_ids has "
+            f"{length}; {takes}"
+        )
+    wrong = (array < -1) | (array > MAX_EXPERT)
+    if wrong.any():
+        at = tuple(int(n) for n in np.argwhere(wrong)[0])
+        raise RolloutError(f"{who}: routed_experts{list(at)} is {array[at]}; {takes}")
+    found = array.astype(np.int16)
+    ordered = np.sort(found, axis=-1)
+    free = ordered[..., -1] < 0
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~free
+    wrong = repeated | ((ordered[..., 0] < 0) & ~free)
+    if wrong.any():
+        token, layer = (int(n) for n in np.argwhere(wrong)[0])
+        raise RolloutError(
+            f"{who}: routed_experts[{token}, {layer}] is {found[token, layer].tolist()}, which are "
+            f"not different experts; {takes}"
+        )
+    if len(found) < length:
+        last = np.full((1, *found.shape[1:]), -1, np.int16)
+        found = np.concatenate([found, last])
+    return found
 
 
 def read_vector(

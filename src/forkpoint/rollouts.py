@@ -32,6 +32,7 @@ from forkpoint.rollout_fields import (
     read_logprobs,
     read_loss_mask,
     read_number_or_floats,
+    read_routed_experts,
     read_temperature,
     read_token_ids,
 )
@@ -66,6 +67,10 @@ class Rollout:
     temperature: the sampling temperature, finite and above 0.
     group_id, rollout_id: text or None; whole numbers are accepted and stored as text.
     extras: a dict of anything, carried through untouched, or None.
+    routed_experts: int16 [T, L, K] or None; the K experts that token i was sent to in each of the L
+        layers that have a router, when it was sampled. Steps send it there as well. Given as
+        [T - 1, L, K], without the last token, which a sampler does not run, its entries are -1.
+        Where all K entries are -1 the router chooses by itself.
 
     Raises RolloutError where a value is not allowed; the message names the rollout, the field, the
     value and its position.
@@ -83,6 +88,7 @@ class Rollout:
     group_id: str | None
     rollout_id: str | None
     extras: dict[str, Any] | None
+    routed_experts: NDArray[np.int16] | None
 
     def __init__(
         self,
@@ -98,6 +104,7 @@ class Rollout:
         extras: dict[str, Any] | None = None,
         returns: ArrayLike | None = None,
         old_values: ArrayLike | None = None,
+        routed_experts: ArrayLike | None = None,
     ) -> None:
         rollout_id = read_identifier("A rollout", "rollout_id", rollout_id)
         who = "A rollout without rollout_id" if rollout_id is None else named(rollout_id)
@@ -125,7 +132,10 @@ class Rollout:
             "group_id": read_identifier(who, "group_id", group_id),
             "rollout_id": rollout_id,
             "extras": extras,
+            "routed_experts": None,
         }
+        if routed_experts is not None:
+            values["routed_experts"] = read_routed_experts(who, routed_experts, len(ids))
         for name, value in values.items():
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
@@ -168,6 +178,10 @@ class RolloutBatch(FromTensors):
     group_ids: N times the group_id as given, or None.
     rollout_ids: N texts, all different.
     extras: N dicts or None.
+    routed_experts: int16 [T, L, K], or None where no rollout has them.
+    route_index: int64 [T], the same number for tokens that are sent to the same experts in all
+        layers, whatever their order; None without routed_experts. Rollouts share tokens up to where
+        their tokens or their routes part.
     has_advantages: False where the batch was made from tensors without advantages, which are then
         0; losses that use advantages refuse it.
     layout: the cells of the tensors [N, W] that the batch was made from, which `to_padded` fills.
@@ -182,7 +196,7 @@ class RolloutBatch(FromTensors):
 
     Raises RolloutError for things that are not rollouts, for a rollout_id that is there twice, and
     where only some of the rollouts have old_logprobs, reference_logprobs,
-    weights, returns or old_values.
+    weights, returns, old_values or routed_experts, or these of different layers or counts.
     """
 
     token_ids: NDArray[np.int64]
@@ -202,6 +216,8 @@ class RolloutBatch(FromTensors):
     has_advantages: bool
     layout: PaddedLayout
     completion_layout: PaddedLayout | None
+    routed_experts: NDArray[np.int16] | None
+    route_index: NDArray[np.int64] | None
     _rollouts: tuple[Rollout, ...] | None
     _numbers: dict[str, list[float]]
 
@@ -238,6 +254,8 @@ class RolloutBatch(FromTensors):
             "has_advantages": True,
             "layout": PaddedLayout.of_lengths(lengths),
             "completion_layout": None,
+            "routed_experts": (routed_experts := _routed_experts(named)),
+            "route_index": None if routed_experts is None else _route_index(routed_experts),
             "_rollouts": named,
             "_numbers": {},
         }
@@ -269,7 +287,8 @@ class RolloutBatch(FromTensors):
         for field in fields(columns):
             name = "_numbers" if field.name == "numbers" else field.name
             object.__setattr__(batch, name, getattr(columns, field.name))
-        object.__setattr__(batch, "_rollouts", None)
+        for name in ("_rollouts", "routed_experts", "route_index"):
+            object.__setattr__(batch, name, None)
         return batch
 
     @property
@@ -354,6 +373,7 @@ class RolloutBatch(FromTensors):
             "group_id": self.group_ids,
             "rollout_id": self.rollout_ids,
             "extras": self.extras,
+            "routed_experts": [None] * len(self),
         }
         made = tuple(object.__new__(Rollout) for _ in range(len(self)))
         for name, of_rollouts in values.items():
@@ -385,6 +405,39 @@ def check_rollouts(given: Iterable[Rollout], what: str, *, least: int = 1) -> li
             )
     check_unique([rollout.rollout_id for rollout in rollouts], what)
     return rollouts
+
+
+def _routed_experts(rollouts: Sequence[Rollout]) -> NDArray[np.int16] | None:
+    """int16 [T, L, K] of all rollouts; None where none has them."""
+    given = [rollout.routed_experts for rollout in rollouts]
+    has = [rollout for rollout in rollouts if rollout.routed_experts is not None]
+    if not has:
+        return None
+    first = has[0]
+    for rollout, experts in zip(rollouts, given, strict=True):
+        if experts is None:
+            raise RolloutError(
+                f"Rollout {short(first.rollout_id)} has routed_experts and rollout "
+                f"{short(rollout.rollout_id)} has not; a batch needs it of all of its rollouts or "
+                "of none. Add what is missing, as -1 where routers choose, or make two batches."
+            )
+        assert first.routed_experts is not None
+        wanted, found = first.routed_experts.shape[1:], experts.shape[1:]
+        if found != wanted:
+            raise RolloutError(
+                f"routed_experts of rollout {short(first.rollout_id)} are of {wanted[0]} layers "
+                f"with {wanted[1]} experts a token, and those of rollout "
+                f"{short(rollout.rollout_id)} of {found[0]} with {found[1]}; all rollouts are "
+                "routed by one model. Make two batches."
+            )
+    return np.concatenate([experts for experts in given if experts is not None])
+
+
+def _route_index(experts_TLK: NDArray[np.int16]) -> NDArray[np.int64]:
+    """int64 [T], equal where a token's experts are, whatever their order."""
+    ordered = np.ascontiguousarray(np.sort(experts_TLK, axis=-1))
+    rows = ordered.reshape(len(ordered), -1).view(f"V{ordered[0].nbytes}")[:, 0]
+    return np.unique(rows, return_inverse=True)[1].astype(np.int64)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,14 +1,20 @@
 """The part of a call of a policy that is about a mixture's routers: what is asked, and of what."""
 
+import hashlib
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forkpoint.engine.host import Host
+from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import RouterTerms, Routing
-from forkpoint.errors import ConfigError, PlanError, UnsupportedError
+from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
+from forkpoint.forest import IntArray
+from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.losses.router import RouterLoss
+from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare
 from forkpoint.plan import Plan
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.rollouts import RolloutBatch, short
@@ -22,11 +28,46 @@ class RouterWork:
     terms: RouterTerms
     has_loss: bool
     """Whether the call has a router loss; else experts are counted alone."""
+    tokens: IntArray
+    """int64 [N], those of each rollout that count."""
+    on_ranks: bool = False
+    """Whether several ranks hold the model."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether one statistic is taken over the rollouts of all ranks."""
+        return self.on_ranks and self.router.scope == "batch"
+
+    def share(self) -> StatisticsShare | None:
+        """This rank's part of the statistics of all ranks; None where it is alone."""
+        if not self.on_ranks:
+            return None
+        given, digest = self.terms.given, ""
+        if given is not None and self.joins:
+            content = np.ascontiguousarray(given.detach().cpu().numpy()).tobytes()
+            digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        return StatisticsShare(
+            joins=self.joins,
+            gathers=self.joins and given is None and bool(self.terms.load_balancing),
+            tokens=int(self.tokens.sum()),
+            statistics=len(np.unique(self.terms.parts)) if self._is_loss else 0,
+            counts=digest,
+        )
+
+    @property
+    def _is_loss(self) -> bool:
+        return bool(self.terms.load_balancing or self.terms.z)
+
+    def check_tokens(self) -> None:
+        """Raises RolloutError where a statistic of this rank's own has no tokens."""
+        if self._is_loss and not self.joins:
+            _check_tokens(self.terms.parts, self.tokens)
 
     def demand(self, *, scored: bool = False) -> RouterDemand:
         """Its demands on a plan. `scored`: where a pass of scores comes before it in any case."""
         known = scored or self.terms.given is not None or not self.terms.load_balancing
-        return RouterDemand(self.router.last_token, None if known else self.terms.parts)
+        parts = None if known else self.terms.parts
+        return RouterDemand(self.router.last_token, parts, over_ranks=self.joins)
 
     def check_plan(self, plan: Plan, *, scored: bool = False) -> None:
         """Refuse a plan that was not made for it.
@@ -50,8 +91,11 @@ class RouterWork:
                 "it: policy.plan(batch, loss, router=...), or give router_counts."
             )
 
-    def routing(self, plan: Plan, host: Host) -> Routing:
-        """Counts of experts, and the loss, of the plan that is to run."""
+    def routing(self, plan: Plan, host: Host, of_ranks: StatisticsOfRanks | None = None) -> Routing:
+        """Counts of experts, and the loss, of the plan that is to run.
+
+        `of_ranks`: the statistics of all ranks; None where this one is alone.
+        """
         routers = host.routers
         return Routing(
             plan,
@@ -60,7 +104,20 @@ class RouterWork:
             layers=routers.layers,
             experts=routers.experts,
             terms=self.terms,
+            of_ranks=of_ranks,
         )
+
+
+def called(router: object, counts: object = None, *, expert_counts: bool = False) -> str:
+    """The part of a call that is about routers and the same on all ranks, as text."""
+    if not isinstance(router, RouterLoss):
+        return ", expert_counts=True" if expert_counts else ""
+    scope = router.scope if isinstance(router.scope, str) else "lists of rollouts"
+    return (
+        f", router={type(router).__name__}(load_balancing={router.load_balancing}, z={router.z}, "
+        f"scope={scope}, last_token={router.last_token}), router_counts "
+        f"{'left out' if counts is None else 'given'}"
+    )
 
 
 def router_work(
@@ -82,8 +139,9 @@ def router_work(
 
     Raises:
         ConfigError: an argument is none of its kind, or there are counts without a loss.
-        UnsupportedError: the model has no routers, or its family no such loss, or several ranks
-            hold it.
+        RolloutError: a statistic has no tokens.
+        UnsupportedError: the model has no routers, or its family no such loss, or it is split over
+            ranks.
     """
     if router is not None and not isinstance(router, RouterLoss):
         raise ConfigError(
@@ -98,10 +156,11 @@ def router_work(
         )
     if router is None and not expert_counts:
         return None
-    if host.group is not None:
+    if isinstance(host.group, ModelParallel):
         raise UnsupportedError(
-            "router= and expert_counts= were given for a model that several ranks hold; statistics "
-            "of routers are not summed over ranks yet. Leave them out, or train in one process."
+            "router= or expert_counts= were given for a model that transformers has split over "
+            "ranks (tensor or expert parallelism), where statistics of routers have not been shown "
+            "exact. Leave them out, or hold the model by fully_shard or DistributedDataParallel."
         )
     routers = host.routers
     if not routers.layers:
@@ -120,7 +179,68 @@ def router_work(
             "bias take the counts of stats.expert_counts."
         )
     terms = RouterTerms(load_balancing, z, asked.parts(batch), counts)
-    return RouterWork(asked, terms, router is not None)
+    tokens = np.maximum(batch.lengths - (not asked.last_token), 0).astype(np.int64)
+    work = RouterWork(asked, terms, router is not None, tokens, on_ranks=host.group is not None)
+    work.check_tokens()
+    return work
+
+
+def _check_tokens(parts: IntArray, tokens: IntArray) -> None:
+    """parts: [N], the statistic that each rollout is part of. tokens: [N], those that count."""
+    empty = np.flatnonzero(np.bincount(parts, weights=tokens) == 0)
+    if len(empty):
+        rollout = int(np.flatnonzero(parts == empty[0])[0])
+        raise RolloutError(
+            f"the router loss takes a statistic over rollout {rollout} alone or with others like "
+            "it, and none of their tokens counts: a rollout of one token without its last. Leave "
+            "the rollout out, or use RouterLoss(last_token=True)."
+        )
+
+
+def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
+    """Refuse experts that the model's routers cannot be held to.
+
+    Raises:
+        RolloutError: they are those of another model.
+        UnsupportedError: the model is no mixture, or several ranks hold it.
+    """
+    given_TLK = batch.routed_experts
+    if given_TLK is None:
+        return
+    if host.group is not None:
+        raise UnsupportedError(
+            "the rollouts have routed_experts, and several ranks hold the model, where routers "
+            "that are held to them have not been shown exact. Leave routed_experts out, or train "
+            "in one process."
+        )
+    routers = host.routers
+    if not routers.layers:
+        raise UnsupportedError(
+            "the rollouts have routed_experts, and the model has no routers that transformers "
+            "records logits of; it is no mixture of experts. Leave them out."
+        )
+    _, layers, chosen = given_TLK.shape
+    wanted = routers.chosen
+    if layers != routers.layers or (wanted is not None and chosen != wanted):
+        each = "" if wanted is None else f", which send a token to {wanted} experts"
+        raise RolloutError(
+            f"routed_experts have {layers} layers with {chosen} experts a token, and the model has "
+            f"{routers.layers} layers with a router{each}. Give one entry for each of these "
+            "layers, in their order; layers without experts have none."
+        )
+    most = int(given_TLK.max(initial=-1))
+    if most >= routers.experts:
+        raise RolloutError(
+            f"routed_experts have expert {most}, and the model's routers choose among "
+            f"{routers.experts}, from 0. Give the routes of this model."
+        )
+
+
+def route_replay(host: Host, plan: Plan, batch: RolloutBatch) -> RouteReplay | None:
+    """The experts that a step's routers are held to; None where the batch has none."""
+    if batch.routed_experts is None:
+        return None
+    return RouteReplay(plan, batch, host.device)
 
 
 def move_biases(host: Host, counts: object, rate: float, *, centered: bool) -> None:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
 from forkpoint.engine.routing import ExpertCounts, Routing
 from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import Loss
 from forkpoint.plan import make_plan
@@ -239,10 +240,10 @@ def test_nothing_of_the_model_is_changed(mode: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_several_ranks_are_refused() -> None:
-    host: Any = SimpleNamespace(group=object())
+def test_models_split_over_ranks_are_refused() -> None:
+    host: Any = SimpleNamespace(group=object.__new__(ModelParallel))
     assert router_work(host, BATCH, None) is None
-    with pytest.raises(UnsupportedError, match="several ranks hold"):
+    with pytest.raises(UnsupportedError, match="transformers has split over ranks"):
         router_work(host, BATCH, RouterLoss())
 
 

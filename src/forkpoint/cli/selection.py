@@ -16,7 +16,7 @@ Most = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: all 
 
 PER_TOKEN = (
     *("token_ids", "loss_mask", "advantage", "weights", "returns"),
-    *("old_logprobs", "reference_logprobs", "old_values"),
+    *("old_logprobs", "reference_logprobs", "old_values", "routed_experts"),
 )
 
 

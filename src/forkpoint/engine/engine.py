@@ -33,6 +33,7 @@ from forkpoint.engine.microbatches import (
     prepare_microbatches,
 )
 from forkpoint.engine.roots import roots_of
+from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.step_result import StepResult, after
@@ -78,6 +79,8 @@ class Engine:
         """The trunks that ranks exchange in this step; None where they exchange none."""
         self.routing: Routing | None = None
         """The statistics of routers that this step computes; None where it computes none."""
+        self.replay: RouteReplay | None = None
+        """The experts that routers are held to; None where they choose."""
 
     def score(
         self,
@@ -131,6 +134,8 @@ class Engine:
                 with torch.no_grad():
                     scores = plan.program.scores
                     before = self._pass(step, plan, batch, prepared, scores, entropy=False)
+            if self.routing is not None:
+                self.routing.gather(self.ranks)
             if loss.decomposition == "token":
                 microbatch_loss = self._token_loss(loss, views)
             else:
@@ -201,7 +206,9 @@ class Engine:
         if not held:
             step.changes.undo(mark)
         if self.ranks is not None:
-            result = replace(result, loss=self.ranks.settle(result.loss, self._failure))
+            end = None if self.routing is None else self.routing.ending()
+            loss = self.ranks.settle(result.loss, self._failure, router=end)
+            result = replace(result, loss=loss)
         if group is not None and held:
             guard.touched = True
             group.reduce_held()
@@ -211,8 +218,9 @@ class Engine:
 
     def _enter(self, step: Step, *, compiled: bool = True) -> None:
         self.host.enter(step.changes, compiled=compiled)
-        if self.routing is not None:
-            self.host.watch_routers(self.routing.note, step.changes)
+        if self.routing is not None or self.replay is not None:
+            note = None if self.routing is None else self.routing.note
+            self.host.watch_routers(note, step.changes, self.replay)
 
     def _end(self, guard: GradientGuard, prepared: list[MicrobatchInputs]) -> None:
         """All backwards are done, and the model is as it was."""
@@ -294,6 +302,8 @@ class Engine:
         with torch.no_grad():
             program = plan.program.scores
             scored = self._pass(step, plan, batch, prepared, program, entropy=loss.needs_entropy)
+        if self.routing is not None:
+            self.routing.gather(self.ranks)
         given = loss_inputs(self.ranks, scored.per_token, views)
         view, _ = given.views.of_rollouts(np.ones(len(given.views.batch), bool))
         leaves = {name: x_T.requires_grad_() for name, x_T in given.per_token.items()}
@@ -425,6 +435,8 @@ class Engine:
                 source, inputs = plan, prepared[instruction.microbatch]
             timer.mark(phase_of(instruction.operation, inputs.microbatch))
             self._note(events, plan.event(instruction))
+            if self.replay is not None:
+                self.replay.at(instruction, inputs)
             if instruction.operation == BACKWARD:
                 assert step.guard is not None and activations is not None
                 tensors, gradients = roots.pop(instruction.slot)
@@ -449,6 +461,8 @@ class Engine:
                 if activations is not None:
                     activations.end_forward(instruction.microbatch)
                 state.end_forward()
+                if self.replay is not None:
+                    self.replay.end_forward()
                 if self.routing is not None:
                     self.routing.end(inputs)
                 # A forward that is repeated computes its loss then.

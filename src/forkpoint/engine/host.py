@@ -35,11 +35,28 @@ RouterNote = Callable[[int, Tensor, Tensor], None]
 chosen, int64 [..., k]."""
 
 
+class RouteHolder(Protocol):
+    """Experts that routers are held to."""
+
+    def choose(
+        self, layer: int, name: str, scores_TE: Tensor, values_Tk: Tensor, own_Tk: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Values and indices [T, k] in place of those that the router `name`, of the layer with
+        this number among those that have one, has chosen among its scores."""
+        ...
+
+
 class RouterSet(Protocol):
     """The routers of a mixture of experts, in the order of its layers."""
 
     layers: int
     """How many layers have one; 0 of a model that is no mixture."""
+
+    @property
+    def chosen(self) -> int | None:
+        """To how many experts a token is sent, where routers say so."""
+        ...
+
     defines_loss: bool
     """Whether the family's own code has a load-balancing loss."""
     coefficient: float
@@ -140,11 +157,14 @@ class Host(Protocol):
         """The routers of the model in its present state."""
         ...
 
-    def watch_routers(self, note: RouterNote, changes: Changes) -> None:
-        """Give what routers compute to `note`, until the changes are undone.
+    def watch_routers(
+        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
+    ) -> None:
+        """Give what routers compute to `note`, until the changes are undone, and let them choose
+        what `holder` says.
 
-        Noted forwards (`Instruction.is_noted`) that end in the last block then end in its router,
-        where it has one.
+        With `note`, noted forwards (`Instruction.is_noted`) that end in the last block then end in
+        its router, where it has one.
         """
         ...
 

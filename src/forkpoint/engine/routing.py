@@ -16,9 +16,11 @@ from torch import Tensor
 from forkpoint.device import on_device
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.roots import Root
-from forkpoint.errors import ConfigError, RolloutError, UnsupportedError
+from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.layout import token_steps
+from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks
+from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import SCORE, Instruction
 from forkpoint.plan.routing import paths
@@ -32,22 +34,28 @@ class ExpertCounts:
     """int64 [L, S, E], each token once."""
     rollouts: int
     forest: Forest
+    of_ranks: RouterEnd | None = None
+    """Those of all ranks, where the model has several."""
 
     @property
     def logical_LE(self) -> Tensor:
-        """int64 [L, E]: a token counts once for every rollout through it."""
+        """int64 [L, E]: a token counts once for every rollout through it, of all ranks."""
+        if self.of_ranks is not None:
+            return self.of_ranks.logical_LE.to(self.by_segment_LSE.device)
         counts = self.by_segment_LSE
         times = on_device(self.forest.multiplicity, counts.device)
         return (counts * times[:, None]).sum(1)
 
     @property
     def computed_LE(self) -> Tensor:
-        """int64 [L, E]: a token counts as often as the plan runs it."""
+        """int64 [L, E]: a token counts as often as plans run it, of all ranks."""
+        if self.of_ranks is not None:
+            return self.of_ranks.computed_LE.to(self.by_segment_LSE.device)
         return self.by_segment_LSE.sum(1)
 
     @property
     def by_rollout_NLE(self) -> Tensor:
-        """int64 [N, L, E]: those of each rollout."""
+        """int64 [N, L, E]: those of each rollout of this rank."""
         counts = self.by_segment_LSE
         rollout, segment = (on_device(x, counts.device) for x in paths(self.forest))
         found = counts.new_zeros(self.rollouts, counts.shape[0], counts.shape[2])
@@ -83,15 +91,14 @@ class Routing:
         layers: int,
         experts: int,
         terms: RouterTerms,
+        of_ranks: StatisticsOfRanks | None = None,
     ) -> None:
         """`layers`: how many routers the model has. `experts`: among how many each chooses.
-        `dtype`: of the loss.
-
-        Raises:
-            RolloutError: a statistic has no tokens.
+        `dtype`: of the loss. `of_ranks`: the statistics of all ranks; None where this one is alone.
         """
         self.plan = plan
         self.terms = terms
+        self.of_ranks = of_ranks
         self.weight: Tensor | None = None
         """A factor on the gradients: that of what is computed from the loss, by the loss."""
         self.sums: bool = False
@@ -120,20 +127,44 @@ class Routing:
         by_segment = np.argsort(segment, kind="stable")
         rollout, segment = rollout[by_segment], segment[by_segment]
         self._statistics = int(terms.parts.max(initial=-1)) + 1
+        total = None if of_ranks is None else of_ranks.tokens
+        if total is not None:
+            self._statistics = 1
+        self._mean_over: int = self._statistics if of_ranks is None else of_ranks.statistics
+        """Statistics that the loss is the mean of."""
         part = terms.parts[rollout]
         tokens = np.bincount(
             part, weights=plan.forest.length[segment], minlength=self._statistics
         ).astype(np.int64)
-        if terms.load_balancing or terms.z:
-            _check_tokens(terms.parts, tokens)
         self._part, self._segment = (on_device(x, device) for x in (part, segment))
-        self._tokens_of_part = tokens
+        self._tokens_of_part = tokens if total is None else np.array([total])
+        self._summed_PE: Tensor | None = None
 
-    @property
-    def counts(self) -> ExpertCounts:
-        """Of all that has run."""
+    def counts(self, end: RouterEnd | None = None) -> ExpertCounts:
+        """Of all that has run, here or, with `end`, on all ranks."""
         counts = self._counts_LSE[:, :-1]
-        return ExpertCounts(counts, self.plan.rollouts, self.plan.forest)
+        return ExpertCounts(counts, self.plan.rollouts, self.plan.forest, end)
+
+    # Several ranks
+    # ------------------------------------------------------------
+
+    def gather(self, ranks: StepOfRanks | None) -> None:
+        """Add up the counts of all ranks, where the step needs these. Collective.
+
+        Called when scores have run, where a pass of scores comes first.
+        """
+        if self.of_ranks is None or not self.of_ranks.gathers:
+            return
+        assert ranks is not None
+        found = ranks.gather({"counts": self._own_counts().cpu()})
+        total_PE = torch.stack([each["counts"] for each in found]).sum(0)
+        self._summed_PE = total_PE.to(self._device)
+
+    def ending(self) -> RouterEnd:
+        """This rank's part of what all ranks have come to."""
+        counts = self.counts()
+        logical_LE, computed_LE = counts.logical_LE.cpu(), counts.computed_LE.cpu()
+        return RouterEnd(float(self.loss), logical_LE, computed_LE)
 
     # Around a forward
     # ------------------------------------------------------------
@@ -259,7 +290,7 @@ class Routing:
         counts_PE = self._counts_of_parts()
         rows_P = on_device(self._tokens_of_part * self._layers, self._device).to(torch.float64)
         # Of the mean over statistics.
-        each_P = 1 / (rows_P * self._statistics)
+        each_P = 1 / (rows_P * self._mean_over)
         experts = counts_PE.shape[1]
         lb_PE = self.terms.load_balancing * experts * counts_PE * (each_P / rows_P)[:, None]
         z_P = self.terms.z * each_P
@@ -280,15 +311,19 @@ class Routing:
             values_PX[self._part], "sum", lengths=on_device(lengths, self._device), initial=0.0
         )
 
+    def _own_counts(self) -> Tensor:
+        """int64 [P, E], over all layers, of this rank."""
+        counts = self._counts_LSE
+        by_segment_SE = counts.sum(0)
+        found = counts.new_zeros(self._statistics, counts.shape[2])
+        return found.index_add_(0, self._part, by_segment_SE[self._segment])
+
     def _counts_of_parts(self) -> Tensor:
-        """float64 [P, E], over all layers. Where statistics are taken over several ranks, the sum
-        over these belongs here."""
+        """float64 [P, E], over all layers, and over ranks where a statistic is taken over them."""
         given = self.terms.given
         counts = self._counts_LSE
         if given is None:
-            by_segment_SE = counts.sum(0)
-            found = counts.new_zeros(self._statistics, counts.shape[2])
-            found.index_add_(0, self._part, by_segment_SE[self._segment])
+            found = self._own_counts() if self._summed_PE is None else self._summed_PE
             return found.double()
         self._check_given(given, counts)
         given = given.to(self._device)
@@ -300,7 +335,8 @@ class Routing:
     def _check_given(self, given: Tensor, counts: Tensor) -> None:
         layers, _, experts = counts.shape
         rollouts = self.plan.rollouts
-        wanted = [(rollouts, layers, experts)]
+        joins = self.of_ranks is not None and self.of_ranks.tokens is not None
+        wanted = [] if joins else [(rollouts, layers, experts)]
         wanted += [(layers, experts)] if self._statistics == 1 else []
         if tuple(given.shape) not in wanted:
             raise ConfigError(
@@ -317,6 +353,8 @@ class Routing:
         tokens = np.zeros(rollouts, np.int64)
         ends = forest.leaf >= 0
         tokens[ends] = (forest.start + forest.length)[forest.leaf[ends]]
+        if self.of_ranks is not None and self.of_ranks.tokens is not None:
+            tokens = np.array([self.of_ranks.tokens])
         # [N or 1, layers]
         wanted_NL = (tokens if by_rollout else tokens.sum(keepdims=True))[:, None] * self._chosen
         found_NL = given.sum(-1).reshape(-1, layers).cpu().numpy()
@@ -329,14 +367,3 @@ class Routing:
                 f"make {wanted_NL[rollout, 0]}. Take the counts of the same batch, from "
                 "policy.score with the same router=."
             )
-
-
-def _check_tokens(parts: IntArray, tokens: IntArray) -> None:
-    empty = np.flatnonzero(tokens == 0)
-    if len(empty):
-        rollout = int(np.flatnonzero(parts == empty[0])[0])
-        raise RolloutError(
-            f"the router loss takes a statistic over rollout {rollout} alone or with others like "
-            "it, and none of their tokens counts: a rollout of one token without its last. Leave "
-            "the rollout out, or use RouterLoss(last_token=True)."
-        )

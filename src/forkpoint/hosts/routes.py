@@ -203,7 +203,7 @@ def find_routers(model: nn.Module, changes: Changes) -> tuple[Router, ...]:
     for module in names:
         add_hook(changes, module._forward_pre_hooks, enter)
         add_hook(changes, module._forward_hooks, leave)
-    with torch.no_grad(), _Intercepted(count):
+    with torch.no_grad(), Intercepted(count):
         model(input_ids=token, use_cache=False)
     changes.undo(mark)
     # A router chooses for the experts beside it, or for those in the module that it is.
@@ -244,7 +244,7 @@ def microbatch_tokens(plan: Plan, batch: RolloutBatch) -> list[IntArray]:
     return found
 
 
-class _Intercepted(TorchFunctionMode):
+class Intercepted(TorchFunctionMode):
     """Within it each topk's result is what `change` makes of its input and its own result."""
 
     def __init__(self, change: Callable[[Tensor, Any], Any]) -> None:
@@ -277,7 +277,7 @@ def _routed_forward(router: Router, forward: Callable, run: RoutedRun) -> Callab
                 )
             return run.choose(router.name, scores, own)
 
-        with _Intercepted(change):
+        with Intercepted(change):
             result = forward(*args, **kwargs)
         if calls != router.calls:
             raise UnsupportedError(

@@ -21,7 +21,7 @@ from forkpoint.engine.boundary import boundary
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.distributed import Distributed
-from forkpoint.engine.host import HeadOutputs, RouterNote
+from forkpoint.engine.host import HeadOutputs, RouteHolder, RouterNote
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
@@ -258,10 +258,13 @@ class TransformersHost:
     def routers(self) -> Routers:
         return Routers(self.causal)
 
-    def watch_routers(self, note: RouterNote, changes: Changes) -> None:
+    def watch_routers(
+        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
+    ) -> None:
         routers = self.routers
-        changes.set(vars(self), "_watched", routers)
-        routers.enter(note, changes)
+        if note is not None:
+            changes.set(vars(self), "_watched", routers)
+        routers.enter(note, changes, holder)
 
     def check(self, batch: RolloutBatch, *, training: bool, routed: bool = False) -> int:
         self._check_idle()

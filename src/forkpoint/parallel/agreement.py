@@ -12,6 +12,7 @@ from forkpoint.errors import ConfigError, RankError
 from forkpoint.losses.base import Denominators
 from forkpoint.parallel.copies import Contents, check_same_batches
 from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, joined
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.align_programs import align
 from forkpoint.plan.exchanging import align_exchanging
@@ -47,6 +48,8 @@ class Proposal:
     """Rollouts that the loss needs together: none, those of each group, or all."""
     gathered: RolloutBatch | None = None
     """This rank's rollouts, where the loss is computed from those of all ranks."""
+    statistics: StatisticsShare | None = None
+    """This rank's part of statistics of routers, where the step takes any."""
     contents: Contents | None = None
     """Of the step, where several ranks have the same batch."""
     sample: RolloutBatch | None = None
@@ -77,6 +80,8 @@ class Agreement:
     """Treatment of trunks that several ranks have; None where there are none."""
     trunks: tuple[SharedTrunk, ...] = ()
     """Those that ranks exchange."""
+    statistics: StatisticsOfRanks | None = None
+    """Of routers, where the step takes any."""
 
     @property
     def lockstep(self) -> bool:
@@ -186,6 +191,7 @@ def agreed(
         parts=tuple(p.gathered for p in proposals if p.gathered is not None),
         splitting=splitting,
         trunks=trunks if splitting is not None and splitting.split == "exchange" else (),
+        statistics=None if refused else joined([p.statistics for p in proposals], names),
     )
 
 

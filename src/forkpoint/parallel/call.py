@@ -8,7 +8,7 @@ import torch.distributed as dist
 from forkpoint.errors import RankError
 from forkpoint.parallel.agreement import Proposal
 from forkpoint.parallel.ranks import DataRanks
-from forkpoint.parallel.step import described
+from forkpoint.parallel.step import Ending, described
 from forkpoint.parallel.watch import Watch
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class _Call:
                 ranks.exchange(Proposal("", error=text))
                 ranks.phase = "told"
             elif self._comes_to_the_end() and not of_backend(error):
-                ranks.exchange((text, 0.0, ""))
+                ranks.exchange(Ending(text))
                 ranks.phase = "told"
         except RuntimeError as other:  # of the backend: a rank is gone
             error.add_note(f"forkpoint: the other ranks could not be told: {described(other)}")

@@ -1,7 +1,9 @@
 """One step of several ranks, once they have agreed on it."""
 
 from collections.abc import Mapping
-from typing import TypeVar
+from functools import reduce
+from operator import add
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,9 +11,20 @@ from torch import Tensor
 from forkpoint.errors import RankError
 from forkpoint.parallel.copies import check_same_losses
 from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.statistics import RouterEnd
 from forkpoint.rollouts import RolloutBatch
 
 T = TypeVar("T")
+
+
+class Ending(NamedTuple):
+    """One rank's part of the exchange at a step's end, or before its first microbatch."""
+
+    error: str | None
+    loss: float = 0.0
+    digest: str = ""
+    router: RouterEnd | None = None
+    """Where the step takes statistics of routers."""
 
 
 class StepOfRanks:
@@ -43,19 +56,21 @@ class StepOfRanks:
         self.lockstep: bool = lockstep
         self.digest: str = digest
         self.parts: tuple[RolloutBatch, ...] = parts
+        self.router: RouterEnd | None = None
+        """Of all ranks, once the step has ended, where it takes statistics of routers."""
 
     def same(self, error: Exception | None) -> None:
         """Raise `error`, or RankError where another rank has one, before the step. Collective."""
         ranks = self.ranks
         found = self._exchange(None if error is None else described(error), 0.0)
-        ranks.phase = "joined" if all(text is None for text, _, _ in found) else "told"
+        ranks.phase = "joined" if all(each.error is None for each in found) else "told"
         if error is not None:
             raise error
-        for rank, (text, _, _) in zip(ranks.global_ranks, found, strict=True):
-            if text is not None:
+        for rank, each in zip(ranks.global_ranks, found, strict=True):
+            if each.error is not None:
                 raise RankError(
-                    f"rank {rank} failed before this step, so no rank runs it: {text} The step "
-                    "can be repeated on all ranks once that is mended."
+                    f"rank {rank} failed before this step, so no rank runs it: {each.error} The "
+                    "step can be repeated on all ranks once that is mended."
                 )
 
     def gather(self, values: Mapping[str, T]) -> list[Mapping[str, T]]:
@@ -68,47 +83,58 @@ class StepOfRanks:
         failed = [n for n, each in enumerate(found) if isinstance(each, tuple)]
         self.ranks.phase = "told" if failed else before
         for n in failed:
-            raise _failed(self.ranks.global_ranks[n], str(found[n][0]))  # pyright: ignore
+            raise _failed(self.ranks.global_ranks[n], str(found[n].error))  # pyright: ignore
         return found
 
     def settle(
-        self, loss: Tensor, failure: BaseException | None, *, gradients: bool = True
+        self,
+        loss: Tensor,
+        failure: BaseException | None,
+        *,
+        gradients: bool = True,
+        router: RouterEnd | None = None,
     ) -> Tensor:
         """The loss of all ranks, or of this one with `mean`, once all have come to the end.
 
-        Collective. Without `gradients` no gradient is to be taken afterwards. Raises `failure`, or
-        RankError where another rank has failed.
+        Collective. Without `gradients` no gradient is to be taken afterwards. `router` is this
+        rank's part of what `self.router` is afterwards. Raises `failure`, or RankError where
+        another rank has failed.
         """
         text = None if failure is None else described(failure)
-        found = self._exchange(text, 0.0 if failure else float(loss))
-        same = len({(error, digest) for error, _, digest in found} | {(None, self.digest)}) == 1
+        found = self._exchange(text, 0.0 if failure else float(loss), router)
+        same = len({(e.error, e.digest) for e in found} | {(None, self.digest)}) == 1
         self.ranks.phase = "settled" if same and gradients else "told"
         if failure is not None:
             raise failure
         names = self.ranks.global_ranks
-        for rank, (error, _, _) in zip(names, found, strict=True):
-            if error is not None:
-                raise _failed(rank, error)
-        digests = {digest: rank for rank, (_, _, digest) in zip(names, found, strict=True)}
+        for rank, each in zip(names, found, strict=True):
+            if each.error is not None:
+                raise _failed(rank, each.error)
+        digests = {each.digest: rank for rank, each in zip(names, found, strict=True)}
         if len(digests) > 1:
             raise RankError(
                 f"the ranks ran different schedules ({digests}), so their gradients are not to be "
                 "trusted and none is kept. This is a defect of forkpoint: report it."
             )
         batches = self.ranks.batches
-        losses = [part for _, part, _ in found]
+        losses = [each.loss for each in found]
         try:
             check_same_losses(losses, names, batches)
         except RankError:  # the same on all ranks
             self.ranks.phase = "told"
             raise
+        firsts = [batches.index(batch) for batch in sorted(set(batches))]
+        routers = [end for first in firsts if (end := found[first].router) is not None]
+        if routers:
+            self.router = reduce(add, routers)
         if self.mean:
             return loss
-        firsts = [batches.index(batch) for batch in sorted(set(batches))]
         return torch.full_like(loss, sum(losses[first] for first in firsts))
 
-    def _exchange(self, error: str | None, loss: float) -> list[tuple[str | None, float, str]]:
-        return self.ranks.exchange((error, loss, self.digest))
+    def _exchange(
+        self, error: str | None, loss: float, router: RouterEnd | None = None
+    ) -> list[Ending]:
+        return self.ranks.exchange(Ending(error, loss, self.digest, router))
 
 
 def _failed(rank: int, error: str) -> RankError:

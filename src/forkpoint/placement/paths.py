@@ -35,7 +35,7 @@ class Paths:
     def of_batch(cls, batch: RolloutBatch) -> "Paths":
         """The paths of a batch."""
         one_class = np.zeros(len(batch), np.int64)
-        order = sort_rollouts(batch.token_ids, batch.offsets, one_class)
+        order = sort_rollouts(batch.token_ids, batch.offsets, one_class, routes=batch.route_index)
         return cls(
             order,
             batch.group_index,

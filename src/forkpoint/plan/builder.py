@@ -98,7 +98,7 @@ class Builder:
         edges = np.diff(batch.offsets) - (0 if self.last_tokens else 1)
         self.dense_work: Work = dense_work(edges, int(batch.loss_mask.sum()), self.windows)
         one_class = np.zeros(len(batch), np.int64)
-        order = sort_rollouts(batch.token_ids, batch.offsets, one_class)
+        order = sort_rollouts(batch.token_ids, batch.offsets, one_class, routes=batch.route_index)
         firsts = np.unique(batch.token_ids[batch.offsets[:-1]])
         self.unique_tokens: int = int(order.new_edges.sum()) + len(firsts)
         self.tree_order: SortedRollouts = order
@@ -109,6 +109,7 @@ class Builder:
                 batch.offsets,
                 classes_of(trunks or (), one_class),
                 last_tokens=self.last_tokens,
+                routes=batch.route_index,
             )
         self.longest: int = int(self.tree_order.edges.max(initial=1))
         self.orders: dict[str, SortedRollouts] = {"tree": self.tree_order}
@@ -128,6 +129,7 @@ class Builder:
                     self.batch.offsets,
                     classes_of(self.trunks or (), self.batch.group_index),
                     last_tokens=self.last_tokens,
+                    routes=self.batch.route_index,
                 )
         return self.orders[sharing]
 

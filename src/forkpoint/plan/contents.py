@@ -360,4 +360,7 @@ def _fingerprint(batch: RolloutBatch) -> str:
         batch.temperatures,
     ):
         digest.update(np.ascontiguousarray(array).tobytes())
+    if batch.route_index is not None:
+        digest.update(b"routes")
+        digest.update(batch.route_index.tobytes())
     return digest.hexdigest()

@@ -109,9 +109,12 @@ class Estimate:
     def add(self, batch: RolloutBatch) -> None:
         """Count one batch: what one optimizer step trains on."""
         one_class = np.zeros(len(batch), np.int64)
+        routes = batch.route_index
         orders = {
-            "group": sort_rollouts(batch.token_ids, batch.offsets, batch.group_index),
-            "tree": sort_rollouts(batch.token_ids, batch.offsets, one_class),
+            "group": sort_rollouts(
+                batch.token_ids, batch.offsets, batch.group_index, routes=routes
+            ),
+            "tree": sort_rollouts(batch.token_ids, batch.offsets, one_class, routes=routes),
         }
         forests = {mode: build_forest(order, len(batch)) for mode, order in orders.items()}
         windows = self.shape.windows if self.shape else ()

@@ -23,11 +23,15 @@ class RouterDemand:
     parts: IntArray | None = None
     """int64 [N], the statistic that each rollout is part of, where its counts are needed before the
     first backward that they enter; None where none are, or where they are given."""
+    over_ranks: bool = False
+    """Whether these statistics have tokens of other ranks as well."""
 
     def spans(self, forest: Forest, microbatches: tuple[Microbatch, ...]) -> bool:
         """Whether the tokens of some statistic lie in several microbatches."""
         if self.parts is None:
             return False
+        if self.over_ranks:
+            return len(microbatches) > 0
         microbatch_of = np.full(len(forest), -1, np.int64)
         for microbatch in microbatches:
             microbatch_of[list(microbatch.segments)] = microbatch.index

@@ -86,4 +86,7 @@ def batch_digest(batch: RolloutBatch) -> str:
         digest.update(name.encode())
         if array is not None:
             digest.update(np.ascontiguousarray(array).tobytes())
+    if batch.routed_experts is not None:
+        digest.update(b"routed_experts")
+        digest.update(batch.routed_experts.tobytes())
     return digest.hexdigest()

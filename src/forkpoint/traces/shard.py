@@ -35,7 +35,15 @@ Arrays = dict[str, NDArray[Any]]
 def encode(
     batch: RolloutBatch, loss_arrays: Mapping[str, NDArray[Any]], trace: str, n: int
 ) -> bytes:
-    """The content of the shard of batch `n` of the trace with that id."""
+    """The content of the shard of batch `n` of the trace with that id.
+
+    Raises TraceError for rollouts with routed_experts, which shards have no field for.
+    """
+    if batch.routed_experts is not None:
+        raise TraceError(
+            "the rollouts have routed_experts, which traces do not hold, so that a replay would "
+            "route tokens otherwise. Leave them out, or save the rollouts with save_rollouts."
+        )
     arrays: Arrays = {
         "token_ids": batch.token_ids.astype(np.int32),
         "offsets": np.asarray(batch.offsets),

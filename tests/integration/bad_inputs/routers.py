@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from router_losses import routed_model
 
@@ -16,6 +17,7 @@ from forkpoint.losses import GRPO, RouterLoss
 BATCH = RolloutBatch(
     [Rollout([7, 3, 9, 4, n, 5], [0, 0, 0, 0, 1, 1], 1.0, group_id=0) for n in range(3)]
 )
+ROUTES = np.tile(np.arange(2), (4, 2, 1))
 ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=3)
 
 
@@ -50,6 +52,10 @@ def with_setting(**settings: Any) -> Callable[[], object]:
         wrap(model).forward_backward(BATCH, GRPO())
 
     return call
+
+
+def routed(routes: np.ndarray) -> Rollout:
+    return Rollout([7, 3, 9, 4], [0, 0, 1, 1], 1.0, routed_experts=routes)
 
 
 def with_plan(planned: RouterLoss | None, router: RouterLoss) -> Callable[[], object]:
@@ -228,5 +234,78 @@ ROUTERS = (
         "stats.expert_counts is.",
         means="There is a row for each layer that has a router.",
         remedy="Give stats.expert_counts.",
+    ),
+    router_kind(
+        "Routes of other tokens",
+        lambda: routed(np.zeros((2, 2, 1), int)),
+        message="A rollout without rollout_id: routed_experts has 2 tokens (shape 2 x 2 x 1), and "
+        "token_ids has 4; routed_experts takes whole numbers of shape [4, layers, experts of a "
+        "token], the experts that token i was sent to in entry i, or [3, ...] without the last "
+        "token's. Where the router is to choose by itself all entries of a token in a layer are "
+        "-1.",
+        means="Each token has a route of its own, in each layer with a router.",
+        remedy="Give the prompt's routes as well; -1 where they are not known.",
+        error=RolloutError,
+    ),
+    router_kind(
+        "Routes without layers",
+        lambda: routed(np.zeros((4, 2), int)),
+        message="A rollout without rollout_id: routed_experts is of shape (4 x 2) and type int64; "
+        "routed_experts takes whole numbers of shape [4, layers, experts of a token], the experts "
+        "that token i was sent to in entry i, or [3, ...] without the last token's. Where the "
+        "router is to choose by itself all entries of a token in a layer are -1.",
+        means="A model of one layer has a dimension for it, too.",
+        remedy="Reshape them to [tokens, layers, experts of a token].",
+        error=RolloutError,
+    ),
+    router_kind(
+        "Routes that name an expert twice",
+        lambda: routed(np.ones((4, 2, 2), int)),
+        message="A rollout without rollout_id: routed_experts[0, 0] is [1, 1], which are not "
+        "different experts; routed_experts takes whole numbers of shape [4, layers, experts of a "
+        "token], the experts that token i was sent to in entry i, or [3, ...] without the last "
+        "token's. Where the router is to choose by itself all entries of a token in a layer are "
+        "-1.",
+        means="A router sends a token to different experts.",
+        remedy="Take the routes as the sampler gives them, without padding.",
+        error=RolloutError,
+    ),
+    router_kind(
+        "Routes of another model",
+        lambda: mixture().score(RolloutBatch([routed(ROUTES[:, :1])])),
+        message="routed_experts have 1 layers with 2 experts a token, and the model has 2 layers "
+        "with a router, which send a token to 2 experts. Give one entry for each of these layers, "
+        "in their order; layers without experts have none.",
+        means="The sampler ran another model, or left layers out.",
+        remedy="Give the routes of this model.",
+        error=RolloutError,
+    ),
+    router_kind(
+        "Routes to experts that are not there",
+        lambda: mixture().score(RolloutBatch([routed(ROUTES + 7)])),
+        message="routed_experts have expert 8, and the model's routers choose among 8, from 0. "
+        "Give the routes of this model.",
+        means="The sampler ran a model of more experts.",
+        remedy="Give the routes of this model.",
+        error=RolloutError,
+    ),
+    router_kind(
+        "Routes for a dense model",
+        lambda: policy().score(RolloutBatch([routed(ROUTES)])),
+        message="the rollouts have routed_experts, and the model has no routers that transformers "
+        "records logits of; it is no mixture of experts. Leave them out.",
+        means="The model has no experts.",
+        remedy="dataclasses.replace(rollout, routed_experts=None).",
+        error=UnsupportedError,
+    ),
+    router_kind(
+        "Verifying replayed routes",
+        lambda: mixture().verify(RolloutBatch([routed(ROUTES)]), GRPO()),
+        message="the rollouts have routed_experts, and verify compares with a stock model, which "
+        "cannot be held to them. Verify the batch without: "
+        "dataclasses.replace(rollout, routed_experts=None).",
+        means="The stock model would route by itself.",
+        remedy="Verify the rollouts without their routes.",
+        error=UnsupportedError,
     ),
 )
