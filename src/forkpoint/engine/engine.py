@@ -25,7 +25,7 @@ from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.idling import idle_inputs
-from forkpoint.engine.loss_calls import called
+from forkpoint.engine.loss_calls import called, names_of
 from forkpoint.engine.microbatches import (
     KernelOptions,
     MicrobatchInputs,
@@ -40,7 +40,6 @@ from forkpoint.engine.step_result import StepResult, after
 from forkpoint.engine.timing import PhaseTimer
 from forkpoint.engine.trunk_exchange import TrunkExchange
 from forkpoint.engine.untrained import add_zero_gradients
-from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
 from forkpoint.losses.views import LossViews, outputs_of
@@ -283,7 +282,8 @@ class Engine:
         if untrained.any():
             view, tokens = views.of_rollouts(untrained)
             zeros = {
-                name: constant.new_zeros(len(tokens)) for name in self._names(loss.needs_entropy)
+                name: constant.new_zeros(len(tokens))
+                for name in names_of(self.host.head, self.config, loss.needs_entropy)
             }
             with torch.no_grad():
                 constant = self._call(loss, LossOutputs(**zeros), view).to(constant.dtype)
@@ -370,15 +370,6 @@ class Engine:
     def _call(self, loss: Loss, outputs: LossOutputs, view: LossBatch) -> Tensor:
         return called(loss, outputs, view, self.host.head)
 
-    def _names(self, entropy: bool) -> tuple[str, ...]:
-        others = self.config.head_statistics
-        if others and self.host.head == "values":
-            raise ConfigError(
-                f"head_statistics is {others!r}, and the model is a critic, whose head gives a "
-                "value and no distribution. Leave the option out."
-            )
-        return (self.host.head, *(("entropies",) if entropy else ()), *others)
-
     def _entries(self, values: IntArray) -> Tensor:
         return on_device(values, self.host.device)
 
@@ -403,7 +394,7 @@ class Engine:
         cache = PrefixCache(plan.cache_tokens, gradients=training, cache_states=plan.cache_states)
         per_token = {
             name: torch.zeros(plan.logical_tokens, dtype=dtype, device=device)
-            for name in self._names(entropy)
+            for name in names_of(self.host.head, self.config, entropy)
         }
         total = torch.zeros((), dtype=dtype, device=device)
         kernels = KernelOptions(

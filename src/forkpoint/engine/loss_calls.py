@@ -1,10 +1,25 @@
-"""Calls of a loss, and checks of what it returns."""
+"""Calls of a loss: the values that it is computed from, and checks of what it returns."""
 
 import torch
 from torch import Tensor
 
+from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.losses.base import Loss, LossBatch, LossOutputs
+
+
+def names_of(head: str, config: Config, entropy: bool) -> tuple[str, ...]:
+    """Names of a step's values per token; `head`: of those that a loss is computed from.
+
+    Raises ConfigError where a critic is asked for numbers of a distribution.
+    """
+    others = config.head_statistics
+    if others and head == "values":
+        raise ConfigError(
+            f"head_statistics is {others!r}, and the model is a critic, whose head gives a "
+            "value and no distribution. Leave the option out."
+        )
+    return (head, *(("entropies",) if entropy else ()), *others)
 
 
 def called(loss: Loss, outputs: LossOutputs, view: LossBatch, head: str) -> Tensor:
