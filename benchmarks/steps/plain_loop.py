@@ -182,7 +182,7 @@ def plain_step(model: Callable[..., Any], device: torch.device, batch: RolloutBa
     """The policy gradient of a batch, one rollout after the other, with all logits."""
     trained = int(batch.loss_mask.sum())
     for n, rollout in enumerate(batch):
-        ids_BL = torch.as_tensor(rollout.token_ids, device=device)[None]
+        ids_BL = torch.tensor(rollout.token_ids, device=device)[None]
         logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
         logprobs_L = logits_BLV[0, :-1].float().log_softmax(-1)
         taken_L = logprobs_L.gather(-1, ids_BL[0, 1:, None])[:, 0]

@@ -38,7 +38,7 @@ def test_scores_and_steps_have_them(family: str, config: Config) -> None:
                 ):
                     wanted[name] += [torch.zeros(1, dtype=x.dtype), x]
         found = [policy.score(BATCH), policy.forward_backward(BATCH, GRPO())]
-    mask = torch.as_tensor(BATCH.loss_mask)
+    mask = torch.tensor(BATCH.loss_mask)
     for name, parts in wanted.items():
         expected_T = torch.where(mask, torch.cat(parts), 0.0)
         for result in found:
