@@ -166,7 +166,9 @@ def router_work(
     if not routers.layers:
         raise UnsupportedError(
             "router= or expert_counts= were given, and the model has no routers that transformers "
-            "records logits of; it is no mixture of experts. Leave them out."
+            "records logits of: it is no mixture of experts, or one "
+            "that only a later transformers knows by its routers. Leave them out, or update "
+            "transformers."
         )
     asked = router or RouterLoss(load_balancing=0.0, z=0.0)
     known = asked.load_balancing
@@ -217,7 +219,9 @@ def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
     if not routers.layers:
         raise UnsupportedError(
             "the rollouts have routed_experts, and the model has no routers that transformers "
-            "records logits of; it is no mixture of experts. Leave them out."
+            "records logits of: it is no mixture of experts, or one "
+            "that only a later transformers knows by its routers. Leave them out, or update "
+            "transformers."
         )
     _, layers, chosen = given_TLK.shape
     wanted = routers.chosen

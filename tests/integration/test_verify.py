@@ -586,6 +586,7 @@ def test_runs_that_save_memory_are_as_exact(
     if chosen.head_tokens is not None:
         chosen = replace(chosen, head_tokens=2)
     model = tiny_model(family, dtype=torch.float32)
+    model.set_attn_implementation("eager")  # sdpa of older transformers knows no softcap
     plain = wrap(model, ACROSS).verify(forked_batch(), LOSS)
     monkeypatch.setattr(verify_ways, "REFERENCE_WAYS", (chosen, chosen))
     monkeypatch.setattr(verify_ways, "DENSE_WAYS", (replace(chosen, streamed=False),))

@@ -151,7 +151,8 @@ ROUTERS = (
         "A router loss of a dense model",
         lambda: policy().forward_backward(BATCH, GRPO(), router=RouterLoss(0.1)),
         message="router= or expert_counts= were given, and the model has no routers that "
-        "transformers records logits of; it is no mixture of experts. Leave them out.",
+        "transformers records logits of: it is no mixture of experts, or one that only a later "
+        "transformers knows by its routers. Leave them out, or update transformers.",
         means="The model has no experts.",
         remedy="Leave router and expert_counts out.",
         error=UnsupportedError,
@@ -293,7 +294,8 @@ ROUTERS = (
         "Routes for a dense model",
         lambda: policy().score(RolloutBatch([routed(ROUTES)])),
         message="the rollouts have routed_experts, and the model has no routers that transformers "
-        "records logits of; it is no mixture of experts. Leave them out.",
+        "records logits of: it is no mixture of experts, or one that only a later transformers knows "
+        "by its routers. Leave them out, or update transformers.",
         means="The model has no experts.",
         remedy="dataclasses.replace(rollout, routed_experts=None).",
         error=UnsupportedError,
