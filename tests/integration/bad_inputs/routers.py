@@ -294,8 +294,8 @@ ROUTERS = (
         "Routes for a dense model",
         lambda: policy().score(RolloutBatch([routed(ROUTES)])),
         message="the rollouts have routed_experts, and the model has no routers that transformers "
-        "records logits of: it is no mixture of experts, or one that only a later transformers knows "
-        "by its routers. Leave them out, or update transformers.",
+        "records logits of: it is no mixture of experts, or one that only a later transformers "
+        "knows by its routers. Leave them out, or update transformers.",
         means="The model has no experts.",
         remedy="dataclasses.replace(rollout, routed_experts=None).",
         error=UnsupportedError,
