@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from heads_trl import give_trl_a_head
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -14,6 +15,7 @@ from trl import DPOConfig, GRPOConfig, RLOOConfig
 
 from forkpoint.testing import tiny_model
 
+give_trl_a_head()
 VOCABULARY = 61
 
 
