@@ -5,7 +5,7 @@
         --groups 20 --rollouts-per-group 8 --prompt-tokens 2048 --response-tokens 1024
 
 Runs `forkpoint` doctor, demo, plan, verify and replay as `python -m forkpoint`, then a short
-training loop, in a new folder with made-up rollouts. Shows each command, its output (or its end),
+training loop, in a new folder with made-up rollouts. Shows each command, its output,
 its exit code and seconds; then a table of all. Exits with 1 if any command failed.
 """
 
@@ -62,7 +62,7 @@ class Ran:
     seconds: float
 
 
-def run(words: list[str], folder: Path, most_lines: int) -> Ran:
+def run(words: list[str], folder: Path) -> Ran:
     """Run one command in a folder and show it; a program given with -c is shown by its first line.
 
     Its stderr is shown where it comes among its stdout.
@@ -73,21 +73,16 @@ def run(words: list[str], folder: Path, most_lines: int) -> Ran:
     begin = time.perf_counter()
     # The package that this script imports, wherever the command runs.
     paths = [str(Path(forkpoint.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        words,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, cwd=folder, env=environment, **piped) as running:
+        assert running.stdout is not None
+        # Shown as they come: a command that is killed has shown how far it got.
+        for line in running.stdout:
+            print(line, end="", flush=True)
     seconds = time.perf_counter() - begin
-    lines = done.stdout.splitlines()
-    if len(lines) > most_lines:
-        print(f"... {len(lines) - most_lines} lines")
-    print("\n".join(lines[-most_lines:]))
-    print(f"-> exit code {done.returncode}, {seconds:.1f} s", flush=True)
-    return Ran(text, done.returncode, round(seconds, 2))
+    print(f"-> exit code {running.returncode}, {seconds:.1f} s", flush=True)
+    return Ran(text, running.returncode, round(seconds, 2))
 
 
 def commands(options: argparse.Namespace, device: str) -> list[list[str]]:
@@ -142,7 +137,6 @@ def main() -> int:
     )
     parser.add_argument("--planning", default="", help="options of plan, verify and replay, quoted")
     parser.add_argument("--only", nargs="*", help="words of the commands to run, such as verify")
-    parser.add_argument("--most-lines", type=int, default=60, help="shown of each output")
     parser.add_argument("--output", type=Path, help="a folder for what is written; kept")
     parser.add_argument("--json", type=Path, help="a file for the table, as JSON")
     options = parser.parse_args()
@@ -166,7 +160,7 @@ def main() -> int:
         save_rollouts(folder / "rollouts.jsonl", made)
         tokens = RolloutBatch(made).logical_tokens
         print(f"{len(made)} rollouts of {options.groups} groups, {tokens:,} tokens, on {device}")
-        rows = [run(words, folder, options.most_lines) for words in commands(options, device)]
+        rows = [run(words, folder) for words in commands(options, device)]
     print("\nexit code  seconds  command")
     for row in rows:
         print(f"{row.exit_code:9d}  {row.seconds:7.1f}  {row.command[:100]}")

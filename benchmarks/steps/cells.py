@@ -24,10 +24,17 @@ def cell_row(
 
 
 def cell_rows(
-    bench: str, case: str, shared: Timed, dense: Dense | None, *, shared_name: str = "shared"
+    bench: str,
+    case: str,
+    shared: Timed,
+    dense: Dense | None,
+    *,
+    shared_name: str = "shared",
+    bound: float | None = None,
 ) -> Iterator[ResultRow]:
-    """All figures of one cell."""
+    """All figures of one cell. `bound`: the counted bound, where it is not the plan's own."""
     plan = shared.plan
+    bound = plan.bound if bound is None else bound
     assert plan.shape is not None
     row = partial(cell_row, bench, case)
     how = (
@@ -66,8 +73,8 @@ def cell_rows(
         if dense.timed.peak_bytes is not None:
             yield row("dense peak", dense.timed.peak_bytes, "bytes", note=dense.note)
         ratio = dense.ms / shared.typical_ms
-        yield row("speed-up", ratio, "x", baseline="dense", bound=plan.bound, note=how)
-        yield row("share of bound", ratio / plan.bound, "1", baseline="dense", bound=plan.bound)
+        yield row("speed-up", ratio, "x", baseline="dense", bound=bound, note=how)
+        yield row("share of bound", ratio / bound, "1", baseline="dense", bound=bound)
     yield from _time_prediction(bench, case, shared)
 
 

@@ -5,14 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.timing import quantile
 from forkpoint.config import Config
-from forkpoint.losses import GRPO
+from forkpoint.losses import GRPO, RouterLoss
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy, StepStats
 from forkpoint.rollouts import RolloutBatch
@@ -57,6 +58,13 @@ class Timed:
         return quantile(self.ms, share)
 
 
+class RouterArguments(TypedDict, total=False):
+    """Arguments of steps, and of their plans, that are about a mixture's routers."""
+
+    router: RouterLoss | None
+    router_counts: Tensor | None
+
+
 class Stepper:
     """Runs steps of one model; everything that is compiled or pinned is kept between them."""
 
@@ -74,6 +82,8 @@ class Stepper:
         self.policy: Policy = wrap(model, base)
         self.device: torch.device = self.policy.host.device
         self.cuda: bool = self.device.type == "cuda"
+        self.routers: RouterArguments = {}
+        """Given to every step and to every plan."""
         self._policies: dict[Config, Policy] = {}
         self._ran: set[Config] = set()
 
@@ -116,7 +126,7 @@ class Stepper:
     def planned(self, policy: Policy, batch: RolloutBatch) -> Timed:
         """The plan of a batch and the time it took to make; no step yet."""
         begin = time.perf_counter()
-        plan = policy.plan(batch)
+        plan = policy.plan(batch, **self.routers)
         return Timed(plan, planning_ms=(time.perf_counter() - begin) * 1e3)
 
     def repeat(self, policy: Policy, batch: RolloutBatch, *, repeats: int, into: Timed) -> Timed:
@@ -126,7 +136,7 @@ class Stepper:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
             with self._timed(into):
-                stats = policy.forward_backward(batch, GRPO(), plan=into.plan)
+                stats = policy.forward_backward(batch, GRPO(), plan=into.plan, **self.routers)
             self._ran.add(policy.config)
             into.stats = stats
             for phase, ms in stats.phase_ms.items():

@@ -13,6 +13,7 @@ LeafLayout = Literal["packed", "padded"]
 Activations = Literal["keep", "offload", "recompute"]
 Checkpointing = Literal["none", "selective", "full"]
 Gather = Literal["microbatch", "step"]
+Split = Literal["replicate", "exchange"]
 HEAD_STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 AUTO = "auto"
 MOST = 2**63 - 1
@@ -84,6 +85,11 @@ class Config:
     of a microbatch, which all ranks then run in lockstep, or once for a whole step, which takes the
     memory of all weights and lets each rank run on its own. auto is what is predicted to take less
     time, of what fits the memory budget on every rank."""
+    split: Literal["auto", "replicate", "exchange"] = "auto"
+    """Treatment of prompts of which several ranks have rollouts, in `forward_backward`: each runs
+    them (replicate), or one rank does, sends their prefix cache to the others once and gets its
+    gradients back once (exchange). auto is what is predicted to take less time, of what fits the
+    memory budget on every rank. What exchange does not take is replicated; see docs/ranks.md."""
     grad_accumulation_dtype: Literal["parameter", "float32"] = "parameter"
     """Dtype in which a step sums its microbatches' gradients: each parameter's own dtype, in
     `.grad`, or float32, which is added to `.grad` at the end and takes 4 bytes a parameter until
@@ -110,6 +116,18 @@ class Config:
                 f"calibration is {self.calibration!r}; it takes the path of a file that forkpoint "
                 "calibrate wrote, or None."
             )
+        cannot = {
+            "sharing": self.sharing == "none",
+            "boundary": self.boundary not in (AUTO, "mixed"),
+            "leaf_layout": self.leaf_layout == "padded",
+        }
+        for name, refused in cannot.items() if self.split == "exchange" else ():
+            if refused:
+                raise ConfigError(
+                    f"split is 'exchange' and {name} is {getattr(self, name)!r}; prompts that are "
+                    "exchanged lie in microbatches of their own, around packed ones whose rollouts "
+                    "share. Leave one of the two options out."
+                )
         given = self.head_statistics
         unknown = not isinstance(given, tuple) or [x for x in given if x not in HEAD_STATISTICS]
         if unknown or len(set(given)) < len(given):

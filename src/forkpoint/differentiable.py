@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from forkpoint.errors import UnsupportedError
+from forkpoint.weight_changes import OptimizerSteps
 
 Weights = dict[str, Tensor | None]
 
@@ -39,6 +40,7 @@ class Pending:
         self.parameters = parameters
         self._run = run
         self._versions = [(id(p), p._version) for p in parameters]
+        self._steps = OptimizerSteps(parameters)
         self._device = parameters[0].device.type
         self._autocast = (
             torch.is_autocast_enabled(self._device),
@@ -70,7 +72,8 @@ class Pending:
                 "the backward of policy.logprobs ran already, and its gradients are in .grad. A "
                 "second one would count them twice: add the losses, or call policy.logprobs again."
             )
-        if self._versions != [(id(p), p._version) for p in self.parameters]:
+        versions = [(id(p), p._version) for p in self.parameters]
+        if self._steps.count or self._versions != versions:
             raise UnsupportedError(
                 "weights have changed between policy.logprobs and its backward (an optimizer step, "
                 "or loaded weights), so that the gradients would belong to other log-probs. Call "

@@ -7,7 +7,7 @@ the same set of rollouts through it.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -213,6 +213,33 @@ class Forest:
     def segment_tokens(self, offsets: IntArray) -> IntArray:
         """[S] where in the batch's flat tokens each segment's first token stands (one owner's)."""
         return np.asarray(offsets, np.int64)[self.order[self.owner_begin]] + self.start
+
+    def split(self, where: Mapping[int, int]) -> "Forest":
+        """The same edges with each of these segments cut in two after so many edges.
+
+        A cut that is no shorter than its segment changes nothing.
+        """
+        first = np.zeros(len(self), np.int64)
+        for segment, edges in where.items():
+            first[segment] = edges if edges < self.length[segment] else 0
+        if not first.any():
+            return self
+        pieces = 1 + (first > 0)
+        last_piece = np.cumsum(pieces) - 1
+        segment = np.repeat(np.arange(len(self)), pieces)
+        second = np.arange(len(segment)) > last_piece[segment] - pieces[segment] + 1
+        cut = first[segment]
+        length = self.length[segment]
+        above = np.where(self.parent >= 0, last_piece[self.parent], -1)
+        return replace(
+            self,
+            parent=np.where(second, np.arange(len(segment)) - 1, above[segment]),
+            start=self.start[segment] + np.where(second, cut, 0),
+            length=np.where(second, length - cut, np.where(cut > 0, cut, length)),
+            owner_begin=self.owner_begin[segment],
+            owner_end=self.owner_end[segment],
+            leaf=np.where(self.leaf >= 0, last_piece[self.leaf], -1),
+        )
 
     def chained(self, max_tokens: int) -> "Forest":
         """The same edges with every longer segment cut into a chain of at most `max_tokens`.

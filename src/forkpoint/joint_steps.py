@@ -10,6 +10,7 @@ from forkpoint.engine.compiling import WARNING
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
+from forkpoint.engine.trunk_exchange import TrunkExchange
 from forkpoint.errors import ForkpointError
 from forkpoint.losses.base import Loss, is_own
 from forkpoint.parallel.agreement import (
@@ -24,9 +25,9 @@ from forkpoint.parallel.call import run_on_ranks
 from forkpoint.parallel.copies import contents_of
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan import Plan
-from forkpoint.plan.gathering import costs_of_rank
 from forkpoint.plan.program import Program
-from forkpoint.rank_plans import Ways
+from forkpoint.plan.trunks import Trunk
+from forkpoint.rank_plans import ExchangePlans, Ways
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.sample_checks import SampleChecks
 from forkpoint.selfcheck import sample_of
@@ -59,6 +60,8 @@ class JointStep:
         self.agreement: Agreement | None = None
         """None where this rank is alone, and before `agree`."""
         self.ranks: StepOfRanks | None = None
+        self.exchange: TrunkExchange | None = None
+        """Of trunks, where ranks have agreed on one."""
         self._batch: RolloutBatch | None = None
         self._fingerprint = 0
 
@@ -71,6 +74,7 @@ class JointStep:
         loss: object = None,
         scores: bool = False,
         sampled: bool = True,
+        exchanges: bool = False,
         numbers: Callable[[Looked], Sequence[float]] = lambda _: (),
     ) -> Looked:
         """Agree on a step with the other ranks, if there are any. Collective.
@@ -83,6 +87,7 @@ class JointStep:
             loss: of `forward_backward`. A function's gradients are averaged over the ranks.
             scores: whether forwards alone run.
             sampled: whether the model is compared with the stock model where that is due.
+            exchanges: whether ranks may exchange trunks.
             numbers: what ranks with the same batch have in common besides it, but for rounding.
 
         Returns the values of `looked_at`. Raises its error, or RankError for that of another rank.
@@ -94,7 +99,9 @@ class JointStep:
             return found
         gather = self.config.gather if group.gathers else "microbatch" if group.lockstep else ""
         call = f"{call}, gather={gather!r}" if gather else call
+        call = f"{call}, split={self.config.split!r}" if exchanges else call
         ranks = group.ranks
+        own = self.ways.trunks(batch) if exchanges else {}
         while True:
             found = looked_at()
             proposal, once = self._proposal(
@@ -102,6 +109,7 @@ class JointStep:
             )
             if ranks.shares_batches:
                 proposal = replace(proposal, contents=contents_of(batch, found[0], numbers(found)))
+            proposal = replace(proposal, trunks={name: each.edges for name, each in own.items()})
             proposals = ranks.exchange(proposal)
             least = least_budget(proposals)
             if least is None:
@@ -109,6 +117,13 @@ class JointStep:
             # Plan again, within the same budget; the others come to this exchange once more.
             ranks.phase = "apart"
             self.ways.budgets.agree(self.config, least)
+        shared, plans = self.ways.common(proposals), None
+        if shared:
+            # The others come to this exchange once more, with the plans for it.
+            ranks.phase = "apart"
+            scored = any(each.program.scores for each in proposals)
+            exchanged, plans = self.ways.exchanged(shared, own, found[0], scores=scored)
+            proposals = ranks.exchange(replace(proposal, exchanged=exchanged))
         ranks.phase = "joined"
         try:
             self.agreement = agreed(
@@ -117,6 +132,8 @@ class JointStep:
                 ranks.global_ranks,
                 gather=gather,
                 batches=ranks.batches if ranks.shares_batches else None,
+                split=self.config.split,
+                trunks=shared,
             )
         except ForkpointError:  # the same on all ranks
             ranks.phase = "told"
@@ -124,7 +141,8 @@ class JointStep:
         self._batch = self.agreement.sample
         self._give_up_compiling(proposals)
         self.ranks = self.agreement.step(ranks, mean=is_own(loss))
-        return (self._chosen(found[0], once, scores), *found[1:])  # pyright: ignore[reportReturnType]
+        plan = self._chosen(found[0], once, scores, plans)
+        return (plan, *found[1:])  # pyright: ignore[reportReturnType]
 
     def _proposal(
         self,
@@ -152,11 +170,7 @@ class JointStep:
             and not gathers
         ):
             couples = coupled(loss.coupling(batch), batch)
-        once, held = None, None
-        if self.host.group.gathers:
-            once, why_not = self.ways.once(plan)
-            calibration = self.ways.calibration()
-            held = costs_of_rank(plan, once, calibration, scores=scores, why_not=why_not)
+        held, once = self.ways.held(plan, scores=scores)
         proposal = Proposal(
             call,
             program=_program(plan, scores, gathers),
@@ -173,17 +187,32 @@ class JointStep:
         )
         return proposal, once
 
-    def _chosen(self, plan: Plan, once: Plan | None, scores: bool) -> Plan:
-        """The plan for the way to hold weights that was agreed on; `agreement.program` runs."""
+    def _chosen(
+        self, plan: Plan, once: Plan | None, scores: bool, plans: ExchangePlans | None
+    ) -> Plan:
+        """The plan for the way to hold weights, and for what is done about trunks, that was agreed
+        on; `agreement.program` runs."""
         assert self.agreement is not None and self.host.group is not None
-        gathering = self.agreement.gathering
-        if gathering is None or not self.host.group.gathers:
-            return plan
-        if gathering.gather == "step":
-            plan = once or plan
-            program = _program(plan, scores, bool(self.agreement.parts))
-            self.agreement = replace(self.agreement, program=program)
-        return replace(plan, gather=gathering.gather, gather_reason=gathering.reason)
+        gathering, splitting = self.agreement.gathering, self.agreement.splitting
+        own: tuple[Trunk, ...] = ()
+        if self.agreement.trunks:
+            assert plans is not None
+            plan, once, own = plans.lockstep, plans.once, plans.trunks
+        if gathering is not None and self.host.group.gathers:
+            if gathering.gather == "step":
+                plan = once or plan
+                program = plan.program
+                if not self.agreement.trunks:
+                    program = _program(plan, scores, bool(self.agreement.parts))
+                self.agreement = replace(self.agreement, program=program)
+            plan = replace(plan, gather=gathering.gather, gather_reason=gathering.reason)
+        if splitting is not None:
+            plan = replace(plan, split=splitting.split, split_reason=splitting.reason)
+        if self.agreement.trunks:
+            assert self.ranks is not None
+            trunks = self.agreement.trunks
+            self.exchange = TrunkExchange(self.ranks, trunks, own, plan, self.host.model)
+        return plan
 
     def _give_up_compiling(self, proposals: Sequence[Proposal]) -> None:
         """Run blocks eagerly where the compiler has failed on any rank."""

@@ -32,7 +32,8 @@ from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import batch_denominators, check_range
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.routing import RouterDemand
-from forkpoint.rank_plans import Ways
+from forkpoint.plan.trunks import Trunk
+from forkpoint.rank_plans import Again, Ways
 from forkpoint.results import Scores, StepStats
 from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.router_steps import RouterWork, router_work
@@ -57,6 +58,18 @@ class PolicySteps:
             raise ConfigError(
                 "gather is 'step', and transformers has split the model over ranks: its own "
                 "collectives lie within forwards, so ranks run in lockstep. Leave the option out."
+            )
+        group = host.group
+        if config.split == "exchange" and (group is None or group.ranks.shares_batches):
+            why = (
+                "this rank trains its model alone"
+                if group is None
+                else "transformers has split the model over ranks, of which each has a part of "
+                "every prefix cache"
+            )
+            raise ConfigError(
+                f"split is 'exchange', and {why}. Leave the option out; prompts are exchanged by "
+                "ranks of fully_shard and DistributedDataParallel."
             )
         if sharded and config.grad_accumulation_dtype == "float32":
             raise ConfigError(
@@ -87,6 +100,8 @@ class PolicySteps:
         loss: Loss | LossFunction | None,
         budget_bytes: int | None,
         routers: RouterDemand | None = None,
+        *,
+        trunks: tuple[Trunk, ...] | None = None,
     ) -> Plan:
         """The plan within a budget."""
         loss = None if loss is None else as_loss(loss)
@@ -102,6 +117,7 @@ class PolicySteps:
             measured_budget_bytes=budget_bytes,
             tempers=self.host.head == "logprobs",
             routers=routers,
+            trunks=trunks,
         )
 
     def _run(self, work: Callable[[Step], T], plan: Plan | None) -> T:
@@ -157,7 +173,12 @@ class PolicySteps:
         joint = self._joint(step, again, training=True)
         call = f"forward_backward of {kind_of(loss)}, denominators={denominators}"
         plan, _, known, factor, work = joint.agree(
-            call, batch, looked_at, loss=loss, numbers=lambda found: found[3:4]
+            call,
+            batch,
+            looked_at,
+            loss=loss,
+            exchanges=router is None and not counted,
+            numbers=lambda found: found[3:4],
         )
         known_counts = denominators or batch_denominators(batch)
         if joint.agreement is not None and self.host.group is not None:
@@ -172,7 +193,7 @@ class PolicySteps:
             self.host, self._restoring(), self._kept.staging_of(plan, self.host, self.config)
         )
         engine.observer = self.observer
-        engine.ranks = joint.ranks
+        engine.ranks, engine.exchange = joint.ranks, joint.exchange
         routing = engine.routing = work.routing(plan, self.host) if work else None
         joint.check_sample()
         result = engine.forward_backward(step, plan, batch, known, known_counts, factor)
@@ -273,16 +294,15 @@ class PolicySteps:
         engine = Engine(self.host, self.config)
         routing = engine.routing = work.routing(chosen, self.host) if work else None
         if routing is not None:
-            routing.sums = training
+            routing.sums = router is not None
         result = engine.score(step, chosen, batch, entropy=entropy, program=program)
         if joint.ranks is not None:
             joint.ranks.settle(torch.zeros(()), None, gradients=False)
         experts = routing.counts if routing else None
-        return Scores(result.per_token, chosen, result.events, experts), routing
+        value = float(routing.value()) if routing and router else None
+        return Scores(result.per_token, chosen, result.events, value, experts), routing
 
-    def _joint(
-        self, step: Step, again: Callable[[int], Plan] | None = None, *, training: bool
-    ) -> JointStep:
+    def _joint(self, step: Step, again: Again | None = None, *, training: bool) -> JointStep:
         """`again` makes the plan within another memory budget, unless it was given."""
         kept, host, config = self._kept, self.host, self.config
         ways = Ways(host, config, kept.budgets, lambda: kept.calibration(host, config), again)
@@ -317,6 +337,11 @@ class PolicySteps:
             raise PlanError(
                 f"the plan is {short(plan)} of type {type(plan).__name__}; give one that "
                 "policy.plan(batch) made, or None."
+            )
+        if plan.split == "exchange":
+            raise PlanError(
+                "this plan is of a step in which ranks exchanged prefix caches, and says nothing "
+                "of the other ranks. Make a plan with policy.plan(batch), or give none."
             )
         plan.check_batch(batch)
         plan.check_host(self.host.capabilities)

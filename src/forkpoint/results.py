@@ -47,6 +47,8 @@ class Scores(PerToken, WithExperts):
     per_token: Mapping[str, Tensor]
     plan: Plan
     events: tuple[str, ...]
+    router_loss: float | None = None
+    """Of `router=`, with its coefficients; None where there was none."""
     experts: ExpertCounts | None = None
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.selfcheck import self_check
+from forkpoint.weight_changes import OptimizerSteps
 
 MOST_STATES = 64
 """States of a model, such as training and evaluation, that are remembered as checked."""
@@ -22,8 +23,9 @@ class SampleChecks:
     """
 
     def __init__(self) -> None:
-        self._agreed: dict[Hashable, list[int]] = {}
+        self._agreed: dict[Hashable, list[tuple[int, int]]] = {}
         """By state of the model: at which versions of its weights its sample has agreed."""
+        self._steps: OptimizerSteps | None = None
 
     def run(
         self,
@@ -38,7 +40,7 @@ class SampleChecks:
         """Compare where that is due. Raises as `self_check`."""
         if not self.is_due(host, config, fingerprint, training=training):
             return
-        state, version = _state(host, config, fingerprint, training=training)
+        state, version = self._state(host, config, fingerprint, training=training)
         self_check(step, host, config, batch, training=training)
         self._agreed[state] = [*self._agreed.get(state, []), version]
         while len(self._agreed) > MOST_STATES:
@@ -48,20 +50,23 @@ class SampleChecks:
         """Whether `run` compares."""
         if not config.self_check:
             return False
-        state, version = _state(host, config, fingerprint, training=training)
+        state, version = self._state(host, config, fingerprint, training=training)
         versions = self._agreed.get(state, [])
         return len(versions) < 2 and version not in versions
 
-
-def _state(host: Host, config: Config, fingerprint: int, *, training: bool) -> tuple[Hashable, int]:
-    """The state of the model, and the version of its weights."""
-    kind = host.device.type
-    state = (
-        fingerprint,
-        training,
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-        config.attention_kernel,
-        config.recurrence_kernel,
-    )
-    weights = [p for _, p in host.named_parameters() if not p.is_inference()]
-    return state, sum(p._version for p in weights)
+    def _state(
+        self, host: Host, config: Config, fingerprint: int, *, training: bool
+    ) -> tuple[Hashable, tuple[int, int]]:
+        """The state of the model, and the version of its weights."""
+        kind = host.device.type
+        state = (
+            fingerprint,
+            training,
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            config.attention_kernel,
+            config.recurrence_kernel,
+        )
+        weights = [p for _, p in host.named_parameters() if not p.is_inference()]
+        if self._steps is None:
+            self._steps = OptimizerSteps(weights)
+        return state, (sum(p._version for p in weights), self._steps.count)

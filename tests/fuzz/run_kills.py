@@ -10,11 +10,13 @@ disturbed, in a folder without anything left over.
 """
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
 import random
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -32,6 +34,7 @@ import rank_replays
 import torch
 import torch.distributed as dist
 from replays import assert_same_end, run
+from torch.distributed import distributed_c10d
 
 from forkpoint.replay.folder import SAVING
 from forkpoint.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
@@ -83,9 +86,13 @@ def killed_while(
 
 def ranked(folder: Path, rank: int, size: int, port: int) -> None:
     """One rank of a replay that saves after every step."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=15))
+    # Ranks meet when a model is wrapped. Before that nothing but these limits ends one that waits
+    # for another, of which it cannot know whether it was killed or is late; torchrun would.
+    distributed_c10d.default_pg_timeout = timedelta(seconds=45)  # of groups that are made later
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=90)
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=45)
     )
     torch.manual_seed(7)
     model = tiny_model("qwen3", hidden_size=96, intermediate_size=384)
@@ -127,14 +134,21 @@ def kill_ranks(kills: int, seed: int, size: int) -> int:
                 last = number == KILLS_A_FOLDER
                 moment = 1e9 if last else rng.uniform(0, seconds)
                 saving = rng.random() < 0.5
+                begin = time.monotonic()
                 if last or not killed_while(victim, folder, moment, saving, unfinished):
+                    # It may have been measured while the machine had other things to do.
+                    seconds = min(seconds, time.monotonic() - begin)
                     break
                 counts["kills"] += 1
                 counts["while_saving"] += unfinished(folder)
                 died = time.monotonic()
                 for process in processes:
                     process.join(60)
-                    assert process.exitcode is not None, "a rank outlives the one that was killed"
+                    if process.exitcode is None and process.pid is not None:
+                        os.kill(process.pid, signal.SIGUSR1)  # it shows where it is
+                        process.join(2)
+                        process.kill()
+                        raise AssertionError("a rank outlives the one that was killed")
                     assert process is victim or process.exitcode != 0 or not unfinished(folder)
                 longest = max(longest, time.monotonic() - died)
             for process in processes:

@@ -246,6 +246,19 @@ def test_several_ranks_are_refused() -> None:
         router_work(host, BATCH, RouterLoss())
 
 
+@pytest.mark.parametrize("config", [Config(), ACROSS], ids=["within", "across"])
+def test_the_loss_without_gradients(config: Config) -> None:
+    model, router = tiny(), RouterLoss(LOAD_BALANCING, Z, scope=PARTS)
+    wanted, policy = ordinary(model, PARTS).router_loss, wrap(model, config)
+    with lifted_upcasts(model):
+        scores = policy.score(BATCH, router=router)
+        with torch.no_grad():
+            *_, loss = policy.logprobs(BATCH, router=router)
+    assert scores.router_loss == pytest.approx(wanted, rel=BAR)
+    assert float(loss) == pytest.approx(wanted, rel=BAR)
+    assert policy.score(BATCH, expert_counts=True).router_loss is None
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 def test_compiled_blocks(graphs_alone: None) -> None:

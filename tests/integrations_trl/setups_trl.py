@@ -40,6 +40,18 @@ def model(family: str = "qwen3", *, seed: int = 0, **changes: Any) -> PreTrained
     return found
 
 
+def mixture(**changes: Any) -> PreTrainedModel:
+    """A tiny mixture of experts, whose trainers add a load-balancing loss by default."""
+    return model(
+        "qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        router_aux_loss_coef=0.5,
+        **changes,
+    )
+
+
 def prompts(count: int = 16) -> Dataset:
     """Prompts of 5 to 14 words."""
     generator = torch.Generator().manual_seed(1)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from forkpoint.integrations.trl.options import (
     check_options,
     unknown,
 )
+from forkpoint.integrations.trl.routers import check_routers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -79,13 +81,20 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
         check_options(trainer)
 
 
-def test_router_losses_are_refused(tmp_path: Path) -> None:
-    model = setups.model(
-        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-    )
-    with pytest.raises(UnsupportedError, match="router_aux_loss_coef"):
-        setups.trainer("grpo", OURS["grpo"], tmp_path, made={"model": model})
-    setups.trainer("grpo", OURS["grpo"], tmp_path, made={"model": model}, router_aux_loss_coef=0.0)
+def test_router_losses_of_several_ranks_are_refused(tmp_path: Path) -> None:
+    trainer = setups.trainer("grpo", OURS["grpo"], tmp_path, made={"model": setups.mixture()})
+    vars(trainer)["accelerator"] = SimpleNamespace(num_processes=2)
+    with pytest.raises(UnsupportedError, match=r"router_aux_loss_coef=None.*not summed over ranks"):
+        check_options(trainer)
+    trainer.aux_loss_enabled = False
+    check_options(trainer)
+
+
+def test_router_losses_of_routers_that_are_not_seen_are_refused(tmp_path: Path) -> None:
+    trainer = setups.trainer("grpo", OURS["grpo"], tmp_path, made={"model": setups.mixture()})
+    host: Any = SimpleNamespace(routers=SimpleNamespace(layers=2, defines_loss=False))
+    with pytest.raises(UnsupportedError, match="router_aux_loss_coef=None, so that TRL adds"):
+        check_routers(trainer, SimpleNamespace(host=host))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

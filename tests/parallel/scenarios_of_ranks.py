@@ -121,7 +121,7 @@ def compared(scenario: Scenario) -> dict[str, Any]:
         own = RolloutBatch(scenario.rollouts[rank])
         stats = [policy.forward_backward(own, scenario.loss) for _ in range(scenario.steps)][-1]
         found = gradients(model)
-        alone = forkpoint.wrap(other, scenario.config)
+        alone = forkpoint.wrap(other, replace(scenario.config, split="auto"))
         whole = RolloutBatch([r for part in scenario.rollouts for r in part])
         for _ in range(scenario.steps):
             wanted = alone.forward_backward(whole, scenario.loss)
@@ -130,6 +130,10 @@ def compared(scenario: Scenario) -> dict[str, Any]:
         "loss": abs(stats.loss - wanted.loss),
         "tokens": (stats.logical_tokens, own.logical_tokens),
         "events": len(stats.events),
+        "exchanges": sum(event.endswith(" trunks") for event in stats.events),
+        "split": stats.plan.split,
+        "computed": stats.computed_tokens,
+        "unique": wanted.computed_tokens,
         "gather": stats.plan.gather,
         "shared": stats.computed_tokens < max(1, stats.logical_tokens),
     }

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
@@ -193,6 +194,27 @@ def in_bfloat16(gather: Any) -> tuple[float, float]:
     exact = forkpoint.wrap(made(torch.float64), DEEP)
     exact.forward_backward(whole, GRPO())
     return apart(ranks, exact), apart(narrow, exact)
+
+
+def with_outputs_in_bfloat16() -> list[bool]:
+    """Whether log-probs and gradients are the same bits with output_dtype and without it."""
+    found = []
+    for output_dtype in (None, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=output_dtype)
+        model = sharded(Scenario().make().float(), mp_policy=policy)
+        ranks = forkpoint.wrap(model, DEEP)
+        stats = ranks.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
+        assert model._get_fsdp_state()._mp_policy == policy  # type: ignore[operator]
+        grads = [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+        found.append([stats.logprobs, *grads])
+    logprobs_T = found[0][0]
+    wide = not torch.equal(logprobs_T, logprobs_T.to(torch.bfloat16).to(logprobs_T.dtype))
+    return [wide, *(torch.equal(a, b) for a, b in zip(*found, strict=True))]
+
+
+def test_outputs_in_the_dtype_of_parameters_leave_log_probs_as_they_are() -> None:
+    for rank in run_ranks(2, with_outputs_in_bfloat16):
+        assert len(rank) > 10 and all(rank)
 
 
 @pytest.mark.parametrize("gather", slow_besides(["microbatch"], ["microbatch", "step"]))
@@ -362,7 +384,7 @@ def test_what_is_not_exact_is_refused_with_a_remedy() -> None:
     for found in run_ranks(2, refused):
         blocks, rounded, offloaded, first_kind, wide_sums = found
         assert "the model around it is not" in blocks and "fully_shard(model)" in blocks
-        assert "output_dtype" in rounded
+        assert "output_dtype=torch.bfloat16 and param_dtype=None" in rounded
         assert "CPUOffloadPolicy" in offloaded
         assert "FullyShardedDataParallel" in first_kind and "fully_shard" in first_kind
         assert "reduce_dtype=torch.float32" in wide_sums

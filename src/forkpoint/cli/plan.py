@@ -47,6 +47,8 @@ from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.splitting import cannot_exchange
+from forkpoint.plan.trunks import Trunk
 from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.traces import RolloutFile
 
@@ -194,6 +196,7 @@ class Plan:
             # Losses of pairs need both rollouts on one rank.
             self.loss in ("dpo", "simpo"),
             self.planning.max_microbatch_tokens,
+            not cannot_exchange(self.planning.config()),
             calibration,
         )
 
@@ -215,6 +218,8 @@ class Plan:
         shape: ModelShape | None,
         calibration: Calibration | None,
         device: DeviceMemory | None,
+        *,
+        trunks: tuple[Trunk, ...] | None = None,
     ) -> MadePlan:
         """The plan of a batch; errors of batches that are not the first say which it is."""
         try:
@@ -227,6 +232,7 @@ class Plan:
                 coupling=coupling(self.loss, batch),
                 calibration=calibration,
                 measured_budget_bytes=None if device is None else device.budget_bytes,
+                trunks=trunks,
             )
         except ForkpointError as error:
             if not number:

@@ -1,22 +1,32 @@
 """Costs of placement, splitting and waiting, for `forkpoint plan --ranks`. Imports no torch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
+from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
 from forkpoint.placement.baselines import by_tokens, in_order
-from forkpoint.placement.lockstep import RanksStep, predict_step
+from forkpoint.placement.lockstep import RanksStep, exchange_plans, predict_step
 from forkpoint.placement.paths import Paths
 from forkpoint.placement.place import place_paths
 from forkpoint.placement.rates import Rates
 from forkpoint.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.trunks import Trunk
 from forkpoint.rollouts import RolloutBatch
 
 WAYS = ("forkpoint", "token counts", "file order")
-MakePlan = Callable[[RolloutBatch], Plan]
+
+
+class MakePlan(Protocol):
+    """Makes the plan of some rollouts, as a policy would; with `trunks`, of ranks that exchange
+    them."""
+
+    def __call__(
+        self, batch: RolloutBatch, /, *, trunks: tuple[Trunk, ...] | None = None
+    ) -> Plan: ...
 
 
 @dataclass
@@ -30,14 +40,23 @@ class Sums:
     groups_split: int = 0
     gathered_once: int = 0
     """Steps in which gathering weights once is predicted to be faster."""
+    exchanged: float = 0.0
+    """As `lockstep`, where ranks exchange the prompts that several of them have."""
+    prompts: int = 0
+    """How many they would exchange."""
 
-    def add(self, step: RanksStep, tokens: int, groups_split: int) -> None:
-        """Count one more batch: its step, the tokens that its ranks run, and its split groups."""
+    def add(
+        self, step: RanksStep, tokens: int, groups_split: int, other: RanksStep, prompts: int
+    ) -> None:
+        """Count one more batch: its step, the tokens that its ranks run, its split groups, and the
+        step with so many prompts exchanged."""
         self.lockstep += step.lockstep
         self.once += step.once
         self.mean += step.mean
         self.tokens += tokens
         self.groups_split += groups_split
+        self.exchanged += other.lockstep
+        self.prompts += prompts
         self.gathered_once += step.gathering is not None and step.gathering.gather == "step"
 
     @property
@@ -58,6 +77,8 @@ class Ranks:
     whole_groups: bool
     """Whether the loss couples rollouts of a group."""
     max_microbatch_tokens: int | None
+    exchanges: bool
+    """Whether the settings let ranks exchange prompts."""
     calibration: Calibration | None = None
     alone: float = 0.0
     """Cost of the batches on one rank."""
@@ -92,15 +113,37 @@ class Ranks:
         self.computed_tokens += alone.computed_tokens
         self.groups += int(groups.max()) + 1
         for way, rank in placed.items():
-            plans = [
-                make(batch.select(np.flatnonzero(rank == number).tolist()))
+            parts = [
+                batch.select(np.flatnonzero(rank == number).tolist())
                 if (rank == number).any()
                 else None
                 for number in range(count)
             ]
+            plans = [make(part) if part else None for part in parts]
             step = predict_step(plans, self.calibration)
+            other, prompts = self._exchanged(parts, plans, make)
             tokens = sum(plan.computed_tokens for plan in plans if plan)
-            self.sums[way].add(step, tokens, split_groups(groups, rank))
+            split = split_groups(groups, rank)
+            self.sums[way].add(step, tokens, split, other or step, prompts)
+
+    def _exchanged(
+        self, parts: list[RolloutBatch | None], plans: list[Plan | None], make: MakePlan
+    ) -> tuple[RanksStep | None, int]:
+        """The step with prompts exchanged, and how many; None where it is no other."""
+        if not self.exchanges:
+            return None, 0
+        try:
+            others, trunks = exchange_plans(parts, plans, lambda b, t: make(b, trunks=t))
+        except PlanError:  # they do not fit
+            return None, 0
+        if not trunks:
+            return None, 0
+        return predict_step(others, self.calibration, trunks), len(trunks)
+
+    def exchanged_over_mean(self, way: str) -> float:
+        """A step in lockstep with prompts exchanged, over the same as `over_mean`."""
+        share = self.alone / self.ranks
+        return self.sums[way].exchanged / share if share else 1.0
 
     def over_mean(self, way: str) -> float:
         """A step in lockstep over an equal share of what one rank would take for all."""
@@ -129,6 +172,10 @@ class Ranks:
             "or placed": f"by token counts {self.over_mean('token counts'):.2f}x, in file order "
             f"{self.over_mean('file order'):.2f}x",
         }
+        if own.prompts:
+            prompts = f"{own.prompts:,} prompt{'' if own.prompts == 1 else 's'}"
+            step = self.exchanged_over_mean("forkpoint")
+            answers["or exchanged"] = f"{prompts} of several ranks run on one each: {step:.2f}x"
         return [f"{name:{label}}{answer}" for name, answer in answers.items()]
 
     def facts(self) -> dict[str, object]:
@@ -143,6 +190,8 @@ class Ranks:
                     "replicated_tokens": self.replicated(way),
                     "groups_split": self.sums[way].groups_split,
                     "steps_gathered_once": self.sums[way].gathered_once,
+                    "exchanged_over_share": self.exchanged_over_mean(way),
+                    "prompts_exchanged": self.sums[way].prompts,
                 }
                 for way in WAYS
             },

@@ -41,6 +41,7 @@ class PrefixCache:
         self.gradients = gradients
         self._state: dict[Key, Tensor] = {}
         self._gradient: dict[Key, Tensor] = {}
+        self._of_states: set[Key] = set()
 
     def buffers(self, key: Key, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """State [tokens, ...] of `like`'s dtype and its gradient buffer, made if need be."""
@@ -48,7 +49,15 @@ class PrefixCache:
 
     def state_buffers(self, key: Key, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """The same for the ends of segments: [cache_states, ...]."""
+        self._of_states.add(key)
         return self._buffers(key, like, self.cache_states)
+
+    def layout(self) -> dict[Key, tuple[bool, tuple[int, ...], torch.dtype]]:
+        """By key: whether it is of the ends of segments, the shape of one entry, and the dtype."""
+        return {
+            key: (key in self._of_states, tuple(state.shape[1:]), state.dtype)
+            for key, state in self._state.items()
+        }
 
     def _buffers(self, key: Key, like: Tensor, tokens: int) -> tuple[Tensor, Tensor | None]:
         if key not in self._state:

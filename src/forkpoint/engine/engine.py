@@ -25,6 +25,7 @@ from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.idling import idle_inputs
+from forkpoint.engine.loss_calls import called
 from forkpoint.engine.microbatches import (
     KernelOptions,
     MicrobatchInputs,
@@ -36,6 +37,7 @@ from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.step_result import StepResult, after
 from forkpoint.engine.timing import PhaseTimer
+from forkpoint.engine.trunk_exchange import TrunkExchange
 from forkpoint.engine.untrained import add_zero_gradients
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
@@ -43,7 +45,17 @@ from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
 from forkpoint.losses.views import LossViews, outputs_of
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.program import BACKWARD, LEAF, RECOMPUTE, Instruction, Program, phase_of
+from forkpoint.plan.program import (
+    BACKWARD,
+    LEAF,
+    PREFIX_BACKWARD,
+    PREFIX_FORWARD,
+    RECOMPUTE,
+    SHARE,
+    Instruction,
+    Program,
+    phase_of,
+)
 from forkpoint.rollouts import RolloutBatch
 
 MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], Tensor | None]
@@ -62,6 +74,8 @@ class Engine:
         self._failure: BaseException | None = None
         self.ranks: StepOfRanks | None = None
         """The agreement of the ranks on this step; None where this rank is alone."""
+        self.exchange: TrunkExchange | None = None
+        """The trunks that ranks exchange in this step; None where they exchange none."""
         self.routing: Routing | None = None
         """The statistics of routers that this step computes; None where it computes none."""
 
@@ -344,26 +358,7 @@ class Engine:
         )
 
     def _call(self, loss: Loss, outputs: LossOutputs, view: LossBatch) -> Tensor:
-        value = loss(outputs, view)
-        given = outputs.per_token.values()
-        graph = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
-            found = (
-                f"{value.dtype} of shape {tuple(value.shape)}"
-                if isinstance(value, Tensor)
-                else repr(value)
-            )
-            raise ConfigError(
-                f"the loss {loss!r} returned {found}; it must return a floating-point scalar "
-                f"tensor, computed from outputs.{self.host.head}."
-            )
-        if graph and not value.requires_grad:
-            raise ConfigError(
-                f"the loss {loss!r} returned a scalar without a graph, so that nothing would be "
-                "trained; it must be computed from outputs.logprobs, without detach(), item() or "
-                "torch.no_grad()."
-            )
-        return value
+        return called(loss, outputs, view, self.host.head)
 
     def _names(self, entropy: bool) -> tuple[str, ...]:
         others = self.config.head_statistics
@@ -417,15 +412,19 @@ class Engine:
             activations = Activations(plan, prepared, self.host, cache, self.staging)
             step.changes.later(activations.close)
         for instruction in instructions:
+            if instruction.exchanges:
+                timer.mark(PREFIX_FORWARD if instruction.operation == SHARE else PREFIX_BACKWARD)
+                self._note(events, plan.event(instruction))
+                assert self.exchange is not None
+                self.exchange.run(instruction, cache, device)
+                continue
             idle = instruction.idle  # such a slot runs one token of a plan of its own
             if idle:
                 source, inputs = idle_inputs(device, plan.capabilities.length_multiple)
             else:
                 source, inputs = plan, prepared[instruction.microbatch]
             timer.mark(phase_of(instruction.operation, inputs.microbatch))
-            events.append(plan.event(instruction))
-            if self.observer is not None:
-                self.observer(events[-1])
+            self._note(events, plan.event(instruction))
             if instruction.operation == BACKWARD:
                 assert step.guard is not None and activations is not None
                 tensors, gradients = roots.pop(instruction.slot)
@@ -479,6 +478,11 @@ class Engine:
             event_memory_bytes=timer.allocated_bytes(),
             offload=activations.stats if activations else None,
         )
+
+    def _note(self, events: list[str], event: str) -> None:
+        events.append(event)
+        if self.observer is not None:
+            self.observer(event)
 
     def _collect(
         self, inputs: MicrobatchInputs, outputs: HeadOutputs, per_token: dict[str, Tensor]

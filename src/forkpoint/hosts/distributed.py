@@ -5,6 +5,7 @@ last backward.
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -155,6 +156,13 @@ class FullySharded:
     def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
         changes.later(self.model.set_requires_gradient_sync, True)
         changes.later(self.model.set_is_last_backward, True)
+        for module in self._weights.modules():
+            # Around the head it would round log-probs, where in ordinary training it meets logits
+            # that are of this dtype already.
+            state = module._get_fsdp_state()
+            if state._mp_policy.output_dtype is not None:
+                wide = replace(state._mp_policy, output_dtype=None)
+                changes.set(vars(state), "_mp_policy", wide)
         if self.gather == "step" and not self.gathered:
             self._weights.gather(changes)
         elif self.gather == "microbatch":
@@ -189,10 +197,11 @@ class FullySharded:
 
 def _check_group(group: Any) -> None:
     policy = group.mp_policy
-    if policy.output_dtype is not None:
+    if policy.output_dtype not in (None, policy.param_dtype):
         raise UnsupportedError(
-            f"MixedPrecisionPolicy has output_dtype={policy.output_dtype}, which would round "
-            "log-probs. Leave output_dtype out."
+            f"MixedPrecisionPolicy has output_dtype={policy.output_dtype} and "
+            f"param_dtype={policy.param_dtype}, so that outputs are rounded that are computed in "
+            "another dtype. Leave output_dtype out, or give it that of param_dtype."
         )
     if isinstance(group.offload_policy, CPUOffloadPolicy):
         raise UnsupportedError(

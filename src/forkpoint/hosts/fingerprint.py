@@ -1,8 +1,9 @@
 """A fingerprint of everything about a model, besides weights, that decides what it computes."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.hosts.modules import configurations, every_module, plain_class
 from forkpoint.hosts.origins import is_of_compiler
+from forkpoint.hosts.refusals.hooks import requires_gradients
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -22,6 +24,8 @@ HOOKS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
+HANDLES = ("_require_grads_hooks", "_require_grads_hook")
+"""Attributes that hold handles of hooks by which inputs require gradients."""
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 MOST_STATES = 64
 """States of a model that are remembered, such as training and evaluation."""
@@ -62,6 +66,10 @@ class Fingerprint:
         self._lengths: tuple[int, ...] = ()
         self._filled: list[dict[Any, Any]] = []
         """Of `_dicts` those that hold something: most hold no hooks."""
+        self._hooks: list[dict[Any, Any]] = []
+        """Of those that hold something, the hooks of a module."""
+        self._made_anew: list[dict[str, Any]] = []
+        """Attributes of modules, some of which are made anew though nothing has changed."""
         self._configs: list[PreTrainedConfig] = []
         self._globals: list[_Globals] = []
         self._bases: list[type] = []
@@ -75,7 +83,13 @@ class Fingerprint:
         modules = tuple(module for _, module in every_module(self.model))
         if modules != self._modules or tuple(map(len, self._dicts)) != self._lengths:
             self._look_at(modules)
-        values = (*modules, *chain.from_iterable(map(dict.values, self._filled)), *self._others())
+        values = (
+            *modules,
+            *chain.from_iterable(map(dict.values, self._filled)),
+            *chain.from_iterable(map(_hooks, self._hooks)),
+            *chain.from_iterable(map(_attributes, self._made_anew)),
+            *self._others(),
+        )
         for place, (number, before) in enumerate(self._states):
             if _same(before, values):
                 if place:
@@ -89,11 +103,15 @@ class Fingerprint:
 
     def _look_at(self, modules: tuple[nn.Module, ...]) -> None:
         """List the dictionaries of the modules, whose values are compared."""
-        names = ("_parameters", "_modules", *HOOKS)
         own = [vars(module) for module in modules]
-        self._dicts = [*own, *(attributes[name] for attributes in own for name in names)]
+        parts = [attributes[name] for attributes in own for name in ("_parameters", "_modules")]
+        hooks = [attributes[name] for attributes in own for name in HOOKS]
+        self._dicts = [*own, *parts, *hooks]
         self._lengths = tuple(map(len, self._dicts))
-        self._filled = [found for found in self._dicts if found]
+        self._made_anew = [found for found in own if _is_made_anew(found)]
+        plain = [found for found in own if not _is_made_anew(found)]
+        self._filled = [found for found in (*plain, *parts) if found]
+        self._hooks = [found for found in hooks if found]
         self._configs = configurations(self.model)
         kinds = {plain_class(module) for module in modules}
         self._bases = sorted({base for kind in kinds for base in kind.__mro__}, key=id)
@@ -116,6 +134,29 @@ class Fingerprint:
             ),
             *(repr(vars(config)) for config in self._configs),
         )
+
+
+def _hooks(found: Mapping[Any, Any]) -> list[Any]:
+    """Hooks in their order; those that only let inputs require gradients count as one."""
+    kept = [hook for hook in found.values() if not requires_gradients(hook)]
+    return kept if len(kept) == len(found) else [*kept, requires_gradients]
+
+
+def _is_made_anew(attributes: Mapping[str, Any]) -> bool:
+    partials = any(isinstance(value, partial) for value in attributes.values())
+    return partials or any(name in attributes for name in HANDLES)
+
+
+def _attributes(attributes: Mapping[str, Any]) -> Iterator[Any]:
+    """Values that are equal where nothing has changed.
+
+    A partial, as transformers makes one each time that checkpointing is enabled, equals no other.
+    """
+    for name, value in attributes.items():
+        if isinstance(value, partial):
+            yield (value.func, value.args, value.keywords)
+        elif name not in HANDLES:
+            yield value
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

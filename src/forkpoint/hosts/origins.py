@@ -107,8 +107,11 @@ def innermost(function: Any) -> Any:
 def is_defined_as(function: Any, qualname: str, module: str) -> bool:
     """Whether `module` defines `function` by this name, whatever decorators are around it."""
     code = getattr(innermost(function), "__code__", None)
-    if code is None:
-        return False
+    return code is not None and is_of_code(code, qualname, module)
+
+
+def is_of_code(code: types.CodeType, qualname: str, module: str) -> bool:
+    """Whether `code` was compiled from the file of `module` under this name."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return (
         code.co_qualname == qualname

@@ -1,6 +1,7 @@
 """Microbatches, and the places of their segments. In numpy."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -44,6 +45,9 @@ class Microbatch:
     padding: int = 0
     """Places after the last segment of a packed microbatch, so that its length is a multiple of
     what the host takes. They are a sequence of their own, which nothing else reads."""
+    trunk: Literal["", "sent", "received"] = ""
+    """Whether it holds trunks, which several ranks read: sent to the others, or received from
+    them, so that it does not run here."""
 
     @property
     def keeps_boundary(self) -> bool:

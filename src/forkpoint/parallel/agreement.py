@@ -1,7 +1,7 @@
 """The agreement of ranks before a step: one exchange over CPUs, the same answer everywhere."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,8 +14,11 @@ from forkpoint.parallel.copies import Contents, check_same_batches
 from forkpoint.parallel.ranks import DataRanks
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.align_programs import align
+from forkpoint.plan.exchanging import align_exchanging
 from forkpoint.plan.gathering import Gathering, RankCosts, choose_gathering
 from forkpoint.plan.program import Program
+from forkpoint.plan.shared_trunks import SharedTrunk
+from forkpoint.plan.splitting import Exchanged, Splitting, choose_split, link_cost, step_cost
 from forkpoint.rollouts import RolloutBatch
 
 
@@ -48,6 +51,11 @@ class Proposal:
     """Of the step, where several ranks have the same batch."""
     sample: RolloutBatch | None = None
     """For the comparison with the stock model, where this rank wants it."""
+    trunks: Mapping[str, int] = field(default_factory=dict)
+    """By digest, the edges of what this rank would have another compute, or compute for others."""
+    exchanged: Exchanged | str | None = None
+    """This rank's part of a step in which trunks are exchanged, or why it cannot run one; None
+    before ranks have found that they have some in common."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,10 @@ class Agreement:
     sample: RolloutBatch | None
     parts: tuple[RolloutBatch, ...] = ()
     """By rank, its rollouts, where the loss is computed from those of all ranks."""
+    splitting: Splitting | None = None
+    """Treatment of trunks that several ranks have; None where there are none."""
+    trunks: tuple[SharedTrunk, ...] = ()
+    """Those that ranks exchange."""
 
     @property
     def lockstep(self) -> bool:
@@ -98,6 +110,8 @@ def agreed(
     *,
     gather: Literal["", "auto", "microbatch", "step"],
     batches: Sequence[int] | None = None,
+    split: str = "replicate",
+    trunks: tuple[SharedTrunk, ...] = (),
 ) -> Agreement:
     """The step that all ranks run.
 
@@ -108,6 +122,8 @@ def agreed(
         gather: as in the configuration; "" where weights are not sharded. Gathered for each
             microbatch, programs need one common shape.
         batches: by rank, which batch it has; ranks of one are counted once. None: each its own.
+        split: as in the configuration.
+        trunks: those that ranks have in common.
 
     Raises RankError, naming the rank, where one cannot run the step or calls something else.
     """
@@ -137,15 +153,21 @@ def agreed(
         proposals = [proposals[list(batches).index(batch)] for batch in every_batch]
     programs = [proposal.program for proposal in proposals]
     own = programs[index]
-    gathering = None
-    if gather and not refused:
+    gathering, splitting = None, None
+    if not refused:
         aligned: Sequence[Program] = ()
-        if gather != "step":
+        if gather and gather != "step":
             aligned = align(programs, [proposal.costs for proposal in proposals])
         costs = [proposal.held or RankCosts() for proposal in proposals]
-        gathering = choose_gathering(gather, aligned, costs, names)
-        if gathering.gather == "microbatch":
+        if gather:
+            gathering = choose_gathering(gather, aligned, costs, names)
+        if gathering is not None and gathering.gather == "microbatch":
             own = aligned[index]
+        if trunks:
+            cost = step_cost(gathering, aligned, costs)
+            splitting, program, other = _split(proposals, names, gather, split, trunks, cost, index)
+            if splitting.split == "exchange":
+                own, gathering = program, other
     if not refused:
         _check_coupling(proposals)
     digests = [p.groups for p in proposals if p.groups is not None and len(p.groups)]
@@ -162,7 +184,43 @@ def agreed(
         split_groups=len(every) - distinct,
         sample=sample,
         parts=tuple(p.gathered for p in proposals if p.gathered is not None),
+        splitting=splitting,
+        trunks=trunks if splitting is not None and splitting.split == "exchange" else (),
     )
+
+
+def _split(
+    proposals: Sequence[Proposal],
+    names: Sequence[int],
+    gather: Literal["", "auto", "microbatch", "step"],
+    asked: str,
+    trunks: Sequence[SharedTrunk],
+    replicated: float,
+    index: int,
+) -> tuple[Splitting, Program, Gathering | None]:
+    """Treatment of trunks and, where ranks exchange them, this rank's program and how weights
+    are held."""
+    offers: list[Exchanged] = []
+    for rank, proposal in zip(names, proposals, strict=True):
+        if not isinstance(proposal.exchanged, Exchanged):
+            reason = f"rank {rank} cannot exchange prompts: {proposal.exchanged}"
+            return Splitting("replicate", reason), Program(), None
+        offers.append(proposal.exchanged)
+    if len({bool(offer.program.scores) for offer in offers}) > 1:
+        reason = "with prompts exchanged, the loss would need two passes on some ranks alone"
+        return Splitting("replicate", reason), Program(), None
+    programs = [offer.program for offer in offers]
+    costs = [offer.held for offer in offers]
+    aligned: Sequence[Program] = ()
+    gathering = None
+    if gather and gather != "step":
+        aligned = align_exchanging(programs, [offer.costs for offer in offers])
+    if gather:
+        gathering = choose_gathering(gather, aligned, costs, names)
+    link = link_cost([(t.edges, t.owner, t.ranks) for t in trunks], offers[0].link, costs)
+    splitting = choose_split(asked, replicated, step_cost(gathering, aligned, costs) + link)
+    lockstep = gathering is not None and gathering.gather == "microbatch"
+    return splitting, (aligned if lockstep else programs)[index], gathering
 
 
 def _check_coupling(proposals: Sequence[Proposal]) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
@@ -45,6 +46,8 @@ class DataRanks:
     phase: Phase = "told"
     broken: str | None = None
     """Why no further step is possible: this rank has left the collectives of one."""
+    device_group: dist.ProcessGroup | None = None
+    """For tensors on a device, once some were sent."""
 
     def __post_init__(self) -> None:
         self.batches = self.batches or tuple(range(self.size))
@@ -72,6 +75,19 @@ class DataRanks:
         dist.all_gather_object(found, value, group=self.cpu_group)
         self.calls += first
         return found  # pyright: ignore[reportReturnType]
+
+    def group_of(self, device: torch.device) -> dist.ProcessGroup:
+        """The group to send tensors of a device over. Collective the first time."""
+        if device.type == "cpu":
+            return self.cpu_group
+        if self.device_group is None:
+            group = dist.new_group(list(self.global_ranks), use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            # NCCL connects all ranks at the first collective of a group; a first exchange between
+            # two of them alone is undefined.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            self.device_group = group
+        return self.device_group
 
     @property
     def name(self) -> str:

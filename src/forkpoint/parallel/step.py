@@ -1,6 +1,7 @@
 """One step of several ranks, once they have agreed on it."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from forkpoint.errors import RankError
 from forkpoint.parallel.copies import check_same_losses
 from forkpoint.parallel.ranks import DataRanks
 from forkpoint.rollouts import RolloutBatch
+
+T = TypeVar("T")
 
 
 class StepOfRanks:
@@ -55,7 +58,7 @@ class StepOfRanks:
                     "can be repeated on all ranks once that is mended."
                 )
 
-    def gather(self, values: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+    def gather(self, values: Mapping[str, T]) -> list[Mapping[str, T]]:
         """The values of all ranks, by index, within the step. Collective.
 
         Raises RankError where another rank has failed in the place of giving its own.

@@ -24,6 +24,7 @@ from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_wor
 from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, Meter
 from forkpoint.plan.pricing.prices import Prices
 from forkpoint.plan.program import Program
+from forkpoint.plan.trunks import Trunk, classes_of, cut_below
 from forkpoint.rollouts import RolloutBatch
 
 DEFAULT_MICROBATCH_TOKENS = 16_384
@@ -62,8 +63,10 @@ class Builder:
         config: Config,
         capabilities: Capabilities | None = None,
         measured_budget: int | None = None,
+        trunks: tuple[Trunk, ...] | None = None,
     ) -> None:
-        """`measured_budget`: the bytes that a memory_budget of "auto" stands for, if any."""
+        """`measured_budget`: the bytes that a memory_budget of "auto" stands for, if any. `trunks`:
+        of a step whose ranks exchange them; None where ranks do not, or there is one."""
         batch, shape, calibration = prices.batch, prices.shape, prices.calibration
         self.batch: RolloutBatch = batch
         self.capabilities: Capabilities = capabilities or Capabilities()
@@ -99,9 +102,13 @@ class Builder:
         firsts = np.unique(batch.token_ids[batch.offsets[:-1]])
         self.unique_tokens: int = int(order.new_edges.sum()) + len(firsts)
         self.tree_order: SortedRollouts = order
-        if self.last_tokens:
+        self.trunks: tuple[Trunk, ...] | None = trunks
+        if self.last_tokens or trunks:
             self.tree_order = sort_rollouts(
-                batch.token_ids, batch.offsets, one_class, last_tokens=True
+                batch.token_ids,
+                batch.offsets,
+                classes_of(trunks or (), one_class),
+                last_tokens=self.last_tokens,
             )
         self.longest: int = int(self.tree_order.edges.max(initial=1))
         self.orders: dict[str, SortedRollouts] = {"tree": self.tree_order}
@@ -119,7 +126,7 @@ class Builder:
                 self.orders[sharing] = sort_rollouts(
                     self.batch.token_ids,
                     self.batch.offsets,
-                    self.batch.group_index,
+                    classes_of(self.trunks or (), self.batch.group_index),
                     last_tokens=self.last_tokens,
                 )
         return self.orders[sharing]
@@ -129,7 +136,8 @@ class Builder:
         lengths."""
         sharing = self._as(sharing)
         if sharing not in self._forests:
-            self._forests[sharing] = build_forest(self.order(sharing), len(self.batch))
+            forest = build_forest(self.order(sharing), len(self.batch))
+            self._forests[sharing] = cut_below(forest, self.trunks or ())
         return self._forests[sharing]
 
     def _as(self, sharing: str) -> str:
@@ -319,7 +327,9 @@ class Builder:
                 # Raises, saying why.
                 microbatches_of_whole_paths(order, len(self.batch), tokens, multiple)
             if boundary == "mixed" and not padded:
-                forest, microbatches = microbatches_mixed(forest, tokens, multiple)
+                forest, microbatches = microbatches_mixed(
+                    forest, tokens, multiple, self.trunks or ()
+                )
             else:
                 forest, microbatches = microbatches_across(
                     forest,
@@ -362,7 +372,13 @@ class Builder:
             last_tokens=self.last_tokens,
             labelled=labelled,
             dense=self.dense_work,
-            shared=forest_work(forest, labelled, self.windows),
+            shared=forest_work(
+                forest,
+                labelled,
+                self.windows,
+                [s for m in microbatches if m.trunk == "received" for s in m.segments],
+            ),
+            split="" if self.trunks is None else "exchange",
             fingerprint=self.fingerprint,
             capabilities=self.capabilities,
             memory_budget_bytes=self.budget,

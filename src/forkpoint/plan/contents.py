@@ -15,6 +15,7 @@ from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.layout import Microbatch
 from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.exchanging import exchanging
 from forkpoint.plan.pricing.cost import ModelShape, Work
 from forkpoint.plan.program import (
     BACKWARD,
@@ -27,7 +28,7 @@ from forkpoint.plan.program import (
 )
 from forkpoint.rollouts import RolloutBatch
 
-JSON_VERSION = 8
+JSON_VERSION = 9
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ class PlanContents:
     """How ranks hold sharded weights in the step (`Config.gather`); "" where weights are not
     sharded, and before ranks have agreed on it."""
     gather_reason: str = ""
+    split: Literal["", "replicate", "exchange"] = ""
+    """Treatment of first tokens that several ranks have: each runs them, or one does and
+    sends their prefix cache to the others (`Config.split`); "" where there are none, and before
+    ranks have agreed on it."""
+    split_reason: str = ""
 
     @property
     def fits(self) -> bool:
@@ -108,13 +114,13 @@ class PlanContents:
 
     @property
     def computed_tokens(self) -> int:
-        """Edges run, padding not counted."""
-        return sum(microbatch.tokens for microbatch in self.microbatches)
+        """Edges run on this rank, padding not counted."""
+        return sum(m.tokens for m in self.microbatches if m.trunk != "received")
 
     @property
     def run_tokens(self) -> int:
         """Tokens that go through the model, padding included."""
-        return sum(microbatch.run_tokens for microbatch in self.microbatches)
+        return sum(m.run_tokens for m in self.microbatches if m.trunk != "received")
 
     @property
     def bound(self) -> float:
@@ -147,12 +153,9 @@ class PlanContents:
 
     @cached_property
     def microbatch_names(self) -> tuple[str, ...]:
-        """By microbatch: "prefix" where others read its prefix cache, "leaf" where none does, and
-        its index."""
-        return tuple(
-            f"{'prefix' if microbatch.children else 'leaf'} {microbatch.index}"
-            for microbatch in self.microbatches
-        )
+        """By microbatch: "prefix" where others read its prefix cache, "leaf" where none does,
+        "received" where another rank runs it, and its index."""
+        return tuple(f"{_kind(microbatch)} {microbatch.index}" for microbatch in self.microbatches)
 
     @cached_property
     def score_program(self) -> Program:
@@ -162,6 +165,8 @@ class PlanContents:
 
     def event(self, instruction: Instruction) -> str:
         """An instruction in words, such as "forward prefix 0"."""
+        if instruction.exchanges:
+            return f"{instruction.operation} trunks"
         name = "idle" if instruction.idle else self.microbatch_names[instruction.microbatch]
         return f"{instruction.operation} {name}"
 
@@ -306,6 +311,8 @@ class PlanContents:
         """The plan with the program of its microbatches, which begins with scores or does not."""
         early = self.capabilities.leaves_early
         program = step_program(self.microbatches, scores=scores, leaves_early=early)
+        if self.split == "exchange":
+            program = exchanging(program, self.microbatches, scores=scores)
         return replace(self, program=program)
 
     def to_json(self) -> str:
@@ -323,6 +330,12 @@ class PlanContents:
                 value = asdict(value)
             values[item.name] = value
         return json.dumps(values)
+
+
+def _kind(microbatch: Microbatch) -> str:
+    if microbatch.trunk == "received":
+        return "received"
+    return "prefix" if microbatch.children else "leaf"
 
 
 # Batches cannot be written to, so each is read once.

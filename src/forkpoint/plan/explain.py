@@ -21,6 +21,9 @@ def explain(plan: PlanContents, *, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
     # No title of the table, which would be broken where the table ends.
     title = Text(f"plan: {plan.sharing} + {plan.boundary}, {plan.reason}")
+    if plan.split:
+        how = "on each rank that has them" if plan.split == "replicate" else "on one rank, and sent"
+        title.append(f"\nprompts of several ranks run {how}: {plan.split_reason}")
     if plan.gather:
         how = "once a step" if plan.gather == "step" else "for each microbatch, in lockstep"
         title.append(f"\nweights gathered {how}: {plan.gather_reason}")

@@ -7,6 +7,7 @@ ranks wait for one another at the end alone, and whole weights take memory.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 from forkpoint.config import Gather
@@ -38,6 +39,8 @@ class RankCosts:
     """Of all microbatches, short ones counted as what they take."""
     once: float | None = 0.0
     """Its whole step where weights are gathered once; None where that is not possible."""
+    parts: tuple[float, ...] = ()
+    """Of that, before, between and after the exchanges of trunks; empty where there are none."""
     why_not: str = ""
     """Why it is not."""
 
@@ -93,8 +96,7 @@ def predicted(aligned: Sequence[Program], costs: Sequence[RankCosts]) -> tuple[f
     An idle instruction is free, because there is always a rank that does not idle it.
     """
     gathering = gathering_cost(costs)
-    length = len(aligned[0].instructions)
-    slowest = [gathering] * length
+    slowest = [0.0 if i.exchanges else gathering for i in aligned[0].instructions]
     for program, cost in zip(aligned, costs, strict=True):
         for at, instruction in enumerate(program.instructions):
             if not instruction.idle:
@@ -102,7 +104,13 @@ def predicted(aligned: Sequence[Program], costs: Sequence[RankCosts]) -> tuple[f
                 slowest[at] = max(slowest[at], by[instruction.microbatch])
     own = [cost.once or 0.0 for cost in costs]
     # Weights before the step and gradients after it: what lockstep hides behind computation.
-    return sum(slowest), max(own) + 2 * gathering, sum(own) / len(own)
+    return sum(slowest), apart_cost(costs) + 2 * gathering, sum(own) / len(own)
+
+
+def apart_cost(costs: Sequence[RankCosts]) -> float:
+    """Cost of a step whose ranks wait for each other at its end alone, and where they exchange."""
+    parts = [cost.parts or (cost.once or 0.0,) for cost in costs]
+    return sum(map(max, zip_longest(*parts, fillvalue=0.0)))
 
 
 def gathering_cost(costs: Sequence[RankCosts]) -> float:
@@ -130,16 +138,20 @@ def costs_of_rank(
         why_not: why there is none.
     """
     meter = meter_of(plan, calibration)
-    whole = None
+    parts: list[float] = []
     if once is not None:
         own = meter if once is plan else meter_of(once, calibration)
         program = once.score_program if scores else once.program
-        whole = sum(cost_of(once, own, i) for i in program.instructions)
+        parts = [0.0]
+        for instruction in program.instructions:
+            parts[-1] += cost_of(once, own, instruction)
+            parts += [0.0] if instruction.exchanges else []
     return RankCosts(
         forward=tuple(meter.forward(m) for m in plan.microbatches),
         backward=() if scores else tuple(meter.backward(m) for m in plan.microbatches),
         tokens=sum(max(m.run_tokens, EFFICIENT_TOKENS) for m in plan.microbatches),
-        once=whole,
+        once=sum(parts) if parts else None,
+        parts=tuple(parts) if len(parts) > 1 else (),
         why_not=why_not,
     )
 

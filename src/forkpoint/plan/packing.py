@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from forkpoint.errors import PlanError
 from forkpoint.forest import Forest, SortedRollouts, build_forest
 from forkpoint.layout import Microbatch
+from forkpoint.plan.trunks import Trunk
 
 
 @dataclass
@@ -18,6 +20,7 @@ class _Draft:
     parent: int
     segments: list[int] = field(default_factory=list)
     width: int = 0
+    trunk: Literal["", "sent", "received"] = ""
 
 
 def round_up(tokens: int, multiple: int) -> int:
@@ -163,20 +166,35 @@ def microbatches_across(
 
 
 def microbatches_mixed(
-    forest: Forest, max_microbatch_tokens: int, multiple: int = 1
+    forest: Forest,
+    max_microbatch_tokens: int,
+    multiple: int = 1,
+    trunks: Sequence[Trunk] = (),
 ) -> tuple[Forest, list[Microbatch]]:
     """Microbatches of whole subtrees below microbatches of what is too large for one (boundary
     mixed).
 
     A segment whose subtree does not fit in a microbatch belongs to the spine. Spines are small
     where trees are bushy, so microbatches of whole subtrees can be filled well while little stays
-    open around them.
+    open around them. The `trunks`, each the first edges of a tree of its own, are spines as well,
+    around everything: those that other ranks send in one microbatch, which does not run, and those
+    that this rank sends in as few as they fit in.
     """
     forest = forest.chained(max_microbatch_tokens)
     below, length = forest.children(), forest.length.tolist()
     subtree = forest.subtree_edges().tolist()
     drafts: list[_Draft] = []
-    todo: list[tuple[list[int], int]] = [(np.flatnonzero(forest.parent < 0).tolist(), -1)]
+    every = [segment for trunk in trunks for segment in trunk.segments(forest)]
+    sent = [s for trunk in trunks if not trunk.received for s in trunk.segments(forest)]
+    for segments in _in_order(sent, length, max_microbatch_tokens):
+        drafts.append(_Draft(len(drafts) - 1, segments, trunk="sent"))
+    received = [s for trunk in trunks if trunk.received for s in trunk.segments(forest)]
+    if received:
+        drafts.append(_Draft(len(drafts) - 1, received, trunk="received"))
+    inside = set(every)
+    roots = [s for s in np.flatnonzero(forest.parent < 0).tolist() if s not in inside]
+    readers = [child for s in every for child in below[s] if child not in inside]
+    todo: list[tuple[list[int], int]] = [(roots + readers, len(drafts) - 1)]
     while todo:
         waiting, parent = todo.pop()
         whole = [s for s in waiting if subtree[s] <= max_microbatch_tokens]
@@ -284,6 +302,7 @@ def _finish(forest: Forest, drafts: list[_Draft], multiple: int) -> list[Microba
                 run_tokens=places + padding,
                 tokens=int(forest.length[segments].sum()),
                 padding=padding,
+                trunk=draft.trunk,
             )
         )
     return microbatches

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forkpoint.byte_sizes import shown
-from forkpoint.config import Config
+from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
 from forkpoint.plan.builder import Builder, cost_with_preference, least_memory
@@ -15,6 +15,7 @@ from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.prices import Prices
 from forkpoint.plan.routing import RouterDemand
+from forkpoint.plan.trunks import Trunk
 from forkpoint.rollouts import RolloutBatch
 
 # Auto prefers the simpler of two plans whose costs differ by less than this.
@@ -34,6 +35,7 @@ def make_plan(
     measured_budget_bytes: int | None = None,
     tempers: bool = True,
     routers: RouterDemand | None = None,
+    trunks: tuple[Trunk, ...] | None = None,
 ) -> Plan:
     """Plan a batch.
 
@@ -54,6 +56,8 @@ def make_plan(
         tempers: whether the head's outputs depend on temperatures, as log-probs do and a critic's
             values do not. An edge then has an entry for each temperature at which it is trained.
         routers: demands of routers' statistics; None where there are no such statistics.
+        trunks: of a step in which ranks exchange trunks, those of this rank, none of them too; the
+            configuration must allow it (`plan.trunks.can_exchange`). None where they do not.
 
     Raises:
         PlanError: no combination fits the limits; every reason is named. Or there is a budget in
@@ -66,9 +70,11 @@ def make_plan(
     if capabilities is None:
         capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
     prices = Prices(batch, shape, coupling, calibration, tempers=tempers, routers=routers)
-    builder = Builder(prices, config, capabilities, measured_budget_bytes)
+    builder = Builder(prices, config, capabilities, measured_budget_bytes, trunks)
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
+    if trunks:
+        sharings, boundaries = ("tree" if config.sharing == AUTO else config.sharing,), ("mixed",)
     plans: list[Plan] = []
     candidates: list[Candidate] = []
     for sharing in sharings:

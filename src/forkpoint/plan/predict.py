@@ -156,7 +156,7 @@ def microbatches_let_go(plan: Plan, meter: Meter, shape: ModelShape, budget: int
         # Microbatches lie in visiting order, so those open around one are a stack.
         while opened and opened[-1] != microbatch.parent:
             held -= holds[opened.pop()]
-        kept = meter.kept_bytes(microbatch)
+        kept = 0 if microbatch.trunk == "received" else meter.kept_bytes(microbatch)
         over = held + kept + meter.working_bytes(microbatch) - room
         while over > 0 and cheapest:
             index = -heappop(cheapest)[1]
@@ -167,6 +167,7 @@ def microbatches_let_go(plan: Plan, meter: Meter, shape: ModelShape, budget: int
                 over -= holds[index]
                 holds[index] = 0
         keeps = bool(microbatch.children) and microbatch.activations == "keep"
+        keeps = keeps and microbatch.trunk != "received"
         holds.append(kept if keeps else 0)
         if microbatch.children:
             opened.append(microbatch.index)
@@ -197,7 +198,8 @@ def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Pla
     microbatches = []
     for microbatch in plan.microbatches:
         above = open_bytes[microbatch.parent] if microbatch.parent >= 0 else 0
-        kept = meter.kept_bytes(microbatch) if microbatch.activations == "keep" else 0
+        keeps = microbatch.activations == "keep" and microbatch.trunk != "received"
+        kept = meter.kept_bytes(microbatch) if keeps else 0
         open_bytes.append(above + kept)
         with_logits = replace(microbatch, keeps_logits=True)
         needed = above + meter.kept_bytes(with_logits) + meter.working_bytes(microbatch)

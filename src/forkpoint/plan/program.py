@@ -17,7 +17,8 @@ from forkpoint.errors import PlanError
 from forkpoint.layout import Microbatch
 
 SCORE, FORWARD, RECOMPUTE, BACKWARD = "score", "forward", "recompute", "backward"
-OPERATIONS = (SCORE, FORWARD, RECOMPUTE, BACKWARD)
+SHARE, RETURN = "share", "return"
+OPERATIONS = (SCORE, FORWARD, RECOMPUTE, BACKWARD, SHARE, RETURN)
 BOUNDARY, BLOCKS, HEAD = "boundary", "blocks", "head"
 ENDS = (BOUNDARY, BLOCKS, HEAD)
 """How far a forward goes, the nearest first."""
@@ -36,7 +37,8 @@ class Instruction(NamedTuple):
     several microbatches needs two: scores, then forwards and backwards."""
     operation: str
     """SCORE: a forward without a graph. FORWARD. RECOMPUTE: the forward again, for the activations
-    that were not kept. BACKWARD."""
+    that were not kept. BACKWARD. SHARE: ranks send one another prefix caches of trunks. RETURN: and
+    the gradients of these. Both are of no microbatch, and all ranks of the step take part."""
     slot: int
     """The place in the nesting of forwards and backwards. Ranks whose programs were aligned run
     the same slots at the same time. In the program of one device it is the microbatch."""
@@ -59,6 +61,11 @@ class Instruction(NamedTuple):
         takes part in the collectives of the other ranks.
         """
         return self.microbatch == IDLE
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it is the ranks' exchange of prefix caches, or of their gradients."""
+        return self.operation in (SHARE, RETURN)
 
     @property
     def ends_at_boundary(self) -> bool:
@@ -86,7 +93,7 @@ class Program:
     @cached_property
     def scores(self) -> tuple[Instruction, ...]:
         """The instructions of the pass of scores; empty where there is none."""
-        return tuple(i for i in self.instructions if i.operation == SCORE)
+        return tuple(i for i in self.instructions if _scores(i))
 
     @property
     def has_scores(self) -> bool:
@@ -97,7 +104,18 @@ class Program:
     @cached_property
     def training(self) -> tuple[Instruction, ...]:
         """The instructions of the pass of forwards and backwards."""
-        return tuple(i for i in self.instructions if i.operation != SCORE)
+        return tuple(i for i in self.instructions if not _scores(i))
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange prefix caches in it."""
+        return any(i.exchanges for i in self.instructions)
+
+
+def _scores(instruction: Instruction) -> bool:
+    """Whether an instruction belongs to the pass of scores, whose exchange records nothing."""
+    operation = instruction.operation
+    return operation == SCORE or (operation == SHARE and not instruction.records)
 
 
 def phase_of(operation: str, microbatch: Microbatch) -> str:
@@ -198,9 +216,14 @@ def waits_for(
     places = [_places(microbatch, lengths) for microbatch in microbatches]
     scores = {at for at, i in enumerate(program.instructions) if i.operation == SCORE}
     owners: dict[int, _Owners] = {}
+    received = {m.index for m in microbatches if m.trunk == "received"}
     for at, instruction in enumerate(program.instructions):
         number, operation, slot, microbatch = instruction[:4]
         waits = found[at]
+        if instruction.exchanges:
+            waits |= scores if instruction.records else set()
+            waits |= _of_pass(program, at, microbatches)
+            continue
         if operation in (FORWARD, RECOMPUTE):
             waits |= scores
         if operation == RECOMPUTE:
@@ -210,14 +233,35 @@ def waits_for(
             waits.add(in_slot.get((number, RECOMPUTE, slot), forward))
             if not instruction.idle:
                 waits |= {of[number, BACKWARD, child] for child in children[microbatch]}
+                if microbatches[microbatch].trunk and (number, RETURN, 0) in in_slot:
+                    waits.add(in_slot[number, RETURN, 0])
         elif not instruction.idle:
-            waits |= {of[number, operation, parent] for parent in parents[microbatch]}
+            share = in_slot.get((number, SHARE, 0))
+            if share is not None and not microbatches[microbatch].trunk:
+                waits.add(share)
+            waits |= {of[number, operation, p] for p in parents[microbatch] if p not in received}
             before = owners.setdefault(number, _Owners()).take(places[microbatch], microbatch)
             last = BACKWARD if operation == FORWARD else SCORE
             waits |= {of[number, last, owner] for owner in before}
             if operation == SCORE:
                 waits |= {of[number, SCORE, r] for r in _below(children, before)}
     return tuple(tuple(sorted(waits)) for waits in found)
+
+
+def _of_pass(program: Program, at: int, microbatches: Sequence[Microbatch]) -> set[int]:
+    """Instructions that an exchange waits for: that of caches for forwards of trunks, that of
+    gradients for all other backwards."""
+    exchange = program.instructions[at]
+    returns = exchange.operation == RETURN
+    operations = (BACKWARD,) if returns else (SCORE, FORWARD)
+    return {
+        place
+        for place, i in enumerate(program.instructions)
+        if i.pass_index == exchange.pass_index
+        and i.operation in operations
+        and not i.idle
+        and bool(microbatches[i.microbatch].trunk) is not returns
+    }
 
 
 def check_order(waits: Sequence[Iterable[int]], order: Sequence[int]) -> None:

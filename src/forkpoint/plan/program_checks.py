@@ -10,8 +10,12 @@ from forkpoint.plan.program import (
     BOUNDARY,
     FORWARD,
     HEAD,
+    IDLE,
+    OPERATIONS,
     RECOMPUTE,
+    RETURN,
     SCORE,
+    SHARE,
     Instruction,
     check_order,
 )
@@ -37,7 +41,13 @@ def check_program(plan: PlanContents) -> None:
             all(instruction.pass_index == number for instruction in part),
             f"its program numbers instructions of pass {number} otherwise",
         )
-        _check_slots(part)
+        _check_slots(tuple(i for i in part if not i.exchanges))
+        exchanges = [(i.operation, i.slot, i.microbatch) for i in part if i.exchanges]
+        wanted = [(SHARE, 0, IDLE), (RETURN, 0, IDLE)][: 2 if part is training else 1]
+        _require(
+            exchanges == (wanted if plan.split == "exchange" else []),
+            "its program exchanges trunks with other ranks otherwise than it says",
+        )
     _check_each(plan, scores, training)
     backwards = [i.last_backward for i in instructions if i.operation == BACKWARD]
     _require(
@@ -61,6 +71,10 @@ def _check_each(
     scored = any(i.operation == SCORE for i in own)
     for microbatch in plan.microbatches:
         index = microbatch.index
+        if microbatch.trunk == "received":
+            times = sum(count[operation, index] for operation in OPERATIONS)
+            _require(times == 0, f"its program runs microbatch {index}, which is received")
+            continue
         again = (RECOMPUTE, index) in of
         wanted = {FORWARD: 1, RECOMPUTE: int(again), BACKWARD: 1, SCORE: int(scored)}
         for operation, times in wanted.items():

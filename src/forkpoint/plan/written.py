@@ -11,7 +11,15 @@ from typing import Any, TypeVar, get_args
 
 import numpy as np
 
-from forkpoint.config import Activations, Boundary, Checkpointing, Gather, LeafLayout, Sharing
+from forkpoint.config import (
+    Activations,
+    Boundary,
+    Checkpointing,
+    Gather,
+    LeafLayout,
+    Sharing,
+    Split,
+)
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.layout import Microbatch, segment_widths
@@ -89,6 +97,7 @@ ROW = record(
         "keeps_logits": flag,
         "labelled": TOKENS,
         "padding": TOKENS,
+        "trunk": one_of("", "sent", "received"),
     }
 )
 INSTRUCTION = row_of(
@@ -154,6 +163,8 @@ PLAN = record(
         "reason": text,
         "gather": one_of("", *get_args(Gather)),
         "gather_reason": text,
+        "split": one_of("", *get_args(Split)),
+        "split_reason": text,
     }
 )
 
@@ -386,7 +397,7 @@ def _check_counts(plan: PlanContents) -> None:
     for name, found, wanted in (
         ("logical_tokens", plan.logical_tokens, dense + (0 if plan.last_tokens else plan.rollouts)),
         ("dense.tokens", plan.dense.tokens, dense),
-        ("shared.tokens", plan.shared.tokens, forest.edges),
+        ("shared.tokens", plan.shared.tokens, plan.computed_tokens),
         ("shared.labelled", plan.shared.labelled, plan.labelled),
     ):
         _require(found == wanted, f"{name} is {found}, and its forest has {wanted}")

@@ -22,6 +22,7 @@ from bad_inputs.splits import SPLITS
 from bad_inputs.states import STATES
 from bad_inputs.tensors import TENSORS
 from bad_inputs.traces import TRACES
+from bad_inputs.trl_options import TRL
 from bad_inputs.verl_options import VERL
 
 TOPICS: dict[str, tuple[Kind, ...]] = {
@@ -38,6 +39,7 @@ TOPICS: dict[str, tuple[Kind, ...]] = {
     "States of a model": STATES,
     "Losses": LOSSES,
     "Routers of mixtures of experts": ROUTERS,
+    "Trainers of TRL": TRL,
     "Engines for verl": VERL,
     "Plans": PLANS,
     "Attention kernels": KERNELS,

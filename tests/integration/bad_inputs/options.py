@@ -239,6 +239,23 @@ OPTIONS = (
         remedy="Config() serves any model; see docs/ranks.md.",
     ),
     option_kind(
+        "Prompts exchanged on a rank that is alone",
+        lambda: policy().with_config(split="exchange"),
+        message="split is 'exchange', and this rank trains its model alone. Leave the option out; "
+        "prompts are exchanged by ranks of fully_shard and DistributedDataParallel.",
+        means="split says what ranks do about prompts of which several have rollouts.",
+        remedy="Config() serves any model; see docs/ranks.md.",
+    ),
+    option_kind(
+        "Prompts exchanged with forks within microbatches",
+        lambda: Config(split="exchange", boundary="within"),
+        message="split is 'exchange' and boundary is 'within'; prompts that are exchanged lie in "
+        "microbatches of their own, around packed ones whose rollouts share. Leave one of the two "
+        "options out.",
+        means="A prompt that another rank sends is read across a boundary, by rollouts that share.",
+        remedy="Leave sharing, boundary and leaf_layout to the planner, or split.",
+    ),
+    option_kind(
         "A scale that is NaN",
         lambda: policy().forward_backward(forked_batch(), GRPO, scale=float("nan")),
         message="scale is nan; it takes a finite number.",

@@ -155,6 +155,14 @@ PLANS = (
         remedy="Make the plan again; it takes little time.",
     ),
     plan_kind(
+        "The plan of a step in which ranks exchanged prompts",
+        lambda: policy().forward_backward(BATCH, losses.GRPO(), plan=make_plan(BATCH, trunks=())),
+        message="this plan is of a step in which ranks exchanged prefix caches, and says nothing "
+        "of the other ranks. Make a plan with policy.plan(batch), or give none.",
+        means="What other ranks send is agreed on in each step, and is no part of a plan.",
+        remedy="Leave the plan out; each step finds the prompts that its ranks have in common.",
+    ),
+    plan_kind(
         "A plan of another version",
         lambda: Plan.from_json(written(version=0)),
         message="this JSON has version 0 and this forkpoint reads plans of version "

@@ -1,6 +1,8 @@
 """Hooks on modules and parameters: those that are known to change nothing pass."""
 
 from collections.abc import Iterator
+from functools import cache
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -8,7 +10,7 @@ from torch.nn.modules import module as torch_module
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_module, every_parameter
-from forkpoint.hosts.origins import innermost, is_defined_as, place_of
+from forkpoint.hosts.origins import innermost, is_defined_as, is_of_code, place_of
 from forkpoint.hosts.parallel_forwards import sums_in_every_backward
 from forkpoint.hosts.watching import Watching
 
@@ -20,8 +22,7 @@ KINDS = {
 }
 """The attributes of a module that hold its hooks."""
 
-KNOWN = (
-    # Inputs that require gradients, for checkpointing above frozen embeddings.
+REQUIRING_GRADIENTS = (
     (
         "transformers.modeling_utils",
         "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",
@@ -34,6 +35,11 @@ KNOWN = (
         "peft.utils.other",
         "prepare_model_for_kbit_training.<locals>.make_inputs_require_grad",
     ),
+)
+"""Hooks by which inputs require gradients, for checkpointing above frozen embeddings."""
+
+KNOWN = (
+    *REQUIRING_GRADIENTS,
     # It collects hidden states for a forward that asks for them; microbatches do not.
     (
         "transformers.utils.output_capturing",
@@ -86,6 +92,18 @@ def _is_known(hook: Any) -> bool:
         return True
     function = innermost(hook)
     return any(is_defined_as(function, qualname, module) for module, qualname in KNOWN)
+
+
+def requires_gradients(hook: Any) -> bool:
+    """Whether a hook only lets inputs require gradients. transformers may set it again and again:
+    `gradient_checkpointing_enable` adds one each time, as do trainers that generate."""
+    code = getattr(hook, "__code__", None)
+    return code is not None and _requires_gradients(code)
+
+
+@cache
+def _requires_gradients(code: CodeType) -> bool:
+    return any(is_of_code(code, qualname, module) for module, qualname in REQUIRING_GRADIENTS)
 
 
 def _message(where: str, kind: str, hook: Any) -> str:

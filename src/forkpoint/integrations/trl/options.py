@@ -175,9 +175,13 @@ REFUSED: dict[str, Refused] = {
     ),
     "parallelism_config": Refused("a configuration", _PARALLEL, _set("parallelism_config")),
     "router_aux_loss_coef": Refused(
-        "not 0, with a mixture of experts (by default its own)",
-        "router losses are not given to these trainers yet: set router_aux_loss_coef=0.0.",
-        lambda trainer: bool(getattr(trainer, "aux_loss_enabled", False)),
+        "not 0 (a mixture's own by default), on several ranks",
+        "statistics of routers are not summed over ranks yet: train in one process, or set "
+        "router_aux_loss_coef=0.0.",
+        lambda trainer: (
+            bool(getattr(trainer, "aux_loss_enabled", False))
+            and trainer.accelerator.num_processes > 1
+        ),
     ),
     "torch_compile": Refused("True", _COMPILED, _set("torch_compile")),
     "torch_compile_backend": Refused("a name", _COMPILED, _set("torch_compile_backend")),

@@ -14,7 +14,6 @@ from forkpoint.rollouts import RolloutBatch
 IGNORED = -100
 """The label of a token that is not scored."""
 REMEDIES = {
-    "output_router_logits": "Router losses are not computed yet: set router_aux_loss_coef=0.0.",
     "shift_labels": "Context parallelism is not supported: leave parallelism_config out.",
     "position_ids": "Rows without padding are not supported: set padding_free=False.",
     "pixel_values": "Images are not supported yet: train on a dataset without them.",
@@ -29,11 +28,13 @@ class Rows:
     input_ids: int64 [B, W].
     present: bool [B, W]; False for padding.
     scored: bool [B, W]; tokens whose log-probs are asked for.
+    routed: whether the load-balancing loss of a mixture's routers is asked for.
     """
 
     input_ids: Tensor
     present: Tensor
     scored: Tensor
+    routed: bool = False
 
     @classmethod
     def of_call(cls, arguments: Mapping[str, Any]) -> "Rows":
@@ -45,9 +46,9 @@ class Rows:
         given = {name: value for name, value in arguments.items() if value is not None}
         input_ids, labels = given.pop("input_ids"), given.pop("labels")
         mask = given.pop("attention_mask", None)
-        given.pop("fused_lm_head", None)
-        if not given.pop("use_cache", False) and not given.get("output_router_logits", True):
-            given.pop("output_router_logits")
+        routed = bool(given.pop("output_router_logits", False))
+        for name in ("fused_lm_head", "use_cache"):  # TRL's head uses no cache whatever is given
+            given.pop(name, None)
         for name in given:
             remedy = REMEDIES.get(name, "Leave out what makes the trainer pass it.")
             raise UnsupportedError(
@@ -62,7 +63,7 @@ class Rows:
                 "the trainer's labels are other tokens than its input_ids; log-probs of the tokens "
                 "themselves are what forkpoint computes. Use a loss of these."
             )
-        return cls(input_ids, present, scored)
+        return cls(input_ids, present, scored, routed)
 
 
 class PackedRows:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from forkpoint.config import HEAD_STATISTICS, Config
 from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.trl.counts import Counts
+from forkpoint.integrations.trl.routers import factor_of, router_loss
 from forkpoint.integrations.trl.rows import PackedRows, Rows
 from forkpoint.integrations.trl.stand_ins import Answer, HeadAnswer, Recorded, Recorder, Scorer
 from forkpoint.integrations.trl.terms import TokenTerms, streams
@@ -124,18 +125,22 @@ class Sharing:
         references = self._references(packed)
         scale = self._scale(window[-1])
         begin = time.perf_counter()
+        routed, device = window[0].rows.routed, packed.cells.device
+        unknown = torch.zeros((), device=device) if routed else None
 
-        def losses(per_token: Mapping[str, Tensor]) -> Tensor:
+        def losses(per_token: Mapping[str, Tensor], routers: Tensor | None = unknown) -> Tensor:
             state.restore()  # where a step is repeated its loss is, too
-            answers = self._answers(packed, per_token)
+            answers = self._answers(packed, per_token, routers)
             return self._losses(compute, model, window, answers, references)
 
+        factor = router = None
+        if routed:
+            # TRL's loss is linear in those of routers: the step adds them, and TRL's code is given
+            # their mean when it is known.
+            factor = factor_of(losses, packed, ("logprobs", "entropies", *self._statistics))
+            router = router_loss(packed, factor)
         terms = self._terms(window, packed, losses, state)
-        if terms is not None:
-            stats = policy.forward_backward(packed.batch, _additive(terms), scale=scale)
-            with torch.no_grad():
-                value = losses(stats.per_token)
-        elif policy.host.group is not None:
+        if terms is None and policy.host.group is not None:
             stats, value = _in_two_halves(policy, packed, losses, scale)
         else:
             values: list[Tensor] = []
@@ -144,8 +149,16 @@ class Sharing:
                 values.append(losses(outputs.per_token))
                 return values[-1]
 
-            loss = FunctionLoss(whole, needs_entropy=True)
-            stats = policy.forward_backward(packed.batch, loss, scale=scale)
+            loss = (
+                _additive(terms) if terms is not None else FunctionLoss(whole, needs_entropy=True)
+            )
+            stats = policy.forward_backward(packed.batch, loss, scale=scale, router=router)
+            mean = None
+            if factor is not None and stats.router_loss is not None:
+                mean = torch.tensor(stats.router_loss / factor, device=device)
+            if terms is not None or routed:
+                with torch.no_grad():
+                    values.append(losses(stats.per_token, mean))
             value = values[-1]
         self.last_plan = stats.plan
         self.counts.add(stats.plan, len(packed.batch), (time.perf_counter() - begin) * 1e3)
@@ -239,13 +252,16 @@ class Sharing:
         """Of the head that TRL has fused: its sampling temperature, 1 in DPO."""
         return float(getattr(self.trainer, "temperature", 1.0))
 
-    def _answers(self, packed: PackedRows, per_token: Mapping[str, Tensor]) -> list[HeadAnswer]:
-        """Answers of TRL's head for each of the calls, from outputs [T] by forkpoint's names."""
+    def _answers(
+        self, packed: PackedRows, per_token: Mapping[str, Tensor], routers: Tensor | None = None
+    ) -> list[HeadAnswer]:
+        """Answers of TRL's head for each of the calls, from outputs [T] by forkpoint's names, with
+        the mean of their load-balancing losses."""
         found: list[dict[str, Tensor]] = [{} for _ in packed.calls]
         for name, values_T in per_token.items():
             for answer, x_BW in zip(found, packed.unpacked(values_T), strict=True):
                 answer[NAMES[name]] = x_BW.bool() if name == "is_top1" else x_BW
-        return [HeadAnswer(**answer) for answer in found]
+        return [HeadAnswer(**answer, aux_loss=routers) for answer in found]
 
     def _references(self, packed: PackedRows) -> list[HeadAnswer] | None:
         """Of a window, where the loss asks a reference model itself; else None."""
@@ -259,8 +275,12 @@ class Sharing:
         def score(rows: Rows) -> HeadAnswer:
             packed = PackedRows([rows], self._temperature)
             policy = self._reading(model) if entropy else self.policy(model)
-            found = policy.score(packed.batch, entropy=entropy)
-            return self._answers(packed, found.per_token)[0]
+            router = router_loss(packed, 1.0) if rows.routed else None
+            found = policy.score(packed.batch, entropy=entropy, router=router)
+            routers = None
+            if found.router_loss is not None:
+                routers = torch.tensor(found.router_loss, device=packed.cells.device)
+            return self._answers(packed, found.per_token, routers)[0]
 
         return Scorer(model, score)
 

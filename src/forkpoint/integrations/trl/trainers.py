@@ -12,6 +12,7 @@ from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.integrations.trl.groups import Grouping
 from forkpoint.integrations.trl.options import check_options
 from forkpoint.integrations.trl.references import ReferenceSharing
+from forkpoint.integrations.trl.routers import check_routers
 from forkpoint.integrations.trl.stand_ins import StandIn
 from forkpoint.rollouts import short
 
@@ -51,7 +52,7 @@ class _SharedTrainer(Base):
         if not self.is_fsdp_enabled:
             # What has not been shown exact is refused here; sharded models are looked at when they
             # have been sharded.
-            self.sharing.policy(self.accelerator.unwrap_model(self.model))
+            check_routers(self, self.sharing.policy(self.accelerator.unwrap_model(self.model)))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self.sharing.forget()

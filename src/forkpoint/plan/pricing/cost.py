@@ -5,7 +5,7 @@ the edges run, attention on visible pairs, the head on labelled tokens only on b
 each temperature), and nothing of ours (recomputation, zero roots, padding) counted as useful.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -320,7 +320,10 @@ def dense_work(edges: IntArray, labelled: int, windows: tuple[int, ...]) -> Work
     return Work(tokens=int(edges.sum()), pairs=pairs, labelled=labelled)
 
 
-def forest_work(forest: Forest, labelled: int, windows: tuple[int, ...]) -> Work:
-    """Work of running each edge of a forest once."""
-    pairs = {window: visible_pairs(forest.start, forest.length, window) for window in {0, *windows}}
-    return Work(tokens=forest.edges, pairs=pairs, labelled=labelled)
+def forest_work(
+    forest: Forest, labelled: int, windows: tuple[int, ...], received: Sequence[int] = ()
+) -> Work:
+    """Work of running each edge of a forest once, but for segments `received` from other ranks."""
+    start, length = np.delete(forest.start, received), np.delete(forest.length, received)
+    pairs = {window: visible_pairs(start, length, window) for window in {0, *windows}}
+    return Work(tokens=int(length.sum()), pairs=pairs, labelled=labelled)

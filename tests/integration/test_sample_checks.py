@@ -1,0 +1,96 @@
+"""When a model is compared with its stock forward: not again where nothing has changed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from steps import forked_batch
+
+from forkpoint import Config, wrap
+from forkpoint import sample_checks as checks
+from forkpoint.losses import GRPO
+from forkpoint.testing import tiny_model
+from forkpoint.weight_changes import OptimizerSteps
+
+
+def checkpoint(model: Any, options: dict[str, bool]) -> None:
+    """By the name that this transformers has for it."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable(options)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each comparison."""
+    found: list[None] = []
+    compare: Callable[..., Any] = checks.self_check
+
+    def counting(*args: Any, **options: Any) -> None:
+        found.append(None)
+        compare(*args, **options)
+
+    monkeypatch.setattr(checks, "self_check", counting)
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_before_the_first_and_the_second_step(counted: list[None], fused: bool) -> None:
+    model = tiny_model("llama")
+    policy = wrap(model, Config())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    seen = []
+    for _ in range(4):
+        policy.forward_backward(forked_batch(), GRPO())
+        seen.append(len(counted))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == [1, 2, 2, 2]
+
+
+def test_checkpointing_that_is_enabled_again_and_again(counted: list[None]) -> None:
+    """transformers makes a partial each time; TRL's trainers do so at every generation."""
+    model = tiny_model("llama")
+    policy = wrap(model, Config())
+    for _ in range(4):
+        checkpoint(model, {"use_reentrant": False})
+        policy.forward_backward(forked_batch(), GRPO())
+    assert len(counted) == 1
+    checkpoint(model, {"use_reentrant": False, "preserve_rng_state": False})
+    policy.forward_backward(forked_batch(), GRPO())
+    assert len(counted) == 2
+
+
+def test_inputs_that_require_gradients_again_and_again(counted: list[None]) -> None:
+    """transformers adds a hook each time that checkpointing is enabled; trainers that generate do
+    so at every step."""
+    model = tiny_model("llama")
+    policy = wrap(model, Config())
+    for _ in range(4):
+        model.enable_input_require_grads()
+        policy.forward_backward(forked_batch(), GRPO())
+    assert len(model.get_input_embeddings()._forward_hooks) == 4
+    assert len(counted) == 1
+
+
+def test_another_hook_is_seen(counted: list[None]) -> None:
+    from forkpoint.testing import Watching
+
+    model = tiny_model("llama")
+    policy = wrap(model, Config())
+    model.enable_input_require_grads()
+    policy.forward_backward(forked_batch(), GRPO())
+    model.get_input_embeddings().register_forward_hook(Watching(lambda *_: None))
+    policy.forward_backward(forked_batch(), GRPO())
+    assert len(counted) == 2
+
+
+def test_steps_of_other_optimizers_do_not_count() -> None:
+    ours, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    steps = OptimizerSteps(ours.parameters())
+    for module, expected in ((other, 0), (ours, 1), (other, 1), (ours, 2)):
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+        assert steps.count == expected

@@ -1,0 +1,74 @@
+"""Load-balancing losses of mixtures of experts, beside those of stock TRL."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setups_trl as setups
+from cases_trl import ACROSS, LATER, Pair
+
+from forkpoint import Config
+
+BAR = 2e-6
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _pair(kind: str, folder: Path, **more: Any) -> Pair:
+    made = {"model": setups.mixture(), **more.pop("made", {})}
+    pair = Pair(kind, folder, made=made, **more)
+    assert pair.ours.aux_loss_enabled and "aux_loss" in pair.logs[0]
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("grpo", {}),
+        ("grpo", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        ("grpo", {"beta": 0.1, **LATER}),
+        ("grpo", {"entropy_coef": 0.1, "use_adaptive_entropy": True}),
+        ("grpo", {"mask_truncated_completions": True}),
+        ("grpo", {"gradient_accumulation_steps": 3, "steps_per_generation": 2}),
+        ("grpo", {"router_aux_loss_coef": 3.0, "gradient_checkpointing": True}),
+        ("rloo", {}),
+        ("dpo", {}),
+        ("dpo", {"use_weighting": True, "gradient_accumulation_steps": 1}),
+    ],
+)
+def test_equal_to_stock(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    pair = _pair(kind, tmp_path, max_steps=3, **options)
+    assert pair.apart < BAR
+    pair.check_metrics()
+    computed, given = pair.tokens
+    assert computed < given
+
+
+@pytest.mark.parametrize("own", [Config(), ACROSS], ids=["one microbatch", "several"])
+@pytest.mark.parametrize("streams", [None, False])
+def test_streamed_and_by_the_code_of_trl(own: Config, streams: Any, tmp_path: Path) -> None:
+    pair = _pair("grpo", tmp_path, own={"forkpoint": own}, streams=streams, max_steps=2)
+    assert pair.ours.sharing.streams is (streams is None)
+    assert pair.apart < BAR
+    pair.check_metrics()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dpo"])
+def test_evaluation(kind: str, tmp_path: Path) -> None:
+    data = setups.pairs(5) if kind == "dpo" else setups.prompts(4)
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    pair = _pair(kind, tmp_path, made={"eval_dataset": data}, max_steps=2, **options)
+    pair.check_metrics()
+    assert any("eval_aux_loss" in log for log in pair.logs)
+
+
+def test_the_router_loss_is_in_the_gradients(tmp_path: Path) -> None:
+    """A coefficient of half the size is seen where the tests of equality look."""
+    found = [_pair("grpo", tmp_path / str(c), router_aux_loss_coef=c).found for c in (0.5, 0.25)]
+    assert setups.apart(*found) > 1e-2
+
+
+def test_without_it_nothing_is_counted(tmp_path: Path) -> None:
+    made = {"model": setups.mixture()}
+    pair = Pair("grpo", tmp_path, made=made, router_aux_loss_coef=0.0, max_steps=2)
+    assert pair.apart < BAR
+    assert "aux_loss" not in pair.logs[0]

@@ -1,0 +1,49 @@
+"""Training of TRL in float64, from all logits, which both trainers are measured against."""
+
+import types
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import setups_trl as setups
+import torch
+from cases_trl import STOCK
+from torch import Tensor
+
+from forkpoint.integrations.trl.stand_ins import HeadAnswer
+from forkpoint.testing import lifted_upcasts
+
+
+def _dense(model: Any) -> None:
+    """Answer TRL's calls of its fused head in float64, from the model's own logits."""
+    plain = type(model).forward
+
+    def forward(
+        self: Any, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any
+    ) -> HeadAnswer:
+        found = plain(self, input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        logits_BLV, labels_BL = found.logits[:, :-1], labels[:, 1:]
+        assert logits_BLV.dtype == torch.float64
+        logp_BLV, mask_BL = logits_BLV.log_softmax(-1), labels_BL != -100
+        taken_BL = logp_BLV.gather(-1, labels_BL.clamp(min=0)[..., None])[..., 0]
+        values = {
+            "log_probs": taken_BL,
+            "entropy": -(logp_BLV.exp() * logp_BLV).sum(-1),
+            "log_sum_sq_probs": (2 * logp_BLV).logsumexp(-1),
+            "mean_logits": logits_BLV.mean(-1),
+            "is_top1": logits_BLV.argmax(-1) == labels_BL,
+        }
+        return HeadAnswer(**{name: x * mask_BL for name, x in values.items()})
+
+    model.forward = types.MethodType(forward, model)
+
+
+def truth(kind: str, folder: Path, **options: Any) -> dict[str, Tensor]:
+    """Gradients of the first optimizer step of stock TRL in float64. Of trainers that sample none:
+    the models' sampling is not in float64."""
+    trainer = setups.trainer(kind, STOCK[kind], folder, **options)
+    with ExitStack() as stack:
+        for model in (trainer.model, trainer.ref_model):
+            _dense(model.double())
+            stack.enter_context(lifted_upcasts(model))
+        return setups.run(trainer)[0]

@@ -1,0 +1,324 @@
+"""Prompts of which several ranks have rollouts: run by one rank, and exchanged."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_ranks
+from scenarios_of_ranks import (
+    BAR,
+    Scenario,
+    compared,
+    distance,
+    gradients,
+    group,
+    hybrid_mesh,
+    model_of,
+    on_ranks,
+    replicated,
+    sharded,
+    tree,
+)
+from test_ranks import checkpointed, critic, frozen_but, gated_linear_attention, lora, mamba, valued
+from torch import Tensor, nn
+
+import forkpoint
+from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.engine.trunk_exchange import TrunkExchange
+from forkpoint.errors import ForkpointError, PlanError, RankError
+from forkpoint.losses import GRPO, GSPO, Loss, ValueLoss
+from forkpoint.parallel import watch
+from forkpoint.testing import Watching, tiny_model
+from lanes import slow_besides
+
+MIXED = Config(sharing="tree", boundary="mixed", max_microbatch_tokens=48, split="exchange")
+
+
+def dealt(groups: list[list[Rollout]], ranks: int) -> tuple[list[Rollout], ...]:
+    """Each group's rollouts dealt out to all ranks, as trainers do that know nothing of groups."""
+    return tuple([r for g in groups for r in g[rank::ranks]] for rank in range(ranks))
+
+
+# The last prompt is longer than a microbatch, and its trunk a chain of two.
+TWO = dealt([group(0, 5, 20, 8), group(1, 4, 31, 9), group(2, 2, 70, 6)], 2)
+# Each rank has something of its own besides, of another depth.
+UNLIKE = ([*TWO[0], *tree(3, 4)], [*TWO[1][:2], *group(7, 3, 12, 9)])
+
+
+@dataclass(frozen=True)
+class AllRanks(Loss):
+    """Advantages less the mean of the log-probs of all rollouts of all ranks."""
+
+    decomposition = "joint"
+    across_ranks = True
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        logprobs = outputs.logprobs
+        return (logprobs * (logprobs.mean() + 0.1)).sum()
+
+
+def windowed() -> nn.Module:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = {"sliding_window": 9, "layer_types": kinds}
+    return tiny_model("qwen3", dtype=torch.float64, use_sliding_window=True, **sizes)
+
+
+def of(**options: Any) -> Scenario:
+    given: dict[str, Any] = {"config": MIXED, "rollouts": UNLIKE, **options}
+    return Scenario(**given)
+
+
+SCENARIOS = {
+    "fully_shard": of(),
+    "two passes": of(loss=GSPO()),
+    "a loss of all ranks": of(loss=AllRanks()),
+    "recomputed": of(config=replace(MIXED, activations="recompute")),
+    "offloaded": of(config=replace(MIXED, activations="offload")),
+    "checkpointed": of(alone=checkpointed),
+    "groups share": of(config=replace(MIXED, sharing="group")),
+    "long microbatches": of(config=replace(MIXED, max_microbatch_tokens=None)),
+    "accumulated": of(steps=2),
+    "LoRA": of(make=lora),
+    "last layer alone": of(alone=frozen_but(-1)),
+    "first layer alone": of(alone=frozen_but(0)),
+    "a critic": of(make=critic, loss=ValueLoss(), rollouts=tuple(map(valued, UNLIKE))),
+    "gated linear attention": of(make=gated_linear_attention),
+    "Mamba-2": of(make=mamba),
+    "windows": of(make=windowed),
+    "DistributedDataParallel": of(wrap=replicated),
+    "DistributedDataParallel, two passes": of(wrap=replicated, loss=GSPO()),
+    "DistributedDataParallel, Mamba-2": of(wrap=replicated, make=mamba),
+}
+CASES = [
+    (name, gather)
+    for name in SCENARIOS
+    for gather in (("",) if name.startswith("Distributed") else ("microbatch", "step"))
+]
+IN_CORE = (
+    ("fully_shard", "microbatch"),
+    ("two passes", "step"),
+    ("gated linear attention", "microbatch"),
+    ("DistributedDataParallel", ""),
+)
+
+
+def computed(scenario: Scenario) -> dict[str, Any]:
+    """As `compared`, with the tokens that all ranks run."""
+    found = compared(scenario)
+    total = torch.tensor(found["computed"])
+    dist.all_reduce(total)
+    return {**found, "all ranks run": int(total)}
+
+
+def check(ranks: list[dict[str, Any]], gather: str, scores: bool = False) -> None:
+    for rank in ranks:
+        assert rank["error"] < BAR and rank["loss"] < BAR, rank
+        assert rank["split"] == "exchange" and rank["gather"] == gather
+        assert rank["exchanges"] == 2 + scores, rank
+
+
+@pytest.mark.parametrize(("name", "gather"), slow_besides(IN_CORE, CASES))
+def test_gradients_are_those_of_one_process(name: str, gather: Any) -> None:
+    scenario = replace(SCENARIOS[name], gather=gather or "auto")
+    ranks = run_ranks(2, computed, scenario)
+    check(ranks, gather, "two passes" in name or "all ranks" in name)
+    # Every token that is not trained runs on one rank alone, as in one process.
+    assert ranks[0]["all ranks run"] == ranks[0]["unique"]
+
+
+def in_hybrid_mesh(model: Any) -> nn.Module:
+    return sharded(model, mesh=hybrid_mesh())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["microbatch", "step"])
+def test_four_ranks_of_a_hybrid_mesh(gather: Any) -> None:
+    """Of which one has no rollouts, and one none of the prompts that others share."""
+    three = dealt([group(0, 5, 20, 8), group(1, 2, 31, 9), group(2, 3, 70, 6)], 2)
+    rollouts = (*three, [], group(7, 4, 11, 6))
+    scenario = Scenario(wrap=in_hybrid_mesh, rollouts=rollouts, config=MIXED, gather=gather)
+    check(run_ranks(4, compared, scenario), gather)
+
+
+@pytest.mark.slow
+def test_three_ranks_each_own_some_prompts() -> None:
+    groups = [group(n, 4, 16 + 3 * n, 8) for n in range(5)]
+    scenario = of(wrap=replicated, rollouts=dealt(groups, 3))
+    ranks = run_ranks(3, computed, scenario)
+    check(ranks, "")
+    assert ranks[0]["all ranks run"] == ranks[0]["unique"]
+
+
+def test_without_the_gradients_that_come_back_a_step_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The negative control."""
+    monkeypatch.setattr(TrunkExchange, "_return", lambda *_: None)
+    for rank in run_ranks(2, compared, of(wrap=replicated)):
+        assert rank["error"] > 1e-4 and rank["loss"] < BAR
+
+
+# Failures
+# ------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds in the place of tens of seconds."""
+    monkeypatch.setattr(watch, "GRACE_S", 1.0)
+    monkeypatch.setattr(watch, "DEAD_S", 4.0)
+    monkeypatch.setattr(watch, "BEAT_S", 0.5)
+    monkeypatch.setattr(watch, "POLL_S", 0.1)
+
+
+@dataclass(frozen=True)
+class Fails(GRPO):
+    """Raises on one rank."""
+
+    rank: int = -1
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        if dist.get_rank() == self.rank:
+            raise ValueError("of the test")
+        return super().__call__(outputs, batch)
+
+    def __repr__(self) -> str:
+        return "Fails()"
+
+
+# Rank 1 owns the prompts, and rank 0 runs nothing before they are exchanged.
+VICTIMS = {"before": 1, "between": 0, "loss": 0}
+
+
+def failed_and_repeated(wrap: Any, gather: Any, moment: str) -> tuple[str, float]:
+    """A rank fails at a moment of a step: its error here, and how far the next step is off."""
+    model = model_of(of())
+    events: list[str] = []
+    rank = VICTIMS[moment]
+
+    def hook(*_: Any) -> None:
+        exchanged = "share trunks" in events
+        if moment != "loss" and failing and exchanged == (moment == "between"):
+            raise MemoryError("of the test")
+
+    failing = False
+    model.model.layers[1].register_forward_pre_hook(Watching(hook))  # type: ignore[operator, union-attr]
+    policy = on_ranks(wrap(model), replace(MIXED, self_check=False), gather)
+    own = RolloutBatch(UNLIKE[dist.get_rank()])
+    first = policy.forward_backward(own, GRPO())
+    assert first.plan.split == "exchange"
+    assert first.events[0].startswith("forward prefix") == (dist.get_rank() == 1)
+    model.zero_grad()
+    policy.observer = events.append
+    failing, found = dist.get_rank() == rank, ""
+    try:
+        policy.forward_backward(own, Fails(rank=rank if moment == "loss" else -1))
+    except (MemoryError, ValueError, RankError) as error:
+        found = f"{type(error).__name__}: {error}"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    failing = False
+    policy.forward_backward(own, GRPO())
+    alone = forkpoint.wrap(model_of(of()))
+    alone.forward_backward(RolloutBatch([r for part in UNLIKE for r in part]), GRPO())
+    names = [name for name, _ in alone.host.model.named_parameters()]
+    return found, distance(gradients(model), gradients(alone.host.model), names)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "gather", "moment"),
+    slow_besides(
+        [(replicated, "auto", "between")],
+        [
+            (wrap, gather, moment)
+            for wrap, gather in ((replicated, "auto"), (sharded, "step"))
+            for moment in ("before", "between", "loss")
+        ]
+        + [(sharded, "microbatch", "loss")],
+    ),
+)
+def test_a_rank_that_fails_ends_the_step_on_all(
+    quick: None, wrap: Any, gather: Any, moment: str
+) -> None:
+    found = run_ranks(2, failed_and_repeated, wrap, gather, moment)
+    victim = VICTIMS[moment]
+    kind = "ValueError" if moment == "loss" else "MemoryError"
+    assert found[victim][0] == f"{kind}: of the test"
+    assert f"rank {victim} failed in this step" in found[1 - victim][0]
+    assert "of the test" in found[1 - victim][0]
+    assert max(error for _, error in found) < 1e-7, found  # norms are in float32
+
+
+# What is chosen
+# ------------------------------------------------------------
+
+
+def chosen(configs: list[Config], wrap: Any, rollouts: Any, loss: Any) -> list[tuple[str, str]]:
+    found = []
+    for config in configs:
+        policy = forkpoint.wrap(wrap(model_of(of())), replace(config, self_check=False))
+        plan = policy.forward_backward(RolloutBatch(rollouts[dist.get_rank()]), loss).plan
+        assert plan.explain()
+        found.append((plan.split, plan.split_reason))
+    return found
+
+
+def test_what_ranks_choose() -> None:
+    # Enough for what ranks run one after the other, and not for every prompt at once.
+    tight = replace(MIXED, memory_budget=870_000, activations="keep", checkpointing="none")
+    configs = [
+        MIXED,
+        replace(MIXED, split="auto"),
+        replace(MIXED, split="replicate"),
+        replace(MIXED, split="auto", boundary="across"),
+        tight,
+    ]
+    one, two = run_ranks(2, chosen, configs, replicated, TWO, GRPO())
+    assert one == two
+    assert one[0] == ("exchange", "as asked")
+    # Prefix caches of a tiny model are large beside its weights, and so is the link's price.
+    assert one[1][0] == "replicate" and "faster than exchanging prompts" in one[1][1]
+    assert one[2] == one[3] == ("", "")
+    assert one[4][0] == "replicate" and "cannot exchange prompts" in one[4][1]
+
+
+def without_price(*_: Any) -> float:
+    return 0.0
+
+
+def test_what_ranks_choose_where_the_link_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forkpoint.parallel.agreement.link_cost", without_price)
+    groups = [group(n, 4, 700, 9) for n in range(2)]
+    (one,), _ = run_ranks(2, chosen, [Config()], replicated, dealt(groups, 2), GRPO())
+    assert one[0] == "exchange" and "faster than replicating prompts" in one[1]
+
+
+def nothing_else_changes(gather: Any) -> list[str]:
+    """Scores and log-probs of ranks that exchange prompts in their steps."""
+    policy = on_ranks(sharded(model_of(of())), MIXED, gather)
+    batch = RolloutBatch(TWO[dist.get_rank()])
+    events = list(policy.score(batch).events)
+    logprobs = policy.logprobs(batch)
+    logprobs.sum().backward()
+    stats = policy.forward_backward(batch, GRPO())
+    with pytest.raises(PlanError, match="of a step in which ranks exchanged"):
+        policy.forward_backward(batch, GRPO(), plan=stats.plan)
+    assert policy.forward_backward(batch, GRPO(), plan=policy.plan(batch)).plan.split == ""
+    return events
+
+
+def test_other_calls_replicate() -> None:
+    for events in run_ranks(2, nothing_else_changes, "step"):
+        assert not any("trunks" in event for event in events)
+
+
+def differing() -> None:
+    split: Any = ("exchange", "replicate")[dist.get_rank()]
+    policy = forkpoint.wrap(replicated(model_of(of())), replace(MIXED, split=split))
+    with pytest.raises(ForkpointError, match=r"do not call the same: .*split='replicate'"):
+        policy.forward_backward(RolloutBatch(TWO[dist.get_rank()]), GRPO())
+
+
+def test_ranks_must_ask_for_the_same() -> None:
+    run_ranks(2, differing)

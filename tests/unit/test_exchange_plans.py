@@ -1,0 +1,223 @@
+"""Plans of ranks that exchange prompts: every edge on one rank, in programs that meet."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint import Config, Plan, PlanError, Rollout, RolloutBatch
+from forkpoint.forest import build_forest, sort_rollouts
+from forkpoint.placement.lockstep import exchange_plans, predict_step
+from forkpoint.plan import MODELS, ModelShape, make_plan
+from forkpoint.plan.exchanging import align_exchanging
+from forkpoint.plan.gathering import RankCosts
+from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, RETURN, SCORE, SHARE
+from forkpoint.plan.shared_trunks import shared_trunks, trunks_of, worth_pricing
+from forkpoint.plan.splitting import LinkSizes, cannot_exchange, choose_split, link_cost
+from forkpoint.plan.trunks import untrained_prefix
+
+SHAPE = ModelShape.from_config(MODELS["qwen3-8b"])
+
+
+def rollout(prompt: Sequence[int], response: Sequence[int], group: str) -> Rollout:
+    mask = np.repeat([0, 1], [len(prompt), len(response)])
+    return Rollout([*prompt, *response], mask, 1.0, group_id=group)
+
+
+@st.composite
+def dealt(draw: st.DrawFn) -> list[RolloutBatch]:
+    """Batches of two to four ranks; groups lie on any of them."""
+    ranks = draw(st.integers(2, 4))
+    own: list[list[Rollout]] = [[] for _ in range(ranks)]
+    for group in range(draw(st.integers(1, 5))):
+        # A few tokens, so that prompts are prefixes of one another and rollouts share more.
+        prompt = draw(st.lists(st.integers(0, 2), min_size=1, max_size=30))
+        for _ in range(draw(st.integers(1, 5))):
+            response = draw(st.lists(st.integers(0, 1), max_size=6))
+            place = draw(st.integers(0, ranks - 1))
+            own[place].append(rollout(prompt, response, f"group {group}"))
+    return [RolloutBatch(each) for each in own]
+
+
+CONFIGS = st.builds(
+    Config,
+    sharing=st.sampled_from(("auto", "group", "tree")),
+    max_microbatch_tokens=st.integers(3, 40),
+    activations=st.sampled_from(("keep", "recompute")),
+)
+
+
+@given(batches=dealt(), config=CONFIGS, coupled=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_plans_of_ranks_that_exchange(
+    batches: list[RolloutBatch], config: Config, coupled: bool
+) -> None:
+    coupling = [np.zeros(len(b), np.int64) if coupled else None for b in batches]
+    of = {id(b): c for b, c in zip(batches, coupling, strict=True)}
+    given_batches = [batch if len(batch) else None for batch in batches]
+    before = [make_plan(batch, config=config) if batch else None for batch in given_batches]
+    plans, trunks = exchange_plans(
+        given_batches,
+        before,
+        lambda b, t: make_plan(b, config=config, trunks=t, coupling=of[id(b)]),
+    )
+    if not trunks:
+        assert plans == before
+        return
+    spared = sum(trunk.edges * (len(trunk.ranks) - 1) for trunk in trunks)
+    own = [plan for plan in plans if plan is not None]
+    assert spared == sum(p.forest.edges - p.computed_tokens for p in own)
+    for plan in own:
+        again = Plan.from_json(plan.to_json())  # which checks all of it
+        assert again.events() == plan.events()
+        received = [m.index for m in plan.microbatches if m.trunk == "received"]
+        ran = {i.microbatch for i in plan.program.instructions}
+        assert not ran & set(received)
+        # Trunks lie around everything else, and train on nothing.
+        assert all(m.labelled == 0 for m in plan.microbatches if m.trunk)
+    programs = [plan.program for plan in own]
+    costs = [[float(m.tokens) for m in plan.microbatches] for plan in own]
+    aligned = align_exchanging(programs, costs)
+    shapes = {
+        tuple((i.pass_index, i.operation, i.slot, i.ends_at, i.records) for i in p.instructions)
+        for p in aligned
+    }
+    assert len(shapes) == 1
+    for plan, program in zip(own, aligned, strict=True):
+        kinds = (FORWARD, BACKWARD, SCORE, SHARE, RETURN)
+        mine = [
+            (i.operation, i.microbatch)
+            for i in program.instructions
+            if i.operation in kinds and (i.exchanges or not i.idle)
+        ]
+        wanted = [
+            (i.operation, i.microbatch)
+            for i in plan.program.instructions
+            if i.operation != RECOMPUTE
+        ]
+        assert sorted(mine) == sorted(wanted)
+        assert [e for e in mine if e[1] < 0] == [e for e in wanted if e[1] < 0]
+        assert sum(i.last_backward for i in program.instructions) == 1
+        assert program.instructions[-1].last_backward
+        # What slots add is idle: each own instruction waits for nothing that comes later.
+        Plan.from_json(replace(plan, program=program).to_json())
+    assert predict_step(plans, None, trunks).lockstep > 0
+
+
+def test_a_damaged_exchange_is_refused() -> None:
+    batch = RolloutBatch([rollout([5, 6, 7, 8], [1, 2], "a"), rollout([5, 6, 7, 8], [3], "a")])
+    plan = make_plan(batch, trunks=())
+    assert plan.split == "exchange" and plan.program.exchanges
+    text = plan.to_json()
+    for one, other in (('"share"', '"return"'), ('"split": "exchange"', '"split": ""')):
+        with pytest.raises(PlanError, match="exchange"):
+            Plan.from_json(text.replace(one, other))
+
+
+# What ranks have in common
+# ------------------------------------------------------------
+
+
+def test_the_prefix_before_any_trained_token() -> None:
+    rollouts = [[7, 7, 7, 1], [7, 7, 7, 2], [7, 7, 8]]
+    masks = [[0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 1]]
+    batch = RolloutBatch(Rollout(t, m, 1.0) for t, m in zip(rollouts, masks, strict=True))
+    mask = np.asarray(batch.loss_mask) != 0
+
+    def shared(*which: int) -> int:
+        return untrained_prefix(batch.token_ids, batch.offsets, mask, np.asarray(which))
+
+    assert [shared(0), shared(1), shared(0, 1), shared(0, 2)] == [3, 2, 2, 2]
+
+
+def test_trunks_of_a_batch() -> None:
+    batch = RolloutBatch(
+        [
+            rollout([1, 2, 3], [4], "a"),
+            rollout([1, 2, 3], [5], "a"),
+            rollout([1, 2, 3], [6], "b"),  # of another group, and the same prompt
+            rollout([9], [6], "c"),  # nothing to spare
+            rollout([8, 8, 8], [], "d"),  # trains on nothing
+        ]
+    )
+    (trunk,) = trunks_of(batch).values()
+    assert trunk.edges == 2 and trunk.rollouts == (0, 1, 2)
+
+
+def test_owners_are_those_with_least_to_do() -> None:
+    trunks = shared_trunks(
+        [{"a": 10, "b": 4, "c": 2}, {"a": 10, "b": 4}, {"d": 5}], [20.0, 20.0, 5.0]
+    )
+    assert [(t.digest, t.owner, t.ranks) for t in trunks] == [("a", 0, (0, 1)), ("b", 1, (0, 1))]
+    assert worth_pricing(trunks, [20.0, 20.0, 5.0])
+    assert not worth_pricing(trunks, [20.0, 20.0, 5_000.0])
+
+
+# Prices
+# ------------------------------------------------------------
+
+
+def group(number: int, prompt: int, response: int, count: int) -> list[Rollout]:
+    rng = np.random.default_rng(number)
+    tokens = rng.integers(0, 30_000, prompt)
+    return [
+        rollout(tokens.tolist(), rng.integers(0, 30_000, response).tolist(), f"group {number}")
+        for _ in range(count)
+    ]
+
+
+def steps(groups: list[list[Rollout]]) -> tuple[float, float]:
+    """Predicted steps of two ranks that each have half of every group: replicated, exchanged."""
+    batches = [RolloutBatch([r for g in groups for r in g[rank::2]]) for rank in range(2)]
+    plans: list[Plan | None] = [make_plan(batch, SHAPE) for batch in batches]
+    others, trunks = exchange_plans(batches, plans, lambda b, t: make_plan(b, SHAPE, trunks=t))
+    return predict_step(plans).lockstep, predict_step(others, None, trunks).lockstep
+
+
+def test_prompts_of_several_groups_are_cheaper_to_exchange() -> None:
+    replicated, exchanged = steps([group(0, 8192, 2048, 8), group(1, 8192, 2048, 8)])
+    # Each rank runs one prompt of two: of 8192 + 4 * 2048 tokens a group, a quarter.
+    assert 0.7 < exchanged / replicated < 0.85
+
+
+def test_the_prompt_of_one_group_is_not() -> None:
+    """The other rank waits for it, and then the link comes on top."""
+    replicated, exchanged = steps([group(0, 8192, 2048, 16)])
+    assert replicated < exchanged < 1.02 * replicated
+
+
+def test_the_link_is_priced_by_the_busiest_rank() -> None:
+    costs = [RankCosts(forward=(300.0,), tokens=300)] * 3
+    sizes = LinkSizes(token=2, gradient=4, state=100, weights=2048)
+    # Gathering all weights takes 2,048 tokens, of one each: one for each byte.
+    assert link_cost([(10, 0, (0, 1, 2))], sizes, costs) == 2 * (10 * 6 + 100)
+    assert link_cost([(10, 0, (0, 1)), (10, 1, (0, 1))], sizes, costs) == 10 * 6 + 100
+    assert link_cost([], sizes, costs) == 0
+
+
+def test_the_cheaper_is_chosen() -> None:
+    assert choose_split("auto", 10.0, 9.0).split == "exchange"
+    assert choose_split("auto", 10.0, 9.99).split == "replicate"
+    assert "1.11x faster" in choose_split("auto", 10.0, 9.0).reason
+    assert choose_split("exchange", 1.0, 9.0) == choose_split("exchange", 9.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "config", [Config(sharing="none"), Config(boundary="across"), Config(leaf_layout="padded")]
+)
+def test_options_that_keep_ranks_from_exchanging(config: Config) -> None:
+    assert cannot_exchange(config)
+    assert not cannot_exchange(Config()) and not cannot_exchange(Config(boundary="mixed"))
+
+
+def test_a_forest_is_split() -> None:
+    tokens, offsets = np.asarray([1, 2, 3, 4, 5, 1, 2, 3, 4, 6]), np.asarray([0, 5, 10])
+    forest = build_forest(sort_rollouts(tokens, offsets, np.zeros(2, np.int64)), 2)
+    assert forest.length.tolist() == [3, 1, 1]
+    split = forest.split({0: 2})
+    assert split.length.tolist() == [2, 1, 1, 1] and split.start.tolist() == [0, 2, 3, 3]
+    assert split.parent.tolist() == [-1, 0, 1, 1] and split.leaf.tolist() == [2, 3]
+    assert forest.split({0: 3}).length.tolist() == [3, 1, 1]
