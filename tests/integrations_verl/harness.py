@@ -75,6 +75,8 @@ class Case:
     """verl's loss_mode for log-probs of a teacher; k1 as a reward, others as losses."""
     microbatch_tokens: int | None = 64
     """Of forkpoint's microbatches, so that a step has several."""
+    split: str = "auto"
+    """Of forkpoint's options: what is done about prompts of several ranks."""
     engine: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
 
@@ -275,7 +277,8 @@ def use_settings(case: Case, folder: Path) -> None:
     """Name a file of forkpoint's options, as a user does."""
     path = folder / f"forkpoint-{case.microbatch_tokens}-{os.getpid()}.toml"
     line = f"max_microbatch_tokens = {case.microbatch_tokens}\n"
-    path.write_text("[config]\n" + (line if case.microbatch_tokens else ""))
+    split = f'split = "{case.split}"\n'
+    path.write_text("[config]\n" + split + (line if case.microbatch_tokens else ""))
     os.environ["FORKPOINT_VERL_CONFIG"] = str(path)
 
 
@@ -325,6 +328,7 @@ def first_step(case: Case, folder: Path, vendor: str, rows: list[dict[str, Any]]
         "decided": getattr(engine, "_decided", None) and engine._decided[2],
         "tokens": plan and (plan.computed_tokens, plan.logical_tokens),
         "microbatches": plan and len(plan.microbatches),
+        "split": plan and plan.split,
     }
 
 

@@ -118,6 +118,16 @@ def test_two_ranks_have_the_gradients_of_stock(
         same_metrics(found)
 
 
+@pytest.mark.parametrize("name", ["token means, dynamic", "gspo", "critic"])
+def test_prompts_of_two_ranks_are_exchanged(name: str, folder: Path) -> None:
+    case = replace(CASES[name], split="exchange")
+    scattered = rows_of(padded_rows(case), [*range(0, 12, 2), *range(1, 12, 2)])
+    for found in run_ranks(2, both, case, folder, split(scattered, 6, 6)):
+        assert found["error"] <= MOST
+        assert found["shared"]["split"] == "exchange"
+        same_metrics(found)
+
+
 LOSSES = {
     "vanilla": "token",
     "dppo_tv": "token",
@@ -249,7 +259,7 @@ def said(case: Case, folder: Path, rows: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_groups_that_are_scattered_are_told_once(together: bool, folder: Path) -> None:
-    case = Case()
+    case = Case(split="replicate")
     rows = padded_rows(case)
     order = list(range(12)) if together else [*range(0, 12, 2), *range(1, 12, 2)]
     first, second = run_ranks(2, said, case, folder, split(rows_of(rows, order), 6, 6))

@@ -1,5 +1,7 @@
 """Prompts whose rollouts do not stay together; verl itself is not needed here."""
 
+from dataclasses import replace
+
 import pytest
 
 from forkpoint.config import Config
@@ -32,6 +34,11 @@ def test_groups_on_several_ranks_name_the_setting() -> None:
     assert "3 of 3 prompts have rollouts on several ranks" in message
     assert "actor_rollout_ref.actor.use_prefix_grouper=true" in message
     assert "other mini-batches" not in message
+
+
+def test_prompts_that_are_exchanged_say_nothing() -> None:
+    ranks = [replace(groups_of(0, 1, 2, 0, 1, 2), exchanged=True) for _ in range(2)]
+    assert sharing_message(ranks, {}) is None
 
 
 def test_groups_in_several_mini_batches_name_the_setting() -> None:

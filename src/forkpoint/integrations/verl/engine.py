@@ -248,7 +248,9 @@ class SharedEngine:
             results, _ = self._together(partial(loss.results, dict(stats.per_token)))
         self.last_plan = stats.plan
         if self._watch.looks and self.settings.share_warning:
-            groups = RankGroups.of(rows.batch, stats.computed_tokens)
+            groups = RankGroups.of(
+                rows.batch, stats.computed_tokens, exchanged=stats.plan.split == "exchange"
+            )
             self._watch.trained(self._exchange(groups), warn if self.rank == 0 else None)
         metrics = {
             "computed_tokens": float(stats.computed_tokens),

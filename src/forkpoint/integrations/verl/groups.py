@@ -27,6 +27,7 @@ class RankGroups:
     digests: uint64 [G], the same wherever a prompt's rollouts are.
     rollouts, prompt_tokens: int64 [G].
     given_tokens, computed_tokens: of the rank's mini-batch; run by its plan.
+    exchanged: whether ranks send one another the prompts that several of them have.
     """
 
     digests: NDArray[np.uint64]
@@ -34,9 +35,12 @@ class RankGroups:
     prompt_tokens: NDArray[np.int64]
     given_tokens: int
     computed_tokens: int
+    exchanged: bool = False
 
     @classmethod
-    def of(cls, batch: RolloutBatch, computed_tokens: int) -> "RankGroups":
+    def of(
+        cls, batch: RolloutBatch, computed_tokens: int, *, exchanged: bool = False
+    ) -> "RankGroups":
         """The prompts of a batch, the tokens before the first trained one of each rollout."""
         _, firsts, counts = np.unique(batch.group_index, return_index=True, return_counts=True)
         prompts = np.zeros(len(firsts), np.int64)
@@ -46,7 +50,7 @@ class RankGroups:
             prompts[number] = trained[0] if len(trained) else end - begin
         digests = group_digests(batch)
         tokens = int(batch.offsets[-1])
-        return cls(digests, counts.astype(np.int64), prompts, tokens, computed_tokens)
+        return cls(digests, counts.astype(np.int64), prompts, tokens, computed_tokens, exchanged)
 
 
 class GroupWatch:
@@ -100,7 +104,9 @@ def sharing_message(ranks: list[RankGroups], known: dict[int, int]) -> str | Non
     for rank in ranks:
         for digest in rank.digests.tolist():
             places[digest] = places.get(digest, 0) + 1
-    spread = [d for d, n in places.items() if n > 1]
+    # Prompts that are exchanged run on one rank, wherever their rollouts are.
+    alone = not any(rank.exchanged for rank in ranks)
+    spread = [d for d, n in places.items() if n > 1 and alone]
     again = sum((places[d] - 1) * lengths[d] for d in spread)
     split = [d for d, count in totals.items() if known.get(d, 0) > count]
     again += int(sum(lengths[d] * (1 - totals[d] / known[d]) for d in split))
