@@ -1,7 +1,7 @@
 """One step of several ranks, once they have agreed on it."""
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,17 +46,33 @@ class StepOfRanks:
 
     def same(self, error: Exception | None) -> None:
         """Raise `error`, or RankError where another rank has one, before the step. Collective."""
+        self._before((None if error is None else described(error), 0.0, self.digest), error)
+
+    def any_rank(self, own: bool) -> bool:
+        """Whether `own` is true on any rank, before the step. Collective; raises as `same`."""
+        return any(each["own"] for each in self._before({"own": own}, None))
+
+    def _before(self, value: Any, error: Exception | None) -> list[Any]:
+        """The values of all ranks. A rank that has failed gives its error, whatever the others
+        give."""
         ranks = self.ranks
-        found = self._exchange(None if error is None else described(error), 0.0)
-        ranks.phase = "joined" if all(text is None for text, _, _ in found) else "told"
+        try:
+            found = ranks.exchange(value)
+        except RuntimeError:  # of the backend: the others have ended
+            if error is not None:
+                raise error from None
+            raise
+        errors = [each[0] if isinstance(each, tuple) else None for each in found]
+        ranks.phase = "joined" if errors == [None] * len(errors) else "told"
         if error is not None:
             raise error
-        for rank, (text, _, _) in zip(ranks.global_ranks, found, strict=True):
+        for rank, text in zip(ranks.global_ranks, errors, strict=True):
             if text is not None:
                 raise RankError(
                     f"rank {rank} failed before this step, so no rank runs it: {text} The step "
                     "can be repeated on all ranks once that is mended."
                 )
+        return found
 
     def gather(self, values: Mapping[str, T]) -> list[Mapping[str, T]]:
         """The values of all ranks, by index, within the step. Collective.
