@@ -11,7 +11,7 @@ from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
 from forkpoint.engine.trunk_exchange import TrunkExchange
-from forkpoint.errors import ForkpointError
+from forkpoint.errors import ForkpointError, RankError
 from forkpoint.losses.base import Loss, is_own
 from forkpoint.parallel.agreement import (
     Agreement,
@@ -63,6 +63,8 @@ class JointStep:
         self.ranks: StepOfRanks | None = None
         self.exchange: TrunkExchange | None = None
         """Of trunks, where ranks have agreed on one."""
+        self._met = False
+        """Whether all ranks have run the forwards of the sample."""
         self._batch: RolloutBatch | None = None
         self._fingerprint = 0
 
@@ -256,8 +258,14 @@ class JointStep:
             error = None
             try:
                 self._check()
+            except RankError:  # of another rank, of which all know
+                raise
             except ForkpointError as found:
                 error = found
+                if group.lockstep and not self._met:
+                    # It came within the forwards. If it did on this rank alone, the others wait in
+                    # what these gather, and do not come to what is below.
+                    self.ranks.ranks.may_be_missed(found)
             group.settle()
             self.ranks.same(error)
         if self.agreement is not None and self.agreement.gathering is not None:
@@ -272,7 +280,17 @@ class JointStep:
                 self._batch,
                 self._fingerprint,
                 training=self.training,
+                agreed=self.ranks is not None,
+                on_any_rank=self._on_any_rank,
             )
+
+    def _on_any_rank(self, own: bool) -> bool:
+        """Whether `own` is true on any rank. Collective: all have run the sample's forwards."""
+        if self.ranks is None:
+            return own
+        found = self.ranks.any_rank(own)
+        self._met = True
+        return found
 
 
 def _program(plan: Plan, scores: bool, gathers: bool) -> Program:

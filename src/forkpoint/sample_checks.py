@@ -1,6 +1,6 @@
 """When a model is compared with its stock forward on a sample: `forkpoint.selfcheck` does so."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -36,12 +36,17 @@ class SampleChecks:
         fingerprint: int,
         *,
         training: bool,
+        agreed: bool = False,
+        on_any_rank: Callable[[bool], bool] = bool,
     ) -> None:
-        """Compare where that is due. Raises as `self_check`."""
-        if not self.is_due(host, config, fingerprint, training=training):
+        """Compare where that is due, or where ranks have `agreed` that it is due on one of them.
+
+        Raises as `self_check`, whose `on_any_rank` is given.
+        """
+        if not agreed and not self.is_due(host, config, fingerprint, training=training):
             return
         state, version = self._state(host, config, fingerprint, training=training)
-        self_check(step, host, config, batch, training=training)
+        self_check(step, host, config, batch, training=training, on_any_rank=on_any_rank)
         self._agreed[state] = [*self._agreed.get(state, []), version]
         while len(self._agreed) > MOST_STATES:
             self._agreed.pop(next(iter(self._agreed)))

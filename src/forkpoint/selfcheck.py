@@ -7,6 +7,8 @@ fork. Log-probs (a critic's values) must agree within what rounding does to this
 is measured by a stock run whose embeddings are off by a rounding.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from forkpoint.config import Config
@@ -23,7 +25,13 @@ LEAST_TOKENS = 8
 
 
 def self_check(
-    step: Step, host: Host, config: Config, batch: RolloutBatch, *, training: bool
+    step: Step,
+    host: Host,
+    config: Config,
+    batch: RolloutBatch,
+    *,
+    training: bool,
+    on_any_rank: Callable[[bool], bool] = bool,
 ) -> Agreement:
     """Compare forkpoint with the stock model on a sample of a batch.
 
@@ -33,6 +41,8 @@ def self_check(
         config: its kernels are used.
         batch: the sample's tokens are taken from it.
         training: whether forwards record a graph, as those of a step do.
+        on_any_rank: tells the other ranks whether this one differs, and gives whether any does:
+            forwards that look for the place may be collective. By default there are no others.
 
     Raises UnsupportedError where the two part, or where the stock model does not agree with itself.
     The message names the largest difference and the layer. Random generators are left as they were.
@@ -44,6 +54,8 @@ def self_check(
     # such as the weight of a head under weight normalisation, and so hide that these do not.
     shared = sampler.shared()
     found = sampler.compared(shared)
+    differs = not found.difference <= found.allowed  # NaN as well
+    parting = sampler.parting() if on_any_rank(differs) else ""
     if found.repeated > found.allowed:
         raise UnsupportedError(
             f"the model does not agree with itself: on a sample of {found.tokens} tokens its "
@@ -61,12 +73,12 @@ def self_check(
             "patched function or a hook. Undo it. If the difference is meant to be, "
             "Config(self_check=False) turns this check off."
         )
-    if not found.difference <= found.allowed:  # NaN as well
+    if differs:
         raise UnsupportedError(
             f"on a sample of {found.tokens} tokens forkpoint's {host.head} are not the "
             f"model's own: they differ by {found.difference:.3g} (root mean square), where "
             f"rounding in {found.dtype} explains at most {found.allowed:.3g}, and by "
-            f"{found.largest:.3g} at {found.where}. Outputs part at {sampler.parting()}. "
+            f"{found.largest:.3g} at {found.where}. Outputs part at {parting}. "
             "Something changes what the model computes that forkpoint does not run, or runs "
             "differently, such as a patched function, a hook or a changed module. Undo it. "
             "If the difference is meant to be, Config(self_check=False) turns this check off."

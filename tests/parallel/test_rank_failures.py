@@ -26,7 +26,7 @@ from torch import nn
 
 import forkpoint
 from forkpoint import RolloutBatch
-from forkpoint.errors import ForkpointError, RankError
+from forkpoint.errors import ConfigError, ForkpointError, RankError
 from forkpoint.losses import GRPO
 from forkpoint.parallel import watch
 
@@ -232,3 +232,62 @@ def test_a_rank_that_comes_late_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(one, other) < 1e-10
     assert first == []
     assert second and "rank 1 has waited for" in second[0] and "rank 0 did not come" in second[0]
+
+
+# The sample
+# ------------------------------------------------------------
+
+
+def mixes_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Adds to each token what other tokens of its sequence are."""
+    return torch.sigmoid(x) * x + x.mean(-2, keepdim=True)
+
+
+def refuses(x: torch.Tensor) -> torch.Tensor:
+    raise ConfigError("of the test")
+
+
+def sampled_with(wrap: Any, function: Any) -> tuple[str, str]:
+    """A step for which rank 0 has patched a function that the model calls, and the step after
+    it."""
+    model: Any = model_of(Scenario())
+    policy = on_ranks(wrap(model), DEEP)
+    stock = torch.nn.functional.silu
+    if dist.get_rank() == 0:
+        torch.nn.functional.silu = function
+    found = []
+    for _ in range(2):
+        try:
+            policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
+        except ForkpointError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("")
+        torch.nn.functional.silu = stock
+        if wrap is sharded and function is refuses:
+            time.sleep(6)  # the other rank ends meanwhile
+            break
+    return found[0], found[-1]
+
+
+@pytest.mark.parametrize("wrap", [sharded, pytest.param(replicated, marks=pytest.mark.slow)])
+def test_a_rank_whose_sample_differs_ends_the_step_on_all(wrap: Any) -> None:
+    first, second = run_ranks(2, sampled_with, wrap, mixes_tokens)
+    assert first[0].startswith("UnsupportedError") and "Outputs part at" in first[0]
+    assert "rank 0 failed before this step" in second[0] and "Outputs part at" in second[0]
+    assert first[1] == second[1] == ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_refuses_within_the_sample_ends_the_step_on_all() -> None:
+    first, second = run_ranks(2, sampled_with, replicated, refuses)
+    assert first[0] == "ConfigError: of the test"
+    assert "rank 0 failed" in second[0] and "of the test" in second[0]
+    assert first[1] == second[1] == ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_refuses_within_the_sample_ends_others_that_gather() -> None:
+    """The other rank waits in a gather of the next block's weights."""
+    with pytest.raises(RankFailed, match="rank 1: ended with exit status 75"):
+        run_ranks(2, sampled_with, sharded, refuses)

@@ -62,6 +62,7 @@ class _Call:
         self.lockstep = lockstep
         self.succeeded = succeeded
         self.watch = Watch(ranks.index, ranks.global_ranks, ranks.calls + 1, ranks.store)
+        ranks.watch = self.watch
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks of this one's error, where they come to hear of it."""

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from forkpoint.errors import RankError
-from forkpoint.parallel.watch import store_of
+from forkpoint.parallel.watch import Watch, store_of
 
 T = TypeVar("T")
 Phase = Literal["apart", "exchanging", "joined", "alone", "told", "settled"]
@@ -46,6 +46,8 @@ class DataRanks:
     phase: Phase = "told"
     broken: str | None = None
     """Why no further step is possible: this rank has left the collectives of one."""
+    watch: Watch | None = None
+    """Of the call under way."""
     device_group: dist.ProcessGroup | None = None
     """For tensors on a device, once some were sent."""
 
@@ -88,6 +90,13 @@ class DataRanks:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             self.device_group = group
         return self.device_group
+
+    def may_be_missed(self, error: BaseException) -> None:
+        """Say that this rank may not come to collectives in which others wait. They end, unless
+        the call does meanwhile: then it was the same on all ranks, or there were none."""
+        if self.watch is not None:
+            text = " ".join(str(error).split())
+            self.watch.stuck(f"{self.name}: {type(error).__name__}: {text}")
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import reduce
 from operator import add
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,17 +61,33 @@ class StepOfRanks:
 
     def same(self, error: Exception | None) -> None:
         """Raise `error`, or RankError where another rank has one, before the step. Collective."""
+        self._before(Ending(None if error is None else described(error), digest=self.digest), error)
+
+    def any_rank(self, own: bool) -> bool:
+        """Whether `own` is true on any rank, before the step. Collective; raises as `same`."""
+        return any(each["own"] for each in self._before({"own": own}, None))
+
+    def _before(self, value: Any, error: Exception | None) -> list[Any]:
+        """The values of all ranks. A rank that has failed gives its error, whatever the others
+        give."""
         ranks = self.ranks
-        found = self._exchange(None if error is None else described(error), 0.0)
-        ranks.phase = "joined" if all(each.error is None for each in found) else "told"
+        try:
+            found = ranks.exchange(value)
+        except RuntimeError:  # of the backend: the others have ended
+            if error is not None:
+                raise error from None
+            raise
+        errors = [each.error if isinstance(each, Ending) else None for each in found]
+        ranks.phase = "joined" if errors == [None] * len(errors) else "told"
         if error is not None:
             raise error
-        for rank, each in zip(ranks.global_ranks, found, strict=True):
-            if each.error is not None:
+        for rank, text in zip(ranks.global_ranks, errors, strict=True):
+            if text is not None:
                 raise RankError(
-                    f"rank {rank} failed before this step, so no rank runs it: {each.error} The "
-                    "step can be repeated on all ranks once that is mended."
+                    f"rank {rank} failed before this step, so no rank runs it: {text} The step "
+                    "can be repeated on all ranks once that is mended."
                 )
+        return found
 
     def gather(self, values: Mapping[str, T]) -> list[Mapping[str, T]]:
         """The values of all ranks, by index, within the step. Collective.

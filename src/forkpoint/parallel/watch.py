@@ -62,6 +62,12 @@ class Watch:
         if self.store is not None:
             self._say(self.store, blamed or f"rank {self.names[self.index]}: {reason}")
 
+    def stuck(self, reason: str) -> None:
+        """Tell the other ranks that they may wait for this one within collectives of this call."""
+        self._own_failure = True
+        if self.store is not None:
+            self.store.set(f"stuck/{self.number}", reason)
+
     def end(self) -> None:
         """The call has ended on this rank; ending again does nothing."""
         self._ended.set()
@@ -154,8 +160,9 @@ class Watch:
 
     def _said(self, store: Store) -> str | None:
         """The rank that has failed, and why, if one has said so."""
-        if self._seen is None and store.check([FAILED]):
-            self._seen = store.get(FAILED).decode(errors="replace")
+        for key in (FAILED, f"stuck/{self.number}"):
+            if self._seen is None and store.check([key]):
+                self._seen = store.get(key).decode(errors="replace")
         return self._seen
 
     def _say(self, store: Store, reason: str) -> None:
