@@ -84,7 +84,7 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
 def test_router_losses_of_several_ranks_are_refused(tmp_path: Path) -> None:
     trainer = setups.trainer("grpo", OURS["grpo"], tmp_path, made={"model": setups.mixture()})
     vars(trainer)["accelerator"] = SimpleNamespace(num_processes=2)
-    with pytest.raises(UnsupportedError, match=r"router_aux_loss_coef=None.*not summed over ranks"):
+    with pytest.raises(UnsupportedError, match=r"router_aux_loss_coef=None.*averaged over ranks"):
         check_options(trainer)
     trainer.aux_loss_enabled = False
     check_options(trainer)

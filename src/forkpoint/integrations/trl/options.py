@@ -176,8 +176,8 @@ REFUSED: dict[str, Refused] = {
     "parallelism_config": Refused("a configuration", _PARALLEL, _set("parallelism_config")),
     "router_aux_loss_coef": Refused(
         "not 0 (a mixture's own by default), on several ranks",
-        "statistics of routers are not summed over ranks yet: train in one process, or set "
-        "router_aux_loss_coef=0.0.",
+        "gradients of TRL's losses are averaged over ranks, and router losses here are of all "
+        "ranks' rollouts: train in one process, or set router_aux_loss_coef=0.0.",
         lambda trainer: (
             bool(getattr(trainer, "aux_loss_enabled", False))
             and trainer.accelerator.num_processes > 1
