@@ -430,7 +430,7 @@ def _routed_experts(rollouts: Sequence[Rollout]) -> NDArray[np.int16] | None:
                 f"{short(rollout.rollout_id)} of {found[0]} with {found[1]}; all rollouts are "
                 "routed by one model. Make two batches."
             )
-    return np.concatenate(given)
+    return np.concatenate([each for each in given if each is not None])
 
 
 def _route_index(experts_TLK: NDArray[np.int16]) -> NDArray[np.int64]:
