@@ -34,13 +34,17 @@ WITHIN = Config(sharing="tree", boundary="within")
 
 
 def mixture() -> Any:
-    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes: dict[str, Any] = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
     model = tiny_model("qwen3_moe", dtype=torch.float64, experts_implementation="eager", **sizes)
     return model.train()
 
 
 def biased() -> Any:
-    sizes = {
+    sizes: dict[str, Any] = {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
