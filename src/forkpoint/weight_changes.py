@@ -17,7 +17,7 @@ class OptimizerSteps:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.count = 0
+        self.count: int = 0
         # The parameters outlive this: whoever asks holds them.
         self._known = {id(p) for p in parameters}
         counter = weakref.ref(self)

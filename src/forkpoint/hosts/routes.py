@@ -252,7 +252,11 @@ class Intercepted(TorchFunctionMode):
         self._change = change
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = kwargs or {}
         own = func(*args, **given)
