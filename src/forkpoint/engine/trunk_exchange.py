@@ -5,7 +5,7 @@ is copied into the caches of the other ranks, whose microbatches read it there a
 computed there. Their sums of gradients are added to the owner's, whose backward injects the whole.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -85,18 +85,7 @@ class TrunkExchange:
             like = torch.empty((0, *tail), dtype=dtype, device=device)
             make = cache.state_buffers if of_states else cache.buffers
             state, gradient = make(self._key(name), like)
-            operations: list[dist.P2POp] = []
-            arriving: list[tuple[Tensor, list[Run]]] = []
-            for rank, numbers in sorted(self._sent.items()):
-                x = _taken(state, self._runs(numbers, of_states=of_states))
-                operations.append(self._operation(dist.isend, x, rank, group))
-            for rank, numbers in sorted(self._received.items()):
-                runs = self._runs(numbers, of_states=of_states)
-                x = _room(state, runs)
-                arriving.append((x, runs))
-                operations.append(self._operation(dist.irecv, x, rank, group))
-            _complete(operations)
-            for x, runs in arriving:
+            for x, runs in self._moved(state, self._sent, self._received, of_states, group):
                 for (begin, end), part in _parts(x, runs):
                     state[begin:end].copy_(part)
                     if gradient is not None:
@@ -110,18 +99,7 @@ class TrunkExchange:
             of_states = self._layout[name][0]
             _, gradient = cache.read(self._key(name))
             assert gradient is not None
-            operations: list[dist.P2POp] = []
-            arriving: list[tuple[Tensor, list[Run]]] = []
-            for rank, numbers in sorted(self._received.items()):
-                x = _taken(gradient, self._runs(numbers, of_states=of_states))
-                operations.append(self._operation(dist.isend, x, rank, group))
-            for rank, numbers in sorted(self._sent.items()):
-                runs = self._runs(numbers, of_states=of_states)
-                x = _room(gradient, runs)
-                arriving.append((x, runs))
-                operations.append(self._operation(dist.irecv, x, rank, group))
-            _complete(operations)
-            for x, runs in arriving:
+            for x, runs in self._moved(gradient, self._received, self._sent, of_states, group):
                 for (begin, end), part in _parts(x, runs):
                     gradient[begin:end] += part
         self.step.ranks.phase = before
@@ -132,6 +110,31 @@ class TrunkExchange:
         ranks = self.step.ranks
         before, ranks.phase = ranks.phase, "exchanging"
         return ranks.group_of(device), before
+
+    def _moved(
+        self,
+        buffer: Tensor,
+        sent: Mapping[int, Sequence[int]],
+        received: Mapping[int, Sequence[int]],
+        of_states: bool,
+        group: dist.ProcessGroup,
+    ) -> list[tuple[Tensor, list[Run]]]:
+        """Send places of a buffer; return what arrives, with the places that it is of.
+
+        `sent` and `received`: by rank, the numbers of trunks.
+        """
+        operations: list[dist.P2POp] = []
+        arriving: list[tuple[Tensor, list[Run]]] = []
+        for rank, numbers in sorted(sent.items()):
+            x = _taken(buffer, self._runs(numbers, of_states=of_states))
+            operations.append(self._operation(dist.isend, x, rank, group))
+        for rank, numbers in sorted(received.items()):
+            runs = self._runs(numbers, of_states=of_states)
+            x = _room(buffer, runs)
+            arriving.append((x, runs))
+            operations.append(self._operation(dist.irecv, x, rank, group))
+        _complete(operations)
+        return arriving
 
     def _operation(
         self, kind: object, x: Tensor, rank: int, group: dist.ProcessGroup
