@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from experts import expert_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -40,8 +41,9 @@ def routed_model(family: str, seed: int = 1, **changes: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             spread = 0.3 if parameter.dim() > 1 else 0.1
             parameter += torch.randn_like(parameter) * spread
-    if "router_logits" not in (getattr(type(model.base_model), "_can_record_outputs", None) or {}):
-        pytest.skip(f"this transformers records no router logits of {family}")
+    # Only versions that are known to leave them out: another that does so fails.
+    if family == "deepseek_v3" and transformers.__version__.startswith(("5.10.", "5.17.")):
+        pytest.skip(f"transformers {transformers.__version__} records no router logits of {family}")
     return model.train()
 
 
