@@ -19,6 +19,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import forkpoint
 from forkpoint import RolloutBatch, save_rollouts
@@ -119,6 +120,15 @@ def commands(options: argparse.Namespace, device: str) -> list[list[str]]:
     return [w for w in found if wanted & {*w} or (w is loop and "loop" in wanted)]
 
 
+def _text_tokens(config: dict[str, Any]) -> int:
+    """How many token ids stand for text, from 0 on.
+
+    Ids of images and the like come last; families whose configuration does not name them have
+    theirs by default, within the last 1% of the vocabulary.
+    """
+    return int(config["vocab_size"] * 0.99)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -146,7 +156,7 @@ def main() -> int:
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    vocabulary = json.loads(options.config.read_text(encoding="utf-8"))["vocab_size"]
+    vocabulary = _text_tokens(json.loads(options.config.read_text(encoding="utf-8")))
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.output or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)

@@ -299,5 +299,6 @@ def distance(found: list[torch.Tensor], wanted: list[torch.Tensor], device: torc
     for one, other in zip(found, wanted, strict=True):
         theirs = other.to(device).float()
         total += theirs.square().sum()
-        apart += theirs.sub_(one.to(device).float()).square().sum()
+        # Not in place: `theirs` may be `other` itself.
+        apart += (theirs - one.to(device).float()).square().sum()
     return float((apart / total).sqrt()) if total else 0.0

@@ -188,6 +188,8 @@ class TrlUpdate(Benchmark):
         if watch.profiler is not None and not self.json:
             print(f"{LABELS[name]}: kernels of a step by device time")
             events = sorted(watch.profiler.key_averages(), key=lambda e: -e.self_device_time_total)
+            total = sum(event.self_device_time_total for event in events) / 1e3
+            print(f"{total:10.2f} ms of device time in all, the optimizer's step included")
             for event in events[: self.longest]:
                 ms = event.self_device_time_total / 1e3
                 print(f"{ms:10.2f} ms {event.count:6d}x {event.key[:100]}")

@@ -30,6 +30,7 @@ AT_LEAST = 3.0
 OF_BOUND = 0.9
 """Of the counted bound over the same engine without sharing."""
 SMALL_LAYERS = 2
+WARM_UPDATES = 2
 EXACT = 1e-5
 """Of gradients and metrics in float32, as far apart as orders of sums are."""
 Choice = tuple[str, str, float]
@@ -77,7 +78,8 @@ class VerlUpdate(Benchmark):
         checkpointing: Whether blocks keep only their inputs (full), as verl's default has it.
         sample: How many of the rollouts engines without sharing run; what they take is scaled by
             counted FLOPs. 0 runs all.
-        repeats: Updates of each side that are timed, after one that is not.
+        repeats: Updates of each side that are timed, after two that are not: the first compiles,
+            and the second allocates what compiled code needs.
         no_comparison: Leave the small comparison out.
         profile: Print the kernels of most device time, of an update of each side.
         longest: How many of them.
@@ -236,10 +238,10 @@ class _Run:
                 side.score_peak = max(side.score_peak, peak)
         assert side.logprobs is not None
         fields = _fields(batch, side.logprobs)
-        for number in range(1 + self.options.repeats):
+        for number in range(WARM_UPDATES + self.options.repeats):
             seconds, peak = self._update(worker, batch, fields, fused)
             side.update_peak = max(side.update_peak, peak)
-            if number > 0:
+            if number >= WARM_UPDATES:
                 side.update_s.append(seconds)
         side.optimizer_s = clock.seconds[-self.options.repeats :]
         row = partial(self.row, note=side.note or None)
@@ -359,6 +361,8 @@ class _Run:
             update()
         spent = "self_device_time_total" if self.cuda else "self_cpu_time_total"
         events = sorted(profile.key_averages(), key=lambda e: -getattr(e, spent))
+        total = sum(getattr(event, spent) for event in events) / 1e3
+        yield self.row(f"{name} device time", total, "ms", note=f"of {rollouts} rollouts")
         for number, event in enumerate(events[: self.options.longest], 1):
             ms = getattr(event, spent) / 1e3
             print(f"{name}: {ms:10.2f} ms {event.count:6d}x {event.key[:110]}", file=sys.stderr)

@@ -9,6 +9,7 @@ import torch
 from benchmarks.attention.alternatives import dense_lengths, runs_of, sum_of_copies
 from benchmarks.attention.cases import Case
 from benchmarks.shapes import make_group, make_model
+from benchmarks.steps.plain_loop import distance
 from benchmarks.steps.stepper import Dense, Stepper, Timed, best_dense
 from forkpoint.plan import make_plan
 
@@ -72,3 +73,10 @@ def test_so_many_dense_sequences_are_timed() -> None:
     assert len(dense_lengths(ragged, ragged=True, every=True)) == 8
     equal = Case("c", (100,), ((7,) * 8,))
     assert dense_lengths(equal, ragged=False, every=False) == [107, 107]
+
+
+def test_a_distance_leaves_both_gradients_as_they_are() -> None:
+    found, wanted = [torch.tensor([1.0, 3.0])], [torch.tensor([1.0, 1.0])]
+    for _ in range(2):
+        assert distance(found, wanted, torch.device("cpu")) == pytest.approx(2 / 2**0.5)
+    assert found[0].tolist() == [1.0, 3.0] and wanted[0].tolist() == [1.0, 1.0]
