@@ -89,8 +89,9 @@ def written(name: str, chunks: Callable[[], Iterable[bytes]]) -> Write:
     return write
 
 
-def plain(*content: bytes) -> Write:
-    return written("x.jsonl", lambda: content)
+def plain(*content: bytes | Callable[[], bytes]) -> Write:
+    """Content that is large is made where it is written, and not by every import of this file."""
+    return written("x.jsonl", lambda: [c if isinstance(c, bytes) else c() for c in content])
 
 
 def zst(chunks: Callable[[], Iterable[bytes]], **parameters: Any) -> Write:
@@ -194,31 +195,35 @@ COMPRESSED: dict[str, Bomb] = {
 HALF = "\\ud83d"
 JSON: dict[str, Bomb] = {
     "keys by the million": Bomb(
-        plain(b'{"token_ids":[1],' + b",".join(b'"%d":0' % n for n in range(400_000)) + b"}\n")
+        plain(lambda: b'{"token_ids":[1],' + b",".join(b'"%d":0' % n for n in range(400_000))
+              + b"}\n")
     ),
     "a key twice, after many": Bomb(
-        plain(b"{" + b",".join(b'"%d":0' % n for n in range(200_000)) + b',"0":0}\n')
+        plain(lambda: b"{" + b",".join(b'"%d":0' % n for n in range(200_000)) + b',"0":0}\n')
     ),
-    "the same key over and over": Bomb(plain(b"{" + b",".join([b'"a":0'] * 500_000) + b"}\n")),
-    "empty lists": Bomb(plain(with_value("[" + "[]," * 4_000_000 + "[]]"))),
-    "empty objects": Bomb(plain(with_value("[" + "{}," * 4_000_000 + "{}]"))),
+    "the same key over and over": Bomb(
+        plain(lambda: b"{" + b",".join([b'"a":0'] * 500_000) + b"}\n")),
+    "empty lists": Bomb(plain(lambda: with_value("[" + "[]," * 4_000_000 + "[]]"))),
+    "empty objects": Bomb(plain(lambda: with_value("[" + "{}," * 4_000_000 + "{}]"))),
     "lists of lists": Bomb(
-        plain(with_value("[" + "[[[[]]]]," * 1_000_000 + "[]]")), slow=True
+        plain(lambda: with_value("[" + "[[[[]]]]," * 1_000_000 + "[]]")), slow=True
     ),
-    "brackets": Bomb(plain(with_value("[" * 5_000_000))),
+    "brackets": Bomb(plain(lambda: with_value("[" * 5_000_000))),
     "nested as deep as is read": Bomb(plain(with_value("[" * 900 + "]" * 900)), read=True),
-    "a number of a million digits": Bomb(plain(with_value("9" * 1_000_000))),
-    "an exponent of a million digits": Bomb(plain(with_value("1e" + "9" * 1_000_000))),
+    "a number of a million digits": Bomb(plain(lambda: with_value("9" * 1_000_000))),
+    "an exponent of a million digits": Bomb(plain(lambda: with_value("1e" + "9" * 1_000_000))),
     "a large exponent": Bomb(plain(with_value("1e999999999"))),
     "a small exponent": Bomb(plain(with_value("1e-999999999")), read=True),
-    "a fraction of a million digits": Bomb(plain(with_value("0." + "3" * 1_000_000)), read=True),
+    "a fraction of a million digits": Bomb(
+        plain(lambda: with_value("0." + "3" * 1_000_000)), read=True),
     "an id of hundreds of digits": Bomb(plain(b'{"token_ids":[%s],"loss_mask":[0],"advantage":1}'
                                               % (b"9" * 400))),
     "an advantage of hundreds of digits": Bomb(plain(
         b'{"token_ids":[1,2],"loss_mask":[0,1],"advantage":[%s,0.5]}' % (b"9" * 400))),
-    "text of 20 MiB": Bomb(plain(with_value('"' + "x" * 20 * MIB + '"')), read=True),
-    "text of wide characters": Bomb(plain(with_value('"😀' + "x" * 10 * MIB + '"')), read=True),
-    "text of escapes": Bomb(plain(with_value('"' + "\\u20ac" * 2 * MIB + '"')), read=True),
+    "text of 20 MiB": Bomb(plain(lambda: with_value('"' + "x" * 20 * MIB + '"')), read=True),
+    "text of wide characters": Bomb(
+        plain(lambda: with_value('"😀' + "x" * 10 * MIB + '"')), read=True),
+    "text of escapes": Bomb(plain(lambda: with_value('"' + "\\u20ac" * 2 * MIB + '"')), read=True),
     "halves of surrogate pairs": Bomb(
         plain(with_value(f'"{HALF}"', "group_id"), with_value(f'"{HALF}"', HALF)), read=True
     ),
@@ -230,19 +235,20 @@ JSON: dict[str, Bomb] = {
     "a byte order mark": Bomb(plain(b"\xef\xbb\xbf" + GOOD)),
     "UTF-16": Bomb(plain(GOOD.decode().encode("utf-16"))),
     "UTF-16 without a mark": Bomb(plain(GOOD.decode().encode("utf-16-le"))),
-    "bytes that are no UTF-8": Bomb(plain(b"\xff" * 5 * MIB)),
-    "a line that has no end": Bomb(plain(b'{"token_ids":[' + b"1," * 15 * MIB)),
-    "a text that has no end": Bomb(plain(b'{"token_ids":"' + b"\\n" * 5 * MIB)),
-    "blank lines": Bomb(plain(b"\n" * 20 * MIB)),
-    "lines of blanks": Bomb(plain((b" " * 99 + b"\n") * 200_000)),
-    "lines that are all wrong": Bomb(plain(b"[]\n" * 1_000_000), options=("--on-error", "skip")),
-    "rollouts of one token": Bomb(plain(line([1]) * 400_000), slow=True),
+    "bytes that are no UTF-8": Bomb(plain(lambda: b"\xff" * 5 * MIB)),
+    "a line that has no end": Bomb(plain(lambda: b'{"token_ids":[' + b"1," * 15 * MIB)),
+    "a text that has no end": Bomb(plain(lambda: b'{"token_ids":"' + b"\\n" * 5 * MIB)),
+    "blank lines": Bomb(plain(lambda: b"\n" * 20 * MIB)),
+    "lines of blanks": Bomb(plain(lambda: (b" " * 99 + b"\n") * 200_000)),
+    "lines that are all wrong": Bomb(
+        plain(lambda: b"[]\n" * 1_000_000), options=("--on-error", "skip")),
+    "rollouts of one token": Bomb(plain(lambda: line([1]) * 400_000), slow=True),
     "rollouts of nothing": Bomb(
-        plain(b'{"token_ids":[],"loss_mask":[],"advantage":1}\n' * 200_000),
+        plain(lambda: b'{"token_ids":[],"loss_mask":[],"advantage":1}\n' * 200_000),
         options=("--on-error", "skip"),
     ),
     "one id for all": Bomb(
-        plain(*(line([n], rollout_id="a") for n in range(50_000))), read=True,
+        plain(lambda: b"".join(line([n], rollout_id="a") for n in range(50_000))), read=True,
         options=("--on-error", "skip"),
     ),
 }  # fmt: skip
@@ -251,7 +257,7 @@ JSON: dict[str, Bomb] = {
 
 
 def table(**columns: Any) -> Write:
-    return plain(json.dumps(columns, separators=(",", ":")).encode())
+    return plain(lambda: json.dumps(columns, separators=(",", ":")).encode())
 
 
 MANY = 20_000
@@ -263,6 +269,7 @@ PACKED = {
     "inference_logprobs": [-1.0] * MANY,
 }
 TABLES: dict[str, Bomb] = {
+    "samples of one token in one row": Bomb(table(**PACKED), read=True),
     "many rows that share many fields": Bomb(
         table(token_ids=[[1]] * MANY, loss_mask=[[0]] * MANY, advantage=1,
               **{f"k{n}": n for n in range(MANY)})),
@@ -278,7 +285,6 @@ TABLES: dict[str, Bomb] = {
     "rows that grow": Bomb(
         table(input_ids=[[1] * n for n in range(1, 1500)], token_mask=[[0] * 1500] * 20,
               input_lengths=list(range(1, 1500)))),
-    "samples of one token in one row": Bomb(table(**PACKED), read=True),
     "samples of one token in one row, of ragged fields": Bomb(
         table(**{**PACKED, "advantages": [[0.5], 0.5] * (MANY // 2)})),
     "ids of lists": Bomb(table(token_ids=[[[1] * 1000] * 1000], loss_mask=[[0]], advantage=[1])),
@@ -390,10 +396,15 @@ PARQUET: dict[str, Bomb] = {
 
 
 def safetensors(header: Any, data: bytes = b"", *, length: int | None = None) -> Write:
-    """A file of this header, which is text or what JSON is made of."""
-    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
-    said = len(encoded) if length is None else length
-    return written("x.safetensors", lambda: [said.to_bytes(8, "little"), encoded, data])
+    """A file of this header, which is text, what JSON is made of, or a call that gives either."""
+
+    def content() -> list[bytes]:
+        given = header() if callable(header) else header
+        encoded = given if isinstance(given, bytes) else json.dumps(given).encode()
+        said = len(encoded) if length is None else length
+        return [said.to_bytes(8, "little"), encoded, data]
+
+    return written("x.safetensors", content)
 
 
 def tensor(dtype: Any, shape: Any, begin: Any, end: Any) -> dict[str, Any]:
@@ -413,8 +424,9 @@ SAFETENSORS: dict[str, Bomb] = {
     "a header longer than the file": Bomb(safetensors({"a": IDS}, TWO, length=2**62)),
     "a header of 2**63 bytes": Bomb(safetensors({"a": IDS}, TWO, length=2**63)),
     "a header of many tensors": Bomb(safetensors(
-        {f"t{n}": tensor("U8", [0], 0, 0) for n in range(100_000)})),
-    "a header of empty objects": Bomb(safetensors(b'{"a":[' + b"{}," * 4_000_000 + b"{}]}")),
+        lambda: {f"t{n}": tensor("U8", [0], 0, 0) for n in range(100_000)})),
+    "a header of empty objects": Bomb(safetensors(
+        lambda: b'{"a":[' + b"{}," * 4_000_000 + b"{}]}")),
     "a header that is nested": Bomb(safetensors(b'{"a":' * 100_000)),
     "a header with a key twice": Bomb(safetensors(b'{"a":1,"a":2}')),
     "a header that is a list": Bomb(safetensors([IDS])),

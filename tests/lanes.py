@@ -5,10 +5,13 @@ run in `make test`, so that what breaks the kind is noticed there, and `make tes
 others.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
+
+from pairwise import pairwise
 
 
 def slow_besides(
@@ -30,3 +33,9 @@ def slow_besides(
         else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
         for value in values
     ]
+
+
+def slow_besides_pairs(*options: Sequence[Any]) -> list[Any]:
+    """The product of options for `parametrize`: rows in which every pair of values occurs are not
+    marked, and all others are slow."""
+    return slow_besides(pairwise(*options, full=False), product(*options))

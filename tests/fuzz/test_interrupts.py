@@ -64,9 +64,7 @@ def interrupt(name: str, times: int, *, ways: tuple[str, ...] = WAYS, seed: int 
     return tally
 
 
-@pytest.mark.parametrize(
-    "name", slow_besides(("accumulated", "recompute", "two-pass", "score"), DIFFERENT)
-)
+@pytest.mark.parametrize("name", slow_besides(("accumulated", "recompute", "score"), DIFFERENT))
 def test_at_random_moments(name: str) -> None:
     tally = interrupt(name, 1)
     assert not tally.failures
@@ -155,7 +153,7 @@ BUGS: dict[str, tuple[Any, str, Callable, str, Callable, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_besides(("a half", "one level"), BUGS))
+@pytest.mark.parametrize("name", slow_besides(["a half"], BUGS))
 def test_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, replaced, bug, case, function, stride = BUGS[name]
     code, tally = inspect.unwrap(function).__code__, Tally()

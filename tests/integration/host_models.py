@@ -24,7 +24,6 @@ quiet_peft = pytest.mark.filterwarnings(
 FAMILIES = ("llama", "qwen3")
 CONFIGS = (ACROSS, TREE_IN_ROW)
 families = pytest.mark.parametrize("family", FAMILIES)
-configs = pytest.mark.parametrize("config", CONFIGS, ids=["across", "within"])
 
 
 def lora(model: nn.Module, **options: Any) -> PeftModel:

@@ -8,6 +8,7 @@ parameter's gradient within 1e-10 of ordinary training; and what is moved is wha
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -61,7 +62,11 @@ for _variant, _loss, *_rest in pairwise(
     STEPS.setdefault((_variant, _loss), []).append(tuple(_rest))
 
 
-@pytest.mark.parametrize(("variant", "loss"), STEPS, ids=str)
+# Every model and every loss; those of one model with all losses, the others with one.
+IN_CORE = [(v, x) for v, x in STEPS if v == VARIANTS[1] or x == "gspo"]
+
+
+@pytest.mark.parametrize(("variant", "loss"), slow_besides(IN_CORE, STEPS), ids=str)
 def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
     expected, model = truth(replace(variant, checkpointed=False), loss), variant.build()
     faults, moved = [], set()
@@ -86,7 +91,7 @@ def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
     assert moved == set(RESIDENCIES)
 
 
-@pytest.mark.parametrize("activations", RESIDENCIES[1:])
+@pytest.mark.parametrize("activations", slow_besides(["offload"], RESIDENCIES[1:]))
 def test_experts(activations: str) -> None:
     config = replace(ACROSS, activations=activations)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -99,9 +104,12 @@ def test_experts(activations: str) -> None:
         assert step_error(model, forked_batch(), losses.GRPO(), changed) < 1e-10
 
 
-@pytest.mark.parametrize("activations", RESIDENCIES[1:])
 @pytest.mark.parametrize(
-    "family", slow_besides(["granitemoehybrid"], ["qwen3_next", "granitemoehybrid"])
+    ("family", "activations"),
+    slow_besides(
+        [("granitemoehybrid", "recompute")],
+        product(("qwen3_next", "granitemoehybrid"), RESIDENCIES[1:]),
+    ),
 )
 def test_layers_that_carry_a_state(family: str, activations: str) -> None:
     """Their states are prefix cache as well: captured once, and not moved with activations."""

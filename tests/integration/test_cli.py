@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import pty
 import re
@@ -150,20 +151,40 @@ def test_output_that_is_no_utf_8(encoding: str, rollouts: Path, tmp_path: Path) 
 def test_progress_on_a_terminal(rollouts: Path, config: Path) -> None:
     """Progress goes to stderr, if that is a terminal; stdout has the result alone."""
     terminal, stderr = pty.openpty()
-    command = [sys.executable, "-m", "forkpoint", "replay", str(rollouts), "--model", str(config)]
-    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=stderr)
+    reading, stdout = os.pipe()
+    arguments = ["replay", str(rollouts), "--model", str(config), "--json"]
+    # Forked off this process, which has imported torch.
+    process = multiprocessing.get_context("fork").Process(
+        target=run_into, args=(stdout, stderr, arguments)
+    )
+    process.start()
     os.close(stderr)
+    os.close(stdout)
     shown = b""
     while True:
         try:
             shown += os.read(terminal, 4096)
         except OSError:  # Linux says so when the other end is closed
             break
-    out, _ = process.communicate()
+    with os.fdopen(reading, "rb") as pipe:
+        out = pipe.read()
+    process.join()
     os.close(terminal)
-    assert process.returncode == 0
+    assert process.exitcode == 0
     assert b"training" in shown and b"4/4" in shown
     assert out.count(b"\n") == 1 and json.loads(out)["steps"] == 4
+
+
+def run_into(stdout: int, stderr: int, arguments: list[str]) -> None:
+    """The command line, in a process whose output goes to these files."""
+    for number, given in enumerate((stdout, stderr), start=1):
+        os.dup2(given, number)
+        os.close(given)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    code = main(arguments)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 @pytest.mark.parametrize(

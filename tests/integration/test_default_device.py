@@ -34,19 +34,22 @@ CASES += [
 ]
 
 
-KEPT = [case for case in CASES if case[0] == "llama" or case[1] == "across"]
+KEPT = [case for case in CASES if case[1] == "across"]
+KEPT += [("llama", "within"), ("llama", "padded"), ("llama", "offload")]
 
 
 @pytest.mark.parametrize(("family", "name"), slow_besides(KEPT, CASES))
 def test_a_step_is_the_same(family: str, name: str) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "gpt_oss" else {}
     model = tiny_hybrid(family) if family in HYBRIDS else tiny_model(family, **experts)
+    # A sample of each family, and no more of other plans.
+    config = replace(CONFIGS[name], self_check=name == "across")
     if experts:
         model.set_experts_implementation("eager")  # the default's product has no float64
     found: list[Any] = []
     for device in ("cpu", "meta"):
         with torch.device(device), lifted_upcasts(model):
-            policy = wrap(model, CONFIGS[name])
+            policy = wrap(model, config)
             scores = policy.score(BATCH, entropy=True)
             policy.forward_backward(BATCH, GRPO(kl=0.1))
             policy.forward_backward(BATCH, GSPO())

@@ -49,8 +49,9 @@ def test_adapters_on_a_frozen_base(
     family: str, adapter: str, dtype: torch.dtype, config: Config
 ) -> None:
     model = lora(tiny_model(family, dtype=dtype), **ADAPTERS[adapter])
-    assert step_error(model, BATCH, LOSS, config) < BARS[dtype]
-    wrap(model, config).forward_backward(BATCH, LOSS)
+    policy = wrap(model, config)
+    assert step_error(model, BATCH, LOSS, config, policy=policy) < BARS[dtype]
+    policy.forward_backward(BATCH, LOSS)
     trained = {n for n, p in model.named_parameters() if p.grad is not None}
     assert trained == {n for n, p in model.named_parameters() if p.requires_grad}
     assert not any("base_layer" in name for name in trained)

@@ -18,7 +18,6 @@ from host_models import (
     FAMILIES,
     LOSS,
     checkpointing,
-    configs,
     count_calls,
     families,
     frozen_below,
@@ -33,6 +32,7 @@ from forkpoint import Config, wrap
 from forkpoint.ops.attention import KERNELS, registry
 from forkpoint.ops.attention.kernel import Asked
 from forkpoint.testing import Watching, dense_run, lifted_upcasts, tiny_model
+from lanes import slow_besides_pairs
 from pairwise import id_of, pairwise
 
 pytestmark = quiet_peft
@@ -116,46 +116,47 @@ def test_states_of_a_model(
     assert step_error(model, BATCH, LOSS, config) < BARS[dtype]
 
 
-@configs
+SHAPES: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "bias": {"attention_bias": True, "mlp_bias": True},
+    "mha": {"num_key_value_heads": 4},
+    "mqa": {"num_key_value_heads": 1},
+    "head_dim": {"head_dim": 12},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 2048,
+        }
+    },
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 2048,
+        }
+    },
+    "windows": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+}
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"tie_word_embeddings": True},
-        {"attention_bias": True, "mlp_bias": True},
-        {"num_key_value_heads": 4},
-        {"num_key_value_heads": 1},
-        {"head_dim": 12},
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 2.0,
-                "original_max_position_embeddings": 2048,
-            }
-        },
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e4,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 2048,
-            }
-        },
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ],
-    ids=["tied", "bias", "mha", "mqa", "head_dim", "linear", "yarn", "llama3", "windows"],
+    ("family", "shape", "config"), slow_besides_pairs(FAMILIES, tuple(SHAPES), CONFIGS), ids=id_of
 )
-@families
-def test_shapes_of_a_model(family: str, changes: dict[str, Any], config: Config) -> None:
-    assert step_error(tiny_model(family, **changes), BATCH, LOSS, config) < 1e-10
+def test_shapes_of_a_model(family: str, shape: str, config: Config) -> None:
+    assert step_error(tiny_model(family, **SHAPES[shape]), BATCH, LOSS, config) < 1e-10
 
 
-@configs
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@families
+@pytest.mark.parametrize(
+    ("family", "attention", "config"),
+    slow_besides_pairs(FAMILIES, ("eager", "sdpa"), CONFIGS),
+    ids=id_of,
+)
 def test_whatever_attention_the_model_has(family: str, attention: str, config: Config) -> None:
     model = tiny_model(family, attn_implementation=attention)
     assert model.config._attn_implementation == attention

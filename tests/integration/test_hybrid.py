@@ -3,6 +3,7 @@
 import functools
 import importlib
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
 from forkpoint.testing import dense_run, lifted_upcasts
-from hybrids import ACROSS_MICROBATCHES, HYBRIDS, WITHIN, Sabotage, tiny_hybrid
+from hybrids import ACROSS_MICROBATCHES, HYBRIDS, MIXED, WITHIN, Sabotage, tiny_hybrid
 from lanes import slow_besides
 from pairwise import pairwise
 
@@ -50,6 +51,13 @@ def truth(model: PreTrainedModel, batch: RolloutBatch, loss: Any) -> Truth:
     with lifted_upcasts(model):
         own = dense_run(model, batch, LogLikelihood()).logprobs_T
     return measure(model, with_logprobs(batch, own), as_loss(loss))
+
+
+@cache
+def truth_of(family: str, loss: str, kinds: tuple[str, ...] = MIXED) -> Truth:
+    """That of the acceptance batch, once for all plans of a model."""
+    batch = paired_batch() if loss == "dpo" else acceptance_batch()
+    return truth(tiny_hybrid(family, kinds=kinds), batch, LOSSES[loss])
 
 
 def check(model: PreTrainedModel, expected: Truth, loss: Any, configs: Any) -> None:
@@ -84,12 +92,14 @@ for _loss, _checkpointed, _sharing, _boundary, _layout, _limit in pairwise(
     )
 
 
+IN_CORE = (("grpo", True), ("gspo", False), ("dpo", True), ("coupled", False))
+
+
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(("loss", "checkpointed"), STEPS)
+@pytest.mark.parametrize(("loss", "checkpointed"), slow_besides(IN_CORE, STEPS))
 def test_steps_are_those_of_dense_training(loss: str, checkpointed: bool) -> None:
     """Forks four deep, responses of one token, prefixes shorter than the convolution."""
-    batch = paired_batch() if loss == "dpo" else acceptance_batch()
-    expected = truth(tiny_hybrid("qwen3_5_text"), batch, LOSSES[loss])
+    expected = truth_of("qwen3_5_text", loss)
     model = tiny_hybrid("qwen3_5_text", checkpointed=checkpointed)
     check(model, expected, LOSSES[loss], STEPS[loss, checkpointed])
 
@@ -102,7 +112,7 @@ def test_limits_of_time_steps() -> None:
 
 def test_microbatches_shorter_than_the_convolution() -> None:
     model, loss = tiny_hybrid("qwen3_5_text"), LOSSES["grpo"]
-    check(model, truth(model, acceptance_batch(), loss), loss, SHORTEST)
+    check(model, truth_of("qwen3_5_text", "grpo"), loss, SHORTEST)
 
 
 LONG: dict[str, list[Config]] = {family: [] for family in HYBRIDS}
@@ -124,12 +134,21 @@ def test_segments_longer_than_chunks(family: str) -> None:
     check(model, expected, loss, LONG[family])
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
-@pytest.mark.parametrize("kinds", [("linear_attention",), ("full_attention", "linear_attention")])
+ONE_KIND, TWO_KINDS = ("linear_attention",), ("full_attention", "linear_attention")
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    slow_besides(
+        [("qwen3_5_text", TWO_KINDS), ("granitemoehybrid", ONE_KIND)],
+        product(("qwen3_5_text", "granitemoehybrid"), (ONE_KIND, TWO_KINDS)),
+    ),
+    ids=str,
+)
 def test_models_that_end_with_a_state(family: str, kinds: tuple[str, ...]) -> None:
     """Microbatches that train on nothing end at the last layer's state."""
     model, loss = tiny_hybrid(family, kinds=kinds), LOSSES["grpo"]
-    check(model, truth(model, acceptance_batch(), loss), loss, CONFIGS[3:11])
+    check(model, truth_of(family, "grpo", kinds), loss, CONFIGS[3:11])
 
 
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
@@ -138,7 +157,7 @@ def test_kernels_by_name(kernel: str) -> None:
     config = Config(
         sharing="tree", boundary="mixed", max_microbatch_tokens=24, recurrence_kernel=kernel
     )
-    check(model, truth(model, acceptance_batch(), loss), loss, [config])
+    check(model, truth_of("qwen3_5_text", "grpo"), loss, [config])
 
 
 @pytest.mark.parametrize(
@@ -154,12 +173,12 @@ def test_microbatches_that_are_offloaded_or_computed_again(family: str) -> None:
         Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN, checkpointing=c)  # type: ignore[arg-type]
         for c in ("selective", "full")
     ]
-    check(model, truth(model, acceptance_batch(), loss), loss, configs)
+    check(model, truth_of(family, "grpo"), loss, configs)
 
 
 def test_scores_are_those_of_a_dense_forward() -> None:
     model = tiny_hybrid("qwen3_5_text")
-    expected = truth(model, acceptance_batch(), LOSSES["grpo"])
+    expected = truth_of("qwen3_5_text", "grpo")
     with lifted_upcasts(model):
         policy = wrap(model)
         for config in CONFIGS:
@@ -184,9 +203,10 @@ def test_frozen_layers_below_a_state() -> None:
         norm = float(
             torch.stack([g.norm() for g in dense.gradients.values() if g is not None]).norm()
         )
+        policy = wrap(model)
         for config in CONFIGS[3:11]:
             model.zero_grad()
-            wrap(model, config).forward_backward(batch, loss)
+            with_options(policy, config).forward_backward(batch, loss)
             for name, parameter in model.named_parameters():
                 wanted = dense.gradients[name]
                 if wanted is None:
@@ -204,20 +224,20 @@ def test_frozen_layers_below_a_state() -> None:
     ],
 )
 def test_one_parameter_of_a_layer_learns(family: str, trained: str) -> None:
-    """Of what a state is made with, only some requires gradients, and states handed on do."""
-    model, loss = tiny_hybrid(family), LOSSES["grpo"]
+    """Of what a state is made with, only some requires gradients, and states handed on do.
+
+    Its gradient is that of a dense run in which everything learns.
+    """
+    model, expected = tiny_hybrid(family), truth_of(family, "grpo")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.0." in name and trained in name)
     with lifted_upcasts(model):
-        own = dense_run(model, acceptance_batch(), LogLikelihood()).logprobs_T
-        batch = with_logprobs(acceptance_batch(), own)
-        dense = dense_run(model, batch, as_loss(loss))
         config = Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN)
-        wrap(model, config).forward_backward(batch, loss)
+        wrap(model, config).forward_backward(expected.batch, LOSSES["grpo"])
     learns = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert learns
     for name, found in learns.items():
-        wanted = dense.gradients[name]
+        wanted = expected.dense.gradients[name]
         assert found is not None and wanted is not None and wanted.norm() > 0
         assert float((found - wanted).norm() / wanted.norm()) <= 1e-10, name
 
@@ -384,13 +404,16 @@ def test_adapters_on_every_projection() -> None:
 def test_bugs_across_microbatches_are_caught(
     family: str, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = wrap(
-        tiny_hybrid(family),
-        Config(sharing="tree", boundary="across", max_microbatch_tokens=12),
-    )
-    assert policy.verify(forked_batch(), GRPO()).passed
+    config = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
+    assert passes(family, config)
     sabotage(monkeypatch)
-    assert not policy.verify(forked_batch(), GRPO()).passed
+    assert not wrap(tiny_hybrid(family), config).verify(forked_batch(), GRPO()).passed
+
+
+@cache
+def passes(family: str, config: Config) -> bool:
+    """Whether a model without a bug does; called before any bug is put in."""
+    return wrap(tiny_hybrid(family), config).verify(forked_batch(), GRPO()).passed
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
@@ -398,7 +421,7 @@ def test_bugs_across_microbatches_are_caught(
 def test_bugs_in_a_microbatch_are_caught(
     family: str, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = wrap(tiny_hybrid(family), Config(sharing="tree", boundary="within"))
-    assert policy.verify(forked_batch(), GRPO()).passed
+    config = Config(sharing="tree", boundary="within")
+    assert passes(family, config)
     sabotage(monkeypatch)
-    assert not policy.verify(forked_batch(), GRPO()).passed
+    assert not wrap(tiny_hybrid(family), config).verify(forked_batch(), GRPO()).passed

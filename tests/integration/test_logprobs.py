@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from steps import clear_gradients, forked_batch, gradients
+from steps import clear_gradients, forked_batch, gradients, with_options
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -142,9 +142,10 @@ def test_losses_by_hand(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         expected_loss = loss(*stock_values(model, BATCH))
         expected_loss.backward()
         expected = gradients(model)
+        policy = wrap(model)
         for config in MODES:
             clear_gradients(model)
-            lp, entropies = wrap(model, config).logprobs(BATCH, entropy=True)
+            lp, entropies = with_options(policy, config).logprobs(BATCH, entropy=True)
             value = loss(lp, entropies)
             value.backward()
             assert abs(float((value - expected_loss).detach())) < BAR

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scenarios import with_logprobs
+from steps import with_options
 from transformers import PreTrainedModel
 from yardstick import Truth, label, measure, step_faults
 
@@ -88,9 +89,10 @@ def check(model: PreTrainedModel, batch: RolloutBatch, loss: str) -> list[int]:
         own = dense_run(model, batch, LogLikelihood()).logprobs_T
         expected: Truth = measure(model, with_logprobs(batch, own), LOSSES[loss])
         faults, microbatches = [], []
+        policy = wrap(model)
         for config in CONFIGS:
             model.zero_grad()
-            stats = wrap(model, config).forward_backward(expected.batch, LOSSES[loss])
+            stats = with_options(policy, config).forward_backward(expected.batch, LOSSES[loss])
             name = label(config, stats.plan)
             faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
             microbatches.append(len(stats.plan.microbatches))

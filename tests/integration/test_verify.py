@@ -35,7 +35,8 @@ from forkpoint import (
 from forkpoint import verify as verify_module  # the function is policy.verify
 from forkpoint.losses import Denominators
 from forkpoint.testing import DenseRun, dense_run, tiny_model
-from lanes import slow_besides
+from lanes import slow_besides, slow_besides_pairs
+from pairwise import id_of
 
 TREE_IN_ROW = Config(sharing="tree", boundary="within")
 GROUPS_ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=400)
@@ -190,9 +191,14 @@ def test_any_loss_and_denominators(loss: losses.Loss) -> None:
 # What is not is caught ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sabotage", [*ACROSS_MICROBATCHES, one_owner_counts])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def drawn(sabotages: list[Sabotage]) -> list[Any]:
+    """Each with both families and with both dtypes; the other two cases are slow."""
+    return slow_besides_pairs(("llama", "qwen3"), (torch.float64, torch.float32), sabotages)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "sabotage"), drawn([*ACROSS_MICROBATCHES, one_owner_counts]), ids=id_of
+)
 def test_sabotage_across_microbatches_is_caught(
     family: str, dtype: torch.dtype, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,9 +208,9 @@ def test_sabotage_across_microbatches_is_caught(
     assert report.shared_error > 1e-3
 
 
-@pytest.mark.parametrize("sabotage", [*WITHIN, one_owner_counts])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "sabotage"), drawn([*WITHIN, one_owner_counts]), ids=id_of
+)
 def test_sabotage_in_a_microbatch_is_caught(
     family: str, dtype: torch.dtype, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -280,7 +280,7 @@ def test_router_jitter_is_refused() -> None:
         wrap(model).forward_backward(batch(), GRPO())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_besides(DIFFERENT, FAMILIES))
 def test_a_step_without_trained_tokens_gives_zeros(family: str) -> None:
     """To the parameters that ordinary training gives zeros, and to no others."""
     model = build(family)

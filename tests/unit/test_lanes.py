@@ -3,13 +3,14 @@
 import ast
 import re
 import tomllib
+from functools import cache
 from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from lanes import slow_besides
+from lanes import slow_besides, slow_besides_pairs
 
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -68,6 +69,7 @@ def test_ci_runs_every_lane() -> None:
     assert {"check", "test", "test-slow", "test-ranks"} <= set(commands)
 
 
+@cache
 def marks_of(path: Path) -> set[str]:
     """Names that a file takes of `pytest.mark`."""
     return {
@@ -93,3 +95,14 @@ def test_others_than_those_kept_are_marked() -> None:
     assert three == pytest.param(4, 5, marks=pytest.mark.slow)
     with pytest.raises(AssertionError, match=r"\[6\] are none of"):
         slow_besides([6], [1])
+
+
+def test_every_pair_of_options_is_kept() -> None:
+    rows = slow_besides_pairs("ab", "xy", "123")
+    kept = [row for row in rows if type(row) is tuple]
+    slow = [row for row in rows if type(row) is not tuple]
+    assert len(rows) == 12 and 6 <= len(kept) < 12
+    assert all(row == pytest.param(*row.values, marks=pytest.mark.slow) for row in slow)
+    for one, other in combinations(range(3), 2):
+        pairs = {(row[one], row[other]) for row in kept}
+        assert len(pairs) == len("ab" if one == 0 else "xy") * len("xy" if other == 1 else "123")

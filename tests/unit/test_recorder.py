@@ -19,6 +19,7 @@ from made_traces import recorded, some
 
 import forkpoint
 from forkpoint import ConfigError, Rollout, RolloutError, TraceError, losses, save_rollouts
+from forkpoint.synthetic import synthetic_rollouts
 from forkpoint.traces import lock, manifest, open_rollouts, open_trace, record, recorder
 from forkpoint.traces.lock import FolderLock
 
@@ -428,28 +429,34 @@ with forkpoint.record(sys.argv[1], resume=True) as trace:
 """
 
 
+def add_on(path: Path, writing: int) -> None:
+    """As WRITER, in a process that is forked off this one."""
+    made = synthetic_rollouts(groups=2, rollouts_per_group=3, prompt_tokens=400, response_tokens=50)
+    with os.fdopen(writing, "w") as told, record(path, resume=True) as trace:
+        while True:
+            n = trace.add(made, {"step": len(trace)})
+            print(n, file=told, flush=True)
+
+
 def test_a_killed_recorder_loses_at_most_the_unfinished_batch(tmp_path: Path) -> None:
     """Twelve kills at random moments, each going on where the one before was killed."""
     random, path, told = np.random.default_rng(0), tmp_path / "t", -1
     for _ in range(12):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)],
-            env={"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert writer.stdout is not None
-        wanted = told + int(random.integers(1, 20))
-        while (line := writer.stdout.readline()) and int(line) < wanted:
+        reading, writing = os.pipe()
+        writer = multiprocessing.get_context("fork").Process(target=add_on, args=(path, writing))
+        writer.start()
+        os.close(writing)
+        with os.fdopen(reading) as lines:
+            wanted = told + int(random.integers(1, 20))
+            while (line := lines.readline()) and int(line) < wanted:
+                told = int(line)
             told = int(line)
-        told = int(line)
-        try:  # not right after a line, where nothing is being written
-            writer.wait(timeout=float(random.uniform(0, 0.02)))
-        except subprocess.TimeoutExpired:
+            # Not right after a line, where nothing is being written.
+            writer.join(float(random.uniform(0, 0.02)))
             writer.kill()
-        told = max([told, *map(int, writer.stdout.read().split())])
-        writer.wait()
-        writer.stdout.close()
+            told = max([told, *map(int, lines.read().split())])
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
         trace = open_trace(path)
         # What was told is there; the batch after it may have been whole when the kill came.
         assert told + 1 <= len(trace) <= told + 2
