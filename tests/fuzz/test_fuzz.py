@@ -31,7 +31,6 @@ from integration.sabotage import (
     ACROSS_MICROBATCHES,
     WITHIN,
     Sabotage,
-    leak_between_siblings,
     one_child_dropped,
     one_owner_counts,
 )
@@ -100,12 +99,12 @@ FOUND_SEEDS: dict[str, list[int]] = {"across": [], "within": []}
 
 BUGS = [("across", bug) for bug in (*ACROSS_MICROBATCHES, one_owner_counts)]
 BUGS += [("within", bug) for bug in WITHIN]
-TWO_BUGS = [("across", one_child_dropped), ("within", leak_between_siblings)]
+ONE_BUG = [("across", one_child_dropped)]
 
 
 @pytest.mark.usefixtures("without_sample")
 @pytest.mark.parametrize(
-    ("boundary", "bug"), slow_besides(TWO_BUGS, BUGS), ids=lambda x: getattr(x, "__name__", x)
+    ("boundary", "bug"), slow_besides(ONE_BUG, BUGS), ids=lambda x: getattr(x, "__name__", x)
 )
 def test_bugs_are_found(boundary: str, bug: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = telling_seeds(boundary, 8)
@@ -114,6 +113,7 @@ def test_bugs_are_found(boundary: str, bug: Sabotage, monkeypatch: pytest.Monkey
     assert len(missed) < len(seeds) / 2, f"{missed} of {seeds} are exact in spite of it"
 
 
+@pytest.mark.slow
 def test_a_model_that_multiplies_rounding_has_a_bar_too(monkeypatch: pytest.MonkeyPatch) -> None:
     case = draw_case(913039, "qwen3_5_moe_text")
     steady = draw_case(telling_seeds("within", 1)[0])

@@ -80,6 +80,7 @@ def test_splits_by_name(what: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert {row["case"].split(" ")[1] for row in rows} == {"10240/2048", "6144/6144"}
 
 
+@pytest.mark.slow
 def test_predictions_stand_beside_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +191,7 @@ def test_without_a_gpu_only_the_tiny_shapes_run(capsys: pytest.CaptureFixture[st
     assert "--tiny" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_from_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench("step-grid", tmp_path, capsys, "--counts", "4")
     cells = [

@@ -26,6 +26,7 @@ from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import OPERATIONS
 from forkpoint.testing import tiny_model
+from lanes import slow_besides_pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
@@ -243,18 +244,21 @@ class Alive:
         return sum(nbytes for reference, nbytes in self.storages if not reference.expired())
 
 
-@pytest.mark.parametrize("exist", [True, False], ids=["gradients-exist", "gradients-are-new"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize(
-    ("prompt", "response"),
-    [(64, 32), (64, 16), (256, 16), (256, 8)],
-    ids=["two-leaf_layout", "one-wave", "chain", "chain-above-a-short-wave"],
+    ("exist", "checkpointing", "lengths"),
+    slow_besides_pairs(
+        [True, False],
+        ["none", "full"],
+        # Prompt and response: two of leaves' layout, one wave, a chain, one above a short wave.
+        [(64, 32), (64, 16), (256, 16), (256, 8)],
+    ),
 )
 def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
-    monkeypatch: pytest.MonkeyPatch, prompt: int, response: int, checkpointing: str, exist: bool
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], checkpointing: str, exist: bool
 ) -> None:
     """With what is saved, what is fetched, and gradients; two layers of a microbatch may come on
     top."""
+    prompt, response = lengths
     model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch(prompt, response)
     config = replace(
         GROUP, activations="offload", checkpointing=checkpointing, max_microbatch_tokens=64

@@ -242,6 +242,7 @@ def test_one_parameter_of_a_layer_learns(family: str, trained: str) -> None:
         assert float((found - wanted).norm() / wanted.norm()) <= 1e-10, name
 
 
+@pytest.mark.slow
 def test_agent_conversations(shared_data: Callable[[str], Path]) -> None:
     groups = {"airline-0", "airline-5", "airline-15"}
     batch = slice_of(shared_data("airline.jsonl"), groups, drop=(20, 1270), most=200)

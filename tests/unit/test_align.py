@@ -25,6 +25,7 @@ from forkpoint.plan.align import (
     align_shapes,
     shape_of,
 )
+from pairwise import FULL
 from random_forests import KINDS, WILD, Shape, plan_of, planned
 
 # Slots over the microbatches of the rank that has most, by ranks.
@@ -57,7 +58,7 @@ def ranks(draw: st.DrawFn) -> tuple[list[Shape], list[list[bool]], list[list[flo
     return found, again, costs if draw(st.booleans()) else None
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=400 if FULL else 150, derandomize=True, deadline=None)
 @given(ranks())
 def test_all_ranks_run_the_same_operations_around_their_own_programs(drawn) -> None:
     found, again, costs = drawn
@@ -66,7 +67,7 @@ def test_all_ranks_run_the_same_operations_around_their_own_programs(drawn) -> N
     assert max(map(len, found)) <= len(alignment.parents) <= sum(map(len, set(found)))
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200 if FULL else 80, derandomize=True, deadline=None)
 @given(ranks())
 def test_aligning_aligned_programs_changes_nothing(drawn) -> None:
     found, again, costs = drawn

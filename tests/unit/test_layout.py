@@ -25,7 +25,7 @@ from forkpoint.plan import make_plan
 from pairwise import FULL
 from strategies import COMBINATIONS, batches
 
-EXAMPLES = settings(max_examples=500 if FULL else 50, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=500 if FULL else 25, derandomize=True, deadline=None)
 
 Slot = tuple[int, int]
 """(FROM_OWN, place of the microbatch) or (FROM_CACHE, place of the cache)."""

@@ -28,6 +28,7 @@ from forkpoint.plan.program import (
     check_order,
 )
 from forkpoint.plan.program_checks import check_program
+from pairwise import FULL
 from strategies import batches
 
 
@@ -105,7 +106,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=150 if FULL else 60, derandomize=True, deadline=None)
 @given(batches(), configs, st.booleans(), st.randoms(use_true_random=False))
 def test_in_any_order_each_microbatch_reads_its_own_ancestors(
     batch: RolloutBatch, config: Config, coupled: bool, rng: random.Random
@@ -275,7 +276,7 @@ def test_a_multiple_of_lengths_is_a_whole_number(wrong: float) -> None:
 # ------------------------------------------------------------
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=150 if FULL else 60, derandomize=True, deadline=None)
 @given(st.data())
 def test_aligned_ranks_execute_the_same_operations(data: st.DataObject) -> None:
     plans = []

@@ -18,6 +18,7 @@ from forkpoint.plan.align import align_shapes
 from forkpoint.plan.ordered_forest import Forests
 from forkpoint.plan.ordered_forest import Shape as Tree
 from forkpoint.plan.supertree import Base, Places, grown
+from pairwise import FULL
 from random_forests import WILD, Shape
 
 # A forest as the tuple of its trees, each the tuple of its children's.
@@ -129,7 +130,7 @@ def greatest_worth(one: Shape, other: Shape, worth: list[list[int]]) -> int:
     return greatest(below_one[-1], below_other[-1])
 
 
-@settings(max_examples=250, derandomize=True, deadline=None)
+@settings(max_examples=250 if FULL else 100, derandomize=True, deadline=None)
 @given(shapes(least=1, most=10), shapes(least=1, most=10), st.integers(0, 2**32))
 def test_two_shapes_are_laid_over_each_other_for_the_greatest_worth(
     one: Shape, other: Shape, seed: int
