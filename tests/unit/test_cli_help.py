@@ -50,7 +50,7 @@ OPTIONS = {
         *(*READING, *PLANNING, *MEMORY, *DEVICE),
     },
     "verify": {
-        *("--model", "--limit-groups", "--limit", "--json"),
+        *("--model", "--limit-groups", "--limit", "--json", *ROUTERS),
         *(*LOSS, *READING, *PLANNING, *RUNTIME),
     },
     "calibrate": {
