@@ -1,6 +1,8 @@
 """Activations of mixtures of experts: what autograd saves, and what the planner predicts of it."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -106,22 +108,43 @@ def test_a_layer_of_experts_keeps_what_is_predicted(
     assert predicted == pytest.approx(saved.per_token, rel=0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
-def test_whole_layers_keep_what_is_predicted(implementation: str) -> None:
-    """By steps of models of two and of four layers, so that embeddings and head cancel."""
+def layers_keep(family: str, implementation: str, config: Config) -> tuple[float, float]:
+    """Bytes of two layers for one token, saved and predicted: by steps of models of two and of four
+    layers, so that embeddings and head cancel."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, TOKENS + 1).tolist()
     batch = RolloutBatch([Rollout(tokens, [0] * (TOKENS - 7) + [1] * 8, 1.0)])
     saved, predicted = [], []
     for layers in (2, 4):
-        model = mixture("mixtral", implementation, torch.bfloat16, layers)
-        policy = wrap(model, PLAIN)
+        model = mixture(family, implementation, torch.bfloat16, layers)
+        policy = wrap(model, config)
         with Saved(model) as found:
             policy.forward_backward(batch, GRPO())
+        assert policy.host.compiles is bool(config.compile_blocks)
         saved.append(found.per_token)
         predicted.append(policy.host.shape.activation_bytes("none"))
-    assert predicted[1] - predicted[0] == pytest.approx(saved[1] - saved[0], rel=0.1)
+    return saved[1] - saved[0], predicted[1] - predicted[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_whole_layers_keep_what_is_predicted(implementation: str) -> None:
+    saved, predicted = layers_keep("mixtral", implementation, PLAIN)
+    assert predicted == pytest.approx(saved, rel=0.1)
+
+
+@pytest.mark.slow
+def test_compiled_layers_keep_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiler chooses to compute again, without the code that it would generate."""
+    compiler = torch.compile
+
+    def partitioned(function: Callable[..., Any], *, dynamic: bool, options: Any) -> Any:
+        return compiler(function, dynamic=dynamic, backend="aot_eager_decomp_partition")
+
+    monkeypatch.setattr(torch, "compile", partitioned)
+    compiled = replace(PLAIN, compile_blocks=True)
+    saved, predicted = layers_keep("qwen3_moe", "grouped_mm", compiled)
+    assert predicted == pytest.approx(saved, rel=0.1)
 
 
 def test_the_shape_of_a_large_mixture() -> None:
