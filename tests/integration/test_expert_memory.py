@@ -134,8 +134,9 @@ def test_whole_layers_keep_what_is_predicted(implementation: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")
 def test_compiled_layers_keep_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the compiler chooses to compute again, without the code that it would generate."""
+    """Compiled as far as the choice of what is computed again; no code is generated."""
     compiler = torch.compile
 
     def partitioned(function: Callable[..., Any], *, dynamic: bool, options: Any) -> Any:
