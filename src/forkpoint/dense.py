@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.dense_parts import run_in_parts
+from forkpoint.dense_routers import DenseRouters
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
 from forkpoint.losses.views import LossViews, batch_denominators
@@ -29,6 +30,8 @@ class DenseRun:
     per_token: dict[str, Tensor]
     """[T] by name: "logprobs" and "entropies" of a language model, "values" of a critic."""
     gradients: dict[str, Tensor | None]
+    router_loss: float | None = None
+    """Of a mixture's routers; `loss` is without it. None where there was none."""
 
     @property
     def logprobs_T(self) -> Tensor:
@@ -51,6 +54,7 @@ def dense_run(
     entering: Callable[[IntArray], None] | None = None,
     *,
     head_tokens: int | None = None,
+    routers: DenseRouters | None = None,
 ) -> DenseRun:
     """Loss, log-probs, entropies and every parameter's gradient of ordinary training.
 
@@ -63,6 +67,7 @@ def dense_run(
         tokens that it runs: int64, positions in the batch's flat tokens.
     head_tokens: of how many tokens logits exist at a time; None is all of a rollout's, as ordinary
         training has them. A critic has one logit a token, and takes no notice.
+    routers: a loss of the model's routers, whose gradients are added; every rollout runs for it.
     """
     parameters = dict(model.named_parameters())
     before = {name: p.grad for name, p in parameters.items()}
@@ -77,9 +82,11 @@ def dense_run(
         for name, values_T in per_token.items():
             values_T[tokens] = found[name]
 
+    left_out = 0 if routers is not None and routers.last_token else 1
+
     def enter(rollout: int) -> None:
         if entering is not None:
-            entering(np.arange(batch.offsets[rollout], batch.offsets[rollout + 1] - 1))
+            entering(np.arange(batch.offsets[rollout], batch.offsets[rollout + 1] - left_out))
 
     try:
         for p in parameters.values():
@@ -87,16 +94,20 @@ def dense_run(
         with torch.no_grad():
             for rollout in range(len(batch)):
                 enter(rollout)
-                _run_rollout(model, batch, rollout, dtype, head_tokens, keep)
+                _run_rollout(model, batch, rollout, dtype, head_tokens, keep, routers)
+                if routers is not None:
+                    routers.count(rollout, dtype)
         wanted = [name for name in names if name != "entropies" or loss.needs_entropy]
         for name in wanted:
             per_token[name].requires_grad_()
         views = LossViews(batch, denominators or batch_denominators(batch), weight.device, dtype)
         view, _ = views.of_rollouts(np.ones(len(batch), bool))
         value = loss(LossOutputs(**per_token), view)
-        if value.requires_grad:
+        if value.requires_grad or routers is not None:
             leaves = [per_token[name] for name in wanted]
-            weights = torch.autograd.grad(value, leaves, allow_unused=True)
+            weights: tuple[Tensor | None, ...] = (None,) * len(leaves)
+            if value.requires_grad:
+                weights = torch.autograd.grad(value, leaves, allow_unused=True)
 
             def weigh(tokens: Tensor, found: dict[str, Tensor]) -> Tensor | None:
                 total = sum(
@@ -108,7 +119,7 @@ def dense_run(
 
             for rollout in range(len(batch)):
                 enter(rollout)
-                _run_rollout(model, batch, rollout, dtype, head_tokens, weigh)
+                _run_rollout(model, batch, rollout, dtype, head_tokens, weigh, routers)
         if not batch.loss_mask.any():
             # Ordinary training multiplies every token's loss by the mask: all gradients are zeros.
             with torch.enable_grad():
@@ -123,7 +134,8 @@ def dense_run(
         for name, p in parameters.items():
             p.grad = before[name]
     detached = {name: values_T.detach() for name, values_T in per_token.items()}
-    return DenseRun(float(value.detach()), detached, gradients)
+    router_loss = None if routers is None else routers.value()
+    return DenseRun(float(value.detach()), detached, gradients, router_loss)
 
 
 def _is_critic(model: nn.Module) -> bool:
@@ -140,13 +152,14 @@ def _run_rollout(
     dtype: torch.dtype,
     head_tokens: int | None,
     use: Callable[[Tensor, dict[str, Tensor]], Tensor | None],
+    routers: DenseRouters | None = None,
 ) -> None:
     """Run one rollout, and a backward from what `use` returns of its trained tokens (positions in
-    the batch) and of what the model gives of each."""
+    the batch) and of what the model gives of each, and from its part of the routers' loss."""
     device = next(model.parameters()).device
     begin, end = int(batch.offsets[rollout]), int(batch.offsets[rollout + 1])
     trained = torch.as_tensor(np.flatnonzero(batch.loss_mask[begin:end]), device=device)
-    if len(trained) == 0:
+    if len(trained) == 0 and routers is None:
         return
     ids = torch.as_tensor(batch.token_ids[begin:end].copy(), device=device)
     temperature = float(batch.temperatures[rollout])
@@ -155,17 +168,31 @@ def _run_rollout(
         found = _of_logits(logits.to(dtype), ids[trained[part]], temperature)
         return use(trained[part] + begin, found)
 
-    critic = _is_critic(model)
-    if head_tokens is not None and not critic:
-        run_in_parts(model, ids[:-1], trained - 1, head_tokens, use_logits)
+    def part_of_routers() -> Tensor | None:
+        if routers is None:
+            return None
+        routers.end()
+        return routers.term(rollout, dtype) if torch.is_grad_enabled() else None
+
+    read = ids if routers is not None and routers.last_token else ids[:-1]
+    if len(read) == 0:
         return
-    out = model(input_ids=ids[None, :-1], use_cache=False, return_dict=True)
+    if routers is not None:
+        routers.begin()
+    critic = _is_critic(model)
+    if head_tokens is not None and not critic and len(trained):
+        run_in_parts(model, read, trained - 1, head_tokens, use_logits, part_of_routers)
+        return
+    out = model(input_ids=read[None], use_cache=False, return_dict=True)
+    aside = part_of_routers()
     logits = out.logits[0, trained - 1]
     if critic:
         total = use(trained + begin, {"values": logits.to(dtype)[:, 0]})
     else:
         total = use_logits(slice(None), logits)
     del out, logits  # not to be alive in the backward
+    if aside is not None:
+        total = aside if total is None else total + aside
     if total is not None and total.requires_grad:
         total.backward()
 

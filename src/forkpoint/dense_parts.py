@@ -19,6 +19,7 @@ def run_in_parts(
     places_n: Tensor,
     part_tokens: int,
     use: Callable[[slice, Tensor], Tensor | None],
+    aside: Callable[[], Tensor | None] = lambda: None,
 ) -> None:
     """Run one sequence, and its backward, with the logits of at most `part_tokens` tokens alive.
 
@@ -29,10 +30,13 @@ def run_in_parts(
         part_tokens: the most logits at a time, in tokens.
         use: called with the part of `places_n` and its logits [m, V]; a tensor of one element that
             it returns is what the part's backward starts from.
+        aside: called once the decoder has run; a tensor of one element that it returns is what the
+            decoder's backward starts from as well.
     """
     decoder = decoder_of(model)
     own = decoder.forward
     ran: list[tuple[Any, Tensor, Tensor]] = []
+    besides: list[Tensor] = []
 
     def once(*args: Any, **kwargs: Any) -> Any:
         if not ran:
@@ -41,6 +45,9 @@ def run_in_parts(
             leaf = hidden.detach().requires_grad_(hidden.requires_grad)
             outputs.last_hidden_state = leaf
             ran.append((outputs, hidden, leaf))
+            found = aside()
+            if found is not None and found.requires_grad:
+                besides.append(found)
         return ran[0][0]
 
     with Changes() as changes:
@@ -58,8 +65,11 @@ def run_in_parts(
             if total is not None and total.requires_grad:
                 total.backward()
     _, hidden, leaf = ran[0]
+    roots, gradients = [*besides], [None for _ in besides]
     if leaf.grad is not None:
-        torch.autograd.backward(hidden, leaf.grad)
+        roots, gradients = [hidden, *roots], [leaf.grad, *gradients]
+    if roots:
+        torch.autograd.backward(roots, gradients)
 
 
 def decoder_of(model: nn.Module) -> nn.Module:

@@ -252,6 +252,7 @@ class Policy(PolicySteps):
         loss: Loss | LossFunction,
         *,
         denominators: Denominators | None = None,
+        router: RouterLoss | None = None,
         hold_routes: bool = True,
         progress: Callable[[VerifyProgress], None] | None = None,
     ) -> VerifyReport:
@@ -259,7 +260,8 @@ class Policy(PolicySteps):
 
         A plan that shares within microbatches and one that shares across them are run, and the
         planner's own where it is neither. `progress` is called before the first run and then as
-        the work goes on. The model's gradients are as before when this returns.
+        the work goes on. The model's gradients are as before when this returns. `router` is an
+        auxiliary loss of a mixture's routers, as in `forward_backward`.
 
         See `forkpoint.verify.verify`.
         """
@@ -268,6 +270,12 @@ class Policy(PolicySteps):
                 "verify makes a whole copy of the model on every rank, which has not been shown "
                 "exact for models that transformers splits over ranks. Verify a model of its "
                 "shape, of few layers if need be, loaded without tp_size and ep_size."
+            )
+        if router is not None and self.host.group is not None:
+            raise UnsupportedError(
+                "verify was given router= and several ranks hold the model, where ordinary "
+                "training, which it compares with, runs on each rank by itself. Verify in one "
+                "process, with a model of its shape and few layers if need be."
             )
         self._check_batch(batch)
         if batch.routed_experts is not None:
@@ -281,6 +289,7 @@ class Policy(PolicySteps):
             batch,
             as_loss(loss),
             denominators,
+            router=router,
             hold_routes=hold_routes,
             progress=progress,
         )

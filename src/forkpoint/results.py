@@ -93,4 +93,11 @@ class StepStats(PerToken, WithExperts):
     """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""
 
     def __repr__(self) -> str:
-        return step_line(self.loss, self.plan, self.phase_ms, self.peak_memory_bytes)
+        return step_line(
+            self.loss,
+            self.plan,
+            self.phase_ms,
+            self.peak_memory_bytes,
+            self.router_loss,
+            None if self.routes is None else self.routes.elsewhere,
+        )

@@ -9,7 +9,7 @@ import gc
 import math
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,10 @@ from forkpoint.losses.base import (
     Loss,
     check_denominators,
 )
+from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import check_range
 from forkpoint.rollouts import RolloutBatch
+from forkpoint.router_steps import RouterWork, router_work
 from forkpoint.sampler import compute_dtype
 from forkpoint.verify_errors import (
     FLOAT64_BAR,
@@ -43,9 +45,8 @@ from forkpoint.verify_errors import (
 from forkpoint.verify_errors import parameter_errors as _parameter_errors
 from forkpoint.verify_memory import Needs, Way, count_needs, free_bytes, in_some_way
 from forkpoint.verify_plans import Choice, Compared, choose_plans, count_shared
-from forkpoint.verify_progress import Clock, Run
 from forkpoint.verify_progress import VerifyProgress as VerifyProgress
-from forkpoint.verify_ranks import Together, together
+from forkpoint.verify_ranks import together
 from forkpoint.verify_reference import run_plainly, save_memory
 from forkpoint.verify_report import FAILED, PASSED, nothing_to_verify
 from forkpoint.verify_report import ParameterError as ParameterError
@@ -56,13 +57,12 @@ from forkpoint.verify_report import VerifyReport as VerifyReport
 from forkpoint.verify_routes import HeldRoutes
 from forkpoint.verify_stepping import StepFigures, Stepping
 from forkpoint.verify_ways import Ways, fitting_plans
+from forkpoint.verify_work import DENSE, REFERENCE, Work, clock_of
 
 SMALLER_TRIED = 2
 """Smaller plans that are tried, one after the other, where memory runs out."""
 LOWERED = 0.7
 """The part of a predicted peak that is tried next where it was too much."""
-REFERENCE, DENSE = "reference", "dense"
-"""Names of the runs of single rollouts."""
 
 
 def verify(
@@ -71,6 +71,7 @@ def verify(
     loss: Loss,
     denominators: Denominators | None = None,
     *,
+    router: RouterLoss | None = None,
     hold_routes: bool = True,
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> VerifyReport:
@@ -92,7 +93,9 @@ def verify(
     A mixture of experts in float32 or 16 bits is held to the experts that the reference chose, on
     both sides (`forkpoint.hosts.routes`); `VerifyReport.routes` has how many choices would have
     been others, or why they could not be held. With `hold_routes` False each run chooses for
-    itself, as training does, and the bars are then no question of sharing alone.
+    itself, as training does, and the bars are then no question of sharing alone. With `router`,
+    which is its loss of routers, gradients are those of both losses, and the values of the router
+    loss are compared as those of the loss are.
 
     On CUDA memory is counted before anything runs, and runs take less of it where it would not
     suffice (`forkpoint.verify_memory`). `progress` is called with what is predicted, before the
@@ -108,6 +111,7 @@ def verify(
             loss,
             denominators,
             step.changes,
+            router=router,
             hold_routes=hold_routes,
             progress=progress,
         ),
@@ -121,6 +125,7 @@ def _verify(
     denominators: Denominators | None,
     changes: Changes,
     *,
+    router: RouterLoss | None,
     hold_routes: bool,
     progress: Callable[[VerifyProgress], None] | None,
 ) -> VerifyReport:
@@ -135,18 +140,19 @@ def _verify(
         p.grad = None
     room = free_bytes(host.device)
 
-    def looked_at() -> tuple[Needs, Stepping, Choice, bool]:
+    def looked_at() -> tuple[RouterWork | None, Needs, Stepping, Choice, bool]:
         # What a step refuses is refused before anything runs.
         loss.check_head(host.head)
         if len(batch):
             loss.check(batch)
         check_range(batch, host.loss_dtype)
         check_denominators(denominators)
-        host.check(batch, training=True)
+        host.check(batch, training=True, routed=router is not None)
+        work = router_work(host, batch, router)
         needs = count_needs(host, batch, dtype, reference_dtype)
-        return needs, *fitting_plans(policy, batch, loss, needs, room)
+        return work, needs, *fitting_plans(policy, batch, loss, needs, room, router)
 
-    needs, policy, choice, keeps = joint.run(looked_at)
+    routed, needs, policy, choice, keeps = joint.run(looked_at)
     choice = joint.choice(choice, policy, batch, loss)
     described = {
         "dtype": str(dtype).removeprefix("torch."),
@@ -159,13 +165,21 @@ def _verify(
     if choice.reason is not None:
         return nothing_to_verify(reason=choice.reason, **described)
     counted = denominators or joint.denominators(batch)
-    work = _Work(policy, batch, loss, counted, denominators, changes, dtype, reference_dtype, joint)
+    work = Work(
+        policy, batch, loss, counted, denominators, changes, dtype, reference_dtype, joint, routed
+    )
     needed = not work.double
     work.held = HeldRoutes(
-        host.model, batch, changes, hold=hold_routes, needed=needed, ranks=host.group is not None
+        host.model,
+        batch,
+        changes,
+        hold=hold_routes,
+        needed=needed,
+        ranks=host.group is not None,
+        last_tokens=work.last_tokens,
     )
     ways = Ways.fitting(needs, room, keeps, work.double)
-    work.clock = _clock(work, choice, needs, room, ways, keeps, progress)
+    work.clock = clock_of(work, choice, needs, room, ways, keeps, progress)
     if work.double:
         run_plainly(host.model, dtype, changes)
     with torch.enable_grad():
@@ -192,72 +206,14 @@ def _verify(
         reason=None,
         dense_error=math.hypot(*dense_errors.values()) / norm,
         dense_loss_difference=dense.loss - reference.loss,
+        dense_router_loss_difference=_difference(dense.router_loss, reference.router_loss),
         dense_logprob_difference=joint.most(_largest(dense.per_token[head] - truth_T)),
         **described,
     )
 
 
-@dataclass
-class _Work:
-    """One comparison: its arguments, and what all its runs use."""
-
-    policy: Stepping
-    batch: RolloutBatch
-    loss: Loss
-    denominators: Denominators
-    given: Denominators | None
-    """By the caller."""
-    changes: Changes
-    dtype: torch.dtype
-    reference_dtype: torch.dtype
-    joint: Together
-    held: HeldRoutes = field(init=False)
-    clock: Clock = field(init=False)
-
-    @property
-    def double(self) -> bool:
-        """Whether the model is its own reference."""
-        return self.dtype == torch.float64
-
-
-def _clock(
-    work: _Work,
-    choice: Choice,
-    needs: Needs,
-    room: int | None,
-    ways: Ways,
-    keeps: bool,
-    progress: Callable[[VerifyProgress], None] | None,
-) -> Clock:
-    """The runs to come, with their work and their memory."""
-    shape = work.policy.host.shape
-    dense = choice.compared[0].plan.dense
-    runs = []
-    own = () if work.double else ((DENSE, work.dtype, ways.dense[0]),)
-    for name, dtype, way in ((REFERENCE, work.reference_dtype, ways.reference[0]), *own):
-        # Log-probs first, then forwards with a graph.
-        forwards = 2 if way.checkpointed else 1
-        flops = dense.step_flops(shape) + forwards * dense.forward_flops(shape)
-        runs.append(Run(name, flops, dtype))
-    for entry in choice.compared:
-        plan = entry.plan
-        scores = plan.shared.forward_flops(shape) if plan.program.has_scores else 0.0
-        runs.append(Run(entry.kind, plan.shared.step_flops(shape) + scores, work.dtype))
-    kept = needs.gradients if keeps else 0
-    memory = max(
-        needs.reference(ways.reference[0]),
-        kept + needs.dense(ways.dense[0]) if own else 0,
-        kept + needs.own_gradients + choice.peak_bytes,
-    )
-    texts = {ways.reference[0].text(), *(way.text() for way in ways.dense[: len(own)])}
-    text = ", ".join(sorted(texts - {"plain"})) or "plain"
-    return Clock(
-        runs, work.policy.host.device, progress, memory_bytes=memory, free_bytes=room, ways=text
-    )
-
-
 def _findings(
-    work: _Work, entry: Compared, truth: Truth, dense_routes: RoutedRun | None
+    work: Work, entry: Compared, truth: Truth, dense_routes: RoutedRun | None
 ) -> PlanFindings:
     """Run one plan, and compare it."""
     policy, dtype, reference = work.policy, work.dtype, truth.reference
@@ -279,6 +235,9 @@ def _findings(
         loss_error = joint.most(abs(loss_difference) / max(1.0, abs(reference.loss)))
         # Values of a critic have any scale.
         scale = joint.most(max(1.0, _largest(truth_T))) if head == "values" else 1.0
+        aside = _difference(stats.router_loss, reference.router_loss)
+        if aside is not None:
+            loss_error = max(loss_error, abs(aside) / max(1.0, abs(reference.router_loss or 0.0)))
         values_pass = max(loss_error, difference / scale) <= FLOAT64_BAR
     else:
         allowed = OVERALL_RATIO * dense_error + OVERALL_ULPS[dtype] * torch.finfo(dtype).eps
@@ -295,12 +254,13 @@ def _findings(
         allowed=allowed,
         worst=tuple(sorted(errors, key=lambda e: -e.excess)),
         loss_difference=loss_difference,
+        router_loss_difference=_difference(stats.router_loss, reference.router_loss),
         logprob_difference=difference,
         routes=work.held.report(run, dense_routes),
     )
 
 
-def _in_memory(work: _Work, entry: Compared) -> tuple[Gradients, StepFigures, RoutedRun | None]:
+def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepFigures, RoutedRun | None]:
     """Run one plan or, where memory runs out, one of the same kind that is predicted to need
     less."""
     policy, mark = work.policy, work.changes.mark
@@ -316,7 +276,7 @@ def _in_memory(work: _Work, entry: Compared) -> tuple[Gradients, StepFigures, Ro
             peak = int(LOWERED * (entry.plan.predicted_peak_bytes or 0))
             smaller = policy.with_config(memory_budget=max(1, peak), checkpointing="full")
             try:
-                choice = choose_plans(smaller, work.batch, work.loss)
+                choice = choose_plans(smaller, work.batch, work.loss, work.router)
                 entry = next(other for other in choice.compared if other.kind == entry.kind)
             except (PlanError, StopIteration):
                 raise error from None
@@ -328,7 +288,7 @@ def _in_memory(work: _Work, entry: Compared) -> tuple[Gradients, StepFigures, Ro
         torch.cuda.empty_cache()
 
 
-def _shared(work: _Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradients, StepFigures]:
+def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradients, StepFigures]:
     """Run one plan; its gradients are those of the model."""
     policy, batch, plan = work.policy, work.batch, entry.plan
     # It compares more than a sample does.
@@ -343,20 +303,32 @@ def _shared(work: _Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradie
             policy.observer(event)
 
     unchecked.observer = observe
+    given, loss = work.given, work.loss
+    step = Step(policy.host.device)
     if run is not None:
         follow(run, unchecked, plan, batch, work.changes)
-    given, loss = work.given, work.loss
+        # The step replaces forwards of routers too, before the run does: what is undone first is
+        # what was done last.
+        run.changes = step.changes
     if policy.host.group is not None:
         stats = unchecked.forward_backward(batch, loss, denominators=given, plan=plan)
     else:
-        step = Step(policy.host.device)
         stats = step.run(
-            lambda: unchecked._run_step(step, batch, loss, given, 1.0, plan, announced=False)
+            lambda: unchecked._run_step(
+                step,
+                batch,
+                loss,
+                given,
+                1.0,
+                plan,
+                announced=False,
+                routers=(work.router, None, False),
+            )
         )
     return work.joint.gradients(policy.host.model), stats
 
 
-def _dense(work: _Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | None]:
+def _dense(work: Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | None]:
     """Run the model itself densely."""
     host, changes = work.policy.host, work.changes
     mark = changes.mark
@@ -378,7 +350,7 @@ def _dense(work: _Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | No
     return work.joint.total(found, host.model, work.dtype), routed
 
 
-def _reference(work: _Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
+def _reference(work: Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
     """Run the reference; its gradients are on the device only if it `keeps` them there."""
     host, changes = work.policy.host, work.changes
     mark = changes.mark
@@ -420,7 +392,7 @@ def _reference(work: _Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
 
 
 def _single_rollouts(
-    work: _Work, name: str, model: nn.Module, routed: RoutedRun | None, way: Way
+    work: Work, name: str, model: nn.Module, routed: RoutedRun | None, way: Way
 ) -> DenseRun:
     """Run rollouts one at a time, without forkpoint's code, and say how far that is."""
     batch = work.batch
@@ -429,7 +401,8 @@ def _single_rollouts(
         nothing = torch.zeros(0, dtype=work.policy.host.loss_dtype, device=work.policy.host.device)
         return DenseRun(0.0, {head: nothing}, {n: None for n, _ in model.named_parameters()})
     # Each comes twice: log-probs, then a forward and a backward.
-    done, calls, whole = 0, 0, 4 * int((batch.lengths - 1).sum()) or 1
+    tokens_run = int((batch.lengths - (not work.last_tokens)).sum())
+    done, calls, whole = 0, 0, 4 * tokens_run or 1
     work.clock.begin(name)
 
     def entering(tokens: IntArray) -> None:
@@ -441,10 +414,20 @@ def _single_rollouts(
             routed.at(tokens)
 
     found = dense_run(
-        model, batch, work.loss, work.denominators, entering, head_tokens=way.head_tokens
+        model,
+        batch,
+        work.loss,
+        work.denominators,
+        entering,
+        head_tokens=way.head_tokens,
+        routers=work.dense_routers(model),
     )
     work.clock.end(name)
     return found
+
+
+def _difference(value: float | None, truth: float | None) -> float | None:
+    return None if value is None or truth is None else value - truth
 
 
 def _largest(values_T: Tensor) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 from forkpoint.config import Boundary, Config, Sharing
 from forkpoint.errors import PlanError
 from forkpoint.losses.base import Loss
+from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan, make_plan
 from forkpoint.rollouts import RolloutBatch
 
@@ -25,7 +26,9 @@ class Planning(Protocol):
 
     @property
     def config(self) -> Config: ...
-    def plan(self, batch: RolloutBatch, loss: Loss | None = None) -> Plan: ...
+    def plan(
+        self, batch: RolloutBatch, loss: Loss | None = None, *, router: RouterLoss | None = None
+    ) -> Plan: ...
     def with_config(self, **changes: object) -> "Planning": ...
 
 
@@ -138,8 +141,12 @@ class Choice:
         return max((c.plan.predicted_peak_bytes or 0 for c in self.compared), default=0)
 
 
-def choose_plans(policy: Planning, batch: RolloutBatch, loss: Loss) -> Choice:
+def choose_plans(
+    policy: Planning, batch: RolloutBatch, loss: Loss, router: RouterLoss | None = None
+) -> Choice:
     """Plans of both kinds within the policy's options, and the planner's own if it is neither.
+
+    router: the loss of routers that they are for as well.
 
     Raises PlanError where the planner's own does not fit.
     """
@@ -147,7 +154,7 @@ def choose_plans(policy: Planning, batch: RolloutBatch, loss: Loss) -> Choice:
     nothing = nothing_shared(config, batch)
     if nothing is not None:
         return Choice((), (), nothing)
-    chosen = policy.plan(batch, loss)
+    chosen = policy.plan(batch, loss, router=router)
     counts = count_shared(chosen)
     found: list[Compared] = []
     left_out: list[LeftOut] = []
@@ -156,7 +163,7 @@ def choose_plans(policy: Planning, batch: RolloutBatch, loss: Loss) -> Choice:
         if counts.shares and counts.crosses == (kind == ACROSS) and _is_kind(counts, kind):
             found.append(Compared(kind, chosen, counts))
             continue
-        made = make(policy, batch, loss)
+        made = make(policy, batch, loss, router)
         if isinstance(made, LeftOut):
             left_out.append(made)
         else:
@@ -188,7 +195,7 @@ def nothing_shared(config: Config, batch: RolloutBatch) -> str | None:
     )
 
 
-_Make = Callable[[Planning, RolloutBatch, Loss], Plan | LeftOut]
+_Make = Callable[[Planning, RolloutBatch, Loss, RouterLoss | None], Plan | LeftOut]
 
 
 def _is_kind(counts: SharedCounts, kind: Kind) -> bool:
@@ -200,7 +207,9 @@ def _sharing(config: Config) -> Sharing:
     return "tree" if config.sharing == "auto" else config.sharing
 
 
-def _within(policy: Planning, batch: RolloutBatch, loss: Loss) -> Plan | LeftOut:
+def _within(
+    policy: Planning, batch: RolloutBatch, loss: Loss, router: RouterLoss | None
+) -> Plan | LeftOut:
     """Plan with whole trees, or as much of them as a microbatch holds."""
     config = policy.config
     if config.boundary not in ("auto", "within"):
@@ -213,7 +222,7 @@ def _within(policy: Planning, batch: RolloutBatch, loss: Loss) -> Plan | LeftOut
             sharing=_sharing(config), boundary=WITHIN, max_microbatch_tokens=limit
         )
         try:
-            plan = asked.plan(batch, loss)
+            plan = asked.plan(batch, loss, router=router)
         except PlanError as error:
             return LeftOut(WITHIN, str(error), asked=config.max_microbatch_tokens is not None)
         counts = count_shared(plan)
@@ -230,7 +239,9 @@ def _within(policy: Planning, batch: RolloutBatch, loss: Loss) -> Plan | LeftOut
         limit = 2 * plan.max_microbatch_tokens
 
 
-def _across(policy: Planning, batch: RolloutBatch, loss: Loss) -> Plan | LeftOut:
+def _across(
+    policy: Planning, batch: RolloutBatch, loss: Loss, router: RouterLoss | None
+) -> Plan | LeftOut:
     """Plan in which prefix cache of what is shared is written and read.
 
     Where one microbatch would hold everything, microbatches are made shorter until it is.
@@ -244,7 +255,7 @@ def _across(policy: Planning, batch: RolloutBatch, loss: Loss) -> Plan | LeftOut
     while limit is None or limit >= 1:
         asked = policy.with_config(sharing=sharing, boundary=boundary, max_microbatch_tokens=limit)
         try:
-            plan = asked.plan(batch, loss)
+            plan = asked.plan(batch, loss, router=router)
         except PlanError as error:
             return LeftOut(ACROSS, str(error), asked=False)
         if count_shared(plan).crosses:

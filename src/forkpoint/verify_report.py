@@ -100,6 +100,8 @@ class PlanFindings:
     """All parameters, those nearest to failing first."""
     loss_difference: float
     """Its loss less the reference's."""
+    router_loss_difference: float | None
+    """Its loss of routers less the reference's; None where there is none."""
     logprob_difference: float
     """The largest difference of a log-prob from the reference's; of a critic, of a value."""
     routes: RouteReport | None
@@ -166,6 +168,8 @@ class VerifyReport:
     dense_loss_difference: float
     """Loss of the dense run less the reference's."""
     dense_logprob_difference: float
+    dense_router_loss_difference: float | None = None
+    """Router loss of the dense run less the reference's; None where there is none."""
 
     @property
     def passed(self) -> bool:
@@ -195,6 +199,11 @@ class VerifyReport:
     def loss_difference(self) -> float:
         """Shared loss less the reference's."""
         return self.nearest.loss_difference if self.nearest else math.nan
+
+    @property
+    def router_loss_difference(self) -> float | None:
+        """Shared router loss less the reference's; None where there is none."""
+        return self.nearest.router_loss_difference if self.nearest else None
 
     @property
     def logprob_difference(self) -> float:
@@ -273,6 +282,11 @@ class VerifyReport:
             f"{'passed' if self.passed else 'FAILED'}: {_counted(self.plans)}; {kind} within "
             f"{self.logprob_difference:.2e} (dense {self.dense_logprob_difference:.2e})"
         )
+        if self.router_loss_difference is not None:
+            verdict += (
+                f"; router loss within {abs(self.router_loss_difference):.2e} (dense "
+                f"{abs(self.dense_router_loss_difference or 0.0):.2e})"
+            )
         if self.routes is not None:
             verdict += f"; {self.routes.text()}"
         if not any(entry.norm for entry in self.worst):
@@ -292,6 +306,8 @@ class VerifyReport:
             "allowed": self.allowed,
             "loss_difference": self.loss_difference,
             "dense_loss_difference": self.dense_loss_difference,
+            "router_loss_difference": self.router_loss_difference,
+            "dense_router_loss_difference": self.dense_router_loss_difference,
             "logprob_difference": self.logprob_difference,
             "dense_logprob_difference": self.dense_logprob_difference,
             "head": self.head,

@@ -25,8 +25,10 @@ class HeldRoutes:
         hold: bool,
         needed: bool = True,
         ranks: bool = False,
+        last_tokens: bool = False,
     ) -> None:
-        """`ranks`: whether several ranks hold the model, where routes are not held."""
+        """`ranks`: whether several ranks hold the model, where routes are not held. `last_tokens`:
+        whether rollouts' last tokens run."""
         self._changes = changes
         self._routers: tuple[Router, ...] = ()
         self._problem: str | None = None
@@ -38,7 +40,9 @@ class HeldRoutes:
             self._routers, self._problem = (), "several ranks hold the model"
         elif self._routers and not hold:
             self._routers, self._problem = (), "hold_routes is False"
-        self._routes: Routes | None = Routes(batch) if self._routers else None
+        self._routes: Routes | None = (
+            Routes(batch, last_tokens=last_tokens) if self._routers else None
+        )
 
     def run(self, model: nn.Module, *, record: bool = False) -> RoutedRun | None:
         """Hold the model, or a copy of it, to the routes, until the changes are undone.

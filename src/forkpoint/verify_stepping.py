@@ -9,6 +9,7 @@ from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
 from forkpoint.hosts.routes import Observed
 from forkpoint.losses.base import Denominators, Loss, LossFunction
+from forkpoint.losses.router import RouterLoss
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.verify_plans import Planning
@@ -19,6 +20,8 @@ class StepFigures(Protocol):
 
     @property
     def loss(self) -> float: ...
+    @property
+    def router_loss(self) -> float | None: ...
     @property
     def per_token(self) -> Mapping[str, Tensor]: ...
     @property
@@ -54,4 +57,5 @@ class Stepping(Planning, Observed, Protocol):
         plan: Plan | None,
         *,
         announced: bool,
+        routers: tuple[RouterLoss | None, Tensor | None, bool] = ...,
     ) -> StepFigures: ...

@@ -5,6 +5,7 @@ from typing import TypeVar, cast
 
 from forkpoint.errors import PlanError
 from forkpoint.losses.base import Loss
+from forkpoint.losses.router import RouterLoss
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.verify_memory import DENSE_WAYS, REFERENCE_WAYS, Needs, Way, first_fitting
 from forkpoint.verify_plans import Choice, Planning, choose_plans
@@ -32,13 +33,18 @@ class Ways:
 
 
 def fitting_plans(
-    policy: Planned, batch: RolloutBatch, loss: Loss, needs: Needs, room: int | None
+    policy: Planned,
+    batch: RolloutBatch,
+    loss: Loss,
+    needs: Needs,
+    room: int | None,
+    router: RouterLoss | None = None,
 ) -> tuple[Planned, Choice, bool]:
     """The policy to run, its plans, and whether the reference's gradients stay on the device.
 
     They go to the host's memory where plans would have to become smaller for their sake.
     """
-    choice = choose_plans(policy, batch, loss)
+    choice = choose_plans(policy, batch, loss, router)
     if room is None or choice.reason is not None:
         return policy, choice, True
     left = room - needs.own_gradients
@@ -53,7 +59,7 @@ def fitting_plans(
             Planned, policy.with_config(memory_budget=max(1, left), checkpointing=checkpointing)
         )
         try:
-            smaller = choose_plans(changed, batch, loss)
+            smaller = choose_plans(changed, batch, loss, router)
         except PlanError:
             continue
         if smaller.compared and (choice.unfit or not smaller.unfit):

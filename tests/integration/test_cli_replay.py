@@ -34,6 +34,7 @@ FIELDS = {
         for way in ("shared", "dense")
         for name in (
             *("ms", "median_ms", "step_ms", "losses", "gradient_norms", "peak_memory_bytes"),
+            "router_losses",
         )
     ),
 }

@@ -24,6 +24,9 @@ LOSS = {
     *("--loss", "--clip", "--clip-high", "--kl", "--entropy", "--normalize", "--max-tokens"),
     *("--beta", "--variant", "--gamma"),
 }
+ROUTERS = {
+    *("--router-loss", "--router-aux-loss-coef", "--router-z-loss-coef", "--router-last-token"),
+}
 TRAINING = {*LOSS, "--optimizer", "--lr", "--steps", "--groups-per-step", "--baseline"}
 # An option that is renamed or dropped breaks scripts: change this table knowingly.
 OPTIONS = {
@@ -38,7 +41,7 @@ OPTIONS = {
     "replay": {
         *("--model", "--limit", "--json", *READING),
         *("--groups", "--max-prompt-tokens", "--max-response-tokens"),
-        *("--schedule", "--warmup-steps", "--max-grad-norm"),
+        *("--schedule", "--warmup-steps", "--max-grad-norm", "--expert-counts", *ROUTERS),
         *("--output", "--checkpoint-every", "--resume"),
         *(*TRAINING, *PLANNING, *RUNTIME),
     },
@@ -47,7 +50,7 @@ OPTIONS = {
         *(*READING, *PLANNING, *MEMORY, *DEVICE),
     },
     "verify": {
-        *("--model", "--limit-groups", "--limit", "--json"),
+        *("--model", "--limit-groups", "--limit", "--json", *ROUTERS),
         *(*LOSS, *READING, *PLANNING, *RUNTIME),
     },
     "calibrate": {

@@ -28,6 +28,7 @@ from forkpoint.cli.options import (
     show_source,
 )
 from forkpoint.cli.output import Output, options, plain
+from forkpoint.cli.routers import RouterOptions
 from forkpoint.cli.selection import Selection
 from forkpoint.cli.work import check_work
 from forkpoint.errors import ConfigError
@@ -62,6 +63,8 @@ class Training:
         groups_per_step: How many groups make the batch of one step.
         baseline: dense also trains a copy of the model without sharing, from the same weights, and
             compares times, losses and final parameters.
+        expert_counts: Count how often the experts of a mixture are chosen, also without a loss of
+            its routers; forkpoint report shows their load by layer.
     """
 
     optimizer: OptimizerName = "adamw"
@@ -74,6 +77,7 @@ class Training:
     steps: Count = 4
     groups_per_step: Count = 1
     baseline: Literal["none", "dense"] = "none"
+    expert_counts: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,7 @@ class Replay:
     reading: Reading = field(default_factory=Reading)
     selection: Selection = field(default_factory=Selection)
     objective: LossOptions = field(default_factory=LossOptions)
+    routers: RouterOptions = field(default_factory=RouterOptions)
     training: Training = field(default_factory=Training)
     recording: Recording = field(default_factory=Recording)
     planning: Planning = field(default_factory=Planning)
@@ -159,6 +164,7 @@ class Replay:
             from forkpoint.environment import environment, versions
             from forkpoint.replay import replay
 
+            router = self.routers.make()
             optimizer = make_optimizer(training.optimizer, training.lr)
             batches, loss = self._batches(trace, batch)
             model = load_model(self.model, self.runtime)
@@ -187,6 +193,8 @@ class Replay:
                 config=self.planning.config(),
                 rate=rate,
                 max_grad_norm=training.max_grad_norm,
+                router=router,
+                expert_counts=training.expert_counts,
                 folder=recording.output and ReplayFolder(recording.output, resume=recording.resume),
                 checkpoint_every=recording.checkpoint_every,
                 about={

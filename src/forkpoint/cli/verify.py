@@ -18,6 +18,7 @@ from forkpoint.cli.options import (
     load_batch,
 )
 from forkpoint.cli.output import Output, options
+from forkpoint.cli.routers import RouterOptions
 from forkpoint.cli.work import check_work
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
@@ -57,6 +58,7 @@ class Verify:
     limit: Limit = None
     json: Flag = False
     objective: LossOptions = field(default_factory=LossOptions)
+    routers: RouterOptions = field(default_factory=RouterOptions)
     reading: Reading = field(default_factory=Reading)
     planning: Planning = field(default_factory=Planning)
     runtime: Runtime = field(default_factory=Runtime)
@@ -84,7 +86,7 @@ class Verify:
             from forkpoint.wrapping import wrap
 
             # Before a large model is loaded for a file that the loss cannot use.
-            loss = objective.make()
+            router, loss = self.routers.make(), objective.make()
             loss.check(batch)
             policy = wrap(load_model(self.model, self.runtime), self.planning.config())
         with out_of_memory_explained(), out.following("comparing gradients") as follow:
@@ -97,7 +99,7 @@ class Verify:
                     announced = True
                 follow(at.text())
 
-            report = policy.verify(batch, loss, progress=progress)
+            report = policy.verify(batch, loss, router=router, progress=progress)
         out.show(report.table(width=out.width))
         out.result(
             {

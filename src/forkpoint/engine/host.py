@@ -51,6 +51,7 @@ class RouterSet(Protocol):
 
     layers: int
     """How many layers have one; 0 of a model that is no mixture."""
+    modules: list[nn.Module]
 
     @property
     def chosen(self) -> int | None:

@@ -49,6 +49,8 @@ def local_shape(
         if shape.attention_parameters is not None:
             changes["attention_parameters"] = shape.attention_parameters // size
         changes["attention_activations"] = shape.attention_activations // size
+    if any(forward.style in EXPERTS for _, _, forward in splits):
+        changes["expert_activations"] = shape.expert_activations // size
     if mlp:
         changes["intermediate"] = shape.intermediate // size
     if any(module is causal.get_output_embeddings() for _, module, _ in splits):

@@ -67,11 +67,22 @@ class Routes:
     have none: where others run them, they choose for themselves and are not counted.
     """
 
-    def __init__(self, batch: RolloutBatch) -> None:
-        order = sort_rollouts(batch.token_ids, batch.offsets, np.zeros(len(batch), np.int64))
+    def __init__(self, batch: RolloutBatch, *, last_tokens: bool = False) -> None:
+        """last_tokens: whether rollouts' last tokens run as well."""
+        tokens, offsets = batch.token_ids, batch.offsets
+        if last_tokens:
+            # Each rollout goes on by a token that none has: the label of the edge that reads its
+            # last token.
+            tokens = np.insert(tokens, offsets[1:], int(tokens.max(initial=0)) + 1)
+            offsets = offsets + np.arange(len(offsets))
+        order = sort_rollouts(tokens, offsets, np.zeros(len(batch), np.int64))
         forest = build_forest(order, len(batch))
-        self.keys_T: IntArray = np.append(forest.token_edges(batch.offsets)[1:], -1)
-        """For each token of the batch, the edge that reads it; -1 for the last of each rollout."""
+        keys = np.append(forest.token_edges(offsets)[1:], -1)
+        if last_tokens:
+            keys = np.delete(keys, offsets[1:] - 1)
+        self.keys_T: IntArray = keys
+        """For each token of the batch, the edge that reads it; -1 for the last of each rollout
+        where these do not run."""
         self.edges: int = forest.edges
         self.chosen: dict[str, Tensor] = {}
         """By router, int16 [edges, k]; -1 where nothing is recorded."""
@@ -100,8 +111,10 @@ class RoutedRun:
         self._modules = {router: model.get_submodule(router.name) for router in routers}
         self._routes = routes
         self._record = record
-        self._changes = changes
+        self.changes: Changes = changes
+        """Undone when the run ends, or with the step that it lies in."""
         self._tokens: IntArray | None = None
+        self._forwards: dict[nn.Module, Callable] = {}
         self._seen: dict[str, Tensor] = {}
         self._elsewhere: dict[str, Tensor] = {}
 
@@ -111,15 +124,16 @@ class RoutedRun:
         tokens: int64 [n], positions in the batch's flat tokens, in the order in which the model
             gets them; -1 for padding, whose choices are its own.
         """
-        if self._tokens is None:
-            # Not before: a step of forkpoint refuses modules whose forward has been replaced.
-            self._replace()
-        self._tokens = tokens
-
-    def _replace(self) -> None:
+        # Not before: a step of forkpoint refuses modules whose forward has been replaced. And again
+        # where a pass of a step has put back those that it had replaced itself.
         for router, module in self._modules.items():
-            forward = _routed_forward(router, module.forward, self)
-            self._changes.replace_forward(module, forward)
+            if (
+                module not in self._forwards
+                or vars(module).get("forward") is not (self._forwards[module])
+            ):
+                self._forwards[module] = _routed_forward(router, module.forward, self)
+                self.changes.replace_forward(module, self._forwards[module])
+        self._tokens = tokens
 
     @property
     def decisions(self) -> int:

@@ -58,6 +58,7 @@ from forkpoint.losses.outputs import Head
 from forkpoint.ops.attention import shared_attention
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.mixtures import GROUPED, expert_activations
 from forkpoint.plan.program import BLOCKS, BOUNDARY, FORWARD, Instruction
 from forkpoint.rollouts import RolloutBatch
 
@@ -194,9 +195,8 @@ class TransformersHost:
         self._changes: Changes | None = None
         """Of the step that runs; a microbatch's own are undone at its end."""
         width = {"vocab": self._head.width()} if critic else {}
-        self._shape = ModelShape.from_config(
-            self.causal.config.to_dict(), dtype_bytes=size, **width
-        )
+        self._sizes = self.causal.config.to_dict()
+        self._shape = ModelShape.from_config(self._sizes, dtype_bytes=size, **width)
         if isinstance(self._group, ModelParallel):
             self._shape = local_shape(self._shape, self.causal, self._group.splits)
 
@@ -215,7 +215,13 @@ class TransformersHost:
     @property
     def shape(self) -> ModelShape:
         checkpointed = refusals.checkpointed(self.causal)
-        return replace(self._shape, checkpointed=checkpointed, compiled=self.compiles)
+        shape = replace(self._shape, checkpointed=checkpointed, compiled=self.compiles)
+        implementation = getattr(self.causal.config, "_experts_implementation", None)
+        if shape.expert_layers and implementation != GROUPED:
+            grouped, own = (expert_activations(self._sizes, x) for x in (GROUPED, implementation))
+            kept = shape.expert_activations * own // grouped
+            shape = replace(shape, expert_activations=kept)
+        return shape
 
     @property
     def blocks(self) -> nn.ModuleList:

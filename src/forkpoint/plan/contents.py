@@ -28,7 +28,9 @@ from forkpoint.plan.program import (
 )
 from forkpoint.rollouts import RolloutBatch
 
-JSON_VERSION = 9
+JSON_VERSION = 10
+READ_VERSIONS = (9, JSON_VERSION)
+"""Versions that are read; 9 has shapes without what mixtures of experts keep."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from forkpoint.forest import Forest, IntArray
 from forkpoint.layout import Microbatch, segment_widths
 from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.contents import JSON_VERSION, Candidate, PlanContents
+from forkpoint.plan.contents import READ_VERSIONS, Candidate, PlanContents
 from forkpoint.plan.pricing.cost import ModelShape, Work
 from forkpoint.plan.pricing.sizes import MOST_LAYERS
 from forkpoint.plan.program import ENDS, IDLE, OPERATIONS, Instruction, Program
@@ -123,9 +123,13 @@ SHAPE = record(
         "recurrent_layers": whole(0, MOST_LAYERS),
         **dict.fromkeys(("recurrent_parameters", "recurrent_activations"), NONE_OR_MORE),
         **dict.fromkeys(("state_elements", "tail_elements"), NONE_OR_MORE),
+        "expert_layers": whole(0, MOST_LAYERS),
+        **dict.fromkeys(("expert_activations", "router_bytes"), NONE_OR_MORE),
         "dtype_bytes": one_of(1, 2, 4, 8),
         **dict.fromkeys(("checkpointed", "compiled"), flag),
-    }
+    },
+    # Plans of version 9 counted none of these.
+    optional=("expert_layers", "expert_activations", "router_bytes"),
 )
 COST = number(0, 1e60)
 CANDIDATE = record(
@@ -133,7 +137,7 @@ CANDIDATE = record(
 )
 PLAN = record(
     {
-        "version": one_of(JSON_VERSION),
+        "version": one_of(*READ_VERSIONS),
         "sharing": one_of(*get_args(Sharing)),
         "boundary": one_of(*get_args(Boundary)),
         "leaf_layout": one_of(*get_args(LeafLayout)),
@@ -175,11 +179,11 @@ def read_plan(given: Any, kind: type[P]) -> P:
     Raises:
         PlanError: the values are no plan, one of another version, or one whose parts disagree.
     """
-    if not isinstance(given, Mapping) or given.get("version") != JSON_VERSION:
+    if not isinstance(given, Mapping) or given.get("version") not in READ_VERSIONS:
         found = given.get("version") if isinstance(given, Mapping) else type(given).__name__
         raise PlanError(
             f"this JSON has version {short(found)} and this forkpoint reads plans of version "
-            f"{JSON_VERSION}; make the plan again."
+            f"{' and '.join(map(str, READ_VERSIONS))}; make the plan again."
         )
     try:
         return plan_of(given, "", kind)

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,18 +22,22 @@ from forkpoint.engine.host import Host
 from forkpoint.engine.memory import measured_budget
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses.base import Loss, LossFunction, as_loss
+from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy
 from forkpoint.replay.batches import Batches, GroupBatches, StepInput
 from forkpoint.replay.checkpoint import Checkpoint, model_digest
 from forkpoint.replay.difference import parameter_difference
+from forkpoint.replay.experts import ExpertLoads, GivenRoutes
 from forkpoint.replay.folder import ReplayFolder
 from forkpoint.replay.rank_folder import RankFolder
 from forkpoint.replay.ranks import check_same, clip, placed, team_of, whole
 from forkpoint.replay.rates import Rate
 from forkpoint.replay.records import ReplayReport, ReplayStep, StepRecord
 from forkpoint.replay.sharded_checkpoint import ShardedCheckpoint
+from forkpoint.results import StepStats
 from forkpoint.rollouts import RolloutBatch
+from forkpoint.router_steps import router_work
 from forkpoint.wrapping import wrap
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -51,6 +55,8 @@ def replay(
     config: Config | None = None,
     rate: Rate | None = None,
     max_grad_norm: float | None = None,
+    router: RouterLoss | None = None,
+    expert_counts: bool = False,
     folder: ReplayFolder | None = None,
     checkpoint_every: int | None = None,
     about: Mapping[str, Any] | None = None,
@@ -73,6 +79,10 @@ def replay(
         config: how batches are planned and run.
         rate: what the optimizer's learning rates are multiplied by at each step; None leaves them.
         max_grad_norm: gradients of a larger norm are scaled down to it, on both sides.
+        router: an auxiliary loss of a mixture's routers, on both sides. A scope that is a list is
+            of the rollouts of each step.
+        expert_counts: whether experts are counted without a router loss; then tokens run for it as
+            `Policy.forward_backward` says.
         folder: where rows and checkpoints are written, and from where a replay is resumed; on
             several ranks one that all of them see.
         checkpoint_every: after how many steps the state of both sides is saved; it is saved after
@@ -107,24 +117,27 @@ def replay(
         )
     if isinstance(batches, RolloutBatch):
         batches = GroupBatches(batches, groups_per_step)
+    routers = _Routers(router, expert_counts)
     dense, start = None, []
     if baseline:
         dense_config = replace(config, sharing="none", boundary="auto", leaf_layout="packed")
-        dense = _Side(copy.deepcopy(model), dense_config, optimizer, rate, max_grad_norm)
+        dense = _Side(copy.deepcopy(model), dense_config, optimizer, rate, max_grad_norm, routers)
         start = [_on_host(parameter) for parameter in model.parameters()]
-    shared = _Side(model, config, optimizer, rate, max_grad_norm)
+    shared = _Side(model, config, optimizer, rate, max_grad_norm, routers)
     team = team_of(shared.policy)
     sides = {"shared": shared} | ({} if dense is None else {"dense": dense})
     if team is not None:
         same = {"batches": batches.describe(), "loss": _named(loss), "rate": rate, "config": config}
         same |= {"steps": steps, "max_grad_norm": max_grad_norm, "folder": folder and folder.path}
+        same |= {"router": router, "expert_counts": expert_counts}
         check_same(team, {**same, "checkpoint_every": checkpoint_every})
     kept = None if folder is None else RankFolder(folder, team) if team else folder
     _set_budgets(list(sides.values()), config, kept)
     loss.check_head(shared.policy.host.head)
     for part in batches.every():
         loss.check(part)
-        shared.policy.host.check(part, training=True)
+        shared.policy.host.check(part, training=True, routed=router is not None)
+    routers.check(shared.policy.host, batches, steps)
 
     with nullcontext() if kept is None else closing(kept):
         done: list[ReplayStep] = []
@@ -140,10 +153,13 @@ def replay(
                 "steps": steps,
                 "baseline": baseline,
                 "config": asdict(config),
+                **routers.facts(),
                 "runs_on": _runs_on(shared.policy.host)
                 # Plans are chosen by these, and another order of work rounds otherwise.
                 | {
-                    "calibration": shared.policy.plan(batches.at(0).batch, loss).rests_on,
+                    "calibration": shared.policy.plan(
+                        batches.at(0).batch, loss, router=router
+                    ).rests_on,
                     "memory_budget_bytes": shared.policy.memory_budget_bytes,
                 },
             }
@@ -212,6 +228,27 @@ def _set_budgets(
         side.policy.use_memory_budget(budget)
 
 
+@dataclass(frozen=True)
+class _Routers:
+    """Statistics that both sides ask of a mixture's routers."""
+
+    loss: RouterLoss | None
+    counts: bool
+
+    def check(self, host: Host, batches: Batches, steps: int) -> None:
+        """Refuse before the first step what `Policy.forward_backward` would refuse."""
+        listed = self.loss is not None and not isinstance(self.loss.scope, str)
+        # Lists are of the rollouts of a step.
+        parts = (batches.at(n).batch for n in range(steps)) if listed else batches.every()
+        for part in parts:
+            router_work(host, part, self.loss, expert_counts=self.counts)
+
+    def facts(self) -> dict[str, Any]:
+        """Options that are set, for a replay to go on with the same."""
+        facts: dict[str, Any] = {} if self.loss is None else {"router": asdict(self.loss)}
+        return facts | ({"expert_counts": True} if self.counts else {})
+
+
 class _Side:
     """A policy with its own optimizer."""
 
@@ -222,7 +259,9 @@ class _Side:
         optimizer: MakeOptimizer,
         rate: Rate,
         max_grad_norm: float | None,
+        routers: _Routers,
     ) -> None:
+        self.routers = routers
         self.model = model
         self.policy: Policy = wrap(model, config)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -245,7 +284,12 @@ class _Side:
         clock = _Clock(device)
         with clock:
             stats = self.policy.forward_backward(
-                given.batch, loss, denominators=given.denominators, scale=given.scale
+                given.batch,
+                loss,
+                denominators=given.denominators,
+                scale=given.scale,
+                router=self.routers.loss,
+                expert_counts=self.routers.counts,
             )
         norm = _gradient_norm(self.parameters)
         with clock:
@@ -271,12 +315,31 @@ class _Side:
             flops=plan.shared.step_flops(plan.shape),
             peak_memory_bytes=torch.cuda.max_memory_allocated(device) - held if cuda else None,
             predicted_peak_bytes=plan.predicted_peak_bytes,
+            router_loss=stats.router_loss,
+            experts=_loads_of(stats),
+            routes=_routes_of(stats),
         )
         return record, plan
 
     @property
     def lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+
+def _loads_of(stats: StepStats) -> ExpertLoads | None:
+    logical_LE, computed_LE = stats.expert_counts, stats.computed_expert_counts
+    if logical_LE is None or computed_LE is None:
+        return None
+    return ExpertLoads.of(logical_LE.tolist(), computed_LE.tolist())
+
+
+def _routes_of(stats: StepStats) -> GivenRoutes | None:
+    routes = stats.routes
+    if routes is None:
+        return None
+    return GivenRoutes(
+        decisions=tuple(routes.decisions_L.tolist()), elsewhere=tuple(routes.elsewhere_L.tolist())
+    )
 
 
 class _Clock:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forkpoint.errors import ConfigError
+from forkpoint.replay.experts import ExpertLoads, GivenRoutes
 from forkpoint.replay.schema import STEP
 from forkpoint.schema import SchemaError, finite
 
@@ -41,6 +42,17 @@ class StepRecord:
     """The most that CUDA held above what it held when the step began; None on the CPU."""
     predicted_peak_bytes: int | None
     """Activations and prefix cache at the plan's worst moment, as counted."""
+    router_loss: float | None = None
+    """Of the routers of a mixture, with its coefficients; `loss` is without it. None where the
+    replay has none."""
+    experts: ExpertLoads | None = None
+    """None where experts were not counted."""
+    routes: GivenRoutes | None = None
+    """None where the rollouts have no routes."""
+
+
+OF_MIXTURES = ("router_loss", "experts", "routes")
+"""Fields of a StepRecord that rows have where they are not None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +133,11 @@ class ReplayStep:
         values = asdict(self)
         if not self.others:
             del values["others"]
+        for way in ("shared", "dense"):
+            row = values[way] or {}
+            for name in OF_MIXTURES:
+                if name in row and row[name] is None:
+                    del row[name]
         return values
 
     @classmethod
@@ -204,6 +221,10 @@ class ReplayReport:
                 f"{way}_losses": [record.loss for record in records] or None,
                 f"{way}_gradient_norms": [record.gradient_norm for record in records] or None,
                 f"{way}_peak_memory_bytes": max(peaks, default=None),
+                f"{way}_router_losses": [
+                    r.router_loss for r in records if r.router_loss is not None
+                ]
+                or None,
             }
             values["phase_ms"][way] = _total(record.phase_ms for record in records) or None
         if dense:

@@ -10,6 +10,7 @@ from forkpoint.config import Boundary, Sharing
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import PHASES
 from forkpoint.plan.written import BYTES, FINGERPRINT, MOST_TOKENS, plan_of
+from forkpoint.replay.experts import expert_loads, given_routes
 from forkpoint.replay.rates import Schedule
 from forkpoint.schema import (
     SchemaError,
@@ -124,8 +125,11 @@ FIXED = record(
         ),
         # Of a replay on several ranks, however many they are.
         "sharded": flag,
+        # Of a replay with a router loss, and of one that counts experts.
+        "router": mapping(tree),
+        "expert_counts": flag,
     },
-    optional=("sharded",),
+    optional=("sharded", "router", "expert_counts"),
 )
 MANIFEST_FIELDS = record({"schema": one_of(SCHEMA), "fixed": FIXED, "about": ABOUT})
 
@@ -147,7 +151,12 @@ _RECORD = record(
         "flops": FLOPS,
         "peak_memory_bytes": BYTES,
         "predicted_peak_bytes": BYTES,
-    }
+        "router_loss": number_or_nan(),
+        "experts": expert_loads,
+        "routes": given_routes,
+    },
+    # Of mixtures of experts alone.
+    optional=("router_loss", "experts", "routes"),
 )
 
 

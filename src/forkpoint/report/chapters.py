@@ -9,6 +9,7 @@ from forkpoint.byte_sizes import exactly
 from forkpoint.plan import Plan, Totals
 from forkpoint.replay.records import ReplayReport, ReplayStep
 from forkpoint.report.curves import drift_figure, loss_figure, speed_figure
+from forkpoint.report.experts import experts_figure
 from forkpoint.report.figure import Chapter, Figure, Table, Tile
 from forkpoint.report.forests import draw_forest, forest_figure
 from forkpoint.report.groups import group_names, groups_figure
@@ -68,6 +69,7 @@ def replay_chapter(run: Run, *, device_memory_bytes: int | None = None) -> Chapt
         speed_figure(steps),
         drift_figure(steps),
         loss_figure(steps),
+        experts_figure(steps),
         environment_figure(run.manifest),
     ]
     about = run.manifest["about"]
@@ -246,8 +248,8 @@ def environment_figure(manifest: dict[str, Any]) -> Figure:
     rows += [(f"version: {key}", value) for key, value in versions.items()]
     rows = [(name, value) for name, value in rows if value]
     rows.append(("loss", fixed["loss"]))
-    for part in ("optimizer", "rate", "config", "batches"):
-        rows += [(f"{part}: {key}", value) for key, value in fixed[part].items()]
+    for part in ("optimizer", "rate", "config", "batches", "router"):
+        rows += [(f"{part}: {key}", value) for key, value in fixed.get(part, {}).items()]
     rows.append(("max_grad_norm", fixed["max_grad_norm"]))
     model = fixed["model"]
     rows += [

@@ -27,11 +27,12 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves over optimizer steps."""
+    """Curves over optimizer steps, or over layers."""
 
     x: Sequence[int]
     y_label: str
     series: tuple[Series, ...]
+    x_label: Literal["step", "layer"] = "step"
     log: bool = False
     zero: bool = False
     """Whether 0 belongs in the picture."""

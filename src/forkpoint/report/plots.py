@@ -118,7 +118,7 @@ def draw_chart(axes: "Axes", chart: Chart) -> None:
         axes.yaxis.set_minor_formatter("")
     elif chart.zero:
         axes.axhline(0, color="#5b6675", linewidth=0.8)
-    axes.set(xlabel="step", ylabel=chart.y_label)
+    axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
     if len(chart.series) + (chart.band is not None) > 1:
         axes.legend(fontsize=7)
 

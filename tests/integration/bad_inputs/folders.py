@@ -103,6 +103,34 @@ FOLDERS = (
         remedy="Use the forkpoint that wrote the folder; its manifest.json says which.",
     ),
     changed_kind(
+        "Loads of experts that do not add up",
+        lambda: lines(
+            "rows.jsonl",
+            lambda row: row["shared"].update(
+                experts={
+                    "experts": 8,
+                    "logical": [{"least": 2, "most": 5, "total": 41}],
+                    "computed": [{"least": 0, "most": 5, "total": 20}],
+                }
+            ),
+        ),
+        message="out/rows.jsonl, line 1: shared.experts.logical[0] has a total of 41, and 8 "
+        f"experts of 2 to 5 choices each make no such total. {CHANGED}",
+        means="The loads of a mixture's experts are not those of one step.",
+        remedy="Take a copy of the folder as the replay left it, or replay again.",
+    ),
+    changed_kind(
+        "Routes otherwise that are more than routes",
+        lambda: lines(
+            "rows.jsonl",
+            lambda row: row["shared"].update(routes={"decisions": [3], "elsewhere": [4]}),
+        ),
+        message="out/rows.jsonl, line 1: shared.routes.elsewhere[0] is 4, of 3 decisions. "
+        f"{CHANGED}",
+        means="The counts of given routes are not those of one step.",
+        remedy="Take a copy of the folder as the replay left it, or replay again.",
+    ),
+    changed_kind(
         "Rows that are out of order",
         lambda: lines("rows.jsonl", lambda row: row.update(step=3)),
         message=f"out/rows.jsonl, line 1: step is 3; here belongs step 1. {CHANGED}",

@@ -71,6 +71,16 @@ OPTIONS = (
         remedy="Pass what the ranks' Config has, or leave it out.",
     ),
     option_kind(
+        "A coefficient of a router loss without its scope",
+        argv=(*REPLAY, "--router-z-loss-coef", "0.1"),
+        message="router_z_loss_coef is 0.1, and router_loss is 'none'. Add --router-loss batch or "
+        "--router-loss rollout, the tokens that its statistics are taken over, or leave "
+        "--router-z-loss-coef out.",
+        means="A router loss is a statistic over some tokens, and ordinary trainers differ in "
+        "which.",
+        remedy="Name the scope of the training that is replaced.",
+    ),
+    option_kind(
         "An unknown command",
         argv=("train", "ok.jsonl"),
         message=f"there is no command 'train'; there are {', '.join(COMMANDS)}. forkpoint --help "

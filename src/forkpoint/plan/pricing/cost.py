@@ -14,6 +14,7 @@ import numpy as np
 from forkpoint.errors import ConfigError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.plan.pricing.hybrid import recurrent_kinds, recurrent_shape
+from forkpoint.plan.pricing.mixtures import active_intermediate, mixture_shape, only_experts
 from forkpoint.plan.pricing.sizes import MOST_LAYERS, REMEDY, count, needed, size
 from forkpoint.rollouts import short
 
@@ -54,6 +55,13 @@ class ModelShape:
     """Elements of its state at the end of a segment, kept in float32."""
     tail_elements: int = 0
     """Elements of the last inputs of its convolution there."""
+    expert_layers: int = 0
+    """Layers whose MLP is a mixture of experts."""
+    expert_activations: int = 0
+    """Numbers that one token keeps in one of them, besides those of an MLP as wide as all experts
+    that it goes through: see `plan.pricing.mixtures`."""
+    router_bytes: int = 0
+    """Bytes that its router keeps of one token there, whatever the model's dtype."""
     dtype_bytes: int = 2
     checkpointed: bool = False
     """Whether blocks keep only their inputs between forward and backward."""
@@ -86,7 +94,7 @@ class ModelShape:
                 not known.
         """
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-        width = "moe_intermediate_size" if _only_experts(config) else "intermediate_size"
+        width = "moe_intermediate_size" if only_experts(config) else "intermediate_size"
         missing = [n for n in (*names, width) if config.get(n) is None]
         if missing:
             raise ConfigError(
@@ -131,11 +139,12 @@ class ModelShape:
                 "kv_heads": given.get("num_key_value_heads", heads),
                 "head_dim": head_dim,
                 "value_dim": head_dim,
-                "intermediate": _active_intermediate(config, layers),
+                "intermediate": active_intermediate(config, layers),
                 "vocab": vocab,
                 "windows": tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
                 **(_latent_attention(config) if config.get("kv_lora_rank") else {}),
                 **recurrent,
+                **mixture_shape(config, layers, changes.get("dtype_bytes", 2)),
                 **changes,
             }
         )
@@ -189,7 +198,8 @@ class ModelShape:
         values; a norm computed in float32 keeps that copy as well. Compiled code computes the norms
         and the gate's activation again instead. A checkpointed block keeps its input, and one block
         at a time is whole while it is recomputed. Checkpointing "selective" leaves out what an MLP
-        keeps but its input, and one MLP at a time is whole.
+        keeps but its input, and one MLP at a time is whole. A mixture of experts keeps copies of
+        tokens as well (`plan.pricing.mixtures`).
         """
         attention = (self.heads + self.kv_heads) * self.head_dim
         values = (self.heads + self.kv_heads) * self.value_dim
@@ -202,12 +212,15 @@ class ModelShape:
         mlp = (3 if self.compiled else 4) * self.intermediate
         rest = (4 * self.hidden + mlp) * self.dtype_bytes + norm_copies
         sizes = [(layers, rest + mixer * self.dtype_bytes) for layers, mixer in blocks if layers]
+        experts = self.expert_activations * self.dtype_bytes + self.router_bytes
+        experts *= self.expert_layers > 0
         if self.checkpointed or checkpointing == "full":
             inputs = self.layers * self.hidden * self.dtype_bytes
-            return inputs + max(size for _, size in sizes)
-        every = sum(layers * size for layers, size in sizes)
+            return inputs + max(size for _, size in sizes) + experts
+        every = sum(layers * size for layers, size in sizes) + self.expert_layers * experts
         if checkpointing == "selective":
-            return every - (self.layers - 1) * mlp * self.dtype_bytes
+            every -= (self.layers - 1) * mlp * self.dtype_bytes
+            return every - max(0, self.expert_layers - 1) * experts
         return every
 
     def repeated_flops_share(self, checkpointing: str) -> float:
@@ -218,31 +231,6 @@ class ModelShape:
             # All of an MLP but its last product, whose output the backward does not need.
             return self.layers * 2 * self.hidden * self.intermediate / self.linear_parameters
         return 0.0
-
-
-def _active_intermediate(config: Mapping[str, Any], layers: int) -> int:
-    """The MLP's width that one token goes through, as the mean over layers.
-
-    In mixtures of experts these are the experts that a token is routed to, and the shared ones.
-    """
-    dense = 0 if _only_experts(config) else needed(config, "intermediate_size")
-    routed = count(config, "num_experts_per_tok")
-    if not routed:
-        return count(config, "shared_intermediate_size", dense)
-    width = count(config, "moe_intermediate_size", dense)
-    expert = (routed + count(config, "n_shared_experts")) * width
-    if config.get("num_local_experts") == 0:
-        expert = 0
-    for shared in ("shared_expert_intermediate_size", "shared_intermediate_size"):
-        expert += count(config, shared)
-    first = min(layers, count(config, "first_k_dense_replace"))
-    return (first * dense + (layers - first) * expert) // layers
-
-
-def _only_experts(config: Mapping[str, Any]) -> bool:
-    """Whether no layer has an MLP of its own, so that the configuration has no width for one."""
-    experts = config.get("num_experts_per_tok") and config.get("moe_intermediate_size")
-    return bool(experts) and "intermediate_size" not in config
 
 
 def _latent_attention(config: Mapping[str, Any]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-// Curves over optimizer steps.
+// Curves over optimizer steps, or over layers.
 
 function chartLegend(parent, chart) {
   const legend = make("div", { class: "legend" }, parent);
@@ -47,7 +47,7 @@ function drawChart(parent, chart, width) {
     for (let n = Math.round(Math.log10(low)); n <= Math.round(Math.log10(high)); n += every) marks.push(10 ** n);
   }
   const texts = marks.map((v) => (chart.log ? `1e${Math.round(Math.log10(v))}`.replace("-", "−") : shortNumber(v)));
-  const left = 14 + 7.4 * Math.max(...texts.map((t) => t.length), 3);
+  const left = 14 + 7.4 * Math.max(...texts.map((t) => t.length), chart.x_label.length - 1);
   const box = { left, right: width - 10, top: 24, bottom: height - 30 };
   const first = chart.x[0], last = chart.x[chart.x.length - 1];
   const xOf = (x) => (first === last ? (box.left + box.right) / 2 : box.left + ((x - first) / (last - first)) * (box.right - box.left));
@@ -63,7 +63,7 @@ function drawChart(parent, chart, width) {
   });
   const steps = ticks(first, last, Math.max(2, Math.floor(width / 90))).filter(Number.isInteger);
   for (const step of new Set([...steps])) svg("text", { x: xOf(step), y: height - 12, "text-anchor": "middle" }, root, whole(step));
-  svg("text", { x: 0, y: height - 12 }, root, "step");
+  svg("text", { x: 0, y: height - 12 }, root, chart.x_label);
   svg("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }, root);
   if (chart.band) {
     const up = chart.x.map((x, n) => `${xOf(x)},${yOf(chart.band[1][n])}`);
@@ -101,7 +101,7 @@ function drawChart(parent, chart, width) {
     line.setAttribute("x2", x);
     line.setAttribute("visibility", "visible");
     const values = chart.series.map((series) => `${series.name}: ${shortNumber(series.values[near])}`);
-    tip.show(event, [`step ${whole(chart.x[near])}`, ...values].join("\n"));
+    tip.show(event, [`${chart.x_label} ${whole(chart.x[near])}`, ...values].join("\n"));
   });
   root.addEventListener("pointerleave", () => {
     line.setAttribute("visibility", "hidden");

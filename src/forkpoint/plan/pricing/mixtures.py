@@ -1,0 +1,93 @@
+"""Counts of mixtures of experts, whose layers send a token to a few experts.
+
+Products are those of an MLP as wide as all experts that a token goes through. What its forward
+leaves for its backward is more: each expert gets a copy of the token, and gives an output of its
+own, which the backward needs for the gradient of the expert's weight in the sum. transformers'
+grouped_mm keeps these two; eager the weighed output as well, which index_add keeps; batched_mm a
+copy of an expert's matrices for every token.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from forkpoint.plan.pricing.sizes import count, needed
+
+EAGER, GROUPED, BATCHED = "eager", "grouped_mm", "batched_mm"
+ROUTER_FLOAT_BYTES = 4
+"""Routers compute their softmax in float32, and the backward needs it."""
+COMPUTED_WIDE = ("n_routed_experts", "n_shared_experts")
+"""Sizes by which DeepSeek-V3 and GLM-4-MoE are known, whose routers' products are in float32: of
+narrower models they keep a copy of the token."""
+INDEX_BYTES = 8
+INDICES = 4
+"""Orders and indices of a token's experts that are kept: what is sorted, its inverse, and who is
+who."""
+
+
+def active_intermediate(config: Mapping[str, Any], layers: int) -> int:
+    """The MLP's width that one token goes through, as the mean over layers.
+
+    In mixtures of experts these are the experts that a token is routed to, and the shared ones.
+    """
+    dense = 0 if only_experts(config) else needed(config, "intermediate_size")
+    if not count(config, "num_experts_per_tok"):
+        return count(config, "shared_intermediate_size", dense)
+    width = count(config, "moe_intermediate_size", dense)
+    expert = (_routed(config) + count(config, "n_shared_experts")) * width
+    if config.get("num_local_experts") == 0:
+        expert = 0
+    for shared in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        expert += count(config, shared)
+    first = _first_dense(config, layers)
+    return (first * dense + (layers - first) * expert) // layers
+
+
+def mixture_shape(config: Mapping[str, Any], layers: int, dtype_bytes: int) -> dict[str, int]:
+    """The fields of a ModelShape that mixtures have; empty for others."""
+    chosen = _routed(config)
+    if not chosen or config.get("num_local_experts") == 0:
+        return {}
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    router = 0
+    if dtype_bytes < 4 and any(count(config, name) for name in COMPUTED_WIDE):
+        router = needed(config, "hidden_size") * ROUTER_FLOAT_BYTES
+    experts = max(chosen, next((found for name in names if (found := count(config, name))), 0))
+    return {
+        "expert_layers": layers - _first_dense(config, layers),
+        "expert_activations": expert_activations(config, GROUPED),
+        "router_bytes": router + experts * ROUTER_FLOAT_BYTES + INDICES * chosen * INDEX_BYTES,
+    }
+
+
+def expert_activations(config: Mapping[str, Any], implementation: str | None) -> int:
+    """Numbers that a token keeps in one layer of experts, besides those of an MLP of that width.
+
+    implementation: of transformers' experts; others than these are counted as grouped_mm.
+    """
+    chosen, hidden = _routed(config), needed(config, "hidden_size")
+    kept = (3 if implementation == EAGER else 2) * chosen * hidden
+    if count(config, "shared_expert_intermediate_size"):
+        kept += hidden  # the shared expert's output, which has a gate
+    dense = 0 if only_experts(config) else needed(config, "intermediate_size")
+    width = count(config, "moe_intermediate_size", dense)
+    if config.get("swiglu_limit") is not None:
+        kept += 3 * chosen * width  # gpt-oss's gate, which is clamped
+    if implementation == BATCHED:
+        kept += 3 * chosen * hidden * width
+    return kept
+
+
+def only_experts(config: Mapping[str, Any]) -> bool:
+    """Whether no layer has an MLP of its own, so that the configuration has no width for one."""
+    experts = config.get("num_experts_per_tok") and config.get("moe_intermediate_size")
+    return bool(experts) and "intermediate_size" not in config
+
+
+def _routed(config: Mapping[str, Any]) -> int:
+    """To how many experts a token is sent."""
+    return count(config, "num_experts_per_tok")
+
+
+def _first_dense(config: Mapping[str, Any], layers: int) -> int:
+    """Layers at the beginning that have an MLP in place of experts."""
+    return min(layers, count(config, "first_k_dense_replace"))

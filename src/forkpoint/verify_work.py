@@ -1,0 +1,104 @@
+"""One comparison of `verify`: its arguments, what all its runs use, and the clock of its runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from forkpoint.dense_routers import DenseRouters
+from forkpoint.engine.changes import Changes
+from forkpoint.losses.base import Denominators, Loss
+from forkpoint.losses.router import RouterLoss
+from forkpoint.rollouts import RolloutBatch
+from forkpoint.router_steps import RouterWork
+from forkpoint.verify_memory import Needs
+from forkpoint.verify_plans import Choice
+from forkpoint.verify_progress import Clock, Run, VerifyProgress
+from forkpoint.verify_ranks import Together
+from forkpoint.verify_routes import HeldRoutes
+from forkpoint.verify_stepping import Stepping
+from forkpoint.verify_ways import Ways
+
+REFERENCE, DENSE = "reference", "dense"
+"""Names of the runs of single rollouts."""
+
+
+@dataclass
+class Work:
+    """One comparison: its arguments, and what all its runs use."""
+
+    policy: Stepping
+    batch: RolloutBatch
+    loss: Loss
+    denominators: Denominators
+    given: Denominators | None
+    """By the caller."""
+    changes: Changes
+    dtype: torch.dtype
+    reference_dtype: torch.dtype
+    joint: Together
+    routed: RouterWork | None
+    """Of the loss of routers; None where there is none."""
+    held: HeldRoutes = field(init=False)
+    clock: Clock = field(init=False)
+
+    @property
+    def double(self) -> bool:
+        """Whether the model is its own reference."""
+        return self.dtype == torch.float64
+
+    @property
+    def router(self) -> RouterLoss | None:
+        """The loss of routers."""
+        return None if self.routed is None else self.routed.router
+
+    @property
+    def last_tokens(self) -> bool:
+        """Whether rollouts' last tokens run."""
+        return self.router is not None and self.router.last_token
+
+    def dense_routers(self, model: nn.Module) -> DenseRouters | None:
+        """The same loss in ordinary training of the model or of a copy of it."""
+        if self.routed is None:
+            return None
+        host = self.policy.host
+        names = {module: name for name, module in host.model.named_modules()}
+        modules = [model.get_submodule(names[router]) for router in host.routers.modules]
+        return DenseRouters(modules, self.routed.terms, self.changes, last_token=self.last_tokens)
+
+
+def clock_of(
+    work: Work,
+    choice: Choice,
+    needs: Needs,
+    room: int | None,
+    ways: Ways,
+    keeps: bool,
+    progress: Callable[[VerifyProgress], None] | None,
+) -> Clock:
+    """The runs to come, with their work and their memory."""
+    shape = work.policy.host.shape
+    dense = choice.compared[0].plan.dense
+    runs = []
+    own = () if work.double else ((DENSE, work.dtype, ways.dense[0]),)
+    for name, dtype, way in ((REFERENCE, work.reference_dtype, ways.reference[0]), *own):
+        # Log-probs first, then forwards with a graph.
+        forwards = 2 if way.checkpointed else 1
+        flops = dense.step_flops(shape) + forwards * dense.forward_flops(shape)
+        runs.append(Run(name, flops, dtype))
+    for entry in choice.compared:
+        plan = entry.plan
+        scores = plan.shared.forward_flops(shape) if plan.program.has_scores else 0.0
+        runs.append(Run(entry.kind, plan.shared.step_flops(shape) + scores, work.dtype))
+    kept = needs.gradients if keeps else 0
+    memory = max(
+        needs.reference(ways.reference[0]),
+        kept + needs.dense(ways.dense[0]) if own else 0,
+        kept + needs.own_gradients + choice.peak_bytes,
+    )
+    texts = {ways.reference[0].text(), *(way.text() for way in ways.dense[: len(own)])}
+    text = ", ".join(sorted(texts - {"plain"})) or "plain"
+    return Clock(
+        runs, work.policy.host.device, progress, memory_bytes=memory, free_bytes=room, ways=text
+    )

@@ -1,0 +1,179 @@
+"""Activations of mixtures of experts: what autograd saves, and what the planner predicts of it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from experts import FAMILIES, expert_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from forkpoint import Config, ModelShape, Plan, Rollout, RolloutBatch, wrap
+from forkpoint.hosts.checkpointing import MLP_NAMES
+from forkpoint.losses import GRPO
+from forkpoint.plan import MODELS, make_plan
+from lanes import slow_besides
+
+TOKENS, HIDDEN = 128, 256
+PLAIN = Config(sharing="none", compile_blocks=False, self_check=False, checkpointing="none")
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts_per_tok": 4,
+}
+IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
+MEASURED = [f for f in FAMILIES if f != "granitemoehybrid"]
+
+
+class Saved:
+    """Within it bytes that autograd saves, storage by storage, are counted but for some tensors."""
+
+    def __init__(self, model: nn.Module, *others: Tensor) -> None:
+        ours = [*model.parameters(), *model.buffers(), *others]
+        self._ours = {tensor.untyped_storage().data_ptr() for tensor in ours}
+        self._found: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # so that no storage takes another's place
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
+
+    def _pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        self._alive.append(x)
+        if storage.data_ptr() not in self._ours:
+            self._found[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    def __enter__(self) -> "Saved":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    @property
+    def per_token(self) -> float:
+        return sum(self._found.values()) / TOKENS
+
+
+def mixture(family: str, implementation: str, dtype: torch.dtype, layers: int) -> PreTrainedModel:
+    """Of 32 experts, 4 a token, so that what does not grow with tokens is little."""
+    own = FAMILIES[family]
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    sizes = SIZES | {name: 32 for name in names if name in own}
+    widths = ("moe_intermediate_size", "shared_expert_intermediate_size")
+    sizes |= {name: 96 for name in widths if name in own}
+    if "layer_types" in own:
+        sizes["layer_types"] = own["layer_types"] * (layers // 2)
+    model = expert_model(family, dtype, eager=False, num_hidden_layers=layers, **sizes)
+    model.set_experts_implementation(implementation)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "implementation", "dtype"),
+    slow_besides(
+        [
+            ("qwen3_moe", "grouped_mm", torch.bfloat16),
+            ("qwen3_next", "eager", torch.float32),
+            ("deepseek_v3", "batched_mm", torch.bfloat16),
+        ],
+        list(product(MEASURED, IMPLEMENTATIONS, (torch.bfloat16, torch.float32))),
+    ),
+    ids=str,
+)
+def test_a_layer_of_experts_keeps_what_is_predicted(
+    family: str, implementation: str, dtype: torch.dtype
+) -> None:
+    """Router, experts and shared experts, in a block that has them."""
+    model = mixture(family, implementation, dtype, 2)
+    host = wrap(model, PLAIN).host
+    block = host.blocks[-1]
+    experts = next(getattr(block, name) for name in MLP_NAMES if hasattr(block, name))
+    x = torch.randn(1, TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
+    with Saved(model, x) as saved:
+        experts(x)
+    # Of the layers with experts alone: `intermediate` is a mean over all.
+    width = ModelShape.from_config(
+        {**model.config.to_dict(), "first_k_dense_replace": 0}
+    ).intermediate
+    shape = host.shape
+    predicted = (4 * width + shape.expert_activations) * shape.dtype_bytes + shape.router_bytes
+    assert predicted == pytest.approx(saved.per_token, rel=0.05)
+
+
+def layers_keep(family: str, implementation: str, config: Config) -> tuple[float, float]:
+    """Bytes of two layers for one token, saved and predicted: by steps of models of two and of four
+    layers, so that embeddings and head cancel."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, TOKENS + 1).tolist()
+    batch = RolloutBatch([Rollout(tokens, [0] * (TOKENS - 7) + [1] * 8, 1.0)])
+    saved, predicted = [], []
+    for layers in (2, 4):
+        model = mixture(family, implementation, torch.bfloat16, layers)
+        policy = wrap(model, config)
+        with Saved(model) as found:
+            policy.forward_backward(batch, GRPO())
+        assert policy.host.compiles is bool(config.compile_blocks)
+        saved.append(found.per_token)
+        predicted.append(policy.host.shape.activation_bytes("none"))
+    return saved[1] - saved[0], predicted[1] - predicted[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_whole_layers_keep_what_is_predicted(implementation: str) -> None:
+    saved, predicted = layers_keep("mixtral", implementation, PLAIN)
+    assert predicted == pytest.approx(saved, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")
+def test_compiled_layers_keep_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled as far as the choice of what is computed again; no code is generated."""
+    compiler = torch.compile
+
+    def partitioned(function: Callable[..., Any], *, dynamic: bool, options: Any) -> Any:
+        return compiler(function, dynamic=dynamic, backend="aot_eager_decomp_partition")
+
+    monkeypatch.setattr(torch, "compile", partitioned)
+    compiled = replace(PLAIN, compile_blocks=True)
+    saved, predicted = layers_keep("qwen3_moe", "grouped_mm", compiled)
+    assert predicted == pytest.approx(saved, rel=0.1)
+
+
+def test_the_shape_of_a_large_mixture() -> None:
+    shape = ModelShape.from_config(MODELS["qwen3-30b-a3b"])
+    assert (shape.expert_layers, shape.intermediate) == (48, 8 * 768)
+    assert shape.expert_activations == 2 * 8 * 2048
+    assert shape.router_bytes == 128 * 4 + 4 * 8 * 8
+    without = ModelShape(**{**vars(shape), "expert_layers": 0})
+    added = shape.activation_bytes("none") - without.activation_bytes("none")
+    assert added == 48 * (2 * 8 * 2048 * 2 + shape.router_bytes)
+    # One layer at a time is whole while it is recomputed.
+    for checkpointing in ("selective", "full"):
+        more = shape.activation_bytes(checkpointing) - without.activation_bytes(checkpointing)
+        assert more == added // 48
+    deep = ModelShape.from_config(MODELS["deepseek-v3"])
+    assert deep.expert_layers == 58
+    assert deep.router_bytes == 7168 * 4 + 256 * 4 + 4 * 8 * 8
+    dense = ModelShape.from_config(MODELS["qwen3-8b"])
+    assert (dense.expert_layers, dense.expert_activations, dense.router_bytes) == (0, 0, 0)
+
+
+def test_plans_of_the_version_before_are_read() -> None:
+    batch = RolloutBatch([Rollout([1, 2, 3, n], [0, 0, 1, 1], 1.0) for n in range(2)])
+    shape = ModelShape.from_config(MODELS["qwen3-30b-a3b"])
+    written = json.loads(make_plan(batch, shape).to_json())
+    assert Plan.from_json(json.dumps(written)).shape == shape
+    for name in ("expert_layers", "expert_activations", "router_bytes"):
+        del written["shape"][name]
+    written["version"] = 9
+    read = Plan.from_json(json.dumps(written)).shape
+    assert read is not None and read.expert_activations == 0

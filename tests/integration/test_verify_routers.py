@@ -1,0 +1,184 @@
+"""`verify` of steps with a router loss: gradients of routers are compared as well."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import Shell, made_up_rollouts, write_rollouts
+from experts import expert_batch, expert_model
+from router_losses import gradient_error, ordinary_training, parts_of, ragged_batch, routed_model
+from transformers import PreTrainedModel
+
+from forkpoint import Config, RolloutBatch, UnsupportedError, wrap
+from forkpoint.dense import DenseRun, dense_run
+from forkpoint.dense_routers import DenseRouters
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.routing import Routing
+from forkpoint.hosts.checkpointing import checkpoint_blocks
+from forkpoint.hosts.routes import Routes
+from forkpoint.losses import GRPO, GSPO, RouterLoss
+from forkpoint.router_steps import router_work
+from forkpoint.testing import lifted_upcasts, tiny_model
+from lanes import slow_besides
+
+TREE = Config(sharing="tree", max_microbatch_tokens=24, compile_blocks=False)
+ROUTER = RouterLoss(load_balancing=0.5, z=0.01)
+PARTS = [[0, 2, 6], [1, 3], [5, 4]]
+BATCH = ragged_batch()
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "granitemoe")
+
+
+@cache
+def tiny() -> PreTrainedModel:
+    return routed_model("qwen3_moe", output_router_logits=True)
+
+
+# Ordinary training with the loss ------------------------------------------------------------------
+
+
+def one_by_one(
+    model: PreTrainedModel,
+    router: RouterLoss,
+    batch: RolloutBatch = BATCH,
+    *,
+    head_tokens: int | None = None,
+    checkpointed: bool = False,
+) -> DenseRun:
+    host = wrap(model, TREE).host
+    work = router_work(host, batch, router)
+    assert work is not None
+    with Changes() as changes:
+        if checkpointed:
+            checkpoint_blocks(host.blocks, "full", changes, but=None)
+        routers = DenseRouters(
+            host.routers.modules, work.terms, changes, last_token=router.last_token
+        )
+        return dense_run(model, batch, GRPO(), head_tokens=head_tokens, routers=routers)
+
+
+WAYS: list[tuple[Any, bool, dict[str, Any]]] = [
+    ("batch", True, {"head_tokens": 2, "checkpointed": True}),
+    ("rollout", True, {}),
+    ("batch", False, {}),
+    (PARTS, False, {"head_tokens": 3}),
+    (PARTS, True, {"checkpointed": True}),
+]
+
+
+@pytest.mark.parametrize(("scope", "last_token", "ways"), slow_besides(WAYS[:2], WAYS), ids=str)
+def test_rollouts_one_by_one_are_one_graph(
+    scope: Any, last_token: bool, ways: dict[str, Any]
+) -> None:
+    """Against one graph over all rollouts, with transformers' own load-balancing loss."""
+    model = tiny()
+    with lifted_upcasts(model):
+        wanted = ordinary_training(
+            model,
+            BATCH,
+            GRPO(),
+            load_balancing=0.5,
+            z=0.01,
+            parts=parts_of(scope, BATCH),
+            last_token=last_token,
+        )
+        found = one_by_one(model, replace(ROUTER, scope=scope, last_token=last_token), **ways)
+    assert found.router_loss == pytest.approx(wanted.router_loss, rel=1e-10)
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-10)
+    for name, parameter in model.named_parameters():
+        parameter.grad = found.gradients[name]
+    assert gradient_error(model, wanted.gradients) < 1e-10
+    model.zero_grad()
+
+
+def test_routes_of_last_tokens_have_keys() -> None:
+    plain, routes = Routes(BATCH).keys_T, Routes(BATCH, last_tokens=True).keys_T
+    last = BATCH.offsets[1:] - 1
+    assert (plain[last] == -1).all() and (routes >= 0).all()
+    keys = {}
+    for n in range(len(BATCH)):
+        tokens = BATCH.token_ids[BATCH.offsets[n] : BATCH.offsets[n + 1]].tolist()
+        for end in range(1, len(tokens) + 1):
+            # The label belongs to an edge: the next token, or that there is none.
+            edge = (*tokens[: end + 1], end == len(tokens))
+            key = int(routes[BATCH.offsets[n] + end - 1])
+            assert keys.setdefault(edge, key) == key
+    assert len(set(keys.values())) == len(keys) == int(routes.max()) + 1
+
+
+# verify -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", slow_besides(["qwen3_moe"], FAMILIES))
+def test_it_passes_in_float64(family: str) -> None:
+    model = tiny() if family == "qwen3_moe" else routed_model(family)
+    report = wrap(model, TREE).verify(BATCH, GRPO(), router=ROUTER)
+    assert report.passed and report.allowed == 1e-10, report.table()
+    assert [plan.kind for plan in report.plans][:2] == ["within", "across"]
+    assert report.router_loss_difference is not None
+    assert abs(report.router_loss_difference) < 1e-10
+    assert "router loss within" in report.table()
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert not [hook for hook in hooks if "DenseRouters" in repr(hook)]
+
+
+def test_a_model_that_adds_the_loss_needs_it() -> None:
+    with pytest.raises(UnsupportedError, match=r"output_router_logits=True"):
+        wrap(tiny(), TREE).verify(BATCH, GRPO())
+    with pytest.raises(UnsupportedError, match="the model has no routers"):
+        wrap(tiny_model("qwen3"), TREE).verify(BATCH, GRPO(), router=ROUTER)
+
+
+def test_tokens_that_are_counted_once_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the log-probs' loss exact, the routers' gradients show it."""
+    summed = Routing._summed
+
+    def once(self: Routing, values_PX: torch.Tensor) -> torch.Tensor:
+        times = torch.as_tensor(np.append(self.plan.forest.multiplicity, 1))
+        return summed(self, values_PX) / times[:, None]
+
+    monkeypatch.setattr(Routing, "_summed", once)
+    report = wrap(tiny(), TREE).verify(BATCH, GRPO(), router=ROUTER)
+    assert report.verdict == "failed"
+    assert report.router_loss_difference is not None and abs(report.router_loss_difference) > 1e-3
+    gates = [e for e in report.worst if "mlp.gate.weight" in e.name]
+    assert len(gates) == 2 and all(entry.excess > 1e6 for entry in gates), report.table()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("loss", [GRPO(), GSPO()], ids=["token", "coupled"])
+def test_routes_are_held_for_the_loss_as_well(dtype: torch.dtype, loss: Any) -> None:
+    policy = wrap(
+        expert_model("qwen3_moe", dtype), Config(sharing="group", max_microbatch_tokens=400)
+    )
+    report = policy.verify(expert_batch(), loss, router=RouterLoss(0.1, 0.001))
+    assert report.passed, report.table()
+    assert report.routes is not None and report.routes.held
+    assert report.routes.dense is not None and report.routes.shared is not None
+    # Last tokens run, and their routes are held.
+    assert report.routes.dense.decisions == 2 * expert_batch().logical_tokens
+
+
+# The command line ---------------------------------------------------------------------------------
+
+
+def test_the_command_line(shell: Shell, tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path / "rollouts.jsonl", made_up_rollouts(groups=1))
+    routed_model("qwen3_moe", output_router_logits=True).config.save_pretrained(tmp_path / "m")
+    model = str(tmp_path / "m/config.json")
+    given = [str(path), "--model", model, "--sharing", "group"]
+    refused = shell("verify", *given)
+    assert refused.code == 2 and "output_router_logits=True" in refused.err
+    options = ["--router-loss", "rollout", "--router-z-loss-coef", "0.01"]
+    done = shell("verify", *given, *options)
+    assert done.code == 0, done.out + done.err
+    assert abs(done.result["router_loss_difference"]) < 1e-6
+    assert done.result["config"]["router_loss"] == "rollout"
+    done = shell("replay", *given, *options, "--steps", "1", "--baseline", "dense")
+    assert done.code == 0, done.out + done.err
+    (shared,), (dense,) = (done.result[f"{way}_router_losses"] for way in ("shared", "dense"))
+    assert shared == pytest.approx(dense, rel=1e-5) and shared > 0
