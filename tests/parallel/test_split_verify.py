@@ -74,7 +74,6 @@ def test_ranks_of_one_copy_verify_together(tmp_path: Path) -> None:
 
 CASES: dict[str, tuple[int, Split, torch.dtype]] = {
     "float32": (2, SPLIT, torch.float32),
-    "bfloat16": (2, SPLIT, torch.bfloat16),
     "LoRA": (2, Split(config=Config(), around=adapted), torch.float64),
     "fused projections": (
         2,

@@ -59,7 +59,7 @@ class ParallelForward:
     own: Callable[..., Any]
     """The module's forward by itself."""
     layer: Any = None
-    """What sets the forward (`install_forward`); None where it only sums gradients, or where it
+    """Object that sets the forward (`install_forward`); None where it only sums gradients, or where it
     brings tokens to experts."""
 
 
