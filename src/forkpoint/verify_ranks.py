@@ -267,7 +267,7 @@ class OnRanks(Alone):
         return parameter.shape
 
     def _own(self, name: str, gradient: Tensor) -> Tensor:
-        """The part that this rank has of a gradient that a step or a copy's run has left. Collective."""
+        """This rank's part of a gradient that a step or a copy's run has left. Collective."""
         return full(gradient)
 
     def gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:

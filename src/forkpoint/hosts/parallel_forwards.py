@@ -59,8 +59,8 @@ class ParallelForward:
     own: Callable[..., Any]
     """The module's forward by itself."""
     layer: Any = None
-    """Object that sets the forward (`install_forward`); None where it only sums gradients, or where it
-    brings tokens to experts."""
+    """Object that sets the forward (`install_forward`); None where the forward only sums gradients,
+    or brings tokens to experts."""
 
 
 def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
