@@ -39,6 +39,10 @@ UNEVEN = 1.05
 """Smaller parts are tried where a step is predicted to take more than this many times the mean."""
 PARTS = 20
 """These cost more than one part of so many of the mean before they are cut once more."""
+TRIES = 384
+"""Pairs of ranks that exchange such parts: these are many, and each try takes longer."""
+MOST_ROLLOUTS = 4096
+"""Exchanging prompts is looked at for steps of no more, so that placing takes less than a second."""
 LITTLE = 2
 """Ranks keep to few of the prompts that they could exchange: one more is taken to cost so small a
 part of what running it does."""
@@ -218,6 +222,7 @@ class _Search:
             ranks.append(self._in_parts(most))
             costs.append(self._cost(ranks[-1]))
         few = self.exchange is not None and len(groups) < FEW * self.ranks
+        few = few and len(self.priced.paths) <= MOST_ROLLOUTS
         if few and not self.whole_groups and self._is_uneven(costs):
             at_risk = RISK * min(costs)
             apart = ((rank, self._cost(rank)) for rank in self._with_prompts_apart(groups, most))
@@ -240,7 +245,7 @@ class _Search:
         """[N] ranks for small parts of groups: what is small fills the slots of all ranks alike."""
         items = self.priced.items(self.priced.split(most // PARTS, self.price))
         placed = improved(greedy(items, self.ranks, most + most // FILL, AFFINITIES[0]))
-        return reshaped(self.priced, placed, self.capacity)[items.item]
+        return reshaped(self.priced, placed, self.capacity, TRIES)[items.item]
 
     def _with_prompts_apart(self, groups: Items, most: int) -> Iterator[IntArray]:
         """Placements [N] that pay little for a prompt on a further rank, of as many groups as there
