@@ -42,7 +42,7 @@ PARTS = 20
 TRIES = 384
 """Pairs of ranks that exchange such parts: these are many, and each try takes longer."""
 MOST_ROLLOUTS = 4096
-"""Exchanging prompts is looked at for steps of no more, so that placing takes less than a second."""
+"""Exchanging prompts is looked at for steps of no more: placing takes less than a second."""
 LITTLE = 2
 """Ranks keep to few of the prompts that they could exchange: one more is taken to cost so small a
 part of what running it does."""
