@@ -30,6 +30,7 @@ COMMANDS = {
     "profile-step": "steps.profile:ProfileStep",
     "self-check": "steps.self_check:SelfCheck",
     "expert-routes": "steps.expert_routes:ExpertRoutes",
+    "ranks": "ranks.bench:Ranks",
     "forest": "planning.forest:ForestOfAMillion",
     "batches": "planning.batches:Batches",
     "plan-scale": "planning.plan_scale:PlanScale",

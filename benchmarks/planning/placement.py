@@ -33,6 +33,7 @@ from forkpoint import RolloutBatch, load_rollouts
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray, SortedRollouts
 from forkpoint.placement.baselines import by_tokens
+from forkpoint.placement.exchanges import ExchangePrices
 from forkpoint.placement.lockstep import predict_step
 from forkpoint.placement.paths import Paths
 from forkpoint.placement.place import place_paths
@@ -139,7 +140,8 @@ class Placement(Benchmark):
                 case = f"{name}, {self.groups} groups, {ranks} ranks"
                 if deadline.over(case):
                     continue
-                of = partial(place_paths, paths, forest, rates, ranks)
+                prices = ExchangePrices.of(shape, rates)
+                of = partial(place_paths, paths, forest, rates, ranks, exchange=prices)
                 timing = time_host(of, repeats=3, warm_up=False)
                 yield timed_row(NAME, case, "time of placing", timing, note="its forest was built")
                 placed = {

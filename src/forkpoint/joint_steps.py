@@ -114,7 +114,7 @@ class JointStep:
                 call, found, batch, loss=loss, scores=scores, sampled=sampled, share=share
             )
             if ranks.shares_batches:
-                proposal = replace(proposal, contents=contents_of(batch, found[0], numbers(found)))
+                proposal = replace(proposal, contents=contents_of(batch, found[:1], numbers(found)))
             proposal = replace(proposal, trunks={name: each.edges for name, each in own.items()})
             proposals = ranks.exchange(proposal)
             least = least_budget(proposals)

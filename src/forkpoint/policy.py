@@ -11,7 +11,6 @@ from forkpoint.differentiable import Differentiable, Pending, Weights
 from forkpoint.engine.guard import Step
 from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
@@ -265,12 +264,6 @@ class Policy(PolicySteps):
 
         See `forkpoint.verify.verify`.
         """
-        if isinstance(self.host.group, ModelParallel):
-            raise UnsupportedError(
-                "verify makes a whole copy of the model on every rank, which has not been shown "
-                "exact for models that transformers splits over ranks. Verify a model of its "
-                "shape, of few layers if need be, loaded without tp_size and ep_size."
-            )
         if router is not None and self.host.group is not None:
             raise UnsupportedError(
                 "verify was given router= and several ranks hold the model, where ordinary "

@@ -39,7 +39,7 @@ from forkpoint.verify_errors import (
     OVERALL_ULPS,
     Gradients,
     Truth,
-    distance_of,
+    distances,
     norm_of,
 )
 from forkpoint.verify_errors import parameter_errors as _parameter_errors
@@ -130,7 +130,7 @@ def _verify(
     progress: Callable[[VerifyProgress], None] | None,
 ) -> VerifyReport:
     host = policy.host
-    joint = together(host.group, loss)
+    joint = together(host.group, host.model, loss)
     host.prepare(changes)
     cast = host.group.param_dtypes if host.group is not None else frozenset()
     dtype = compute_dtype(host.model, host.device, cast)
@@ -149,7 +149,8 @@ def _verify(
         check_denominators(denominators)
         host.check(batch, training=True, routed=router is not None)
         work = router_work(host, batch, router)
-        needs = count_needs(host, batch, dtype, reference_dtype)
+        copied = None if joint.whole else joint.elements
+        needs = count_needs(host, batch, dtype, reference_dtype, copied=copied)
         return work, needs, *fitting_plans(policy, batch, loss, needs, room, router)
 
     routed, needs, policy, choice, keeps = joint.run(looked_at)
@@ -178,7 +179,8 @@ def _verify(
         ranks=host.group is not None,
         last_tokens=work.last_tokens,
     )
-    ways = Ways.fitting(needs, room, keeps, work.double)
+    # A float64 model is its own reference, and is nowhere else.
+    ways = joint.ways(Ways.fitting(needs, room, keeps, joint.streams and not work.double))
     work.clock = clock_of(work, choice, needs, room, ways, keeps, progress)
     if work.double:
         run_plainly(host.model, dtype, changes)
@@ -189,12 +191,9 @@ def _verify(
             dense_errors = dict.fromkeys(reference.gradients, 0.0)
         else:
             dense, dense_routes = _dense(work, ways.dense)
-            dense_errors = {
-                name: distance_of(dense.gradients[name], truth)
-                for name, truth in reference.gradients.items()
-            }
+            dense_errors = joint.lengths(distances(dense.gradients, reference.gradients))
             dense = replace(dense, gradients={})
-        norms = {name: norm_of(gradient) for name, gradient in reference.gradients.items()}
+        norms = joint.lengths({n: norm_of(gradient) for n, gradient in reference.gradients.items()})
         truth = Truth(reference, norms, dense_errors)
         plans = tuple(_findings(work, entry, truth, dense_routes) for entry in choice.compared)
     norm = math.hypot(*norms.values()) or 1.0
@@ -219,14 +218,15 @@ def _findings(
     policy, dtype, reference = work.policy, work.dtype, truth.reference
     model, head = policy.host.model, policy.host.head
     shared, stats, run = _in_memory(work, entry)
-    errors = _parameter_errors(model, dtype, shared, truth)
+    joint = work.joint
+    shared_errors = joint.lengths(distances(shared, reference.gradients))
+    errors = _parameter_errors(model, dtype, shared_errors, truth)
     del shared
     _clear_gradients(model)
     work.clock.end(entry.kind)
     norm = math.hypot(*truth.norms.values()) or 1.0
     shared_error = math.hypot(*(e.shared_error for e in errors)) / norm
     dense_error = math.hypot(*truth.dense_errors.values()) / norm
-    joint = work.joint
     loss_difference = stats.loss - reference.loss
     truth_T = reference.per_token[head]
     difference = joint.most(_largest(stats.per_token[head] - truth_T))
@@ -244,7 +244,9 @@ def _findings(
         values_pass = True
     return PlanFindings(
         kind=entry.kind,
-        passed=shared_error <= allowed and all(e.excess <= 1 for e in errors) and values_pass,
+        passed=joint.every(
+            shared_error <= allowed and all(e.excess <= 1 for e in errors) and values_pass
+        ),
         sharing=stats.plan.sharing,
         boundary=stats.plan.boundary,
         max_microbatch_tokens=stats.plan.max_microbatch_tokens,
@@ -334,7 +336,7 @@ def _dense(work: Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | Non
     mark = changes.mark
     model, blocks = host.model, host.blocks
     if not work.joint.whole:
-        model, blocks = copy_in(model, blocks, work.dtype, streamed=False)
+        model, blocks = work.joint.copy_in(model, blocks, work.dtype, streamed=False)
 
     def run(way: Way) -> tuple[DenseRun, RoutedRun | None]:
         save_memory(blocks, way, host.device, changes)
@@ -359,7 +361,9 @@ def _reference(work: Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
     if not work.joint.whole:
         # All ranks copy together, and before anything can fail on one.
         copies.append(
-            copy_in(host.model, host.blocks, work.reference_dtype, streamed=ways[0].streamed)
+            work.joint.copy_in(
+                host.model, host.blocks, work.reference_dtype, streamed=ways[0].streamed
+            )
         )
 
     def run(way: Way) -> DenseRun:

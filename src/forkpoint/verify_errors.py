@@ -36,8 +36,13 @@ class Truth:
     dense_errors: dict[str, float]
 
 
+def distances(found: Gradients, wanted: Gradients) -> dict[str, float]:
+    """By parameter, how far gradients are from others."""
+    return {name: distance_of(found[name], other) for name, other in wanted.items()}
+
+
 def parameter_errors(
-    model: nn.Module, dtype: torch.dtype, shared: Gradients, truth: Truth
+    model: nn.Module, dtype: torch.dtype, shared_errors: Mapping[str, float], truth: Truth
 ) -> list[ParameterError]:
     norms = truth.norms
     total = math.hypot(*norms.values())
@@ -51,8 +56,7 @@ def parameter_errors(
             few = 1 + 2 / math.sqrt(parameter.numel())
             ulp = torch.finfo(dtype).eps * max(norms[name], LEAST_PART * typical)
             allowed = WORST_RATIO * few * dense_error + PARAMETER_ULPS[dtype] * ulp
-        shared_error = distance_of(shared[name], truth.reference.gradients[name])
-        errors.append(ParameterError(name, norms[name], shared_error, dense_error, allowed))
+        errors.append(ParameterError(name, norms[name], shared_errors[name], dense_error, allowed))
     return errors
 
 

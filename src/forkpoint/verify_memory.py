@@ -126,7 +126,12 @@ class Needs:
 
 
 def count_needs(
-    host: Host, batch: RolloutBatch, dtype: torch.dtype, reference_dtype: torch.dtype
+    host: Host,
+    batch: RolloutBatch,
+    dtype: torch.dtype,
+    reference_dtype: torch.dtype,
+    *,
+    copied: Callable[[str, nn.Parameter], int] | None = None,
 ) -> Needs:
     """Count the bytes that runs of single rollouts of the batch take.
 
@@ -136,27 +141,31 @@ def count_needs(
         dtype: of the step's computation.
         reference_dtype: of the reference's. A float64 model, which is its own reference, has no
             copy.
+        copied: elements of a parameter, by its name, that a copy has on this rank, where ordinary
+            training runs on a copy as well; None where it runs on the model.
     """
-    parameters = list(host.model.parameters())
+    named = dict(host.model.named_parameters())
+    parameters = list(named.values())
     inside = {id(p) for p in host.blocks.parameters()}
     wide = reference_dtype.itemsize
-    # Ordinary training of a sharded model runs on a copy as well.
-    sharded = host.group is not None and host.group.reduces
-    is_own = dtype == reference_dtype and not sharded
+    is_own = dtype == reference_dtype and copied is None
+    elements = {
+        id(p): p.numel() if copied is None else copied(name, p) for name, p in named.items()
+    }
 
-    def copied(chosen: Iterable[nn.Parameter]) -> int:
-        return sum(p.numel() * wide * (1 + p.requires_grad) for p in chosen)
+    def of_copy(chosen: Iterable[nn.Parameter]) -> int:
+        return sum(elements[id(p)] * wide * (1 + p.requires_grad) for p in chosen)
 
     trainable = [p for p in parameters if p.requires_grad]
-    gradients = sum(p.numel() for p in trainable) * wide
+    gradients = sum(elements[id(p)] for p in trainable) * wide
     masks = (batch.loss_mask[a:b] for a, b in zip(batch.offsets, batch.offsets[1:], strict=False))
     return Needs(
-        weights=0 if is_own else sum(p.numel() for p in parameters) * wide,
+        weights=0 if is_own else sum(elements.values()) * wide,
         gradients=gradients,
-        outside=copied(p for p in parameters if id(p) not in inside),
-        block=max((copied(block.parameters()) for block in host.blocks), default=0),
-        own_gradients=sum(p.numel() * p.element_size() for p in trainable),
-        own_copy=sum(p.numel() for p in parameters) * dtype.itemsize * sharded,
+        outside=of_copy(p for p in parameters if id(p) not in inside),
+        block=max((of_copy(block.parameters()) for block in host.blocks), default=0),
+        own_gradients=sum(elements[id(p)] * p.element_size() for p in trainable),
+        own_copy=0 if copied is None else sum(elements.values()) * dtype.itemsize,
         longest=int(batch.lengths.max(initial=0)),
         trained=max((int(mask.sum()) for mask in masks), default=0),
         shape=host.shape,

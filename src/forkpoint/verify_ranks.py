@@ -1,7 +1,8 @@
 """Comparison of steps where several ranks hold the model, each with rollouts of its own.
 
 Plans run through the wrapper, on all ranks. Ordinary training and the reference run on a whole copy
-of the model, on each rank with that rank's rollouts; their gradients are then added up.
+of the model, on each rank with that rank's rollouts; their gradients are then added up. Of a model
+that is split over ranks the copy is split as well, and each rank compares its parts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,16 +11,21 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from forkpoint.dense import DenseRun
 from forkpoint.engine.distributed import Distributed
 from forkpoint.errors import RankError, UnsupportedError
-from forkpoint.hosts.whole_copies import full
+from forkpoint.hosts.split_copies import TensorParts, lengths_of_parts
+from forkpoint.hosts.tensor_parallel import ModelParallel
+from forkpoint.hosts.whole_copies import copy_in, full
 from forkpoint.losses.base import Denominators, Loss, is_own
 from forkpoint.losses.views import batch_denominators
 from forkpoint.parallel.agreement import group_digests
+from forkpoint.parallel.copies import check_same_batches, contents_of
 from forkpoint.parallel.step import described
+from forkpoint.parallel.watch import Watch
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.verify_plans import (
     ACROSS,
@@ -31,6 +37,7 @@ from forkpoint.verify_plans import (
     SharedCounts,
     count_shared,
 )
+from forkpoint.verify_ways import Ways
 
 T = TypeVar("T")
 
@@ -40,10 +47,34 @@ class Together(Protocol):
 
     whole: bool
     """Whether the model is whole on this rank, so that it can run by itself."""
+    streams: bool
+    """Whether a copy's blocks may stay in the host's memory until they run."""
 
     def run(self, work: Callable[[], T]) -> T:
         """Call `work`, which is this rank's own. Raises its error, or RankError for that of another
         rank."""
+        ...
+
+    def ways(self, ways: Ways) -> Ways:
+        """The ways to save memory that are tried one after the other."""
+        ...
+
+    def elements(self, name: str, parameter: nn.Parameter) -> int:
+        """Elements of a parameter that a copy has on this rank."""
+        ...
+
+    def copy_in(
+        self, model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
+    ) -> tuple[nn.Module, nn.ModuleList]:
+        """A copy that runs this rank's rollouts, and its blocks."""
+        ...
+
+    def lengths(self, own: dict[str, float]) -> dict[str, float]:
+        """Euclidean lengths of whole gradients, by parameter, from those that this rank has."""
+        ...
+
+    def every(self, passed: bool) -> bool:
+        """Whether it is so on all ranks."""
         ...
 
     def choice(self, choice: Choice, policy: Planning, batch: RolloutBatch, loss: Loss) -> Choice:
@@ -55,12 +86,12 @@ class Together(Protocol):
         ...
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
-        """Gradients (in `dtype`, of the model's parameters) and the loss of all ranks' runs;
-        log-probs stay this rank's."""
+        """Gradients (in `dtype`, of what this rank has of the model's parameters) and the loss of
+        all ranks' runs; log-probs stay this rank's."""
         ...
 
     def gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
-        """Gradients of the model, whole, by name."""
+        """Gradients of the model, of what this rank has of them, by name."""
         ...
 
     def most(self, value: float) -> float:
@@ -76,8 +107,11 @@ class Together(Protocol):
         ...
 
 
-def together(group: Distributed | None, loss: Loss) -> Together:
-    """Raises UnsupportedError for losses that are computed from all ranks' log-probs."""
+def together(group: Distributed | None, model: nn.Module, loss: Loss) -> Together:
+    """The comparison of the ranks that hold the model.
+
+    Raises UnsupportedError for losses that are computed from all ranks' log-probs.
+    """
     if group is None:
         return Alone()
     if loss.across_ranks:
@@ -86,6 +120,8 @@ def together(group: Distributed | None, loss: Loss) -> Together:
             "on each rank, with which verify compares, does not. Verify it in one process, with a "
             "model of the same shape and few layers if need be."
         )
+    if isinstance(group, ModelParallel):
+        return OnSplitRanks(group, model, mean=is_own(loss))
     return OnRanks(group, mean=is_own(loss))
 
 
@@ -93,9 +129,27 @@ class Alone:
     """One rank."""
 
     whole = True
+    streams = True
 
     def run(self, work: Callable[[], T]) -> T:
         return work()
+
+    def ways(self, ways: Ways) -> Ways:
+        return ways
+
+    def elements(self, name: str, parameter: nn.Parameter) -> int:
+        return parameter.numel()
+
+    def copy_in(
+        self, model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
+    ) -> tuple[nn.Module, nn.ModuleList]:
+        return copy_in(model, blocks, dtype, streamed=streamed)
+
+    def lengths(self, own: dict[str, float]) -> dict[str, float]:
+        return own
+
+    def every(self, passed: bool) -> bool:
+        return passed
 
     def choice(self, choice: Choice, policy: Planning, batch: RolloutBatch, loss: Loss) -> Choice:
         return choice
@@ -119,15 +173,22 @@ class Alone:
         return count
 
 
-class OnRanks:
-    """Several ranks."""
+class OnRanks(Alone):
+    """Several ranks, with rollouts of their own."""
 
     def __init__(self, group: Distributed, *, mean: bool) -> None:
         """`mean`: whether each rank's loss is its own, so that gradients are averaged."""
         self.group = group
         self.mean = mean
         self.whole: bool = not group.reduces
-        self._names: list[str] = []
+        batches = group.ranks.batches
+        self._firsts = [batches.index(batch) for batch in sorted(set(batches))]
+        """By batch, the first of the ranks that have it."""
+
+    def _of_batches(self, value: T) -> list[T]:
+        """The values of all ranks, those with one batch once."""
+        every = self.group.ranks.exchange(value)
+        return [every[first] for first in self._firsts]
 
     def run(self, work: Callable[[], T]) -> T:
         found, error = None, None
@@ -136,7 +197,12 @@ class OnRanks:
         except Exception as raised:  # any, since the others wait
             error = raised
         ranks = self.group.ranks
-        texts = ranks.exchange(None if error is None else described(error))
+        try:
+            texts = ranks.exchange(None if error is None else described(error))
+        except RuntimeError:  # of the backend: the others have ended
+            if error is not None:
+                raise error from None
+            raise
         if error is not None:
             raise error
         for rank, text in zip(ranks.global_ranks, texts, strict=True):
@@ -168,7 +234,7 @@ class OnRanks:
         own = batch_denominators(batch)
         if self.mean:
             return own
-        every = self.group.ranks.exchange((own.tokens, own.rollouts, group_digests(batch)))
+        every = self._of_batches((own.tokens, own.rollouts, group_digests(batch)))
         digests = np.concatenate([groups for _, _, groups in every])
         return Denominators(
             tokens=sum(tokens for tokens, _, _ in every),
@@ -177,9 +243,8 @@ class OnRanks:
         )
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
-        ranks = self.group.ranks
         own = [gradient is not None for gradient in found.gradients.values()]
-        every = ranks.exchange((found.loss, own))
+        every = self._of_batches((found.loss, own))
         there = [any(column) for column in zip(*(own for _, own in every), strict=True)]
         parameters = dict(model.named_parameters())
         sums: dict[str, Tensor | None] = {}
@@ -187,39 +252,123 @@ class OnRanks:
             sums[name] = None
             if is_there:
                 p = parameters[name]
-                zeros = torch.zeros(
-                    p.shape if gradient is None else 0, dtype=dtype, device=p.device
-                )
-                added = zeros if gradient is None else gradient.contiguous()
+                if gradient is None:
+                    shape = self._shape(name, p)
+                    added = torch.zeros(shape, dtype=dtype, device=p.device)
+                else:
+                    added = self._own(name, gradient).contiguous()
                 self.group.add_up(added)
-                sums[name] = added / ranks.size if self.mean else added
+                sums[name] = added / len(every) if self.mean else added
         loss = found.loss if self.mean else sum(loss for loss, _ in every)
         return replace(found, loss=loss, gradients=sums)
 
+    def _shape(self, name: str, parameter: nn.Parameter) -> torch.Size:
+        """The shape of what this rank has of a gradient."""
+        return parameter.shape
+
+    def _own(self, name: str, gradient: Tensor) -> Tensor:
+        """This rank's part of a gradient that a step or a copy's run has left. Collective."""
+        return full(gradient)
+
     def gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
-        return _WholeGradients(model)
+        return _Gradients(model, self._own)
+
+    def every(self, passed: bool) -> bool:
+        return all(self.group.ranks.exchange(passed))
 
     def most(self, value: float) -> float:
         return max(self.group.ranks.exchange(value))
 
     def counts(self, counts: SharedCounts) -> SharedCounts:
-        every = self.group.ranks.exchange(counts)
+        every = self._of_batches(counts)
         added = {name: sum(getattr(each, name) for each in every) for name in vars(counts)}
         return SharedCounts(**{**added, "cache_tokens": max(each.cache_tokens for each in every)})
 
     def tokens(self, count: int) -> int:
-        return sum(self.group.ranks.exchange(count))
+        return sum(self._of_batches(count))
 
 
-class _WholeGradients(Mapping[str, Tensor | None]):
-    """Gradients of a sharded model, each gathered when it is asked for. Collective."""
+class OnSplitRanks(OnRanks):
+    """Ranks over which transformers has split the model. Those of one tensor-parallel group have
+    one batch; ordinary training of it runs on a copy that they hold together."""
 
-    def __init__(self, model: nn.Module) -> None:
+    streams = False
+
+    def __init__(self, group: ModelParallel, model: nn.Module, *, mean: bool) -> None:
+        super().__init__(group, mean=mean)
+        self.whole = False
+        self.parts = TensorParts(model, group.splits)
+        batches, ranks = group.ranks.batches, group.ranks
+        self._copy = [n for n, batch in enumerate(batches) if batch == batches[ranks.index]]
+        """Indices of the ranks that hold this rank's copy."""
+
+    def run(self, work: Callable[[], T]) -> T:
+        # The copy's ranks meet in collectives. One that fails between these does not come to them.
+        ranks = self.group.ranks
+        ranks.phase = "apart"
+        watch = Watch(ranks.index, ranks.global_ranks, ranks.calls + 1, ranks.store)
+        ranks.watch = watch
+        watch.start()
+
+        def watched() -> T:
+            try:
+                return work()
+            except Exception as error:
+                ranks.may_be_missed(error)
+                raise
+
+        try:
+            return super().run(watched)
+        finally:
+            watch.end()
+
+    def choice(self, choice: Choice, policy: Planning, batch: RolloutBatch, loss: Loss) -> Choice:
+        ranks = self.group.ranks
+        own = contents_of(batch, [entry.plan for entry in choice.compared], ())
+        check_same_batches(ranks.exchange(own), ranks.global_ranks, ranks.batches)
+        return super().choice(choice, policy, batch, loss)
+
+    def ways(self, ways: Ways) -> Ways:
+        """The first alone: a rank whose memory runs out has left the others in collectives."""
+        return Ways(ways.reference[:1], ways.dense[:1])
+
+    def elements(self, name: str, parameter: nn.Parameter) -> int:
+        return self.parts.elements(name, parameter)
+
+    def copy_in(
+        self, model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
+    ) -> tuple[nn.Module, nn.ModuleList]:
+        assert not streamed
+        return self.parts.copy_in(model, blocks, dtype)
+
+    def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
+        for name in sorted(self.parts.summed):
+            gradient = found.gradients[name]
+            if gradient is not None:
+                dist.all_reduce(gradient, group=self.parts.group)
+        return super().total(found, model, dtype)
+
+    def lengths(self, own: dict[str, float]) -> dict[str, float]:
+        every = self.group.ranks.exchange({name: value**2 for name, value in own.items()})
+        return lengths_of_parts([every[rank] for rank in self._copy], self.parts.split)
+
+    def _shape(self, name: str, parameter: nn.Parameter) -> torch.Size:
+        return self.parts.shapes[name]
+
+    def _own(self, name: str, gradient: Tensor) -> Tensor:
+        return self.parts.part(name, gradient)
+
+
+class _Gradients(Mapping[str, Tensor | None]):
+    """Gradients of a model, of each what this rank has, when it is asked for. Collective."""
+
+    def __init__(self, model: nn.Module, own: Callable[[str, Tensor], Tensor]) -> None:
         self._parameters = dict(model.named_parameters())
+        self._own = own
 
     def __getitem__(self, name: str) -> Tensor | None:
         gradient = self._parameters[name].grad
-        return None if gradient is None else full(gradient)
+        return None if gradient is None else self._own(name, gradient)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)

@@ -22,9 +22,9 @@ class Ways:
     dense: tuple[Way, ...]
 
     @classmethod
-    def fitting(cls, needs: Needs, room: int | None, keeps: bool, double: bool) -> "Ways":
-        # A float64 model is its own reference, and is nowhere else.
-        ways = REFERENCE_WAYS[:-1] if double else REFERENCE_WAYS
+    def fitting(cls, needs: Needs, room: int | None, keeps: bool, streams: bool) -> "Ways":
+        """`streams`: whether the reference's blocks may stay in the host's memory."""
+        ways = REFERENCE_WAYS if streams else REFERENCE_WAYS[:-1]
         left = room if room is None or not keeps else room - needs.gradients
         return cls(
             reference=first_fitting(ways, needs.reference, room),

@@ -74,7 +74,6 @@ def different() -> dict[str, Callable[[forkpoint.Policy], object]]:
         "weights": lambda p: (p.logprobs(batch).sum() * (1 + rank)).backward(),
         "losses": lambda p: p.forward_backward(batch, of_the_rank),
         "a failing loss": lambda p: p.forward_backward(batch, Failing()),
-        "verify": lambda p: p.verify(batch, GRPO()),
         "a bad rollout": lambda p: p.score(
             RolloutBatch([forkpoint.Rollout([1, 2, 10**6 * rank], [0, 1, 1], 1.0)])
         ),
@@ -110,7 +109,6 @@ def test_ranks_of_one_copy_have_the_same_batch(tmp_path: Path) -> None:
         assert found["a failing loss"].startswith(kind)
         kind = "RolloutError" if rank else "RankError: rank 1 cannot run this step"
         assert found["a bad rollout"].startswith(kind)
-        assert found["verify"].startswith("UnsupportedError: verify makes a whole copy")
         assert not touched
         assert error < BAR
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from benchmarks.planning.placement import largest_differences, repeated, verl
 from benchmarks.planning.rank_plans import plan_of_rank
 from forkpoint import Config, PlanError, Rollout, RolloutBatch
-from forkpoint.cli.ranks import split_groups
 from forkpoint.forest import build_forest
 from forkpoint.placement.baselines import by_tokens, in_order
+from forkpoint.placement.exchanges import split_groups
 from forkpoint.placement.lockstep import predict_step
 from forkpoint.placement.paths import Paths
 from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
@@ -133,4 +133,4 @@ def test_baselines() -> None:
     assert in_order(groups, 2, whole_groups=True).tolist() == [0, 0, 0, 0, 1, 1]
     lengths = np.asarray([10, 10, 10, 25, 4, 4])
     assert by_tokens(groups, lengths, 2).tolist() == [0, 0, 0, 1, 1, 1]
-    assert split_groups(groups, in_order(groups, 4)) == 2
+    assert len(split_groups(groups, in_order(groups, 4))) == 2

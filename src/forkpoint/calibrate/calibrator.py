@@ -79,6 +79,7 @@ class Calibrator:
             for layers, its in hosts.items():
                 rows[layers].append(whole.row_ms(its, tokens))
         kept["selective"] = self._kept_selective(whole, hosts, sizes[1], kept["none"], shape)
+        copies = parts.copies()
         return Calibration(
             device=device_name(clock.device),
             versions=measured_versions(),
@@ -91,7 +92,8 @@ class Calibrator:
             causal=causal,
             rectangle=rectangle,
             part=part,
-            **parts.copies(),
+            out_bytes_per_ms=copies["out_bytes_per_ms"],
+            back_bytes_per_ms=copies["back_bytes_per_ms"],
             kept_bytes=kept,
             working_bytes=whole.working_bytes(hosts[few], done),
             seconds=time.perf_counter() - self._begin,

@@ -1,12 +1,13 @@
 """`forkpoint calibrate`: what plans are priced by on this device, for one model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rich.table import Table
 from tyro.conf import DisallowNone, arg
 
+from forkpoint.cli import torchrun
 from forkpoint.cli.options import DtypeName, Flag, ModelPath
 from forkpoint.cli.output import Output
 
@@ -26,6 +27,8 @@ class Calibrate:
     """Measure this device with a model's shape, so that plans are priced in milliseconds.
 
     Takes under two minutes. The model gets few layers of random weights; its own are not read.
+    Started by torchrun (torchrun --nproc-per-node 8 -m forkpoint calibrate ...), the first rank
+    measures its device, all measure the link between them, and each host gets the same file.
 
     Attributes:
         model: A model's folder or its config.json.
@@ -48,19 +51,17 @@ class Calibrate:
     json: Flag = False
 
     def run(self) -> int:
-        out = Output(json_only=self.json)
-        with out.waiting("measuring"):
-            from forkpoint.calibrate.calibrator import Calibrator
-            from forkpoint.cli.models import out_of_memory_explained, shallow_models
+        out = Output(json_only=self.json, silent=torchrun.rank() > 0)
+        with torchrun.process_group(self.device), out.waiting("measuring"):
             from forkpoint.plan.pricing.calibration import calibration_path
 
-            make, shape = shallow_models(self.model, dtype=self.dtype, device=self.device)
-            compiled = {"auto": None, "compiled": True, "eager": False}[self.blocks]
-            calibrator = Calibrator(make, compile_blocks=compiled, max_seconds=self.max_seconds)
-            with out_of_memory_explained():
-                found = calibrator.run(shape)
-        path = self.output or calibration_path(found.device, shape, compiled=found.compiled)
-        found.save(path)
+            found = torchrun.from_the_first(self._measured)
+            if torchrun.size() > 1:
+                found = replace(found, link=torchrun.measured_link(self.device))
+            path = self.output
+            path = path or calibration_path(found.device, found.shape, compiled=found.compiled)
+            if torchrun.local_rank() == 0:
+                found.save(path)
         out.show(*_tables(found))
         out.result(
             {
@@ -72,6 +73,16 @@ class Calibrate:
             }
         )
         return 0
+
+    def _measured(self) -> "Calibration":
+        from forkpoint.calibrate.calibrator import Calibrator
+        from forkpoint.cli.models import out_of_memory_explained, shallow_models
+
+        make, shape = shallow_models(self.model, dtype=self.dtype, device=self.device)
+        compiled = {"auto": None, "compiled": True, "eager": False}[self.blocks]
+        calibrator = Calibrator(make, compile_blocks=compiled, max_seconds=self.max_seconds)
+        with out_of_memory_explained():
+            return calibrator.run(shape)
 
 
 def _tables(found: "Calibration") -> list[Table]:
@@ -100,4 +111,13 @@ def _tables(found: "Calibration") -> list[Table]:
         "copies to the host and back",
         f"{found.out_bytes_per_ms / 1e6:.1f} and {found.back_bytes_per_ms / 1e6:.1f} GB/s",
     )
-    return [curves, bytes_]
+    tables = [curves, bytes_]
+    if found.link is not None:
+        link = Table(title=found.link.describe(), title_justify="left", show_header=False)
+        for name, rate, latency_ms in (
+            ("gathering", found.link.gather_bytes_per_ms, found.link.gather_latency_ms),
+            ("sending", found.link.send_bytes_per_ms, found.link.send_latency_ms),
+        ):
+            link.add_row(name, f"{rate / 1e6:.3g} GB/s, {latency_ms:.3g} ms besides")
+        tables.append(link)
+    return tables

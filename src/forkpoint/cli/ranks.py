@@ -6,8 +6,8 @@ from typing import Protocol
 import numpy as np
 
 from forkpoint.errors import PlanError
-from forkpoint.forest import IntArray
 from forkpoint.placement.baselines import by_tokens, in_order
+from forkpoint.placement.exchanges import ExchangePrices, split_groups
 from forkpoint.placement.lockstep import RanksStep, exchange_plans, predict_step
 from forkpoint.placement.paths import Paths
 from forkpoint.placement.place import place_paths
@@ -105,6 +105,7 @@ class Ranks:
                 count,
                 whole_groups=self.whole_groups,
                 max_microbatch_tokens=self.max_microbatch_tokens,
+                exchange=self._prices(alone) if self.exchanges else None,
             ),
             "token counts": by_tokens(groups, batch.lengths, count),
             "file order": in_order(groups, count, whole_groups=self.whole_groups),
@@ -123,8 +124,11 @@ class Ranks:
             step = predict_step(plans, self.calibration)
             other, prompts = self._exchanged(parts, plans, make)
             tokens = sum(plan.computed_tokens for plan in plans if plan)
-            split = split_groups(groups, rank)
+            split = len(split_groups(groups, rank))
             self.sums[way].add(step, tokens, split, other or step, prompts)
+
+    def _prices(self, alone: Plan) -> ExchangePrices | None:
+        return ExchangePrices.of(alone.shape, self.rates, self.calibration)
 
     def _exchanged(
         self, parts: list[RolloutBatch | None], plans: list[Plan | None], make: MakePlan
@@ -196,9 +200,3 @@ class Ranks:
                 for way in WAYS
             },
         }
-
-
-def split_groups(groups: IntArray, rank: IntArray) -> int:
-    """How many groups have rollouts on several ranks."""
-    pairs = np.unique(np.stack([groups, rank]), axis=1)
-    return int((np.bincount(pairs[0]) > 1).sum())

@@ -1,15 +1,19 @@
 """A command that torchrun started on several ranks: the process group, and the model's shards."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from forkpoint.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
+    from forkpoint.plan.pricing.link import Link
+
+T = TypeVar("T")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -21,6 +25,59 @@ def is_on_ranks() -> bool:
 def rank() -> int:
     """The number of this process; 0 where it is alone."""
     return int(os.environ["RANK"]) if is_on_ranks() else 0
+
+
+def local_rank() -> int:
+    """The number of this process on its host; 0 where it is alone."""
+    return int(os.environ["LOCAL_RANK"]) if is_on_ranks() else 0
+
+
+def size() -> int:
+    """How many processes there are."""
+    return int(os.environ["WORLD_SIZE"]) if is_on_ranks() else 1
+
+
+def from_the_first(work: Callable[[], T]) -> T:
+    """Result of `work` in the first process, in all of them. Collective.
+
+    Raises its error there; ConfigError, with its text, in the others.
+    """
+    if size() == 1:
+        return work()
+    import torch.distributed as dist
+
+    given: list[tuple[T | None, str]] = [(None, "")]
+    error = None
+    if rank() == 0:
+        try:
+            given = [(work(), "")]
+        except Exception as raised:  # any, since the others wait
+            error = raised
+            given = [(None, f"{type(raised).__name__}: {raised}")]
+    dist.broadcast_object_list(given, src=0, device=torch_cpu())
+    if error is not None:
+        raise error
+    found, text = given[0]
+    if text:
+        raise ConfigError(f"rank 0 cannot measure, so no rank does: {text}")
+    return found  # pyright: ignore[reportReturnType]
+
+
+def torch_cpu() -> "torch.device":
+    """The device of objects that processes exchange."""
+    import torch
+
+    return torch.device("cpu")
+
+
+def measured_link(device: Literal["auto", "cpu", "cuda"]) -> "Link":
+    """The link between the processes. Collective."""
+    import torch
+
+    from forkpoint.calibrate.link import measure_link
+
+    cuda = device != "cpu" and torch.cuda.is_available()
+    return measure_link(torch.device("cuda", local_rank()) if cuda else torch_cpu())
 
 
 @contextmanager

@@ -58,6 +58,9 @@ class ParallelForward:
     """Whether each rank's output has channels of its own, and no rank has all of them."""
     own: Callable[..., Any]
     """The module's forward by itself."""
+    layer: Any = None
+    """Object that sets the forward (`install_forward`); None where the forward only sums gradients,
+    or brings tokens to experts."""
 
 
 def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
@@ -95,7 +98,7 @@ def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
         part = packed or (
             kind.__name__ == "ColwiseParallel" and inside["self"].output_layouts.is_shard()
         )
-        found = ParallelForward(kind.__name__, inside["mesh"], None, part, own)
+        found = ParallelForward(kind.__name__, inside["mesh"], None, part, own, inside["self"])
     return _with_own(where, module, found)
 
 

@@ -1,7 +1,7 @@
-"""Copies of a model in another dtype, whole also where torch's fully_shard holds it in parts."""
+"""Copies of a model in another dtype, without torch's fully_shard where that holds it in parts."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, cast
 
@@ -19,15 +19,23 @@ COMPOSABLE = "__composable_api"
 
 
 def copy_in(
-    model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    dtype: torch.dtype,
+    *,
+    streamed: bool,
+    kept: Mapping[int, Any] | None = None,
 ) -> tuple[nn.Module, nn.ModuleList]:
     """Copy a model in another dtype, and name the copy's blocks. Collective where it is sharded.
 
-    With `streamed` the parameters of the blocks are in the host's memory.
+    With `streamed` the parameters of the blocks are in the host's memory. `kept` has objects that
+    the copy refers to in the place of others, by the others' ids; parameters are copied whole.
     """
     inside = {id(p) for p in blocks.parameters()} if streamed else set()
-    copies: dict[int, Any] = {}
+    copies: dict[int, Any] = dict(kept or {})
     for tensor in chain(model.parameters(), model.buffers()):
+        if id(tensor) in copies:
+            continue
         place = torch.device("cpu") if id(tensor) in inside else tensor.device
         kind = dtype if tensor.is_floating_point() else tensor.dtype
         copied = full(tensor.detach()).to(place, kind, copy=True)

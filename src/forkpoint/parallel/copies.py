@@ -33,8 +33,8 @@ class Contents:
     """Factors of the loss, and sums of gradients that a caller's loss has given."""
 
 
-def contents_of(batch: RolloutBatch, plan: Plan, numbers: Sequence[float]) -> Contents:
-    """The contents of one rank's step."""
+def contents_of(batch: RolloutBatch, plans: Sequence[Plan], numbers: Sequence[float]) -> Contents:
+    """The contents of one rank's step, or of several plans of one batch."""
     digest = hashlib.blake2b(digest_size=16)
     for name in (
         *("token_ids", "offsets", "loss_mask", "advantages", "old_logprobs"),
@@ -47,8 +47,10 @@ def contents_of(batch: RolloutBatch, plan: Plan, numbers: Sequence[float]) -> Co
     # Objects that print their address are other objects on every rank.
     extras = re.sub(r" at 0x[0-9a-f]+", "", repr((batch.group_ids, batch.extras)))
     digest.update(extras.encode(errors="replace"))
-    microbatches = hashlib.blake2b(repr(plan.microbatches).encode(), digest_size=16)
-    microbatches.update(repr(plan.program).encode())
+    microbatches = hashlib.blake2b(digest_size=16)
+    for plan in plans:
+        microbatches.update(repr(plan.microbatches).encode())
+        microbatches.update(repr(plan.program).encode())
     return Contents(digest.hexdigest(), microbatches.hexdigest(), tuple(numbers))
 
 

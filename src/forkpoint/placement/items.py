@@ -97,11 +97,14 @@ class Priced:
         """[N] the item of each rollout where each group is one."""
         return self.paths.groups
 
-    def split(self, most: int, price: SplitPrice = replicated) -> IntArray:
+    def split(
+        self, most: int, price: SplitPrice = replicated, among: IntArray | None = None
+    ) -> IntArray:
         """[N] the item of each rollout where groups that cost more than `most` are split.
 
         A group is cut where its rollouts part, and its parts again, while one costs more than
-        `most` by more than the price of cutting it.
+        `most` by more than the price of cutting it. `among` are the groups that may be split; None
+        is all.
         """
         paths = self.paths
         item, count = paths.groups.copy(), int(paths.groups.max()) + 1
@@ -109,8 +112,8 @@ class Priced:
         by_group = np.argsort(paths.groups[order.rollouts], kind="stable")
         group = paths.groups[order.rollouts[by_group]]
         bounds = np.searchsorted(group, np.arange(count + 1))
-        whole = self.costs_of(paths.groups)
-        for number in np.flatnonzero(whole > most).tolist():
+        costly = np.flatnonzero(self.costs_of(paths.groups) > most)
+        for number in (costly if among is None else np.intersect1d(costly, among)).tolist():
             entries = by_group[bounds[number] : bounds[number + 1]]
             for part in self._parts(entries, most, price)[1:]:
                 item[order.rollouts[part]] = count
@@ -122,7 +125,7 @@ class Priced:
         order = self.paths.order
         of_entry = item[order.rollouts]
         entries = np.argsort(of_entry, kind="stable")
-        shared = _shared_edges(order.shared_edges, entries)
+        shared = shared_edges_of(order.shared_edges, entries)
         shared[1:][of_entry[entries[1:]] != of_entry[entries[:-1]]] = 0
         rollouts = order.rollouts[entries]
         new = self.paths.cost(self.rates, rollouts, order.edges[entries])
@@ -135,7 +138,7 @@ class Priced:
         """Entries of a group, in order, as parts."""
         order = self.paths.order
         rollouts = order.rollouts[entries]
-        shared = _shared_edges(order.shared_edges, entries)
+        shared = shared_edges_of(order.shared_edges, entries)
         path = self.paths.cost(self.rates, rollouts, order.edges[entries])
         above = self.paths.cost(self.rates, rollouts, shared)
         done: list[IntArray] = []
@@ -204,7 +207,7 @@ def _pairs(forest: Forest, item: IntArray, shared_S: np.ndarray) -> IntArray:
     return np.unique(np.concatenate(found))
 
 
-def _shared_edges(shared: IntArray, entries: IntArray) -> IntArray:
+def shared_edges_of(shared: IntArray, entries: IntArray) -> IntArray:
     """[m] leading edges that each of these entries shares with the one before it.
 
     Entries that do not ascend share nothing here. Neighbours share what all between them share.

@@ -3,16 +3,17 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from forkpoint.errors import ConfigError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.model_files import shape_of_model
-from forkpoint.placement.balance import greedy, improved, in_rounds
+from forkpoint.placement.balance import NOWHERE, greedy, improved, in_rounds
 from forkpoint.placement.baselines import by_tokens, in_order
-from forkpoint.placement.items import Priced, SplitPrice, replicated
+from forkpoint.placement.exchanges import ExchangePrices, Prompts, split_groups
+from forkpoint.placement.items import Items, Priced, SplitPrice, replicated
 from forkpoint.placement.packed import lockstep_cost
 from forkpoint.placement.paths import Paths
 from forkpoint.placement.rates import Rates
@@ -34,6 +35,23 @@ SPLITS = (1.0, 0.5, 0.25)
 """Groups that cost more than these parts of the mean may be split, one after the other."""
 EVEN = 1.02
 """No group is split where the fullest rank has no more than this many times the mean."""
+UNEVEN = 1.05
+"""Smaller parts are tried where a step is predicted to take more than this many times the mean."""
+PARTS = 20
+"""These cost more than one part of so many of the mean before they are cut once more."""
+TRIES = 384
+"""Pairs of ranks that exchange such parts: these are many, and each try takes longer."""
+MOST_ROLLOUTS = 4096
+"""Exchanging prompts is looked at for steps of no more: placing takes less than a second."""
+LITTLE = 2
+"""Ranks keep to few of the prompts that they could exchange: one more is taken to cost so small a
+part of what running it does."""
+RISK = 1.25
+"""A step exchanges nothing where that does not fit a memory budget, say. No placement is taken that
+would then cost so many times what another does."""
+FEW = 4
+"""Prompts are exchanged among ranks that have fewer groups than so many each: with more of them,
+whole groups balance."""
 
 
 def place(
@@ -44,12 +62,14 @@ def place(
     whole_groups: bool = False,
     max_microbatch_tokens: int | None = None,
     calibration: Calibration | str | Path | None = None,
+    split: Literal["auto", "replicate"] = "auto",
 ) -> list[list[int]]:
     """Place the rollouts of one step on data-parallel ranks.
 
     Ranks are balanced by predicted cost, with each token that rollouts of one rank share charged
     once, and by how their microbatches meet where ranks run in lockstep. Groups stay whole, unless
-    computing what their rollouts share on several ranks costs less than the imbalance. The result
+    computing what their rollouts share on several ranks costs less than the imbalance, or else
+    computing their prompts on one and sending the prefix cache to the others does. The result
     depends on the arguments alone and is the same in every process, so that each rank can compute
     it and take its own entry.
 
@@ -63,7 +83,10 @@ def place(
             group on one rank.
         max_microbatch_tokens: that of the ranks' `Config`; None is its default.
         calibration: what `forkpoint calibrate` measured for this model; costs are then
-            milliseconds.
+            milliseconds, and the link's price is the measured one if it has that.
+        split: what the ranks' `Config(split=...)` lets a step do about prompts that several of them
+            have: "auto" is replicating or exchanging, whichever is cheaper. Split models and
+            options that keep ranks from exchanging (docs/ranks.md) take "replicate".
 
     Returns:
         For each rank the positions of its rollouts, ascending. Each rollout is on one rank. A rank
@@ -71,8 +94,8 @@ def place(
 
     Raises:
         RolloutError: there are no rollouts, or other things among them.
-        ConfigError: ranks or max_microbatch_tokens is no whole number of at least 1; the model is
-            not known; the calibration is of another model.
+        ConfigError: ranks or max_microbatch_tokens is no whole number of at least 1; split is
+            another word; the model is not known; the calibration is of another model.
         PlanError: there is a calibration and no model.
     """
     check_ranks(ranks)
@@ -81,6 +104,8 @@ def place(
             f"max_microbatch_tokens is {max_microbatch_tokens}; it takes a whole number of at "
             "least 1, or None."
         )
+    if split not in ("auto", "replicate"):
+        raise ConfigError(f"split is {short(split)}; it takes 'auto' or 'replicate'.")
     batch = rollouts if isinstance(rollouts, RolloutBatch) else RolloutBatch(rollouts)
     if isinstance(calibration, str | Path):
         calibration = Calibration.load(Path(calibration))
@@ -97,6 +122,7 @@ def place(
         ranks,
         whole_groups=whole_groups,
         max_microbatch_tokens=max_microbatch_tokens,
+        exchange=ExchangePrices.of(shape, rates, calibration) if split == "auto" else None,
     )
     return lists_of(rank, ranks)
 
@@ -124,6 +150,7 @@ def place_paths(
     whole_groups: bool = False,
     max_microbatch_tokens: int | None = None,
     price: SplitPrice = replicated,
+    exchange: ExchangePrices | None = None,
 ) -> IntArray:
     """[N] the rank of each rollout; `place` on a forest that is built.
 
@@ -136,11 +163,14 @@ def place_paths(
         max_microbatch_tokens: of the ranks' plans; None is the default of `Config`.
         price: cost of splitting a group once more. It decides which groups may be split; what the
             parts then cost is counted with what they share computed on each rank.
+        exchange: prices of exchanging prompts; None where ranks do not.
     """
     priced = Priced.of(paths, forest, rates)
     longest = int(paths.order.edges.max(initial=1))
     capacity = max_microbatch_tokens or max(DEFAULT_MICROBATCH_TOKENS, longest)
-    search = _Search(priced, ranks, capacity, whole_groups=whole_groups, price=price)
+    search = _Search(
+        priced, ranks, capacity, whole_groups=whole_groups, price=price, exchange=exchange
+    )
     return search.best()
 
 
@@ -153,6 +183,7 @@ class _Search:
     capacity: int
     whole_groups: bool
     price: SplitPrice
+    exchange: ExchangePrices | None
 
     def best(self) -> IntArray:
         """[N] the rank of each rollout: the first of those that are predicted to cost least."""
@@ -187,8 +218,55 @@ class _Search:
         ranks.append(in_rounds(groups, self.ranks)[groups.item])
         ranks += self._naive()
         costs += [self._cost(rank) for rank in ranks[len(costs) :]]
+        if not self.whole_groups and self._is_uneven(costs):
+            ranks.append(self._in_parts(most))
+            costs.append(self._cost(ranks[-1]))
+        few = self.exchange is not None and len(groups) < FEW * self.ranks
+        few = few and len(self.priced.paths) <= MOST_ROLLOUTS
+        if few and not self.whole_groups and self._is_uneven(costs):
+            at_risk = RISK * min(costs)
+            apart = ((rank, self._cost(rank)) for rank in self._with_prompts_apart(groups, most))
+            for rank, cost in apart:
+                if cost <= at_risk:
+                    ranks.append(rank)
+                    costs.append(cost)
+            costs = [
+                min(cost, self._exchanged_cost(rank))
+                for cost, rank in zip(costs, ranks, strict=True)
+            ]
         # Of equally good ones the first.
         return ranks[costs.index(min(costs))]
+
+    def _is_uneven(self, costs: list[int]) -> bool:
+        """Whether no placement so far is near an equal share."""
+        return min(costs) * self.ranks > UNEVEN * self.priced.total
+
+    def _in_parts(self, most: int) -> IntArray:
+        """[N] ranks for small parts of groups: what is small fills the slots of all ranks alike."""
+        items = self.priced.items(self.priced.split(most // PARTS, self.price))
+        placed = improved(greedy(items, self.ranks, most + most // FILL, AFFINITIES[0]))
+        return reshaped(self.priced, placed, self.capacity, TRIES)[items.item]
+
+    def _with_prompts_apart(self, groups: Items, most: int) -> Iterator[IntArray]:
+        """Placements [N] that pay little for a prompt on a further rank, of as many groups as there
+        are ranks, or twice as many, the costliest."""
+        count, costliest = len(groups), np.argsort(-groups.whole, kind="stable")
+        for several in sorted({min(count, self.ranks), min(count, 2 * self.ranks)}):
+            chosen = costliest[:several]
+            priced = Prompts.of(self.priced, chosen, left=1 / LITTLE).priced
+            items = priced.items(self.priced.split(most // PARTS, lambda _: 0, chosen))
+            share = priced.total // self.ranks
+            for near in AFFINITIES:
+                placed = improved(greedy(items, self.ranks, share + share // FILL, near))
+                yield placed.rank[items.item]
+
+    def _exchanged_cost(self, rank: IntArray) -> int:
+        """Predicted cost of a step whose ranks exchange the prompts that several of them have."""
+        assert self.exchange is not None
+        prompts = Prompts.of(self.priced, split_groups(self.priced.paths.groups, rank))
+        if not len(prompts.group):
+            return NOWHERE
+        return prompts.step_cost(rank, self.ranks, self.capacity, self.exchange)
 
     def _naive(self) -> Iterator[IntArray]:
         """Placements that know less, which a good one is no worse than."""

@@ -32,8 +32,13 @@ SLACK = 200
 """No exchange fills a rank above the fullest one by more than one part of so many."""
 
 
-def reshaped(priced: Priced, placement: Placement, capacity: int) -> IntArray:
-    """[I] the rank of each item after exchanges that make ranks' microbatches more alike."""
+def reshaped(
+    priced: Priced, placement: Placement, capacity: int, most_tries: int = MOST_TRIES
+) -> IntArray:
+    """[I] the rank of each item after exchanges that make ranks' microbatches more alike.
+
+    At most `most_tries` pairs of ranks are tried.
+    """
     items, ranks = placement.items, len(placement.load)
     if ranks == 1:
         return placement.rank
@@ -45,7 +50,7 @@ def reshaped(priced: Priced, placement: Placement, capacity: int) -> IntArray:
         return placement.rank
     search = _Search(placement, pieces, RankPieces(priced, items, capacity))
     if search.bins > 2 and search.gains:
-        search.run()
+        search.run(most_tries)
     return search.rank
 
 
@@ -70,10 +75,10 @@ class _Search:
         self.powers = self._powers(table[:, : self.bins])
         self.norms: FloatArray = self.powers.sum(axis=0)
 
-    def run(self) -> None:
+    def run(self, most_tries: int) -> None:
         """Exchange items of the rank that costs most, until none finds an exchange that helps."""
         failed = np.zeros(self.ranks, np.int64)
-        for turn in range(min(max(TRIES_A_RANK * self.ranks, LEAST_TRIES), MOST_TRIES)):
+        for turn in range(min(max(TRIES_A_RANK * self.ranks, LEAST_TRIES), most_tries)):
             # The part of the measure's slope that is each rank's.
             slope = _root(self.norms) / np.maximum(self.norms, 1e-300)
             share = np.where(failed < PATIENCE, (self.powers * slope).sum(axis=1), 0.0)

@@ -13,6 +13,8 @@ from typing import Literal
 from forkpoint.config import Gather
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.link import LinkPrices
 from forkpoint.plan.pricing.measured import MeasuredMeter
 from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, CountedMeter, Meter, TokenMeter
 from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
@@ -22,7 +24,7 @@ GATHER_TOKENS = 2048
 
 A token's forward takes 2 FLOPs for each weight, and gathering moves 2 bytes for it: so this is the
 FLOPs that a rank computes while a byte arrives. At 500 TFLOPS it stands for 244 GB/s, about what
-GPUs of one host gather at. It was not measured.
+GPUs of one host gather at. It is taken where no calibration has measured the link.
 """
 NOISE = 0.005
 """Gathering for each microbatch takes less memory, and is preferred within so much."""
@@ -43,6 +45,8 @@ class RankCosts:
     """Of that, before, between and after the exchanges of trunks; empty where there are none."""
     why_not: str = ""
     """Why it is not."""
+    link: LinkPrices | None = None
+    """Of a measured link, in milliseconds as the costs are; None: the link's price is nominal."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,47 @@ def apart_cost(costs: Sequence[RankCosts]) -> float:
 
 
 def gathering_cost(costs: Sequence[RankCosts]) -> float:
-    """Cost of gathering all weights once, in the unit of the costs."""
+    """Cost of gathering all weights once, in the unit of the costs.
+
+    By the dearest of the links that ranks have measured, or else by the nominal price.
+    """
+    link = link_prices(costs)
+    if link is not None:
+        return link.gathering * (len(costs) - 1) / len(costs) + link.calls
+    return nominal_gathering_cost(costs)
+
+
+def link_prices(costs: Sequence[RankCosts]) -> LinkPrices | None:
+    """Prices of the link, the dearest of any rank; None where some rank knows none.
+
+    Ranks that have exchanged their costs agree on it. Those without rollouts price nothing.
+    """
+    priced = [cost for cost in costs if cost.forward]
+    found = [cost.link for cost in priced if cost.link is not None]
+    if not found or len(found) < len(priced):
+        return None
+    return LinkPrices(*(max(getattr(each, name) for each in found) for name in vars(found[0])))
+
+
+def nominal_gathering_cost(costs: Sequence[RankCosts]) -> float:
+    """Cost of gathering all weights once over a link that was not measured."""
     tokens = sum(cost.tokens for cost in costs)
     forward = sum(sum(cost.forward) for cost in costs)
     return GATHER_TOKENS * forward / tokens if tokens else 0.0
+
+
+def prices_of(calibration: Calibration | None, shape: ModelShape | None) -> LinkPrices | None:
+    """Prices of the link that a calibration has measured, for a model; None where it has not."""
+    if calibration is None or calibration.link is None or shape is None:
+        return None
+    link = calibration.link
+    weights = shape.dtype_bytes * shape.linear_parameters
+    return LinkPrices(
+        gathering=weights / link.gather_bytes_per_ms,
+        calls=(shape.layers + 1) * link.gather_latency_ms,
+        byte=1 / link.send_bytes_per_ms,
+        transfer=link.send_latency_ms,
+    )
 
 
 def costs_of_rank(
@@ -153,6 +194,7 @@ def costs_of_rank(
         once=sum(parts) if parts else None,
         parts=tuple(parts) if len(parts) > 1 else (),
         why_not=why_not,
+        link=prices_of(calibration, plan.shape),
     )
 
 

@@ -59,7 +59,11 @@ def trunks_of(batch: RolloutBatch) -> dict[str, OwnTrunk]:
 def shared_trunks(
     trunks: Sequence[Mapping[str, int]], tokens: Sequence[float]
 ) -> tuple[SharedTrunk, ...]:
-    """Trunks that at least two ranks have, each owned by the rank that has least to do.
+    """Trunks that at least two ranks have, each owned by the rank that has fewest tokens of them.
+
+    All ranks run the trunks that they own before anything else goes on, so these are balanced by
+    themselves: the longest first, and of those as long the ones that fewest ranks could run. Of
+    ranks with equally many the one owns it that has least to do besides.
 
     Args:
         trunks: by rank, the edges of each of its trunks, by digest.
@@ -77,9 +81,10 @@ def shared_trunks(
         for rank in ranks[digest]:
             load[rank] -= edges[digest]
     found = []
-    for digest in sorted(shared, key=lambda d: (-edges[d], d)):
-        owner = min(ranks[digest], key=lambda rank: (load[rank], rank))
-        load[owner] += edges[digest]
+    owned = [0] * len(tokens)
+    for digest in sorted(shared, key=lambda d: (-edges[d], len(ranks[d]), d)):
+        owner = min(ranks[digest], key=lambda rank: (owned[rank], load[rank], rank))
+        owned[owner] += edges[digest]
         found.append(SharedTrunk(digest, edges[digest], owner, tuple(ranks[digest])))
     return tuple(found)
 

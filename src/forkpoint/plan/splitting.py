@@ -9,6 +9,8 @@ from forkpoint.plan.gathering import (
     RankCosts,
     apart_cost,
     gathering_cost,
+    link_prices,
+    nominal_gathering_cost,
     predicted,
 )
 from forkpoint.plan.pricing.cost import ModelShape
@@ -49,6 +51,9 @@ class LinkSizes:
     """Recurrent states, and the inputs of convolutions before them, with their gradients."""
     weights: int = 1
     """Of the blocks' matrix products, in 16 bits."""
+    tensors: int = 0
+    """How many transfers prefix caches take: keys, values and states of each layer have their own.
+    """
 
     @classmethod
     def of(cls, shape: ModelShape | None) -> "LinkSizes":
@@ -60,6 +65,7 @@ class LinkSizes:
             shape.boundary_gradient_bytes_per_token,
             shape.state_bytes,
             2 * shape.linear_parameters,
+            2 * shape.layers,
         )
 
 
@@ -95,8 +101,8 @@ def link_cost(
         sizes: of the model.
         costs: by rank.
 
-    As long as it takes on the rank that sends or receives most, at the rate at which weights are
-    gathered (`plan.gathering.GATHER_TOKENS`), which was not measured.
+    As long as it takes on the rank that sends or receives most: at the rate that a calibration has
+    measured, or else at that at which weights are gathered (`plan.gathering.GATHER_TOKENS`).
     """
     out, back = [0] * len(costs), [0] * len(costs)
     for edges, owner, ranks in trunks:
@@ -105,7 +111,11 @@ def link_cost(
             if rank != owner:
                 out[owner] += nbytes
                 back[rank] += nbytes
-    return gathering_cost(costs) * max(*out, *back) / sizes.weights
+    most = max(*out, *back)
+    link = link_prices(costs)
+    if link is not None:
+        return most * link.byte + 2 * sizes.tensors * link.transfer * (most > 0)
+    return nominal_gathering_cost(costs) * most / sizes.weights
 
 
 def choose_split(asked: str, replicated: float, exchanged: float) -> Splitting:

@@ -19,6 +19,7 @@ from typing import Any
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.link import Link
 from forkpoint.plan.pricing.sizes import MOST_LAYERS
 from forkpoint.plan.written import SHAPE, shape_of
 from forkpoint.rollouts import short
@@ -30,6 +31,7 @@ from forkpoint.schema import (
     mapping,
     number,
     one_of,
+    or_null,
     parse_json,
     record,
     text,
@@ -39,6 +41,7 @@ from forkpoint.schema import (
 SCHEMA = 1
 FOLDER_VARIABLE = "FORKPOINT_CALIBRATIONS"
 MOST_BYTES = 1 << 24
+MOST_RANKS = 1 << 20
 CURVES = ("block", "rest", "head", "causal", "rectangle", "part")
 RATES = ("causal", "rectangle")
 
@@ -120,10 +123,14 @@ class Calibration:
     bytes a token besides; zeros where the device does not say."""
     seconds: float
     """How long it took to measure."""
+    link: Link | None = None
+    """Between ranks; None where one process measured alone."""
 
     def describe(self) -> str:
         compiled = "compiled" if self.compiled else "not compiled"
-        return f"measured on {self.device}, blocks {compiled}, torch {self.versions.get('torch')}"
+        link = "" if self.link is None else f", {self.link.describe()}"
+        torch = self.versions.get("torch")
+        return f"measured on {self.device}, blocks {compiled}, torch {torch}{link}"
 
     def check_shape(self, shape: ModelShape) -> None:
         """Refuse a model that this was not measured for.
@@ -158,7 +165,10 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+        values = asdict(self)
+        if self.link is None:  # earlier versions read the file as well
+            del values["link"]
+        text = json.dumps({"schema": SCHEMA, **values}, indent=1)
         # Whole or not at all: policies find the file by themselves, and refuse half of one.
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
@@ -194,9 +204,10 @@ class Calibration:
                 f"schema {SCHEMA}; run forkpoint calibrate again."
             )
         try:
-            found = _FIELDS(values, "")
+            found = _FIELDS({"link": None, **values}, "")
             del found["schema"]
-            return cls(**{**found, "shape": shape_of(found["shape"])})
+            link = None if found["link"] is None else Link(**found["link"])
+            return cls(**{**found, "shape": shape_of(found["shape"]), "link": link})
         except (ConfigError, SchemaError) as error:
             raise ConfigError(
                 f"the calibration {path} is damaged: {str(error).rstrip('.')}. Run forkpoint "
@@ -238,6 +249,18 @@ _FIELDS = record(
         "kept_bytes": record(dict.fromkeys(("none", "selective", "full"), _PAIR)),
         "working_bytes": _PAIR,
         "seconds": _NUMBER,
+        "link": or_null(
+            record(
+                {
+                    "ranks": whole(2, MOST_RANKS),
+                    "backend": text,
+                    "gather_bytes_per_ms": _POSITIVE,
+                    "gather_latency_ms": _NUMBER,
+                    "send_bytes_per_ms": _POSITIVE,
+                    "send_latency_ms": _NUMBER,
+                }
+            )
+        ),
     }
 )
 

@@ -1,0 +1,411 @@
+"""Steps of Qwen3-8B's shapes on several ranks, beside dense training there and on one GPU.
+
+Each part has a load of its own, random tokens and random weights. Dense is the plan that shares
+nothing, with the rows that were fastest on one GPU, in both ways to hold weights, the faster of
+which counts; two samples of its rollouts are timed and extrapolated. A step takes as long as on the
+slowest rank. Both sides have the same kernels, head and compiled blocks; split models run eagerly.
+
+Before anything is timed, steps of few layers in float32 are compared with ordinary training in
+float64 (`policy.verify`), for each way to hold the model.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+import forkpoint
+from benchmarks.ranks.models import CHECKED_LAYERS, fully_sharded, tensor_split, whole
+from benchmarks.ranks.team import RankSteps, RankTimed, Team, best, dense_ms
+from benchmarks.rows import ResultRow
+from benchmarks.runner import Benchmark, Deadline, Seconds
+from benchmarks.shapes import SCALE_TINY, make_group, make_model
+from benchmarks.steps.cells import cell_row
+from benchmarks.steps.options import Layers, check_at_least_one
+from benchmarks.steps.stepper import DENSE, DENSE_ROW_TOKENS, Stepper, best_dense
+from forkpoint.calibrate.calibrator import Calibrator
+from forkpoint.cli import torchrun
+from forkpoint.cli.options import Count, Flag
+from forkpoint.errors import ConfigError
+from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.losses import GRPO
+from forkpoint.placement.lockstep import exchange_plans, predict_step
+from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.rollouts import RolloutBatch
+
+SHAPE = "qwen3-8b"
+SAMPLES = (4, 8)
+"""Rollouts of the two samples of dense training."""
+GATHERS: tuple[Literal["microbatch", "step"], ...] = ("microbatch", "step")
+Part = Literal["data", "tensor", "placement", "group"]
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """The load of one rank on a GPU of its own."""
+
+    dense_ms: float
+    shared_ms: float
+    bound: float
+    row_tokens: int
+
+    @property
+    def speed_up(self) -> float:
+        return self.dense_ms / self.shared_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks(Benchmark):
+    """Time steps of several ranks, sharded and split, beside dense and one GPU; under torchrun.
+
+    Attributes:
+        max_seconds: Begin nothing new after so many seconds; what is left out is named.
+        parts: What to measure: data (two prompts of 8,192 with 16 responses of 2,048 a rank, both
+            ways to hold weights), tensor (the same load of one rank, split over all), placement
+            (ragged groups, balanced and at random), group (one of 32, its prompt exchanged and
+            replicated).
+        layers: Give the model fewer layers than its shape has.
+        blocks: Whether decoder blocks are compiled, dense and shared alike.
+        repeats: How often a step is timed after a first time.
+        calibrate: Measure the device and the link first, and let plans be priced by that.
+        unchecked: Leave out the comparison of gradients.
+        tiny: A tiny model and lengths divided by 64, to try the command out, on CPUs as well.
+    """
+
+    NAME: ClassVar[str] = "ranks"
+
+    max_seconds: Seconds = 540.0
+    parts: tuple[Part, ...] = ("data", "tensor", "placement", "group")
+    layers: Layers = None
+    blocks: Literal["compiled", "eager"] = "compiled"
+    repeats: Count = 2
+    calibrate: Flag = False
+    unchecked: Flag = False
+    tiny: Flag = False
+
+    def check(self) -> None:
+        for name in ("layers", "repeats"):
+            check_at_least_one(name, getattr(self, name))
+        if torchrun.size() < 2:
+            raise ConfigError(
+                "ranks measures steps of several ranks, and this process is alone. Start it by "
+                "torchrun --nproc-per-node 2 -m benchmarks ranks."
+            )
+        if not torch.cuda.is_available() and not self.tiny:
+            raise ConfigError(
+                f"ranks measures steps of {SHAPE} on GPUs, and torch sees no CUDA device here; run "
+                "it on a machine with two, or try it out with --tiny."
+            )
+
+    def run(self) -> int:
+        self.check()
+        with torchrun.process_group("auto"):
+            if torchrun.rank() == 0:
+                return super().run()
+            for _ in self.measure(Deadline(None)):  # the first rank writes the rows
+                pass
+            return 0
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torchrun.local_rank()) if cuda else torch.device("cpu")
+        yield from _Measuring(self, Team(device), deadline).rows()
+
+
+class _Measuring:
+    """One run of the benchmark on this rank."""
+
+    def __init__(self, options: Ranks, team: Team, deadline: Deadline) -> None:
+        self.options, self.team, self.deadline = options, team, deadline
+        self.shape = "tiny" if options.tiny else SHAPE
+        self.scale = SCALE_TINY if options.tiny else 1
+        self.dtype = torch.bfloat16 if team.cuda else torch.float32
+        self.compiled = None if options.blocks == "compiled" else False
+        self.calibration: Calibration | None = None
+        self.prices: dict[str, object] = {}
+
+    def rows(self) -> Iterator[ResultRow]:
+        parts = self.options.parts
+        if not self.options.unchecked and not self._over("comparison of gradients"):
+            yield from self._checked()
+        if self.options.calibrate and not self._over("calibration"):
+            yield from self._calibrated()
+        alone: OneRank | None = None
+        if {"data", "tensor"} & set(parts) and not self._over("one rank"):
+            alone = self._alone()
+            figure = partial(self._row, "one rank, P8192 R2048 N16 twice")
+            yield figure("shared step", alone.shared_ms, "ms")
+            yield figure("dense step", alone.dense_ms, "ms")
+            yield figure("speed-up", alone.speed_up, "x", baseline="dense", bound=alone.bound)
+            self.team.free()
+        if {"data", "placement", "group"} & set(parts) and not self._over("fully_shard"):
+            yield from self._sharded(alone)
+            self.team.free()
+        if "tensor" in parts and alone is not None and not self._over("tensor"):
+            yield from self._tensor(alone)
+
+    # What all parts use
+    # ------------------------------------------------------------
+
+    def _over(self, what: str) -> bool:
+        """Whether the time of the first rank is up, which counts on all. Collective."""
+        return self.team.exchange(self.deadline.over(what))[0]
+
+    def _row(self, case: str, metric: str, value: float, unit: str, **more: Any) -> ResultRow:
+        where = f"{self.shape}, {self.team.size} ranks, {self.options.blocks}"
+        return cell_row(Ranks.NAME, f"{where}, {case}", metric, value, unit, **more)
+
+    def _steps(self, make: Callable[..., torch.nn.Module], **options: object) -> RankSteps:
+        model = make(self.team, self.shape, self.options.layers, self.dtype)
+        return RankSteps(self.team, model, **{"compile_blocks": self.compiled, **options})  # type: ignore[arg-type]
+
+    def _groups(self, sizes: list[tuple[int, list[int]]], vocab: int, seed: int) -> RolloutBatch:
+        """Groups of one prompt each, by its length and those of its responses."""
+        rollouts = []
+        for number, (prompt, responses) in enumerate(sizes):
+            lengths = [max(2, response // self.scale) for response in responses]
+            batch = make_group(
+                max(2, prompt // self.scale),
+                lengths,
+                vocab=vocab,
+                seed=seed + number,
+                group=f"{seed + number}",
+            )
+            rollouts += [
+                replace(r, rollout_id=f"{seed}-{len(rollouts) + n}") for n, r in enumerate(batch)
+            ]
+        return RolloutBatch(rollouts)
+
+    def _load(self, vocab: int, rank: int) -> RolloutBatch:
+        """Two prompts of 8,192 with 16 responses of 2,048 each."""
+        return self._groups([(8192, [2048] * 16)] * 2, vocab, seed=100 * rank)
+
+    def _checked(self) -> Iterator[ResultRow]:
+        vocab = 64
+        ways: list[tuple[str, Callable[..., torch.nn.Module], int, dict[str, Any]]] = [
+            *((f"fully_shard, {g}", fully_sharded, self.team.rank, {"gather": g}) for g in GATHERS),
+            ("tensor", tensor_split, 0, {}),
+        ]
+        batches = [
+            self._groups([(64 * self.scale, [24 * self.scale] * 3)] * 2, vocab, seed=100 * rank)
+            for rank in range(self.team.size)
+        ]
+        for name, make, rank, options in ways:
+            model = make(self.team, self.shape, CHECKED_LAYERS, torch.float32)
+            policy = forkpoint.wrap(model, forkpoint.Config(compile_blocks=False, **options))
+            report = policy.verify(batches[rank], GRPO())
+            errors = [f"{p.kind} {p.shared_error:.2g} of {p.allowed:.2g}" for p in report.plans]
+            yield self._row(
+                f"{name}, {CHECKED_LAYERS} layers, float32",
+                "plans that are not exact",
+                float(sum(not plan.passed for plan in report.plans) + (not report.plans)),
+                "plans",
+                bar=0.0,
+                note="; ".join(errors),
+            )
+            del model, policy, report
+            self.team.free()
+
+    def _calibrated(self) -> Iterator[ResultRow]:
+        make = partial(make_model, self.shape, self.team.device, dtype=self.dtype)
+
+        def measured() -> Calibration:
+            shape = TransformersHost(make(layers=1)).shape
+            models = lambda layers: make(layers=layers)  # noqa: E731
+            return Calibrator(models, compile_blocks=self.compiled).run(shape)
+
+        found = torchrun.from_the_first(measured)
+        found = replace(found, link=torchrun.measured_link("auto"))
+        path = self.options.path.with_suffix(".calibration.json").resolve()
+        if self.team.rank == 0:
+            found.save(path)
+        self.team.free()
+        self.team.begin()
+        self.calibration, self.prices = found, {"calibration": str(path)}
+        assert found.link is not None
+        link = found.link
+        figure = partial(self._row, "link", note=link.describe())
+        yield figure("gathering", link.gather_bytes_per_ms / 1e6, "GB/s")
+        yield figure("latency of gathering", link.gather_latency_ms, "ms")
+        yield figure("sending", link.send_bytes_per_ms / 1e6, "GB/s")
+        yield figure("latency of sending", link.send_latency_ms, "ms")
+
+    def _alone(self) -> OneRank:
+        """Each rank's load by itself, all at once; the slowest counts."""
+        model = whole(self.team, self.shape, self.options.layers, self.dtype)
+        stepper = Stepper(model, compile_blocks=self.compiled, self_check=False)  # type: ignore[arg-type]
+        batch = self._load(stepper.vocab, self.team.rank)
+        found, policy, _ = best_dense(
+            stepper,
+            batch,
+            repeats=1,
+            sample=SAMPLES[0],
+            row_tokens=DENSE_ROW_TOKENS // self.scale,
+        )
+        row_tokens = int(self.team.exchange(found.row_tokens)[0])
+        rows: dict[str, Any] = {**DENSE, "max_microbatch_tokens": row_tokens}
+        del found, policy
+        steps = RankSteps(self.team, model, compile_blocks=self.compiled, **self.prices)
+        repeats = self.options.repeats
+
+        def run(some: RolloutBatch) -> float:
+            return steps.time(some, repeats=1, **rows).typical_ms
+
+        dense = dense_ms(run, batch, SAMPLES)
+        shared = steps.time(batch, repeats=repeats)
+        return OneRank(dense, shared.typical_ms, shared.plan.bound, row_tokens)
+
+    # fully_shard
+    # ------------------------------------------------------------
+
+    def _sharded(self, alone: OneRank | None) -> Iterator[ResultRow]:
+        steps = self._steps(fully_sharded, **self.prices)
+        if "data" in self.options.parts and alone is not None:
+            yield from self._data(steps, alone)
+        if "placement" in self.options.parts and not self._over("placement"):
+            yield from self._placed(steps)
+        if "group" in self.options.parts and not self._over("group"):
+            yield from self._group(steps)
+
+    def _data(self, steps: RankSteps, alone: OneRank) -> Iterator[ResultRow]:
+        batch = self._load(steps.policy.host.shape.vocab, self.team.rank)
+        rows: dict[str, Any] = {**DENSE, "max_microbatch_tokens": alone.row_tokens}
+        dense: dict[str, float] = {}
+        for gather in GATHERS:
+
+            def run(some: RolloutBatch, gather: str = gather) -> float:
+                return steps.time(some, repeats=1, gather=gather, **rows).typical_ms
+
+            dense[gather] = dense_ms(run, batch, SAMPLES)
+        way, dense_best = best(dense)
+        few = batch.select(list(range(SAMPLES[0])))
+        dense_alone = steps.exposed(few, gather=way, **rows)
+        dense_few = steps.time(few, repeats=1, gather=way, **rows).typical_ms
+        shared: dict[str, RankTimed] = {}
+        for gather in GATHERS:
+            timed = steps.time(batch, repeats=self.options.repeats, gather=gather)
+            shared[gather] = timed
+            figure = partial(self._row, f"fully_shard, gather {gather}")
+            bound, ratio = timed.plan.bound, dense_best / timed.typical_ms
+            yield figure("shared step", timed.typical_ms, "ms")
+            yield figure("dense step", dense[gather], "ms", note=f"best is {way}")
+            yield figure("speed-up", ratio, "x", baseline="dense at its best", bound=bound)
+            yield figure(
+                "one rank's speed-up over that of ranks",
+                alone.speed_up / ratio,
+                "1",
+                bar=1 / 0.95 if self.team.cuda else None,
+            )
+            if timed.peak_bytes is not None:
+                yield figure("shared peak", timed.peak_bytes, "bytes")
+            yield figure("step besides that of one rank", timed.typical_ms - alone.shared_ms, "ms")
+            own = steps.exposed(batch, gather=gather)
+            if own is not None and dense_alone is not None:
+                yield figure("communication that is not hidden", own, "ms", note="by a profiler")
+                points = own / timed.typical_ms - dense_alone / dense_few
+                yield figure(
+                    "communication that is not hidden, more than dense has", points, "1", bar=0.03
+                )
+        figure = partial(self._row, "fully_shard, both ways")
+        lockstep, once = (shared[gather] for gather in GATHERS)
+        bar = 1.03 if self.team.cuda else None
+        ratio = lockstep.typical_ms / once.typical_ms
+        yield figure("lockstep", ratio, "1", baseline="gathered once", bar=bar)
+        if lockstep.peak_bytes is not None and once.peak_bytes is not None:
+            peak = lockstep.peak_bytes / once.peak_bytes
+            yield figure("peak of lockstep", peak, "1", baseline="gathered once", bar=1.0)
+
+    def _placed(self, steps: RankSteps) -> Iterator[ResultRow]:
+        """Ragged groups, balanced and at random, in lockstep."""
+        shape, rng = steps.policy.host.shape, np.random.default_rng(7)
+        sizes = [
+            (int(rng.integers(512, 4096)), rng.integers(131, 2048, rng.integers(4, 17)).tolist())
+            for _ in range(6 * self.team.size)
+        ]
+        batch = self._groups(sizes, shape.vocab, seed=0)
+        shuffled = rng.permutation(len(sizes)) % self.team.size
+        at_random = shuffled[batch.group_index]
+        placed = {
+            "balanced": forkpoint.place(
+                batch, ranks=self.team.size, model=shape, calibration=self.calibration
+            ),
+            "random": [np.flatnonzero(at_random == r).tolist() for r in range(self.team.size)],
+        }
+        for name, lists in placed.items():
+            plans = [steps.policy.plan(batch.select(own)) if own else None for own in lists]
+            idle = predict_step(plans, self.calibration).idle_share
+            timed = steps.time(
+                batch.select(lists[self.team.rank]), repeats=self.options.repeats, gather=GATHERS[0]
+            )
+            figure = partial(self._row, f"{len(sizes)} ragged groups, placed {name}")
+            yield figure("idle share, predicted", idle, "1")
+            yield figure("step in lockstep", timed.typical_ms, "ms")
+
+    def _group(self, steps: RankSteps) -> Iterator[ResultRow]:
+        """One group of 32, dealt out to the ranks."""
+        size, shape = self.team.size, steps.policy.host.shape
+        whole_group = self._groups([(8192, [2048] * 32)], shape.vocab, seed=0)
+        parts = [whole_group.select(list(range(r, 32, size))) for r in range(size)]
+        plans: list[Plan | None] = [
+            make_plan(part, shape, calibration=self.calibration) for part in parts
+        ]
+        others, trunks = exchange_plans(
+            list(parts),
+            plans,
+            lambda b, t: make_plan(b, shape, trunks=t, calibration=self.calibration),
+        )
+        predicted = {
+            "replicate": predict_step(plans, self.calibration).once,
+            "exchange": predict_step(others, self.calibration, trunks).once,
+        }
+        found: dict[str, float] = {}
+        for split, cost in predicted.items():
+            timed = steps.time(
+                parts[self.team.rank],
+                repeats=self.options.repeats,
+                planned=False,
+                gather="step",
+                split=split,
+            )
+            assert split == "replicate" or timed.plan.split == "exchange"
+            found[split] = timed.typical_ms
+            figure = partial(self._row, f"one group of 32, {split}")
+            yield figure("step", timed.typical_ms, "ms", note="making the plan is in it")
+            if self.calibration is not None:
+                yield figure("predicted step", cost, "ms", note=self.calibration.describe())
+            if timed.peak_bytes is not None:
+                yield figure("peak", timed.peak_bytes, "bytes")
+        figure = partial(self._row, "one group of 32, exchange", baseline="replicate")
+        yield figure("step over replicating", found["exchange"] / found["replicate"], "1")
+        ratio = predicted["exchange"] / predicted["replicate"]
+        yield figure("predicted step over replicating", ratio, "1")
+
+    # Tensor parallelism
+    # ------------------------------------------------------------
+
+    def _tensor(self, alone: OneRank) -> Iterator[ResultRow]:
+        steps = self._steps(tensor_split, compile_blocks=None)
+        batch = self._load(steps.policy.host.shape.vocab, 0)
+        rows: dict[str, Any] = {**DENSE, "max_microbatch_tokens": alone.row_tokens}
+        dense = dense_ms(
+            lambda some: steps.time(some, repeats=1, **rows).typical_ms, batch, SAMPLES
+        )
+        timed = steps.time(batch, repeats=self.options.repeats)
+        figure = partial(self._row, "tensor, P8192 R2048 N16 twice")
+        bound, ratio = timed.plan.bound, dense / timed.typical_ms
+        yield figure("shared step", timed.typical_ms, "ms", note="blocks run eagerly")
+        yield figure("dense step", dense, "ms", note="blocks run eagerly")
+        yield figure("speed-up", ratio, "x", baseline="dense", bound=bound)
+        share, own = ratio / bound, alone.speed_up / alone.bound
+        bar = 1 / 0.9 if self.team.cuda else None
+        yield figure("share of bound", share, "1")
+        yield figure("one rank's share of the bound over that", own / share, "1", bar=bar)
+        if timed.peak_bytes is not None:
+            yield figure("shared peak", timed.peak_bytes, "bytes")
+        exposed = steps.exposed(batch)
+        if exposed is not None:
+            yield figure("communication that is not hidden", exposed, "ms", note="by a profiler")

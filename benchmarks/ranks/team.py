@@ -1,0 +1,158 @@
+"""The ranks of one benchmark: what they agree on, and steps that all of them time together."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.ranks.exposed import exposed_ms
+from forkpoint.config import Config
+from forkpoint.losses import GRPO
+from forkpoint.plan import Plan
+from forkpoint.policy import Policy
+from forkpoint.rollouts import RolloutBatch
+from forkpoint.wrapping import wrap
+
+T = TypeVar("T")
+
+
+class Team:
+    """This process among the ranks of the default group."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank: int = dist.get_rank()
+        self.size: int = dist.get_world_size()
+        self.device: torch.device = device
+        self.cuda: bool = device.type == "cuda"
+        self._group = dist.new_group(backend="gloo")
+
+    def exchange(self, value: T) -> list[T]:
+        """The values of all ranks. Collective, over CPUs."""
+        found: list[T | None] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._group)
+        return found  # type: ignore[return-value]
+
+    def most(self, value: float) -> float:
+        """The largest value of any rank. Collective."""
+        return max(self.exchange(value))
+
+    def begin(self) -> None:
+        """Wait until all ranks are here and their devices idle. Collective."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.exchange(None)
+
+    def free(self) -> None:
+        """Give back the memory of models that are gone."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+
+@dataclass
+class RankTimed:
+    """Repeats of one step of all ranks, each as long as on the slowest."""
+
+    plan: Plan
+    """Of this rank."""
+    ms: list[float] = field(default_factory=list)
+    peak_bytes: float | None = None
+    """The most that any rank's device held."""
+
+    @property
+    def typical_ms(self) -> float:
+        return median(self.ms)
+
+
+class RankSteps:
+    """Runs steps of a model that ranks hold together, or of a whole model on each."""
+
+    def __init__(
+        self, team: Team, model: nn.Module, *, compile_blocks: bool | None, **options: object
+    ) -> None:
+        # Without limits, as in benchmarks of one rank; numbers are checked by themselves.
+        limits = {"memory_budget": None, "checkpointing": "none", "self_check": False}
+        config = Config(compile_blocks=compile_blocks, **{**limits, **options})  # type: ignore[arg-type]
+        self.team = team
+        self.policy: Policy = wrap(model, config)
+
+    def time(
+        self, batch: RolloutBatch, *, repeats: int, planned: bool = True, **changes: object
+    ) -> RankTimed:
+        """Time a step of all ranks, after one to warm up. Collective.
+
+        Args:
+            batch: of this rank.
+            repeats: how often it is timed.
+            planned: whether the plan is made before; otherwise the step makes it, as it must where
+                ranks exchange prompts, and it is part of the time.
+            changes: of the configuration.
+        """
+        policy = self.policy.with_config(**changes)
+        plan = policy.plan(batch) if planned else None
+        timed: RankTimed | None = None
+        for repeat in range(1 + repeats):
+            found, ms = self._once(policy, batch, plan)
+            timed = timed or RankTimed(found)
+            timed.plan = found
+            if repeat:
+                timed.ms.append(ms)
+        assert timed is not None
+        if self.team.cuda:
+            timed.peak_bytes = self.team.most(torch.cuda.max_memory_allocated())
+        return timed
+
+    def exposed(self, batch: RolloutBatch, **changes: object) -> float | None:
+        """Milliseconds of a step in which a rank's device communicates and does nothing else, on
+        the rank where that is most; None on CPUs, which have no such record. Collective."""
+        if not self.team.cuda:
+            return None
+        policy = self.policy.with_config(**changes)
+        plan = policy.plan(batch)
+        self._once(policy, batch, plan)
+        with profile(activities=[ProfilerActivity.CUDA]) as record:
+            self._once(policy, batch, plan)
+        return self.team.most(exposed_ms(record))
+
+    def _once(self, policy: Policy, batch: RolloutBatch, plan: Plan | None) -> tuple[Plan, float]:
+        for parameter in policy.host.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        self.team.begin()
+        if self.team.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        stats = policy.forward_backward(batch, GRPO(), plan=plan)
+        if self.team.cuda:
+            torch.cuda.synchronize()
+        return stats.plan, self.team.most((time.perf_counter() - begin) * 1e3)
+
+
+def dense_ms(
+    run: Callable[[RolloutBatch], float], batch: RolloutBatch, counts: tuple[int, int]
+) -> float:
+    """Milliseconds of a dense step of a whole batch, by those of two samples of it.
+
+    What comes once a step, such as reducing gradients, is in both samples and is not scaled.
+
+    Args:
+        run: times a step of some of the rollouts.
+        batch: rollouts of about equal lengths.
+        counts: of rollouts in the samples, the smaller first.
+    """
+    few, more = (run(batch.select(list(range(count)))) for count in counts)
+    each = (more - few) / (counts[1] - counts[0])
+    return more + max(0.0, each) * (len(batch) - counts[1])
+
+
+def best(times: Mapping[str, float]) -> tuple[str, float]:
+    """The name and value of the least."""
+    name = min(times, key=lambda key: times[key])
+    return name, times[name]

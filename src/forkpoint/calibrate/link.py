@@ -1,0 +1,115 @@
+"""Measurement of the link between ranks: an all-gather, and sending to the next rank in a ring.
+
+Two sizes are timed. The larger less the smaller gives the rate, and what is left of the smaller the
+latency. The slowest rank's times count, so that all ranks come to the same numbers.
+"""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from forkpoint.plan.pricing.link import Link
+
+MIB = 1 << 20
+SIZES = (MIB, 64 * MIB)
+"""Bytes that each rank receives."""
+REPEATS = 7
+
+
+def measure_link(
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    sizes: tuple[int, int] = SIZES,
+    repeats: int = REPEATS,
+) -> Link:
+    """Measure the link of a process group, by default of the default one. Collective.
+
+    Args:
+        device: where the tensors lie.
+        group: of at least two ranks.
+        sizes: bytes that each rank receives, the smaller first.
+        repeats: how often each size is timed, after one round to warm up. The median counts.
+
+    Returns the same on all ranks.
+    """
+    size = dist.get_world_size(group)
+    assert size > 1 and sizes[0] < sizes[1]
+    times = []
+    for nbytes in sizes:
+        for make in (_gathers, _sends):
+            run = make(device, group, nbytes)
+            times.append(median(_timed(run, device, group) for _ in range(1 + repeats)))
+    # As the slowest rank has it, and the same for all.
+    found = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    gather_small, send_small, gather_large, send_large = found.tolist()
+    gather_rate, gather_latency = _line(sizes, (gather_small, gather_large))
+    send_rate, send_latency = _line(sizes, (send_small, send_large))
+    backend = str(dist.get_backend(group))
+    return Link(
+        ranks=size,
+        backend="nccl" if device.type == "cuda" else "gloo" if "gloo" in backend else backend,
+        gather_bytes_per_ms=gather_rate,
+        gather_latency_ms=gather_latency,
+        send_bytes_per_ms=send_rate,
+        send_latency_ms=send_latency,
+    )
+
+
+def _gathers(
+    device: torch.device, group: dist.ProcessGroup | None, nbytes: int
+) -> Callable[[], None]:
+    size = dist.get_world_size(group)
+    own = torch.zeros(max(1, nbytes // (size - 1)), dtype=torch.uint8, device=device)
+    every = list(torch.empty((size, len(own)), dtype=torch.uint8, device=device))
+
+    def run() -> None:
+        dist.all_gather(every, own, group=group)
+
+    return run
+
+
+def _sends(
+    device: torch.device, group: dist.ProcessGroup | None, nbytes: int
+) -> Callable[[], None]:
+    here, size = dist.get_rank(group), dist.get_world_size(group)
+    out, back = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def run() -> None:
+        operations = [
+            dist.P2POp(dist.isend, out, group=group, group_peer=(here + 1) % size),
+            dist.P2POp(dist.irecv, back, group=group, group_peer=(here - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return run
+
+
+def _timed(run: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None) -> float:
+    """Milliseconds of one call, which all ranks begin together."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _synchronize(device)
+    begin = time.perf_counter()
+    run()
+    _synchronize(device)
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _line(sizes: tuple[int, int], times_ms: tuple[float, float]) -> tuple[float, float]:
+    """Bytes a ms, and the latency, of the line through two points; through the larger alone where
+    noise has made it no slower."""
+    small, large = times_ms
+    if large <= small:
+        return sizes[1] / max(large, 1e-6), 0.0
+    rate = (sizes[1] - sizes[0]) / (large - small)
+    return rate, max(0.0, small - sizes[0] / rate)

@@ -1,0 +1,66 @@
+"""The benchmark of several ranks on CPUs, with a tiny model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scenarios_of_ranks import group
+
+from benchmarks.commands import main
+from benchmarks.ranks.exposed import not_covered
+from benchmarks.ranks.team import dense_ms
+from forkpoint import RolloutBatch
+
+
+def test_one_process_is_told_how_to_start_several(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ranks", "--tiny"]) == 2
+    assert "torchrun --nproc-per-node 2 -m benchmarks ranks" in capsys.readouterr().err
+
+
+def test_what_is_not_hidden_is_what_nothing_covers() -> None:
+    assert not_covered([(0, 4), (2, 6), (10, 12)], [(1, 3), (5, 11), (5, 7)]) == 1 + 2 + 1
+    assert not_covered([(0, 4)], []) == 4 and not_covered([], [(0, 4)]) == 0
+
+
+def test_dense_steps_are_extrapolated_without_what_comes_once() -> None:
+    batch = RolloutBatch(group(0, 10, 6, 5))
+    assert dense_ms(lambda some: 7.0 + 3.0 * len(some), batch, (2, 4)) == 7.0 + 3.0 * 10
+
+
+@pytest.mark.slow
+def test_all_parts_run_on_two_ranks(tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "benchmarks", "ranks", "--tiny", "--json"]
+    command += ["--blocks", "eager", "--layers", "1", "--repeats", "1", "--output", str(output)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 1 and json.loads(lines[0])["benchmark"] == "ranks"
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    found = {(row["case"].split(", ", 3)[-1], row["metric"]): row for row in rows}
+    assert len(found) == len(rows) == json.loads(lines[0])["rows"]
+    for row in rows:
+        assert row["value"] == row["value"] and row["commit"] and row["command"]
+    checks = [row for row in rows if row["metric"] == "plans that are not exact"]
+    assert len(checks) == 3 and all(row["value"] == 0 == row["bar"] for row in checks)
+    for case in ("fully_shard, gather microbatch", "fully_shard, gather step"):
+        ratio = found[case, "dense step"]["value"] / found[case, "shared step"]["value"]
+        assert found[case, "speed-up"]["value"] <= ratio * (1 + 1e-9)
+        assert found[case, "speed-up"]["bound"] > 1
+    assert ("tensor, P8192 R2048 N16 twice", "share of bound") in found
+    predicted = {
+        case: row["value"] for (case, metric), row in found.items() if metric.startswith("idle")
+    }
+    assert len(predicted) == 2 and all(0 <= value < 1 for value in predicted.values())
+    assert ("one group of 32, exchange", "predicted step over replicating") in found

@@ -1,0 +1,103 @@
+"""The measurement of the link between ranks, and what ranks choose by it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_ranks
+from scenarios_of_ranks import group, replicated, sharded
+from test_trunks import dealt, model_of, of
+
+import forkpoint
+from forkpoint import Config, RolloutBatch
+from forkpoint.calibrate.link import measure_link
+from forkpoint.device import device_name
+from forkpoint.losses import GRPO
+from forkpoint.plan.pricing.link import Link
+from made_calibrations import made_up
+
+CPU = torch.device("cpu")
+SIZES = (1 << 16, 1 << 21)
+GROUPS = [group(n, 4, 700, 9) for n in range(2)]
+
+
+def measured() -> Link:
+    return measure_link(CPU, sizes=SIZES, repeats=2)
+
+
+def test_ranks_measure_one_link() -> None:
+    one, two = run_ranks(2, measured)
+    assert one == two
+    assert (one.ranks, one.backend) == (2, "gloo")
+    # Slower than memory and faster than a modem, whatever else the machine does.
+    for rate in (one.gather_bytes_per_ms, one.send_bytes_per_ms):
+        assert 1e2 < rate < 1e9
+    assert 0 <= max(one.gather_latency_ms, one.send_latency_ms) < 1e4
+
+
+def chosen(folder: Path, wrap: Any, times: float) -> tuple[str, str]:
+    """Choices of ranks by the link that they have measured, and a link so many times as fast."""
+    link = measured()
+    link = replace(
+        link,
+        gather_bytes_per_ms=link.gather_bytes_per_ms * times,
+        gather_latency_ms=link.gather_latency_ms / times,
+        send_bytes_per_ms=link.send_bytes_per_ms * times,
+        send_latency_ms=link.send_latency_ms / times,
+    )
+    model = wrap(model_of(of()))
+    shape = forkpoint.wrap(model).host.shape
+    path = folder / f"{dist.get_rank()}.json"
+    made_up(shape=shape, device=device_name(CPU), compiled=False, link=link).save(path)
+    policy = forkpoint.wrap(model, Config(calibration=str(path), self_check=False))
+    rollouts = dealt(GROUPS, 2)[dist.get_rank()]
+    plan = policy.forward_backward(RolloutBatch(rollouts), GRPO()).plan
+    assert "link of 2 ranks measured by gloo" in plan.explain()
+    return plan.split, plan.gather
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("times", "split"), [(1e9, "exchange"), (1e-9, "replicate")])
+def test_prompts_are_exchanged_where_the_link_is_fast(
+    times: float, split: str, tmp_path: Path
+) -> None:
+    for found in run_ranks(2, chosen, tmp_path, replicated, times):
+        assert found[0] == split
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("times", "gather"), [(1e9, "microbatch"), (1e-9, "step")])
+def test_weights_are_gathered_once_where_the_link_is_slow(
+    times: float, gather: str, tmp_path: Path
+) -> None:
+    for found in run_ranks(2, chosen, tmp_path, sharded, times):
+        assert found[1] == gather
+
+
+@pytest.mark.slow
+def test_the_command_measures_it(tmp_path: Path) -> None:
+    from forkpoint.testing import tiny_model
+
+    tiny_model("qwen3").config.save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "forkpoint", "calibrate", "--device", "cpu"]
+    command += ["--model", str(tmp_path / "config.json"), "--output", str(tmp_path / "c.json")]
+    done = subprocess.run(
+        [*command, "--max-seconds", "1", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 1 and json.loads(lines[0])["command"] == "calibrate"
+    assert json.loads((tmp_path / "c.json").read_text())["link"]["ranks"] == 2

@@ -1,0 +1,237 @@
+"""`policy.verify` of models that transformers splits over ranks."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import RankFailed, run_ranks
+from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, gradients
+from split_models import MOE, Split, data_rank, load, needs_splits
+from test_split_models import LATENT, adapted
+from torch import Tensor
+
+import forkpoint
+from forkpoint import Config, RolloutBatch
+from forkpoint.engine.engine import Engine
+from forkpoint.errors import ForkpointError
+from forkpoint.hosts.tensor_parallel import ModelParallel
+from forkpoint.losses import GRPO, GSPO, Loss
+
+pytestmark = needs_splits
+TP2_FSDP2 = {"tp_size": 2, "fsdp_size": 2}
+SPLIT = Split(config=Config())
+
+
+def policy_of(folder: Path, split: Split, dtype: torch.dtype) -> forkpoint.Policy:
+    model = load(folder, split, **split.options)
+    return forkpoint.wrap(model.to(dtype) if dtype != torch.float64 else model, split.config)
+
+
+def verified(folder: Path, split: Split, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    policy = policy_of(folder, split, dtype)
+    model = policy.host.model
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, float(number))
+    before = {name: g.clone() for name, g in gradients(model).items() if g is not None}
+    report = policy.verify(RolloutBatch(split.rollouts[data_rank(split)]), split.loss)
+    after = {name: g for name, g in gradients(model).items() if g is not None}
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    return {
+        "verdict": report.verdict,
+        "kinds": [plan.kind for plan in report.plans],
+        "errors": [plan.shared_error for plan in report.plans],
+        "dense": report.dense_error,
+        "norms": [error.norm for plan in report.plans for error in plan.worst],
+        "counts": [(plan.counts.logical_tokens, plan.counts.shares) for plan in report.plans],
+        "given": report.given_tokens,
+    }
+
+
+def check(
+    size: int, folder: Path, split: Split, dtype: torch.dtype = torch.float64
+) -> list[dict[str, Any]]:
+    found = run_ranks(size, verified, split.save(folder), split, dtype)
+    given = sum(len(r.token_ids) for part in split.rollouts for r in part)
+    for each in found:
+        assert each["verdict"] == "passed", each
+        assert each["kinds"][:2] == ["within", "across"]
+        assert each["given"] == given
+        assert all(shares and logical == given for logical, shares in each["counts"])
+        for name in ("errors", "dense", "norms"):
+            assert each[name] == pytest.approx(found[0][name], rel=1e-12)
+    return found
+
+
+def test_ranks_of_one_copy_verify_together(tmp_path: Path) -> None:
+    found = check(2, tmp_path, SPLIT)
+    assert max(found[0]["norms"]) > 0 and max(found[0]["errors"]) < BAR
+
+
+CASES: dict[str, tuple[int, Split, torch.dtype]] = {
+    "float32": (2, SPLIT, torch.float32),
+    "LoRA": (2, Split(config=Config(), around=adapted), torch.float64),
+    "fused projections": (
+        2,
+        Split(config=Config(), family="phi3", sizes={"pad_token_id": 0}),
+        torch.float64,
+    ),
+    "latent attention": (
+        2,
+        Split(config=Config(), family="deepseek_v3", sizes=LATENT),
+        torch.float64,
+    ),
+    "two passes": (2, Split(config=Config(), loss=GSPO()), torch.float64),
+    "tensor, experts": (2, Split(config=Config(), family="qwen3_moe", sizes=MOE), torch.float64),
+    "tensor and expert": (
+        2,
+        Split(config=Config(), family="qwen3_moe", sizes=MOE, options={"tp_size": 2, "ep_size": 2}),
+        torch.float64,
+    ),
+    "data and expert": (
+        2,
+        Split(
+            config=Config(),
+            family="qwen3_moe",
+            sizes=MOE,
+            options={"fsdp_size": 2, "ep_size": 2},
+            rollouts=UNEQUAL,
+        ),
+        torch.float64,
+    ),
+    "tensor x data": (
+        4,
+        Split(config=Config(), options=TP2_FSDP2, rollouts=UNEQUAL),
+        torch.float64,
+    ),
+    "tensor x data, fused": (
+        4,
+        Split(
+            config=Config(),
+            options=TP2_FSDP2,
+            rollouts=UNEQUAL,
+            family="phi3",
+            sizes={"pad_token_id": 0},
+        ),
+        torch.float64,
+    ),
+    "tensor x data, float32": (
+        4,
+        Split(config=Config(), options=TP2_FSDP2, rollouts=UNEQUAL),
+        torch.float32,
+    ),
+    "a data rank without rollouts": (
+        4,
+        Split(config=Config(), options=TP2_FSDP2, rollouts=EMPTY),
+        torch.float64,
+    ),
+    "tensor x replicas": (
+        4,
+        Split(config=Config(), options={"tp_size": 2, "dp_replicate_size": 2}, rollouts=UNEQUAL),
+        torch.float64,
+    ),
+    "tensor x data x expert": (
+        4,
+        Split(
+            config=Config(),
+            family="qwen3_moe",
+            sizes=MOE,
+            options={**TP2_FSDP2, "ep_size": 4},
+            rollouts=UNEQUAL,
+        ),
+        torch.float64,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_split_models_are_verified(case: str, tmp_path: Path) -> None:
+    size, split, dtype = CASES[case]
+    check(size, tmp_path, split, dtype)
+
+
+def verdict(folder: Path) -> str:
+    policy = policy_of(folder, SPLIT, torch.float64)
+    return policy.verify(RolloutBatch(SPLIT.rollouts[0]), SPLIT.loss).verdict
+
+
+def louder_on_one_rank(folder: Path) -> str:
+    """The gradients of one rank's backwards, a little too large."""
+    own = Engine._token_loss
+
+    def louder(self: Engine, loss: Any, views: Any) -> Any:
+        made = own(self, loss, views)
+
+        def called(inputs: Any, outputs: Any) -> Any:
+            value = made(inputs, outputs)
+            return None if value is None else 1.000001 * value
+
+        return called
+
+    if dist.get_rank() == 1:
+        Engine._token_loss = louder  # type: ignore[method-assign]
+    return verdict(folder)
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_of_a_copy_fails_on_all(tmp_path: Path) -> None:
+    assert run_ranks(2, louder_on_one_rank, SPLIT.save(tmp_path)) == ["failed", "failed"]
+
+
+def test_sums_in_every_backward_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: transformers sums gradients of replicated norms in each backward."""
+    monkeypatch.setattr(ModelParallel, "enter", lambda self, changes, blocks: None)
+    monkeypatch.setattr(ModelParallel, "apart", lambda self, parameters: [])
+    assert run_ranks(2, verdict, SPLIT.save(tmp_path)) == ["failed", "failed"]
+
+
+def refused(folder: Path) -> list[str]:
+    policy = policy_of(folder, SPLIT, torch.float64)
+    rollouts = SPLIT.rollouts[0]
+    other = [replace(rollouts[0], advantage=9.0), *rollouts[1:]] if dist.get_rank() else rollouts
+    found = []
+    bad = [replace(rollouts[0], token_ids=rollouts[0].token_ids + 10**6 * dist.get_rank())]
+    for given in (other, UNEQUAL[dist.get_rank()], bad):
+        try:
+            found.append(policy.verify(RolloutBatch(given), GRPO()).verdict)
+        except ForkpointError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return [*found, policy.verify(RolloutBatch(rollouts), GRPO()).verdict]
+
+
+@pytest.mark.slow
+def test_ranks_of_one_copy_have_one_batch_to_verify(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, refused, SPLIT.save(tmp_path))):
+        for text in found[:2]:
+            assert text.startswith("RankError: ranks 0 and 1 hold one copy"), found
+            assert "different batches" in text
+        kind = "RolloutError" if rank else "RankError: rank 1 cannot compare"
+        assert found[2].startswith(kind), found
+        assert found[3] == "passed"
+
+
+class Failing(Loss):
+    """Fails on one rank."""
+
+    decomposition = "token"
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("of the test")
+        return -outputs.logprobs.sum()
+
+
+def failing(folder: Path) -> None:
+    policy_of(folder, SPLIT, torch.float64).verify(RolloutBatch(SPLIT.rollouts[0]), Failing())
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_within_a_run_ends_the_other(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 0: ended with exit status 75") as failure:
+        run_ranks(2, failing, SPLIT.save(tmp_path))
+    assert "ZeroDivisionError: of the test" in str(failure.value)

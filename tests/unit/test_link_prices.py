@@ -1,0 +1,61 @@
+"""Prices of a measured link, in what ranks choose by them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forkpoint.errors import ConfigError
+from forkpoint.plan.gathering import RankCosts, gathering_cost, prices_of
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.link import Link, LinkPrices
+from forkpoint.plan.splitting import LinkSizes, link_cost
+from made_calibrations import SHAPE, made_up
+
+LINK = Link(
+    ranks=2,
+    backend="gloo",
+    gather_bytes_per_ms=1e6,
+    gather_latency_ms=0.5,
+    send_bytes_per_ms=2e6,
+    send_latency_ms=0.25,
+)
+PRICES = LinkPrices(gathering=8.0, calls=1.0, byte=0.5, transfer=2.0)
+COSTS = RankCosts(forward=(300.0,), tokens=300)
+
+
+def test_a_measured_link_is_priced_in_milliseconds() -> None:
+    found = prices_of(made_up(link=LINK), SHAPE)
+    assert found is not None
+    assert found.gathering == pytest.approx(SHAPE.dtype_bytes * SHAPE.linear_parameters / 1e6)
+    assert found.calls == pytest.approx(0.5 * (SHAPE.layers + 1))
+    assert (found.byte, found.transfer) == (pytest.approx(5e-7), 0.25)
+    assert prices_of(made_up(), SHAPE) is prices_of(None, SHAPE) is None
+
+
+def test_ranks_take_the_dearest_and_none_where_one_knows_none() -> None:
+    known = replace(COSTS, link=PRICES)
+    dear = replace(COSTS, link=replace(PRICES, gathering=16.0))
+    # Of two ranks each receives half of the weights.
+    assert gathering_cost([known, known]) == 8.0 / 2 + 1.0
+    assert gathering_cost([known, dear]) == gathering_cost([dear, known]) == 16.0 / 2 + 1.0
+    # A rank without rollouts prices nothing.
+    assert gathering_cost([known, known, RankCosts()]) == 8.0 * 2 / 3 + 1.0
+    assert gathering_cost([known, COSTS]) == gathering_cost([COSTS, COSTS]) == 2048.0
+
+
+def test_sending_takes_rates_and_latencies() -> None:
+    sizes = LinkSizes(token=2, gradient=4, state=100, weights=2048, tensors=3)
+    costs = [replace(COSTS, link=PRICES)] * 2
+    assert link_cost([(10, 0, (0, 1))], sizes, costs) == 0.5 * (10 * 6 + 100) + 2 * 3 * 2.0
+    assert link_cost([], sizes, costs) == 0.0
+
+
+def test_a_link_is_written_and_read_back(tmp_path: Path) -> None:
+    for calibration in (made_up(), made_up(link=LINK)):
+        calibration.save(tmp_path / "c.json")
+        assert Calibration.load(tmp_path / "c.json") == calibration
+    assert "link of 2 ranks measured by gloo" in made_up(link=LINK).describe()
+    made_up(link=replace(LINK, send_bytes_per_ms=0.0)).save(tmp_path / "c.json")
+    with pytest.raises(ConfigError, match=r"damaged: link\.send_bytes_per_ms is 0"):
+        Calibration.load(tmp_path / "c.json")

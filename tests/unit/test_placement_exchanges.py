@@ -1,0 +1,147 @@
+"""Placement of rollouts on ranks that exchange the prompts that several of them have."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import forkpoint
+from forkpoint import Rollout, RolloutBatch
+from forkpoint.errors import ConfigError
+from forkpoint.forest import IntArray
+from forkpoint.placement.exchanges import ExchangePrices, Prompts, split_groups
+from forkpoint.placement.items import Priced
+from forkpoint.placement.lockstep import exchange_plans, predict_step
+from forkpoint.placement.paths import Paths
+from forkpoint.placement.place import place_paths
+from forkpoint.placement.rates import Rates
+from forkpoint.plan import MODELS, ModelShape, make_plan
+from forkpoint.plan.pricing.link import Link
+from forkpoint.plan.shared_trunks import shared_trunks
+from made_calibrations import SHAPE, made_up
+
+QWEN = ModelShape.from_config(MODELS["qwen3-8b"], dtype_bytes=2)
+RATES = Rates.of(QWEN)
+PRICES = ExchangePrices.of(QWEN, RATES)
+CAPACITY = 16384
+
+
+def groups(count: int, prompt: int, response: int, size: int, *, first: int = 1) -> RolloutBatch:
+    """Flat groups whose prompts train on nothing, but for their last tokens from `first` on."""
+    rollouts = []
+    for number in range(count):
+        rng = np.random.default_rng(number)
+        tokens = rng.integers(0, 30_000, prompt)
+        mask = np.repeat([0, 1], [prompt + 1 - first, response + first - 1])
+        for _ in range(size):
+            ids = np.concatenate([tokens, rng.integers(0, 30_000, response)])
+            rollouts.append(Rollout(ids, mask, 1.0, group_id=str(number)))
+    return RolloutBatch(rollouts)
+
+
+def steps(batch: RolloutBatch, rank: IntArray, ranks: int) -> tuple[float, float]:
+    """Predicted steps of these ranks' plans, replicated and exchanged."""
+    parts = [batch.select(np.flatnonzero(rank == r).tolist()) for r in range(ranks)]
+    plans = [make_plan(part, QWEN) for part in parts]
+    others, trunks = exchange_plans(parts, plans, lambda b, t: make_plan(b, QWEN, trunks=t))
+    replicated = predict_step(plans).lockstep
+    return replicated, predict_step(others, None, trunks).lockstep if trunks else replicated
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(5, 4), (9, 8)])
+def test_exchanging_is_placed_for_where_it_is_faster(count: int, ranks: int) -> None:
+    batch = groups(count, 8192, 1024, 8)
+    paths = Paths.of_batch(batch)
+    forest = paths.forest()
+    alone = place_paths(paths, forest, RATES, ranks)
+    rank = place_paths(paths, forest, RATES, ranks, exchange=PRICES)
+    replicated, _ = steps(batch, alone, ranks)
+    fallback, exchanged = steps(batch, rank, ranks)
+    assert exchanged < 0.95 * replicated
+    # Where the step does not exchange after all, little is lost.
+    assert fallback < 1.25 * replicated
+    assert sorted(np.unique(rank)) == list(range(ranks))
+    # What is predicted for placing is about what is predicted of plans.
+    priced = Priced.of(paths, forest, RATES)
+    assert PRICES is not None
+    prompts = Prompts.of(priced, split_groups(paths.groups, rank))
+    found = prompts.step_cost(rank, ranks, CAPACITY, PRICES) * priced.rates.unit_cost
+    assert found == pytest.approx(exchanged, rel=0.06)
+
+
+def test_groups_stay_whole_where_a_loss_couples_them() -> None:
+    batch = groups(5, 8192, 1024, 8)
+    paths = Paths.of_batch(batch)
+    rank = place_paths(paths, paths.forest(), RATES, 4, whole_groups=True, exchange=PRICES)
+    assert not len(split_groups(paths.groups, rank))
+
+
+def test_prompts_end_before_what_is_trained_or_differs() -> None:
+    batch = groups(2, 100, 10, 3, first=41)
+    priced = Priced.of(Paths.of_batch(batch), Paths.of_batch(batch).forest(), RATES)
+    found = Prompts.of(priced, np.asarray([0, 1]))
+    # Sixty tokens are not trained, which are 59 edges.
+    assert found.edges.tolist() == [59, 59]
+    assert int(found.priced.forest.length.sum()) == int(priced.forest.length.sum()) - 2 * 59
+    assert found.priced.total == pytest.approx(priced.total - int(found.cost.sum()), rel=1e-9)
+    whole = Prompts.of(priced, np.asarray([0, 1]), left=1.0)
+    assert whole.priced.total == pytest.approx(priced.total, rel=1e-9)
+
+
+def test_what_groups_share_with_others_is_run_with_each_prompt() -> None:
+    """Rollouts of a prompt that is exchanged share nothing else, as in the plans of a step."""
+    first = [7] * 50
+    rollouts = [
+        Rollout([*first, g, g + 10, g, n, n], [0] * 53 + [1] * 2, 1.0, group_id=str(g))
+        for g in range(3)
+        for n in (1, 2)
+    ]
+    paths = Paths.of_batch(RolloutBatch(rollouts))
+    priced = Priced.of(paths, paths.forest(), Rates.of(None))
+    found = Prompts.of(priced, np.asarray([1]))
+    assert found.edges.tolist() == [52]
+    # The others have 49 edges in common and five of a kind after them, of which three are shared by
+    # two rollouts; of this group two edges a rollout are left.
+    assert int(found.priced.forest.length.sum()) == 49 + 2 * (3 + 2 * 2) + 2 * 2
+    assert int(priced.forest.length.sum()) == 49 + 3 * (3 + 2 * 2)
+
+
+def test_prices_of_sending_are_measured_ones_where_there_are_any() -> None:
+    assert ExchangePrices.of(None, Rates.of(None)) is None
+    link = Link(
+        ranks=2,
+        backend="gloo",
+        gather_bytes_per_ms=1e6,
+        gather_latency_ms=0.5,
+        send_bytes_per_ms=2e6,
+        send_latency_ms=0.25,
+    )
+    calibration = made_up(link=link)
+    found = ExchangePrices.of(SHAPE, Rates.of(SHAPE, calibration), calibration)
+    assert found is not None
+    nbytes = SHAPE.boundary_bytes_per_token + SHAPE.boundary_gradient_bytes_per_token
+    assert found.token == pytest.approx(nbytes / 2e6)
+    assert found.step == pytest.approx(2 * 2 * SHAPE.layers * 0.25)
+    dear = ExchangePrices.of(
+        SHAPE,
+        Rates.of(SHAPE, calibration),
+        replace(calibration, link=replace(link, send_bytes_per_ms=1e6)),
+    )
+    assert dear is not None and dear.token == pytest.approx(2 * found.token)
+    nominal = ExchangePrices.of(QWEN, RATES)
+    assert nominal is not None and nominal.token < 0.1 * RATES.token and nominal.step == 0
+
+
+def test_owners_have_equally_many_tokens_of_prompts() -> None:
+    """All ranks run these at once, so what else they do does not count."""
+    trunks = shared_trunks([{"a": 10, "b": 10}, {"a": 10}, {"b": 10}], [90.0, 20.0, 500.0])
+    assert {t.digest: t.owner for t in trunks} == {"a": 1, "b": 0}
+
+
+def test_place_takes_what_the_configuration_says() -> None:
+    batch = groups(5, 2048, 256, 4)
+    for split in ("auto", "replicate"):
+        placed = forkpoint.place(batch, ranks=4, model=QWEN, split=split)
+        assert sorted(i for own in placed for i in own) == list(range(20))
+    with pytest.raises(ConfigError, match="split is 'exchange'; it takes 'auto' or 'replicate'"):
+        forkpoint.place(batch, ranks=4, model=QWEN, split="exchange")  # type: ignore[arg-type]
