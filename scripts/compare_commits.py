@@ -70,6 +70,7 @@ class Counted:
     """Cases whose events are the same."""
     worst: float = 0.0
     faults: list[str] = field(default_factory=list)
+    not_bitwise: list[str] = field(default_factory=list)
     other_events: list[str] = field(default_factory=list)
 
 
@@ -113,6 +114,8 @@ def count(counted: Counted, case: Case, old: Outcome, new: Outcome) -> None:
     counted.worst = max(counted.worst, found)
     counted.bitwise += found == 0
     counted.within += 0 < found <= BAR
+    if 0 < found <= BAR:
+        counted.not_bitwise.append(f"{case.name}: off by {found:.1e}")
     if not found <= BAR:
         counted.faults.append(f"{case.name}: off by {found:.1e}")
     if old.events == new.events:
@@ -184,7 +187,7 @@ def compare(
     sides = (ahead(outcomes(source, chosen)) for source in sources)
     for position, (case, old, new) in enumerate(zip(chosen, *sides, strict=True), start=1):
         count(found[case.group], case, old, new)
-        if progress and position % 100 == 0:
+        if progress and position % 50 == 0:
             seconds = time.monotonic() - begun
             faults = sum(len(counted.faults) for counted in found.values())
             text = f"{position}/{len(chosen)} cases, {faults} worse, {seconds:.0f} s"
@@ -220,6 +223,7 @@ def table(found: dict[str, Counted], reasons: dict[str, str]) -> str:
             lines.append(f"{group}: {len(counted.other_events)} have other events: {why}")
         if group not in reasons:
             lines += [f"    {text}" for text in counted.other_events[:SHOWN]]
+            lines += [f"not bitwise: {text}" for text in counted.not_bitwise[:SHOWN]]
     return "\n".join(lines)
 
 
