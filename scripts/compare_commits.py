@@ -42,19 +42,25 @@ AHEAD = 64
 
 @dataclass(frozen=True)
 class Change:
-    """A change of behaviour that was meant: what it does to the cases of a group."""
+    """A change of rounding or of events that was meant."""
 
     commit: str
     """The first that has it."""
-    group: str
+    texts: tuple[str, ...]
+    """What the names of its cases all have."""
     why: str
 
 
-CHANGES: tuple[Change, ...] = (
+CHANGES = (
     Change(
         "320bc5a",
-        "temperatures",
-        "rollouts of different temperatures share tokens now, and lie beside each other by tokens",
+        ("temperatures:",),
+        "rollouts of different temperatures share tokens, and lie beside each other by tokens",
+    ),
+    Change(
+        "6abdf98",
+        ("families:", "leaf_layout=padded"),
+        "padding lies at other positions, so that experts get other padded tokens beside theirs",
     ),
 )
 
@@ -70,6 +76,7 @@ class Counted:
     """Cases whose events are the same."""
     worst: float = 0.0
     faults: list[str] = field(default_factory=list)
+    """Names of cases, with what is wrong; so are the others."""
     not_bitwise: list[str] = field(default_factory=list)
     other_events: list[str] = field(default_factory=list)
 
@@ -195,18 +202,31 @@ def compare(
     return found
 
 
-def meant(old: str) -> dict[str, str]:
-    """By group, why its cases differ on purpose; of changes that OLD does not have."""
+def meant(old: str) -> list[Change]:
+    """Changes that OLD does not have."""
     ancestor = ["git", "merge-base", "--is-ancestor"]
-    return {
-        change.group: change.why
+    return [
+        change
         for change in CHANGES
         if subprocess.run([*ancestor, change.commit, old], cwd=ROOT, check=False).returncode
-    }
+    ]
 
 
-def table(found: dict[str, Counted], reasons: dict[str, str]) -> str:
-    """The groups, one a line, with faults, and with other events by their reasons."""
+def with_reasons(kind: str, texts: Sequence[str], changes: Sequence[Change]) -> Iterator[str]:
+    """Counts of cases by the change that they are due to; those of none by their names."""
+    left = list(texts)
+    for change in changes:
+        due = [text for text in left if all(part in text for part in change.texts)]
+        left = [text for text in left if text not in due]
+        if due:
+            yield f"{kind}, {len(due)} as meant since {change.commit}: {change.why}"
+    yield from (f"{kind}: {text}" for text in left[:SHOWN])
+    if left[SHOWN:]:
+        yield f"{kind}: {len(left) - SHOWN} more"
+
+
+def table(found: dict[str, Counted], changes: Sequence[Change]) -> str:
+    """The groups, one a line, with faults, and with other events and bits by their reasons."""
     names = ("steps", "bitwise", "<=1e-13", "worse", "same events", "largest")
     lines = [f"{'cases':24}" + "".join(f"{name:>12}" for name in names)]
     total = np.zeros(5, int)
@@ -216,14 +236,10 @@ def table(found: dict[str, Counted], reasons: dict[str, str]) -> str:
         numbers = "".join(f"{number:12,}" for number in row)
         lines.append(f"{group:24}{numbers}{counted.worst:12.1e}")
     lines.append(f"{'all':24}" + "".join(f"{number:12,}" for number in total))
-    for group, counted in found.items():
-        lines += [f"worse: {fault}" for fault in counted.faults[:SHOWN]]
-        if counted.other_events:
-            why = reasons.get(group, "no reason is known")
-            lines.append(f"{group}: {len(counted.other_events)} have other events: {why}")
-        if group not in reasons:
-            lines += [f"    {text}" for text in counted.other_events[:SHOWN]]
-            lines += [f"not bitwise: {text}" for text in counted.not_bitwise[:SHOWN]]
+    for counted in found.values():
+        lines += with_reasons("worse", counted.faults, ())
+        lines += with_reasons("other events", counted.other_events, changes)
+        lines += with_reasons("not bitwise", counted.not_bitwise, changes)
     return "\n".join(lines)
 
 

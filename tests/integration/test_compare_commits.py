@@ -151,6 +151,17 @@ def test_faults_are_counted(scripts: Any) -> None:
         assert not counted.bitwise and not counted.within
 
 
+def test_differences_that_were_meant_are_named_with_their_reason(scripts: Any) -> None:
+    counted = scripts.commits.Counted(steps=3, within=3)
+    counted.not_bitwise = [f"families: a, b, leaf_layout={x}: off" for x in ("padded", "packed")]
+    counted.faults = ["families: a, leaf_layout=padded: off by 1.0e-05"]
+    text = scripts.commits.table({"families": counted}, scripts.commits.CHANGES)
+    lines = text.splitlines()[3:]
+    assert lines[0] == "worse: families: a, leaf_layout=padded: off by 1.0e-05"
+    assert lines[1].startswith("not bitwise, 1 as meant since 6abdf98: padding lies")
+    assert lines[2:] == ["not bitwise: families: a, b, leaf_layout=packed: off"]
+
+
 @pytest.mark.slow
 def test_a_changed_line_is_found(scripts: Any, tmp_path: Path) -> None:
     """Two copies of the library in processes of their own; one scales the clipped objective."""
