@@ -81,15 +81,6 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
         check_options(trainer)
 
 
-def test_router_losses_of_several_ranks_are_refused(tmp_path: Path) -> None:
-    trainer = setups.trainer("grpo", OURS["grpo"], tmp_path, made={"model": setups.mixture()})
-    vars(trainer)["accelerator"] = SimpleNamespace(num_processes=2)
-    with pytest.raises(UnsupportedError, match=r"router_aux_loss_coef=None.*averaged over ranks"):
-        check_options(trainer)
-    trainer.aux_loss_enabled = False
-    check_options(trainer)
-
-
 def test_router_losses_of_routers_that_are_not_seen_are_refused(tmp_path: Path) -> None:
     trainer = setups.trainer("grpo", OURS["grpo"], tmp_path, made={"model": setups.mixture()})
     host: Any = SimpleNamespace(routers=SimpleNamespace(layers=2, defines_loss=False))
