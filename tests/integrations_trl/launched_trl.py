@@ -69,12 +69,12 @@ def main(way: str, folder: Path) -> None:
             trained(name, cls, own, folder / f"{name} {cls.__module__}", sharded)
             for cls, own in sides
         ]
-        expected.setdefault(kind, stock)
+        exact = expected.setdefault(name.removesuffix(", bf16"), stock)
         names = [k for k, v in logged.items() if isinstance(v, float) and "time" not in k]
         results[name] = {
             "apart": setups.apart(ours, stock),
-            "ours": setups.apart(ours, expected[kind]),
-            "stock": setups.apart(stock, expected[kind]),
+            "ours": setups.apart(ours, exact),
+            "stock": setups.apart(stock, exact),
             "metrics": max(abs(log[k] - logged[k]) / max(1.0, abs(logged[k])) for k in names),
             "computed": log["forkpoint/computed_tokens"],
             "given": log["forkpoint/given_tokens"],
