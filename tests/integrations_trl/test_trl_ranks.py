@@ -69,6 +69,7 @@ def _work(
         ("grpo", False, {}),
         ("grpo", False, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
         ("grpo", False, {"loss_type": "grpo", "beta": 0.0, "entropy_coef": 0.1, "bf16": False}),
+        ("grpo", False, {"cast_lm_head_to_fp32": True, "beta": 0.1}),
         ("dpo", False, {}),
         ("dpo", True, {}),
         ("dpo", True, {"gradient_checkpointing": True, "use_weighting": True}),

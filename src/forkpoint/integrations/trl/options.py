@@ -132,10 +132,10 @@ REFUSED: dict[str, Refused] = {
         _set("auto_find_batch_size"),
     ),
     "cast_lm_head_to_fp32": Refused(
-        "True",
-        "the head's product is in the model's dtype, its softmax in float32: leave it out, or load "
-        "the model in float32.",
-        _set("cast_lm_head_to_fp32"),
+        "True, with FSDP",
+        "a sharded head that is wider than its model has not been shown exact: leave it out, or "
+        "use DDP.",
+        lambda trainer: _set("cast_lm_head_to_fp32")(trainer) and trainer.is_fsdp_enabled,
     ),
     "ddp_static_graph": Refused(
         "True",
