@@ -5,7 +5,6 @@ accelerate shards nothing on CPUs, so that the tests shard the model themselves,
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def _shard(trainer: Any) -> None:
 
 
 def _work(
-    kind: str, sharded: bool, options: dict[str, Any], made: dict[str, Any]
+    kind: str, sharded: bool, options: dict[str, Any], made: dict[str, Any], folder: Path
 ) -> tuple[float, float, list[Any]]:
     """The differences of gradients and of metrics, and the tokens that were run."""
     rank = str(dist.get_rank())
@@ -39,13 +38,12 @@ def _work(
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     gradients, logs = [], []
-    for cls, own in ((STOCK[kind], {}), (OURS[kind], {"forkpoint": ACROSS})):
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = setups.trainer(kind, cls, Path(folder), made=made, own=own, **options)
-            assert trainer.aux_loss_enabled is ("model" in made)
-            if sharded:
-                _shard(trainer)
-            found, log = setups.run(trainer)
+    for name, cls, own in (("stock", STOCK, {}), ("ours", OURS, {"forkpoint": ACROSS})):
+        trainer = setups.trainer(kind, cls[kind], folder / name, made=made, own=own, **options)
+        assert trainer.aux_loss_enabled is ("model" in made)
+        if sharded:
+            _shard(trainer)
+        found, log = setups.run(trainer)
         gradients.append(
             {k: g.full_tensor() if isinstance(g, DTensor) else g for k, g in found.items()}
         )
@@ -75,8 +73,8 @@ def _work(
         ("dpo", True, {"gradient_checkpointing": True, "use_weighting": True}),
     ],
 )
-def test_two_ranks(kind: str, sharded: bool, options: dict[str, Any]) -> None:
-    _check(run_ranks(2, _work, kind, sharded, options, {}, limit_s=120.0))
+def test_two_ranks(kind: str, sharded: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    _check(run_ranks(2, _work, kind, sharded, options, {}, tmp_path, limit_s=120.0))
 
 
 @pytest.mark.parametrize(
@@ -86,23 +84,23 @@ def test_two_ranks(kind: str, sharded: bool, options: dict[str, Any]) -> None:
         ("grpo", False, {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
         ("grpo", True, {"gradient_accumulation_steps": 3, "steps_per_generation": 2}),
         ("grpo", True, {"gradient_accumulation_steps": 1, "router_aux_loss_coef": 3.0}),
-        ("rloo", False, {}),
+        ("rloo", False, {"beta": 0.1}),
         ("dpo", False, {"gradient_accumulation_steps": 3}),
         ("dpo", True, {"max_steps": 2, "use_weighting": True}),
     ],
 )
-def test_router_losses(kind: str, sharded: bool, options: dict[str, Any]) -> None:
+def test_router_losses(kind: str, sharded: bool, options: dict[str, Any], tmp_path: Path) -> None:
     """Each rank adds those of its own micro-batches, and gradients are averaged."""
     made = {"model": setups.mixture()}
-    _check(run_ranks(2, _work, kind, sharded, options, made, limit_s=120.0))
+    _check(run_ranks(2, _work, kind, sharded, options, made, tmp_path, limit_s=120.0))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_router_losses_in_evaluation(sharded: bool) -> None:
+def test_router_losses_in_evaluation(sharded: bool, tmp_path: Path) -> None:
     """Of the last rows one alone is new: one rank's loss counts, and the other's does not."""
     made = {"model": setups.mixture(), "eval_dataset": setups.pairs(9)}
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
-    _check(run_ranks(2, _work, "dpo", sharded, options, made, limit_s=120.0))
+    _check(run_ranks(2, _work, "dpo", sharded, options, made, tmp_path, limit_s=120.0))
 
 
 def _check(found: list[tuple[float, float, list[Any]]]) -> None:
