@@ -18,6 +18,7 @@ QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py tests/unit/test
   tests/unit/test_changes.py tests/integration/test_logprobs.py
 FUZZ_SECONDS ?= 600
 TRL ?= trl==1.16.0
+trl_ready := .venv-trl/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions test-trl test-verl bench-forest clean
@@ -73,16 +74,21 @@ test-wheel:  ## build sdist and wheel, and use the wheel in an empty environment
 test-versions: $(ready)  ## the tests under oldest and newest torch and transformers; hours
 	@bash scripts/test_versions.sh
 
-# An environment of its own: TRL brings a dozen libraries that nothing else needs.
-test-trl: .venv-trl/.installed  ## the trainers of TRL beside stock TRL; 10 minutes
+# An environment of its own: TRL brings a dozen libraries that nothing else needs. Its stamp says
+# which version is there, and another one takes its place: make test-trl TRL=trl==1.15.0
+test-trl: $(trl_ready)  ## the trainers of TRL beside stock TRL; 10 minutes
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-trl/bin/python -m pytest -q tests/integrations_trl
 
-.venv-trl/.installed: pyproject.toml constraints.txt
+ifneq ($(shell cat $(trl_ready) 2>/dev/null),$(TRL))
+.PHONY: $(trl_ready)
+endif
+$(trl_ready): pyproject.toml constraints.txt
+	@rm -f $@
 	@$(PYTHON) -m venv .venv-trl
 	@.venv-trl/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable ".[trl]" "$(TRL)" accelerate peft datasets hypothesis \
 	  pytest pytest-timeout
-	@touch $@
+	@echo "$(TRL)" > $@
 
 bench-forest: $(ready)  ## time the forest of a million tokens
 	@$(bin)/python -m benchmarks forest --output benchmarks/results/forest.jsonl

@@ -212,9 +212,8 @@ class Policy(PolicySteps):
 
         Of a critic the values, which advantages are estimated with. With `expert_counts` experts
         are counted as well, of all tokens; with `router` they are counted as that loss counts them,
-        for the `router_counts` of `forward_backward`, and `router_loss` is its value, in one
-        process. Raises as `forward_backward`, and UnsupportedError where a critic is asked for
-        entropies.
+        for the `router_counts` of `forward_backward`, and `router_loss` is its value. Raises as
+        `forward_backward`, and UnsupportedError where a critic is asked for entropies.
         """
 
         def work(step: Step) -> Scores:

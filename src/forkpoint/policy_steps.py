@@ -347,16 +347,26 @@ class PolicySteps:
         engine.routing = routing
         replay = engine.replay = route_replay(self.host, chosen, batch)
         if routing is not None:
-            # Of several ranks the value is known after a backward alone.
-            routing.sums = valued or (router is not None and joint.ranks is None)
+            routing.sums = router is not None
         result = engine.score(step, chosen, batch, entropy=entropy, program=program)
+        own = None
+        if routing is not None and routing.sums:
+            routing.gather(joint.ranks)
+            own = float(routing.value())
         if joint.ranks is not None:
-            end = routing.ending() if routing else None
-            joint.ranks.settle(torch.zeros(()), None, gradients=False, router=end)
-        experts = routing.counts(joint.router_end) if routing else None
-        routes = replay.routes if replay else None
-        loss = float(routing.value()) if routing and routing.sums else None
-        return Scores(result.per_token, chosen, result.events, loss, experts, routes), routing
+            ending = routing.ending(own) if routing else None
+            joint.ranks.settle(torch.zeros(()), None, gradients=False, router=ending)
+        end = joint.router_end
+        scores = Scores(
+            result.per_token,
+            chosen,
+            result.events,
+            router_loss=own if own is None or end is None else end.loss,
+            own_router_loss=own,
+            experts=routing.counts(end) if routing else None,
+            routes=replay.routes if replay else None,
+        )
+        return scores, routing
 
     def _joint(self, step: Step, again: Again | None = None, *, training: bool) -> JointStep:
         """`again` makes the plan within another memory budget, unless it was given."""

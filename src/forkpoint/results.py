@@ -49,7 +49,9 @@ class Scores(PerToken, WithExperts):
     plan: Plan
     events: tuple[str, ...]
     router_loss: float | None = None
-    """Of `router=`, with its coefficients; None where there was none, and on several ranks."""
+    """Of `router=`, with its coefficients; None where there was none."""
+    own_router_loss: float | None = None
+    """The part of it that is of this rank's rollouts: those of all ranks add up to it."""
     experts: ExpertCounts | None = None
     routes: ReplayedRoutes | None = None
     """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""

@@ -29,19 +29,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("grpo", {"max_steps": 2}),
     "grpo, coupled": ("grpo", {"importance_sampling_level": "sequence"}),
     "grpo, checkpointed": ("grpo", {"gradient_checkpointing": True}),
+    "grpo, mixture": ("grpo", {"gradient_accumulation_steps": 1}),
     "dpo": ("dpo", {}),
     "dpo, bf16": ("dpo", {"bf16": True}),
 }
-OF_DDP = ("grpo", "dpo")
+OF_DDP = ("grpo", "grpo, mixture", "dpo")
 
 
 def trained(
-    kind: str, cls: type, own: dict[str, Any], folder: Path, sharded: bool, options: dict[str, Any]
+    name: str, cls: type, own: dict[str, Any], folder: Path, sharded: bool
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The whole gradients of the first step, and what was logged of it."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    trainer = setups.trainer(kind, cls, folder, own=own, **options)
+    kind, options = CASES[name]
+    routed = "mixture" in name
+    made = {"model": setups.mixture()} if routed else {}
+    trainer = setups.trainer(kind, cls, folder, made=made, own=own, **options)
+    assert trainer.aux_loss_enabled is routed
     assert trainer.accelerator.num_processes == 2
     assert bool(trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2) is sharded
     found, logs = setups.run(trainer)
@@ -56,20 +61,20 @@ def main(way: str, folder: Path) -> None:
         PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
         dist.init_process_group("gloo")
     results, expected = {}, {}
-    for name, (kind, options) in CASES.items():
+    for name, (kind, _) in CASES.items():
         if not sharded and name not in OF_DDP:
             continue
         sides = [(STOCK[kind], {}), (OURS[kind], {"forkpoint": ACROSS})]
         (stock, logged), (ours, log) = [
-            trained(kind, cls, own, folder / f"{name} {cls.__module__}", sharded, options)
+            trained(name, cls, own, folder / f"{name} {cls.__module__}", sharded)
             for cls, own in sides
         ]
-        expected.setdefault(kind, stock)
+        exact = expected.setdefault(name.removesuffix(", bf16"), stock)
         names = [k for k, v in logged.items() if isinstance(v, float) and "time" not in k]
         results[name] = {
             "apart": setups.apart(ours, stock),
-            "ours": setups.apart(ours, expected[kind]),
-            "stock": setups.apart(stock, expected[kind]),
+            "ours": setups.apart(ours, exact),
+            "stock": setups.apart(stock, exact),
             "metrics": max(abs(log[k] - logged[k]) / max(1.0, abs(logged[k])) for k in names),
             "computed": log["forkpoint/computed_tokens"],
             "given": log["forkpoint/given_tokens"],

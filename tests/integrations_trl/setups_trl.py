@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from heads_trl import give_trl_a_head
 from tokenizers import Tokenizer
@@ -136,6 +137,8 @@ def trainer(
         kwargs |= {"ref_model": _near(made_model)}
     elif options.get("beta", 0.0 if kind == "grpo" else 1.0) and peft is None:
         _near(made_model).save_pretrained(folder / "reference")
+        if dist.is_initialized():
+            dist.barrier()  # of several ranks the first one saves
         made_model.config._name_or_path = str(folder / "reference")
     torch.manual_seed(0)
     return cls(model=made_model, args=args, processing_class=tokenizer(), **kwargs, **(own or {}))

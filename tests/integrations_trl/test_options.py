@@ -46,7 +46,6 @@ def test_every_option_is_listed_once() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "value", "remedy"),
     [
-        ("grpo", "cast_lm_head_to_fp32", True, "load the model in float32"),
         ("dpo", "activation_offloading", True, "activations='offload'"),
         ("dpo", "auto_find_batch_size", True, "memory_budget"),
         ("grpo", "neftune_noise_alpha", 1.0, "leave it out"),
@@ -70,8 +69,15 @@ def test_refused(kind: str, name: str, value: Any, remedy: str, tmp_path: Path) 
 
 
 def test_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="cast_lm_head_to_fp32=True"):
-        setups.trainer("grpo", OURS["grpo"], tmp_path, cast_lm_head_to_fp32=True)
+    with pytest.raises(UnsupportedError, match="neftune_noise_alpha=1"):
+        setups.trainer("grpo", OURS["grpo"], tmp_path, neftune_noise_alpha=1.0)
+
+
+def test_a_wide_head_that_is_sharded_is_refused(tmp_path: Path) -> None:
+    trainer = setups.trainer("grpo", OURS["grpo"], tmp_path, cast_lm_head_to_fp32=True)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(UnsupportedError, match=r"cast_lm_head_to_fp32=True.*or use DDP"):
+        check_options(trainer)
 
 
 def test_deepspeed_is_refused(tmp_path: Path) -> None:
@@ -79,15 +85,6 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
     trainer.is_deepspeed_enabled = True
     with pytest.raises(UnsupportedError, match=r"deepspeed=.*FSDP version 2"):
         check_options(trainer)
-
-
-def test_router_losses_of_several_ranks_are_refused(tmp_path: Path) -> None:
-    trainer = setups.trainer("grpo", OURS["grpo"], tmp_path, made={"model": setups.mixture()})
-    vars(trainer)["accelerator"] = SimpleNamespace(num_processes=2)
-    with pytest.raises(UnsupportedError, match=r"router_aux_loss_coef=None.*averaged over ranks"):
-        check_options(trainer)
-    trainer.aux_loss_enabled = False
-    check_options(trainer)
 
 
 def test_router_losses_of_routers_that_are_not_seen_are_refused(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ accelerate shards nothing on CPUs, so that the tests shard the model themselves,
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import setups_trl as setups
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from cases_trl import ACROSS, OURS, STOCK
+from cases_trl import ACROSS, OURS, STOCK, TIMES
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -30,27 +29,35 @@ def _shard(trainer: Any) -> None:
     trainer.accelerator.prepare_model = lambda model, **_: model
 
 
-def _work(kind: str, sharded: bool, options: dict[str, Any]) -> tuple[float, float, list[Any]]:
+def _work(
+    kind: str, sharded: bool, options: dict[str, Any], made: dict[str, Any], folder: Path
+) -> tuple[float, float, list[Any]]:
     """The differences of gradients and of metrics, and the tokens that were run."""
     rank = str(dist.get_rank())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     gradients, logs = [], []
-    for cls, own in ((STOCK[kind], {}), (OURS[kind], {"forkpoint": ACROSS})):
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = setups.trainer(kind, cls, Path(folder), own=own, **options)
-            if sharded:
-                _shard(trainer)
-            found, log = setups.run(trainer)
+    for name, cls, own in (("stock", STOCK, {}), ("ours", OURS, {"forkpoint": ACROSS})):
+        trainer = setups.trainer(kind, cls[kind], folder / name, made=made, own=own, **options)
+        assert trainer.aux_loss_enabled is ("model" in made)
+        if sharded:
+            _shard(trainer)
+        found, log = setups.run(trainer)
         gradients.append(
             {k: g.full_tensor() if isinstance(g, DTensor) else g for k, g in found.items()}
         )
-        logs.append(log[0])
+        logs.append(log)
     assert trainer.accelerator.num_processes == 2
-    names = [k for k, v in logs[0].items() if isinstance(v, float) and "time" not in k]
-    metrics = max(abs(logs[1][k] - logs[0][k]) / max(1.0, abs(logs[0][k])) for k in names)
-    tokens = [logs[1][f"forkpoint/{kind}_tokens"] for kind in ("computed", "given")]
+    assert ("aux_loss" in logs[1][0]) is ("model" in made)
+    assert any("eval_aux_loss" in log for log in logs[1]) is ("eval_dataset" in made)
+    metrics = max(
+        abs(ours[name] - value) / max(1.0, abs(value))
+        for stock, ours in zip(*logs, strict=True)
+        for name, value in stock.items()
+        if isinstance(value, float) and not any(part in name for part in TIMES)
+    )
+    tokens = [logs[1][0][f"forkpoint/{kind}_tokens"] for kind in ("computed", "given")]
     return setups.apart(*gradients), metrics, tokens
 
 
@@ -60,13 +67,43 @@ def _work(kind: str, sharded: bool, options: dict[str, Any]) -> tuple[float, flo
         ("grpo", False, {}),
         ("grpo", False, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
         ("grpo", False, {"loss_type": "grpo", "beta": 0.0, "entropy_coef": 0.1, "bf16": False}),
+        ("grpo", False, {"cast_lm_head_to_fp32": True, "beta": 0.1}),
         ("dpo", False, {}),
         ("dpo", True, {}),
         ("dpo", True, {"gradient_checkpointing": True, "use_weighting": True}),
     ],
 )
-def test_two_ranks(kind: str, sharded: bool, options: dict[str, Any]) -> None:
-    found = run_ranks(2, _work, kind, sharded, options, limit_s=120.0)
+def test_two_ranks(kind: str, sharded: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    _check(run_ranks(2, _work, kind, sharded, options, {}, tmp_path, limit_s=120.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharded", "options"),
+    [
+        ("grpo", False, {"max_steps": 2}),
+        ("grpo", False, {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
+        ("grpo", True, {"gradient_accumulation_steps": 3, "steps_per_generation": 2}),
+        ("grpo", True, {"gradient_accumulation_steps": 1, "router_aux_loss_coef": 3.0}),
+        ("rloo", False, {"beta": 0.1}),
+        ("dpo", False, {"gradient_accumulation_steps": 3}),
+        ("dpo", True, {"max_steps": 2, "use_weighting": True}),
+    ],
+)
+def test_router_losses(kind: str, sharded: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    """Each rank adds those of its own micro-batches, and gradients are averaged."""
+    made = {"model": setups.mixture()}
+    _check(run_ranks(2, _work, kind, sharded, options, made, tmp_path, limit_s=120.0))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_router_losses_in_evaluation(sharded: bool, tmp_path: Path) -> None:
+    """Of the last rows one alone is new: one rank's loss counts, and the other's does not."""
+    made = {"model": setups.mixture(), "eval_dataset": setups.pairs(9)}
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+    _check(run_ranks(2, _work, "dpo", sharded, options, made, tmp_path, limit_s=120.0))
+
+
+def _check(found: list[tuple[float, float, list[Any]]]) -> None:
     for gradients, metrics, (computed, given) in found:
         assert gradients < 2e-6
         assert metrics < 1e-5

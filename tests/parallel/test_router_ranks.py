@@ -1,5 +1,6 @@
 """Router losses and counts of experts on two ranks, beside one process with all rollouts."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,13 +108,16 @@ def compared(case: Routed) -> dict[str, Any]:
                 counts = scores.rollout_expert_counts
         stats: Any = policy.forward_backward(batch, case.loss, router=own, router_counts=counts)
         found = gradients(model)
+        scored = policy.score(batch, router=own)
         every = RolloutBatch([r for part in case.rollouts for r in part])
         alone = forkpoint.wrap(other, case.config)
+        value = alone.score(every, router=whole).router_loss
         wanted: Any = alone.forward_backward(every, case.loss, router=whole)
     expected = gradients(other)
     gates = [n for n in names if n.endswith("gate.weight")]
     assert len(gates) == 3 and stats.router_loss and wanted.router_loss
     assert stats.rollout_expert_counts is not None and wanted.rollout_expert_counts is not None
+    assert scored.router_loss and scored.own_router_loss is not None and value
     begin = sum(len(part) for part in case.rollouts[:rank])
     here = wanted.rollout_expert_counts[begin : begin + len(batch)]
     return {
@@ -121,6 +125,9 @@ def compared(case: Routed) -> dict[str, Any]:
         "routers": distance({n: found[n] for n in gates}, {n: expected[n] for n in gates}, gates),
         "loss": abs(stats.loss - wanted.loss),
         "router loss": abs(stats.router_loss - wanted.router_loss),
+        "scored": abs(scored.router_loss - value),
+        "own": scored.own_router_loss,
+        "of all": scored.router_loss,
         "counts": torch.equal(stats.expert_counts, wanted.expert_counts),
         "computed": int(stats.computed_expert_counts.sum()),
         "own counts": torch.equal(stats.rollout_expert_counts, here),
@@ -129,7 +136,7 @@ def compared(case: Routed) -> dict[str, Any]:
 
 
 def faults(found: list[dict[str, Any]]) -> list[str]:
-    errors = ("error", "routers", "loss", "router loss")
+    errors = ("error", "routers", "loss", "router loss", "scored")
     wrong = [
         f"{n} of rank {rank} off by {each[n]:.1e}"
         for rank, each in enumerate(found)
@@ -179,6 +186,9 @@ def test_router_losses_are_those_of_one_process(name: str) -> None:
     if case.given and not isinstance(case.loss, GSPO):
         assert not any(each["passes"] for each in found)
     assert found[0]["computed"] == found[1]["computed"]
+    owns, total = [each["own"] for each in found], found[0]["of all"]
+    assert math.isclose(sum(owns), total, rel_tol=1e-12) and found[1]["of all"] == total
+    assert all((own > 0) is bool(part) for own, part in zip(owns, case.rollouts, strict=True))
 
 
 def test_counts_of_one_rank_alone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,11 +160,14 @@ class Routing:
         total_PE = torch.stack([each["counts"] for each in found]).sum(0)
         self._summed_PE = total_PE.to(self._device)
 
-    def ending(self) -> RouterEnd:
-        """This rank's part of what all ranks have come to."""
+    def ending(self, value: float | None = None) -> RouterEnd:
+        """This rank's part of what all ranks have come to.
+
+        `value`: its part of the loss, where no backward has added that up.
+        """
         counts = self.counts()
         logical_LE, computed_LE = counts.logical_LE.cpu(), counts.computed_LE.cpu()
-        return RouterEnd(float(self.loss), logical_LE, computed_LE)
+        return RouterEnd(float(self.loss) if value is None else value, logical_LE, computed_LE)
 
     # Around a forward
     # ------------------------------------------------------------

@@ -29,6 +29,11 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 FUSED_HEAD = ("trl.trainer.utils", "add_fused_lm_head.<locals>._fused_forward")
 """Where TRL defines the forward that it sets on a model: it computes log-probs where it is asked
 to, and is otherwise the one that was there."""
+FLOAT32_HEAD = (
+    "trl.trainer.grpo_trainer",
+    "GRPOTrainer.__init__.<locals>._cast_lm_head_to_fp32.<locals>.cast_forward_to_fp32",
+)
+"""Where TRL defines the forward of a head whose product is in float32, outside of autocast."""
 DYNAMO = "torch._dynamo.eval_frame"
 
 
@@ -42,6 +47,8 @@ class SetForward:
     """Outermost first: torch.autocast objects, and accelerate's converters to float32."""
     removable: bool
     """Whether there is compiled code, a hook of accelerate or TRL's fused head around it."""
+    in_float32: bool = False
+    """Whether it is a head's, and computes its product in float32."""
 
     @property
     def autocasts(self) -> tuple[torch.autocast, ...]:
@@ -84,6 +91,11 @@ def set_forward(module: nn.Module) -> SetForward | None:
         elif _is_compiled(function):
             removable = True
             forward = function._torchdynamo_orig_callable
+        elif not kept and _is(function, *FLOAT32_HEAD):
+            if closed_over(function)["lm_head"] is not module:
+                return None
+            own = types.MethodType(type(module).forward, module)
+            return SetForward(own, (), False, in_float32=True)
         elif bound and _is(function, *FUSED_HEAD):
             removable = True
             forward = closed_over(function)["original_forward"]
@@ -98,6 +110,12 @@ def set_forward(module: nn.Module) -> SetForward | None:
         if bound and isinstance(forward, types.FunctionType):
             forward = types.MethodType(forward, module)
     return None
+
+
+def in_float32(head: nn.Module) -> bool:
+    """Whether TRL has set a forward on a head that computes its product in float32."""
+    known = set_forward(head)
+    return known is not None and known.in_float32
 
 
 def has_accelerate_hook(module: nn.Module) -> bool:

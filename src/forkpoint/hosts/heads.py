@@ -1,5 +1,6 @@
 """Heads over a decoder's last hidden states: log-probs of labels, or a critic's values."""
 
+from contextlib import nullcontext
 from typing import Protocol, cast
 
 import torch
@@ -10,6 +11,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.arguments import CallContext
+from forkpoint.hosts.coverings import in_float32
 from forkpoint.hosts.families import Family
 from forkpoint.hosts.local_heads import check_local_head, local_head
 from forkpoint.hosts.parallel_forwards import parallel_forward
@@ -50,6 +52,8 @@ class LogprobHead:
         self.family: Family = family
         self._called: bool = False
         """Whether the module's own call computes log-probs."""
+        self._in_float32: bool = False
+        """Where it does, whether its product is in float32."""
 
     def check(self) -> None:
         head = refusals.plain_head(self.causal)
@@ -60,6 +64,7 @@ class LogprobHead:
         return refusals.plain_head(self.causal).out_features
 
     def enter(self, changes: Changes) -> None:
+        changes.set(vars(self), "_in_float32", in_float32(refusals.plain_head(self.causal)))
         changes.set(vars(self), "_called", True)
         changes.replace_forward(refusals.plain_head(self.causal), self._logprobs)
 
@@ -71,19 +76,27 @@ class LogprobHead:
     def _logprobs(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         head, inputs = refusals.plain_head(self.causal), context.inputs
         weight, bias, shard = local_head(head)
-        return token_outputs(
-            hidden_nC,
-            weight,
-            inputs.head_labels,
-            bias_V=bias,
-            shard=shard,
-            temperature_T=inputs.head_temperatures,
-            entropy=context.entropy,
-            chunk_tokens=context.kernels.head_chunk_tokens,
-            keep_logits=inputs.microbatch.keeps_logits,
-            statistics=context.kernels.head_statistics,
-            **self.family.head_options(self.causal),
-        )
+        around, keeps = nullcontext(), inputs.microbatch.keeps_logits
+        if self._in_float32 if self._called else in_float32(head):
+            around = torch.autocast(hidden_nC.device.type, enabled=False)
+            # Plans count logits in the model's dtype: wider ones are computed again.
+            keeps = keeps and hidden_nC.dtype == torch.float32
+            hidden_nC, weight = hidden_nC.float(), weight.float()
+            bias = None if bias is None else bias.float()
+        with around:
+            return token_outputs(
+                hidden_nC,
+                weight,
+                inputs.head_labels,
+                bias_V=bias,
+                shard=shard,
+                temperature_T=inputs.head_temperatures,
+                entropy=context.entropy,
+                chunk_tokens=context.kernels.head_chunk_tokens,
+                keep_logits=keeps,
+                statistics=context.kernels.head_statistics,
+                **self.family.head_options(self.causal),
+            )
 
 
 class ValueHead:

@@ -45,6 +45,11 @@ KNOWN = (
         "transformers.utils.output_capturing",
         "install_output_capuring_hook.<locals>.output_capturing_hook",
     ),
+    # It gives embeddings in the model's dtype where TRL has made their weights float32.
+    (
+        "trl.trainer.grpo_trainer",
+        "GRPOTrainer.__init__.<locals>._cast_lm_head_to_fp32.<locals>.cast_outputs_to_original_dtype",
+    ),
     # They gather and free parameters.
     ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._pre_forward"),
     ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._post_forward"),

@@ -20,10 +20,10 @@ MATCHED = _split(
     "beta delta entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target "
     "epsilon epsilon_high importance_sampling_level loss_type mask_truncated_completions "
     "multi_objective_aggregation normalize_advantages num_iterations off_policy_mask_threshold "
-    "reward_clip_range reward_weights sapo_temperature_neg sapo_temperature_pos scale_rewards "
-    "steps_per_generation temperature top_entropy_quantile use_adaptive_entropy "
-    "use_bias_correction_kl vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos "
-    "vllm_importance_sampling_cap vllm_importance_sampling_clip_max "
+    "reward_clip_range reward_weights router_aux_loss_coef sapo_temperature_neg "
+    "sapo_temperature_pos scale_rewards steps_per_generation temperature top_entropy_quantile "
+    "use_adaptive_entropy use_bias_correction_kl vespo_k_neg vespo_k_pos vespo_lambda_neg "
+    "vespo_lambda_pos vllm_importance_sampling_cap vllm_importance_sampling_clip_max "
     "vllm_importance_sampling_clip_min vllm_importance_sampling_correction "
     "vllm_importance_sampling_mode "
     # losses of DPO
@@ -132,10 +132,10 @@ REFUSED: dict[str, Refused] = {
         _set("auto_find_batch_size"),
     ),
     "cast_lm_head_to_fp32": Refused(
-        "True",
-        "the head's product is in the model's dtype, its softmax in float32: leave it out, or load "
-        "the model in float32.",
-        _set("cast_lm_head_to_fp32"),
+        "True, with FSDP",
+        "a sharded head that is wider than its model has not been shown exact: leave it out, or "
+        "use DDP.",
+        lambda trainer: _set("cast_lm_head_to_fp32")(trainer) and trainer.is_fsdp_enabled,
     ),
     "ddp_static_graph": Refused(
         "True",
@@ -174,15 +174,6 @@ REFUSED: dict[str, Refused] = {
         "True", "rows are packed by forkpoint: set padding_free=False.", _set("padding_free")
     ),
     "parallelism_config": Refused("a configuration", _PARALLEL, _set("parallelism_config")),
-    "router_aux_loss_coef": Refused(
-        "not 0 (a mixture's own by default), on several ranks",
-        "gradients of TRL's losses are averaged over ranks, and router losses here are of all "
-        "ranks' rollouts: train in one process, or set router_aux_loss_coef=0.0.",
-        lambda trainer: (
-            bool(getattr(trainer, "aux_loss_enabled", False))
-            and trainer.accelerator.num_processes > 1
-        ),
-    ),
     "torch_compile": Refused("True", _COMPILED, _set("torch_compile")),
     "torch_compile_backend": Refused("a name", _COMPILED, _set("torch_compile_backend")),
     "torch_compile_mode": Refused("a name", _COMPILED, _set("torch_compile_mode")),

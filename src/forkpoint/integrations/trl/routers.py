@@ -4,6 +4,9 @@ TRL takes one statistic over the rows of each micro-batch, all of their tokens, 
 its loss with a factor. The losses of a window are a sum of such terms, so that forkpoint computes
 their mean over the micro-batches, and gives it to TRL's code as the loss of every one of them: the
 window's loss, its gradient and the mean that is logged are the same.
+
+Gradients of several ranks' losses are averaged over the ranks, each of which has as many
+micro-batches, so that there the mean is over the micro-batches of all ranks.
 """
 
 from collections.abc import Callable, Mapping

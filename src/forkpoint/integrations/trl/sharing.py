@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from forkpoint.config import HEAD_STATISTICS, Config
 from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.trl.counts import Counts
-from forkpoint.integrations.trl.routers import factor_of, router_loss
+from forkpoint.integrations.trl.ranks import additive, in_two_halves, ranks_of
+from forkpoint.integrations.trl.routers import check_routers, factor_of, router_loss
 from forkpoint.integrations.trl.rows import PackedRows, Rows
 from forkpoint.integrations.trl.stand_ins import Answer, HeadAnswer, Recorded, Recorder, Scorer
 from forkpoint.integrations.trl.terms import TokenTerms, streams
 from forkpoint.integrations.trl.undo import LossState
-from forkpoint.losses.base import FunctionLoss, LossBatch, LossOutputs
+from forkpoint.losses.base import FunctionLoss, Loss, LossBatch, LossOutputs
 from forkpoint.plan import Plan
-from forkpoint.policy import Policy, StepStats
+from forkpoint.policy import Policy
 from forkpoint.wrapping import wrap
 
 _log = logging.getLogger("forkpoint")
@@ -137,29 +138,32 @@ class Sharing:
         if routed:
             # TRL's loss is linear in those of routers: the step adds them, and TRL's code is given
             # their mean when it is known.
+            check_routers(self.trainer, policy)
             factor = factor_of(losses, packed, ("logprobs", "entropies", *self._statistics))
             router = router_loss(packed, factor)
         terms = self._terms(window, packed, losses, state)
-        if terms is None and policy.host.group is not None:
-            stats, value = _in_two_halves(policy, packed, losses, scale)
+        values: list[Tensor] = []
+        on_ranks = policy.host.group is not None
+        if terms is None and on_ranks:
+            stats, value = in_two_halves(policy, packed, losses, scale, router)
+            values.append(value)
         else:
-            values: list[Tensor] = []
 
             def whole(outputs: LossOutputs, batch: LossBatch) -> Tensor:
                 values.append(losses(outputs.per_token))
                 return values[-1]
 
-            loss = (
-                _additive(terms) if terms is not None else FunctionLoss(whole, needs_entropy=True)
-            )
+            loss: Loss = FunctionLoss(whole, needs_entropy=True)
+            if terms is not None:
+                loss = additive(policy, terms, router)
             stats = policy.forward_backward(packed.batch, loss, scale=scale, router=router)
-            mean = None
-            if factor is not None and stats.router_loss is not None:
-                mean = torch.tensor(stats.router_loss / factor, device=device)
-            if terms is not None or routed:
-                with torch.no_grad():
-                    values.append(losses(stats.per_token, mean))
-            value = values[-1]
+        mean = None
+        if factor is not None and stats.router_loss is not None:
+            mean = torch.tensor(stats.router_loss / factor, device=device)
+        if terms is not None or routed:
+            with torch.no_grad():
+                values.append(losses(stats.per_token, mean))
+        value = values[-1]
         self.last_plan = stats.plan
         self.counts.add(stats.plan, len(packed.batch), (time.perf_counter() - begin) * 1e3)
         return value.detach().clone()
@@ -278,38 +282,10 @@ class Sharing:
             router = router_loss(packed, 1.0) if rows.routed else None
             found = policy.score(packed.batch, entropy=entropy, router=router)
             routers = None
-            if found.router_loss is not None:
-                routers = torch.tensor(found.router_loss, device=packed.cells.device)
+            if found.own_router_loss is not None:
+                # This rank's part of the mean over ranks, which have one call each.
+                own = found.own_router_loss * ranks_of(policy)
+                routers = torch.tensor(own, device=packed.cells.device)
             return self._answers(packed, found.per_token, routers)[0]
 
         return Scorer(model, score)
-
-
-def _additive(function: Callable[[LossOutputs, LossBatch], Tensor]) -> FunctionLoss:
-    return FunctionLoss(function, decomposition="token", needs_entropy=True)
-
-
-def _in_two_halves(
-    policy: Policy,
-    packed: PackedRows,
-    losses: Callable[[Mapping[str, Tensor]], Tensor],
-    scale: float,
-) -> tuple[StepStats, Tensor]:
-    """A step whose loss is computed between scores and backwards, outside of both.
-
-    TRL's metrics are collective. On several ranks each calls them here, at the same place, and not
-    where its own plan happens to have its loss.
-    """
-    scored = dict(policy.score(packed.batch, entropy=True).per_token)
-    leaves = [scored[name].requires_grad_() for name in ("logprobs", "entropies")]
-    with torch.enable_grad():
-        value = losses(scored)
-        weights = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
-
-    def weighted(outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        at_T = batch.token_index
-        found = (outputs.logprobs, outputs.per_token["entropies"])
-        parts = [(w[at_T] * x_T).sum() for w, x_T in zip(weights, found, strict=True)]
-        return torch.stack(parts).sum()
-
-    return policy.forward_backward(packed.batch, _additive(weighted), scale=scale), value
