@@ -297,7 +297,7 @@ class OnSplitRanks(OnRanks):
     def __init__(self, group: ModelParallel, model: nn.Module, *, mean: bool) -> None:
         super().__init__(group, mean=mean)
         self.whole = False
-        self.parts = TensorParts(model, group.splits)
+        self.parts: TensorParts = TensorParts(model, group.splits)
         batches, ranks = group.ranks.batches, group.ranks
         self._copy = [n for n, batch in enumerate(batches) if batch == batches[ranks.index]]
         """Indices of the ranks that hold this rank's copy."""
