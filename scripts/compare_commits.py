@@ -47,7 +47,7 @@ class Change:
     commit: str
     """The first that has it."""
     texts: tuple[str, ...]
-    """What the names of its cases all have."""
+    """Parts that the names of its cases all have."""
     why: str
 
 

@@ -71,6 +71,13 @@ OPTIONS = (
         remedy="Pass what the ranks' Config has, or leave it out.",
     ),
     option_kind(
+        "A way to split groups that there is not",
+        lambda: forkpoint.place(forked_batch(), ranks=2, model=None, split="exchange"),  # pyright: ignore[reportArgumentType]
+        message="split is 'exchange'; it takes 'auto' or 'replicate'.",
+        means="A placement may count on prompts that are exchanged, or may not.",
+        remedy="Pass 'auto' where the ranks' Config(split=) is not 'replicate'.",
+    ),
+    option_kind(
         "A coefficient of a router loss without its scope",
         argv=(*REPLAY, "--router-z-loss-coef", "0.1"),
         message="router_z_loss_coef is 0.1, and router_loss is 'none'. Add --router-loss batch or "

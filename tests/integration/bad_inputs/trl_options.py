@@ -66,16 +66,6 @@ TRL = (
         remedy="Do as the message says, or use TRL's own trainer.",
     ),
     Kind(
-        name="Router losses in TRL on several ranks",
-        error=UnsupportedError,
-        call=checked(aux_loss_enabled=True),
-        message="GRPOConfig has router_aux_loss_coef=None, which forkpoint's GRPOTrainer does not "
-        "take: gradients of TRL's losses are averaged over ranks, and router losses here are of "
-        "all ranks' rollouts: train in one process, or set router_aux_loss_coef=0.0.",
-        means="With None TRL takes the coefficient of the model's configuration.",
-        remedy="Train in one process, or without the loss.",
-    ),
-    Kind(
         name="Images in TRL",
         error=UnsupportedError,
         call=checked(_is_vlm=True),
