@@ -53,7 +53,7 @@ check: $(ready)  ## lint, formatting, types, and every example of the documentat
 	@$(bin)/pyright
 	@found=$$(PATH="$(CURDIR)/$(bin):$$PATH" pyright --verifytypes forkpoint --ignoreexternal) || \
 	  { echo "$$found" | grep -A 2 'error:\|completeness'; exit 1; }
-	@$(pytest) -q tests/unit/test_docs.py tests/unit/test_house.py
+	@$(pytest) -q tests/unit/test_docs.py tests/unit/test_house.py -n $(WORKERS) --dist worksteal
 
 format: $(ready)  ## rewrite files as `make check` wants them
 	@$(bin)/ruff check --fix .

@@ -140,7 +140,7 @@ def dense_ms(
 ) -> float:
     """Milliseconds of a dense step of a whole batch, by those of two samples of it.
 
-    What comes once a step, such as reducing gradients, is in both samples and is not scaled.
+    Work that comes once a step, such as reducing gradients, is in both samples and is not scaled.
 
     Args:
         run: times a step of some of the rollouts.
