@@ -86,7 +86,7 @@ HEADLINES: dict[str, tuple[str, str]] = {
     "256 each": ("trl", "qwen3-1.7b, 4 prompts of 6047 to 7722, 8 of 256 each, checkpointed, rag…"),
     "Qwen3.5-4B, checkpointed, fla: 9 responses of 64 tokens to 16,384": (
         "hybrid",
-        "P16384-R64-G9, eager, the planner's choice, all rollouts",
+        "P16384-R64-G9, the planner's choice, all rollouts",
     ),
 }
 # Of a file: what the baseline is called, how its metrics begin and ours, and the names of the time
