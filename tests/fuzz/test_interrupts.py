@@ -22,7 +22,7 @@ from interrupts import (
     of_control,
 )
 from torch.autograd.graph import saved_tensors_hooks as hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as checkpoints
 
 from forkpoint.engine import guard
 from forkpoint.engine.changes import Changes
@@ -139,6 +139,8 @@ def records_last(changes: Changes, attributes: dict, name: str, value: object) -
     changes.later(*undo)
 
 
+# The function that holds the generator; torch 2.15 has it apart.
+CHECKPOINT = getattr(checkpoints, "_checkpoint_impl", checkpoints.checkpoint)
 BUGS: dict[str, tuple[Any, str, Callable, str, Callable, int]] = {
     # What is replaced by what; in which case and function, and at which of the function's
     # bytecodes, interrupts arrive: one of so many.
@@ -149,7 +151,7 @@ BUGS: dict[str, tuple[Any, str, Callable, str, Callable, int]] = {
     "one level": (Step, "run", with_one_level, "failing", Step._put_back, 1),
     "a late record": (Changes, "set", records_last, "plain", records_last, 1),
     "a lost state": (ThreadState, "restore", does_nothing, "offload", hooks.__enter__, 1),
-    "a generator": (guard, "close_generators", does_nothing, "hooks", checkpoint, 7),
+    "a generator": (guard, "close_generators", does_nothing, "hooks", CHECKPOINT, 7),
 }
 
 

@@ -47,7 +47,9 @@ def test_json_is_one_line(
     file = [rollouts] if arguments[0] in ("plan", "verify") else []
     model = [config] if arguments[-1] == "--model" else []
     done = shell(*arguments, *model, *file, "--json")
-    assert done.code == 0 and done.err == ""
+    # torch's compiler says so, for a build for CUDA on a machine without.
+    said = [line for line in done.err.splitlines() if "No CUDA runtime is found" not in line]
+    assert done.code == 0 and not said
     assert done.out.count("\n") == 1 and done.out.endswith("}\n")
     assert json.loads(done.out) == done.result and done.result["command"] == arguments[0]
 

@@ -18,7 +18,13 @@ from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Distributed
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.sharded_weights import ShardedWeights, groups_of
+from forkpoint.hosts.fsdp_versions import (
+    end_backwards_themselves,
+    groups_of,
+    policies_of,
+    takes_any_gradient,
+)
+from forkpoint.hosts.sharded_weights import ShardedWeights
 from forkpoint.parallel.ranks import DataRanks, ranks_of_group, ranks_of_mesh
 
 REFUSED = {
@@ -102,7 +108,10 @@ class FullySharded:
         self.gather: Gather = "microbatch"
         self._weights = ShardedWeights(model, self.ranks)
         self.param_dtypes: frozenset[torch.dtype] = frozenset(
-            g.mp_policy.param_dtype for g in groups if g.mp_policy.param_dtype is not None
+            policy.param_dtype
+            for group in groups
+            for policy in policies_of(group)
+            if policy.param_dtype is not None
         )
         self._divisors = {_divisor(g, self.ranks.size) for g in groups}
 
@@ -156,6 +165,7 @@ class FullySharded:
     def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
         changes.later(self.model.set_requires_gradient_sync, True)
         changes.later(self.model.set_is_last_backward, True)
+        end_backwards_themselves(self.model, changes)
         for module in self._weights.modules():
             # Around the head it would round log-probs, where in ordinary training it meets logits
             # that are of this dtype already.
@@ -196,12 +206,18 @@ class FullySharded:
 
 
 def _check_group(group: Any) -> None:
-    policy = group.mp_policy
-    if policy.output_dtype not in (None, policy.param_dtype):
+    for policy in policies_of(group):
+        if policy.output_dtype not in (None, policy.param_dtype):
+            raise UnsupportedError(
+                f"MixedPrecisionPolicy has output_dtype={policy.output_dtype} and "
+                f"param_dtype={policy.param_dtype}, so that outputs are rounded that are computed "
+                "in another dtype. Leave output_dtype out, or give it that of param_dtype."
+            )
+    if any(takes_any_gradient(parameter) for parameter in group.fsdp_params):
         raise UnsupportedError(
-            f"MixedPrecisionPolicy has output_dtype={policy.output_dtype} and "
-            f"param_dtype={policy.param_dtype}, so that outputs are rounded that are computed in "
-            "another dtype. Leave output_dtype out, or give it that of param_dtype."
+            "a parameter has grad_dtype=None and the model is sharded by fully_shard without a "
+            "reduce_dtype, so that ranks may reduce in different dtypes. Give "
+            "MixedPrecisionPolicy(reduce_dtype=...)."
         )
     if isinstance(group.offload_policy, CPUOffloadPolicy):
         raise UnsupportedError(

@@ -1,19 +1,28 @@
 """Weights that fully_shard keeps in parts: whole for one step, prefetched, and forgotten.
 
 torch's public methods serve where they say enough. What has to be put back as it was, and what is
-left of a step that has failed, is read from its objects: there is no other way.
+left of a step that has failed, is read from its objects (`fsdp_versions`): there is no other way.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from forkpoint.engine.changes import Changes
+from forkpoint.hosts.fsdp_versions import (
+    compute_dtype,
+    drop_gradients,
+    gradient_dtype,
+    groups_of,
+    has_gradient,
+    reduce_gradients,
+    reset,
+    set_zeros,
+)
 from forkpoint.parallel.ranks import DataRanks
 
 AHEAD = 2
@@ -49,7 +58,7 @@ class ShardedWeights:
     def group_bytes(self) -> list[int]:
         """By group: bytes of its whole weights, in the dtype that forwards have them in."""
         return [
-            sum(_elements(p) * _dtype(p).itemsize for p in group.fsdp_params)
+            sum(_elements(p) * compute_dtype(p).itemsize for p in group.fsdp_params)
             for group in self.groups()
         ]
 
@@ -57,7 +66,9 @@ class ShardedWeights:
         """Bytes of the whole gradients that do not exist yet; until the reduction each rank has
         them."""
         return sum(
-            _elements(p) * _gradient_dtype(p).itemsize for p in self._trained() if not _has(p)
+            _elements(p) * gradient_dtype(p).itemsize
+            for p in self._trained()
+            if not has_gradient(p)
         )
 
     def whole(self) -> Iterator[nn.Parameter]:
@@ -101,28 +112,21 @@ class ShardedWeights:
         adds zeros.
         """
         trained = self._trained()
-        own = [_has(parameter) for parameter in trained]
+        own = [has_gradient(parameter) for parameter in trained]
         wanted = [any(column) for column in zip(*self.ranks.exchange(own), strict=True)]
         self.ranks.phase = "settled"
         for parameter, is_here, is_there in zip(trained, own, wanted, strict=True):
             if is_there and not is_here:
-                _set_zeros(parameter)
+                set_zeros(parameter)
         self.model.set_requires_gradient_sync(True)
         self.model.set_is_last_backward(True)
-        cast(Any, self.model)._get_fsdp_state()._root_post_backward_final_callback()
+        reduce_gradients(self.model)
 
     def forget(self) -> None:
         """Drop gradients that were not reduced and all that a failed pass has left, and shard."""
         for group in self.groups():
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if getattr(parameter, "_unsharded_param", None) is not None:
-                    parameter._unsharded_param.grad = None
-        reset = getattr(self.model, "reset_iter_state", None)  # torch 2.13 and later
-        if reset is not None:
-            reset()
-        else:
-            _reset(cast(Any, self.model)._get_fsdp_state(), self.modules())
+            drop_gradients(group)
+        reset(self.model, self.modules())
         self.gathered = False
         self.shard()
 
@@ -155,15 +159,6 @@ class ShardedWeights:
             _prefetch(next_, "_states_to_backward_prefetch", one, changes)
 
 
-def groups_of(module: Any) -> Iterable[Any]:
-    """The groups of parameters of one sharded module."""
-    state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 and later
-    if several is not None:
-        return several
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
 def _prefetch(module: FSDPModule, name: str, other: FSDPModule, changes: Changes) -> None:
     state = cast(Any, module)._get_fsdp_state()
     if getattr(state, name):
@@ -175,47 +170,5 @@ def _prefetch(module: FSDPModule, name: str, other: FSDPModule, changes: Changes
         module.set_modules_to_backward_prefetch([other])
 
 
-def _has(parameter: Any) -> bool:
-    """Whether backwards have left a gradient of this parameter that was not reduced."""
-    if parameter.unsharded_accumulated_grad is not None:
-        return True
-    whole = getattr(parameter, "_unsharded_param", None)
-    return whole is not None and whole.grad is not None
-
-
-def _set_zeros(parameter: Any) -> None:
-    zeros = torch.zeros_like(parameter._unsharded_param)
-    if parameter.reduce_dtype is None or parameter.reduce_dtype == zeros.dtype:
-        parameter._unsharded_param.grad = zeros
-    else:
-        parameter.unsharded_accumulated_grad = zeros.to(parameter.reduce_dtype)
-
-
 def _elements(parameter: Any) -> int:
     return int(parameter._orig_size.numel())
-
-
-def _dtype(parameter: Any) -> torch.dtype:
-    return parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
-
-
-def _gradient_dtype(parameter: Any) -> torch.dtype:
-    return parameter.mp_policy.reduce_dtype or _dtype(parameter)
-
-
-def _reset(root: Any, modules: list[Any]) -> None:
-    """Do as `reset_iter_state`, for torch before 2.13."""
-    context, common = root._state_ctx, root._comm_ctx
-    context.iter_forward_root = None
-    context.post_backward_final_callback_queued = False
-    common.all_gather_state = None
-    common.post_forward_order.clear()
-    if hasattr(common, "reduce_scatter_state"):
-        common.reduce_scatter_state = None
-    idle = type(root._training_state).IDLE
-    for module in modules:
-        module._get_fsdp_state()._training_state = idle
-        for group in groups_of(module):
-            group._training_state = idle
-            group._post_forward_indices.clear()
-            group._post_reduce_event = None

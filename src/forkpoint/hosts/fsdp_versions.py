@@ -1,0 +1,135 @@
+"""Objects of torch's fully_shard that have no public names, and that differ by version of torch.
+
+torch 2.11 to 2.14 keep gradients that were not reduced beside a parameter; from 2.15 on they are
+`.grad` of the whole parameter, in a dtype of their own, and a reset drops reduced gradients too.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from forkpoint.engine.changes import Changes
+
+
+def groups_of(module: Any) -> Iterable[Any]:
+    """The groups of parameters of one sharded module."""
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 and later
+    if several is not None:
+        return several
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def policies_of(group: Any) -> list[Any]:
+    """The MixedPrecisionPolicy of each parameter of a group, each policy once."""
+    return list(dict.fromkeys(parameter.mp_policy for parameter in group.fsdp_params))
+
+
+def compute_dtype(parameter: Any) -> torch.dtype:
+    """The dtype in which forwards have the whole parameter."""
+    return parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+
+
+def gradient_dtype(parameter: Any) -> torch.dtype:
+    """The dtype in which gradients of the whole parameter are added up before they are reduced."""
+    reduced = parameter.mp_policy.reduce_dtype
+    if reduced is not None:
+        return reduced
+    if not hasattr(parameter, "sharded_grad_dtype"):  # before torch 2.15
+        return compute_dtype(parameter)
+    return parameter.sharded_grad_dtype or parameter.sharded_param.dtype
+
+
+def takes_any_gradient(parameter: Any) -> bool:
+    """Whether gradients are added up in whatever dtype they come (`grad_dtype=None`)."""
+    of_leaf = getattr(parameter, "sharded_grad_dtype", parameter.sharded_param.dtype)
+    return of_leaf is None and parameter.mp_policy.reduce_dtype is None
+
+
+def has_gradient(parameter: Any) -> bool:
+    """Whether backwards have left a gradient of the whole parameter that was not reduced."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    if whole is not None and whole.grad is not None:
+        return True
+    return parameter.unsharded_accumulated_grad is not None
+
+
+def set_zeros(parameter: Any) -> None:
+    """Give the whole parameter a gradient of zeros that was not reduced."""
+    whole = parameter._unsharded_param
+    zeros = torch.zeros_like(whole, dtype=gradient_dtype(parameter))
+    if _keeps_beside(parameter) and zeros.dtype != whole.dtype:
+        parameter.unsharded_accumulated_grad = zeros
+    else:
+        whole.grad = zeros
+
+
+def drop_gradients(group: Any) -> None:
+    """Drop gradients of whole parameters that were not reduced."""
+    for parameter in group.fsdp_params:
+        if _keeps_beside(parameter):
+            parameter.unsharded_accumulated_grad = None
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is not None:
+            whole.grad = None
+
+
+def reset(root: Any, modules: list[Any]) -> None:
+    """Forget what a pass has left, gradients that were reduced excepted."""
+    public = getattr(root, "reset_iter_state", None)  # torch 2.13 and later
+    if public is None:
+        _reset(root._get_fsdp_state(), modules)
+        return
+    sharded = [
+        parameter.sharded_param
+        for module in modules
+        for group in groups_of(module)
+        for parameter in group.fsdp_params
+    ]
+    reduced = [parameter.grad for parameter in sharded]
+    public()
+    for parameter, grad in zip(sharded, reduced, strict=True):
+        if parameter.grad is not grad:  # torch 2.15 and later
+            parameter.grad = grad
+
+
+def reduce_gradients(root: Any) -> None:
+    """Reduce the gradients of all groups, as at the end of a last backward. Collective."""
+    state = root._get_fsdp_state()
+    context = state._state_ctx
+    # A rank without a backward has not chosen how backwards end (torch 2.15 and later).
+    if getattr(context, "manual_backward_finalization_active", False) is None:
+        context.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
+
+
+def end_backwards_themselves(root: Any, changes: Changes) -> None:
+    """Let last backwards reduce gradients although the user calls `finalize_backward`, until the
+    changes are undone (torch 2.15 and later)."""
+    context = root._get_fsdp_state()._state_ctx
+    if getattr(context, "manual_backward_finalization", False):
+        changes.set(vars(context), "manual_backward_finalization", False)
+
+
+def _keeps_beside(parameter: Any) -> bool:
+    """Whether gradients that were not reduced have an attribute of their own."""
+    return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
+
+
+def _reset(root: Any, modules: list[Any]) -> None:
+    """Do as `reset_iter_state`, for torch before 2.13."""
+    context, common = root._state_ctx, root._comm_ctx
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+    common.all_gather_state = None
+    common.post_forward_order.clear()
+    if hasattr(common, "reduce_scatter_state"):
+        common.reduce_scatter_state = None
+    idle = type(root._training_state).IDLE
+    for module in modules:
+        module._get_fsdp_state()._training_state = idle
+        for group in groups_of(module):
+            group._training_state = idle
+            group._post_forward_indices.clear()
+            group._post_reduce_event = None
