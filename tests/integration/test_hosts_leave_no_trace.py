@@ -22,7 +22,7 @@ from host_models import (
     quiet_peft,
     resized,
 )
-from steps import ACROSS, clear_gradients, gradients, model_state, step_error
+from steps import ACROSS, clear_gradients, gradients, model_state, small_model, step_error
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -30,7 +30,7 @@ from forkpoint import wrap
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.hosts.compiled import CompiledBlocks
-from forkpoint.testing import lifted_upcasts, tiny_model
+from forkpoint.testing import lifted_upcasts
 
 pytestmark = quiet_peft
 
@@ -54,7 +54,7 @@ def use(model: PreTrainedModel) -> list[torch.Tensor]:
 @pytest.mark.parametrize("adapted", [False, True])
 @families
 def test_a_wrapped_model_is_usable_as_before(family: str, adapted: bool) -> None:
-    model: Any = tiny_model(family, dtype=torch.float32)
+    model: Any = small_model(family, dtype=torch.float32)
     model = lora(model) if adapted else model
     wanted = use(model)
     state = model_state(model)
@@ -82,7 +82,7 @@ def test_a_wrapped_model_is_usable_as_before(family: str, adapted: bool) -> None
 
 @families
 def test_saving_copying_and_pickling(family: str, tmp_path: Path) -> None:
-    model = tiny_model(family, dtype=torch.float32)
+    model = small_model(family, dtype=torch.float32)
     policy = wrap(model, ACROSS)
     policy.forward_backward(BATCH, LOSS)
     clear_gradients(model)
@@ -99,7 +99,7 @@ def test_saving_copying_and_pickling(family: str, tmp_path: Path) -> None:
 
 
 def test_two_policies_on_one_model() -> None:
-    model = tiny_model("qwen3")
+    model = small_model("qwen3")
     first, second = wrap(model, ACROSS), wrap(model, TREE_IN_ROW)
     state = model_state(model)
     with lifted_upcasts(model):
@@ -117,7 +117,7 @@ def test_two_policies_on_one_model() -> None:
 
 def test_the_model_may_change_between_steps() -> None:
     """Nothing of it is remembered that a step depends on."""
-    model = tiny_model("llama", dtype=torch.float32)
+    model = small_model("llama", dtype=torch.float32)
     policy = wrap(model, ACROSS)
     assert step_error(model, BATCH, LOSS, policy=policy) < 2e-5
     model.double()
@@ -134,7 +134,7 @@ def test_the_model_may_change_between_steps() -> None:
 
 @pytest.mark.usefixtures("without_sample")
 def test_hooks_of_the_user_run_as_in_any_forward() -> None:
-    model = tiny_model("llama")
+    model = small_model("llama")
     calls = {name: count_calls(model.get_submodule(name)) for name in ("model", "model.layers.0")}
     whole = count_calls(model)
     stats = wrap(model, ACROSS).forward_backward(BATCH, LOSS)
