@@ -30,6 +30,8 @@ from forkpoint.testing import tiny_model
 from lanes import slow_besides
 
 KILLS = 10
+# Each replay would begin with the same sample of the same model.
+pytestmark = pytest.mark.usefixtures("without_sample")
 
 
 def run_and_die(folder: Path, call: str, count: int) -> None:
