@@ -5,6 +5,7 @@ Every step is compared with ordinary training of the same model, and leaves what
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torch import Tensor
 from forkpoint import Policy, wrap
 from forkpoint.losses.base import LossBatch, LossOutputs
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from lanes import slow_besides
 
 pytestmark = quiet_peft
 Change = Callable[[Any], Any]
@@ -191,10 +193,14 @@ def test_steps_are_exact_and_leave_it(change: Change, later: bool) -> None:
     assert model_state(changed) == state
 
 
-@every_change
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_it_is_put_back_after_an_exception(change: Change, error: type[BaseException]) -> None:
-    changed = change(small_model("llama"))
+ERRORS = (RuntimeError, KeyboardInterrupt)
+# Each change with one of the two; test_failures.py has both everywhere else.
+CAUGHT = [(name, ERRORS[n % 2]) for n, name in enumerate(CHANGES)]
+
+
+@pytest.mark.parametrize(("name", "error"), slow_besides(CAUGHT, product(CHANGES, ERRORS)))
+def test_it_is_put_back_after_an_exception(name: str, error: type[BaseException]) -> None:
+    changed = CHANGES[name](small_model("llama"))
     # What a sample leaves is seen where steps are exact.
     policy, state = wrap(changed, replace(ACROSS, self_check=False)), model_state(changed)
 
@@ -209,7 +215,10 @@ def test_it_is_put_back_after_an_exception(change: Change, error: type[BaseExcep
 
 @pytest.mark.parametrize(
     "change",
-    [prepare, autocast_forward, adapt_and_prepare, prepare_and_adapt],
+    slow_besides(
+        (prepare, prepare_and_adapt),
+        (prepare, autocast_forward, adapt_and_prepare, prepare_and_adapt),
+    ),
     ids=lambda c: c.__name__,
 )
 def test_mixed_precision_is_that_of_ordinary_training(change: Change) -> None:

@@ -5,6 +5,7 @@ import gc
 import pickle
 import types
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 from host_models import (
     BATCH,
+    FAMILIES,
     LOSS,
     TREE_IN_ROW,
     checkpointing,
     count_calls,
-    families,
     frozen_below,
     lora,
     quiet_peft,
@@ -31,6 +32,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.testing import lifted_upcasts
+from lanes import slow_besides
 
 pytestmark = quiet_peft
 
@@ -51,8 +53,10 @@ def use(model: PreTrainedModel) -> list[torch.Tensor]:
     return [logits, masked, written, loss.detach(), *grads]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-@families
+@pytest.mark.parametrize(
+    ("family", "adapted"),
+    slow_besides([("llama", False), ("qwen3", True)], product(FAMILIES, (False, True))),
+)
 def test_a_wrapped_model_is_usable_as_before(family: str, adapted: bool) -> None:
     model: Any = small_model(family, dtype=torch.float32)
     model = lora(model) if adapted else model
@@ -80,7 +84,7 @@ def test_a_wrapped_model_is_usable_as_before(family: str, adapted: bool) -> None
     check()
 
 
-@families
+@pytest.mark.parametrize("family", slow_besides(["qwen3"], FAMILIES))
 def test_saving_copying_and_pickling(family: str, tmp_path: Path) -> None:
     model = small_model(family, dtype=torch.float32)
     policy = wrap(model, ACROSS)

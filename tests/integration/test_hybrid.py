@@ -90,7 +90,7 @@ for _loss, _checkpointed, _sharing, _boundary, _layout, _limit in pairwise(
     )
 
 
-IN_CORE = (("grpo", True), ("gspo", False), ("dpo", True), ("coupled", False))
+IN_CORE = (("grpo", True), ("gspo", False), ("coupled", False))
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -229,7 +229,10 @@ def test_one_parameter_of_a_layer_learns(family: str, trained: str) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.0." in name and trained in name)
     with lifted_upcasts(model):
-        config = Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN)
+        # Samples compare no gradients, and each of these would be the same.
+        config = Config(
+            sharing="tree", boundary="across", max_microbatch_tokens=CHAIN, self_check=False
+        )
         wrap(model, config).forward_backward(expected.batch, LOSSES["grpo"])
     learns = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert learns

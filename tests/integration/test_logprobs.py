@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from forkpoint import Config, RolloutBatch, UnsupportedError, losses, wrap
 from forkpoint.testing import lifted_upcasts
+from lanes import slow_besides
 
 BATCH = forked_batch()
 MASK = torch.tensor(BATCH.loss_mask)
@@ -135,15 +136,23 @@ def apart(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -
     return (distance / total) ** 0.5
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_losses_by_hand(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+HALVES = [(loss, half) for loss in LOSSES for half in (0, 1)]
+"""Each loss with every second mode."""
+IN_CORE = [(loss, n % 2) for n, loss in enumerate(LOSSES)]
+"""Every loss, and every mode with every second loss."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "half"), slow_besides(IN_CORE, HALVES), ids=lambda x: getattr(x, "__name__", None)
+)
+def test_losses_by_hand(loss: Callable[[Tensor, Tensor], Tensor], half: int) -> None:
     model = small_model("qwen3")
     with lifted_upcasts(model):
         expected_loss = loss(*stock_values(model, BATCH))
         expected_loss.backward()
         expected = gradients(model)
         policy = wrap(model)
-        for config in MODES:
+        for config in MODES[half::2]:
             clear_gradients(model)
             lp, entropies = with_options(policy, config).logprobs(BATCH, entropy=True)
             value = loss(lp, entropies)

@@ -149,6 +149,7 @@ def test_an_untouched_bfloat16_model_passes(family: str, config: Config) -> None
     assert 0.5 < report.shared_error / report.dense_error < 1.1
 
 
+@pytest.mark.slow  # test_hosts_coverings.py verifies a tiny model under autocast
 def test_autocast_is_verified_in_its_own_precision() -> None:
     model = real_model("qwen3", torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
