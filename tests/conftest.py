@@ -63,12 +63,16 @@ def checked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Public operations are called with tensors of the shapes that their names say (shapes.py)."""
     import importlib
 
-    from shapes import OPERATIONS, holders, shapes_checked
+    from shapes import OPERATIONS, holders, our_modules, shapes_checked
 
-    for (module, name), documented in OPERATIONS.items():
-        function = getattr(importlib.import_module(module), name)
-        checked = shapes_checked(function, documented)
-        for holder in holders(name, function):
+    functions = {
+        (module, name): getattr(importlib.import_module(module), name)
+        for module, name in OPERATIONS
+    }
+    modules = our_modules()
+    for (module, name), function in functions.items():
+        checked = shapes_checked(function, OPERATIONS[module, name])
+        for holder in holders(name, function, modules):
             monkeypatch.setattr(holder, name, checked)
 
 

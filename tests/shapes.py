@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,20 @@ def _check(
             )
 
 
-def holders(name: str, function: object) -> Iterator[Any]:
-    """Modules of forkpoint and of the tests that hold the function under its name."""
-    for module in list(sys.modules.values()):
+def our_modules() -> list[Any]:
+    """Modules of forkpoint and of the tests that are loaded."""
+    # Every test that checks shapes asks, and thousands of modules of others are loaded.
+    return [module for name, module in list(sys.modules.items()) if _is_ours(name)]
+
+
+@functools.cache
+def _is_ours(name: str) -> bool:
+    file = getattr(sys.modules[name], "__file__", None) or ""
+    return name.partition(".")[0] == "forkpoint" or TESTS in Path(file).parents
+
+
+def holders(name: str, function: object, modules: Sequence[Any]) -> Iterator[Any]:
+    """Those of the modules that hold the function under its name."""
+    for module in modules:
         if vars(module).get(name) is function:
-            file = getattr(module, "__file__", None) or ""
-            if module.__name__.partition(".")[0] == "forkpoint" or TESTS in Path(file).parents:
-                yield module
+            yield module

@@ -3,6 +3,8 @@
 Most rollouts grow out of an earlier one, over a vocabulary so small that others meet by chance.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 
 import numpy as np
@@ -14,6 +16,20 @@ COMBINATIONS = tuple(
     product(("none", "group", "tree"), ("within", "mixed", "across"), ("packed", "padded"))
 )
 """Every (sharing, boundary, leaf_layout)."""
+
+
+@contextmanager
+def naming(config: object) -> Iterator[None]:
+    """An error within it says of which configuration it is.
+
+    Tests of every configuration draw a batch once for all of them, since drawing takes long.
+    """
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"of {config}")
+        raise
+
 
 KINDS = ("new", "fork", "fork", "longer", "shorter", "same")
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
 from forkpoint.losses.base import Loss, LossFunction, as_loss
-from forkpoint.testing import dense_run, lifted_upcasts
+from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 
 VOCAB = 61
 # Microbatches of trunks, then microbatches below them that read several parents; segments are cut
@@ -59,6 +59,15 @@ def forked_batch(*, seed: int = 0, vocab: int = VOCAB, stretch: int = 1) -> Roll
                 )
             )
     return RolloutBatch(rollouts)
+
+
+def small_model(family: str, **options: Any) -> PreTrainedModel:
+    """A tiny model of two layers, a first and a last one, for tests of what each layer does alike.
+
+    Tests of what is done between layers, of one layer or with those between the first and the last
+    have models of three or more.
+    """
+    return tiny_model(family, **{"num_hidden_layers": 2, **options})
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -120,11 +129,12 @@ def step_error(
     config: Config = ACROSS,
     *,
     policy: Policy | None = None,
+    kept: bool = False,
 ) -> float:
     """How far a step's gradients are from ordinary training's, relative to their norm.
 
     Also asserts the loss and every log-prob to a precision that follows from the dtype. A float64
-    model computes in float64 throughout.
+    model computes in float64 throughout. `kept` leaves the step's gradients in `.grad`.
     """
     policy = policy or wrap(model, config)
     double = next(model.parameters()).dtype == torch.float64
@@ -134,6 +144,9 @@ def step_error(
         found = gradients(model)
         clear_gradients(model)
         dense = dense_run(model, batch, as_loss(loss))
+    if kept:
+        for name, parameter in model.named_parameters():
+            parameter.grad = found[name]
     tolerance = 1e-10 if double else 1e-4
     assert stats.computed_tokens < stats.logical_tokens or config.sharing == "none"
     assert abs(stats.loss - dense.loss) < tolerance

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch
+from steps import with_options
 from yardstick import Variant, gradient_faults, label, measure, step_faults, truth, value_faults
 
 from forkpoint import Config, Plan, PlanError, wrap
@@ -100,10 +101,11 @@ def check_steps(variant: Variant, loss: str, configs: list[Config]) -> set[str]:
     model.model.layers[0].mlp.register_forward_pre_hook(Watching(count))
     faults, ways = [], set()
     with lifted_upcasts(model):
+        policy = wrap(model)
         for config in configs:
             model.zero_grad()
             forwards = 0
-            stats = wrap(model, config).forward_backward(expected.batch, LOSSES[loss])
+            stats = with_options(policy, config).forward_backward(expected.batch, LOSSES[loss])
             name = label(config, stats.plan)
             faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
             microbatches = len(stats.plan.microbatches)
@@ -147,8 +149,9 @@ def test_scores_are_those_of_a_dense_forward(variant: Variant) -> None:
     expected, model = truth(replace(variant, checkpointed=False), "grpo"), variant.build()
     faults = []
     with lifted_upcasts(model):
+        policy = wrap(model)
         for config in SCORED[variant]:
-            scores = wrap(model, config).score(expected.batch, entropy=True)
+            scores = with_options(policy, config).score(expected.batch, entropy=True)
             assert scores.entropies is not None
             name = label(config, scores.plan)
             for found, dense in (

@@ -13,7 +13,14 @@ from itertools import product
 import pytest
 import torch
 from scenarios import CHAIN, LOSSES, TIGHT
-from steps import ACROSS, clear_gradients, forked_batch, relative_distance, step_error
+from steps import (
+    ACROSS,
+    clear_gradients,
+    forked_batch,
+    relative_distance,
+    step_error,
+    with_options,
+)
 from steps import gradients as gradients_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -71,10 +78,11 @@ def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
     expected, model = truth(replace(variant, checkpointed=False), loss), variant.build()
     faults, moved = [], set()
     with lifted_upcasts(model):
+        policy = wrap(model)
         for config, activations, checkpointing in STEPS[variant, loss]:
             changed = replace(config, activations=activations, checkpointing=checkpointing)
             model.zero_grad()
-            stats = wrap(model, changed).forward_backward(expected.batch, LOSSES[loss])
+            stats = with_options(policy, changed).forward_backward(expected.batch, LOSSES[loss])
             name = f"{label(changed, stats.plan)}, {activations}, {checkpointing}"
             faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
             step = stats.plan.events()

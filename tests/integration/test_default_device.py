@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ACROSS, clear_gradients, forked_batch, gradients
+from steps import ACROSS, clear_gradients, forked_batch, gradients, small_model
 
 from forkpoint import Config, wrap
 from forkpoint.losses import GRPO, GSPO
-from forkpoint.testing import lifted_upcasts, tiny_model
+from forkpoint.testing import lifted_upcasts
 from hybrids import HYBRIDS, tiny_hybrid
 from lanes import slow_besides
 
@@ -41,7 +41,7 @@ KEPT += [("llama", "within"), ("llama", "padded"), ("llama", "offload")]
 @pytest.mark.parametrize(("family", "name"), slow_besides(KEPT, CASES))
 def test_a_step_is_the_same(family: str, name: str) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "gpt_oss" else {}
-    model = tiny_hybrid(family) if family in HYBRIDS else tiny_model(family, **experts)
+    model = tiny_hybrid(family) if family in HYBRIDS else small_model(family, **experts)
     # A sample of each family, and no more of other plans.
     config = replace(CONFIGS[name], self_check=name == "across")
     if experts:
@@ -61,7 +61,7 @@ def test_a_step_is_the_same(family: str, name: str) -> None:
 
 
 def test_verify_is_the_same() -> None:
-    model = tiny_model("llama")
+    model = small_model("llama")
     with torch.device("meta"):
         report = wrap(model, ACROSS).verify(BATCH, GRPO())
     assert report.passed

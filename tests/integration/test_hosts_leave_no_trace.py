@@ -5,6 +5,7 @@ import gc
 import pickle
 import types
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,17 @@ import pytest
 import torch
 from host_models import (
     BATCH,
+    FAMILIES,
     LOSS,
     TREE_IN_ROW,
     checkpointing,
     count_calls,
-    families,
     frozen_below,
     lora,
     quiet_peft,
     resized,
 )
-from steps import ACROSS, clear_gradients, gradients, model_state, step_error
+from steps import ACROSS, clear_gradients, gradients, model_state, small_model, step_error
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -30,7 +31,8 @@ from forkpoint import wrap
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.hosts.compiled import CompiledBlocks
-from forkpoint.testing import lifted_upcasts, tiny_model
+from forkpoint.testing import lifted_upcasts
+from lanes import slow_besides
 
 pytestmark = quiet_peft
 
@@ -51,10 +53,12 @@ def use(model: PreTrainedModel) -> list[torch.Tensor]:
     return [logits, masked, written, loss.detach(), *grads]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-@families
+@pytest.mark.parametrize(
+    ("family", "adapted"),
+    slow_besides([("llama", False), ("qwen3", True)], product(FAMILIES, (False, True))),
+)
 def test_a_wrapped_model_is_usable_as_before(family: str, adapted: bool) -> None:
-    model: Any = tiny_model(family, dtype=torch.float32)
+    model: Any = small_model(family, dtype=torch.float32)
     model = lora(model) if adapted else model
     wanted = use(model)
     state = model_state(model)
@@ -80,9 +84,9 @@ def test_a_wrapped_model_is_usable_as_before(family: str, adapted: bool) -> None
     check()
 
 
-@families
+@pytest.mark.parametrize("family", slow_besides(["qwen3"], FAMILIES))
 def test_saving_copying_and_pickling(family: str, tmp_path: Path) -> None:
-    model = tiny_model(family, dtype=torch.float32)
+    model = small_model(family, dtype=torch.float32)
     policy = wrap(model, ACROSS)
     policy.forward_backward(BATCH, LOSS)
     clear_gradients(model)
@@ -99,7 +103,7 @@ def test_saving_copying_and_pickling(family: str, tmp_path: Path) -> None:
 
 
 def test_two_policies_on_one_model() -> None:
-    model = tiny_model("qwen3")
+    model = small_model("qwen3")
     first, second = wrap(model, ACROSS), wrap(model, TREE_IN_ROW)
     state = model_state(model)
     with lifted_upcasts(model):
@@ -117,7 +121,7 @@ def test_two_policies_on_one_model() -> None:
 
 def test_the_model_may_change_between_steps() -> None:
     """Nothing of it is remembered that a step depends on."""
-    model = tiny_model("llama", dtype=torch.float32)
+    model = small_model("llama", dtype=torch.float32)
     policy = wrap(model, ACROSS)
     assert step_error(model, BATCH, LOSS, policy=policy) < 2e-5
     model.double()
@@ -134,7 +138,7 @@ def test_the_model_may_change_between_steps() -> None:
 
 @pytest.mark.usefixtures("without_sample")
 def test_hooks_of_the_user_run_as_in_any_forward() -> None:
-    model = tiny_model("llama")
+    model = small_model("llama")
     calls = {name: count_calls(model.get_submodule(name)) for name in ("model", "model.layers.0")}
     whole = count_calls(model)
     stats = wrap(model, ACROSS).forward_backward(BATCH, LOSS)

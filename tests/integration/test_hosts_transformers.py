@@ -7,6 +7,7 @@ below, errors are those of the precision.
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from forkpoint import Config, wrap
 from forkpoint.ops.attention import KERNELS, registry
 from forkpoint.ops.attention.kernel import Asked
 from forkpoint.testing import Watching, dense_run, lifted_upcasts, tiny_model
-from lanes import slow_besides_pairs
+from lanes import slow_besides, slow_besides_pairs
 from pairwise import id_of, pairwise
 
 pytestmark = quiet_peft
@@ -202,8 +203,10 @@ def test_autocast_casts_queries_keys_and_values_as_torchs_attention_does(
 
 
 @pytest.mark.usefixtures("without_sample")
-@pytest.mark.parametrize("adapted", [False, True])
-@families
+@pytest.mark.parametrize(
+    ("family", "adapted"),
+    slow_besides([("llama", True), ("qwen3", False)], product(FAMILIES, (False, True))),
+)
 def test_checkpointing_really_recomputes(family: str, adapted: bool) -> None:
     model = tiny_model(family)
     policed: nn.Module = lora(model) if adapted else model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import clear_gradients, relative_distance
+from steps import clear_gradients, relative_distance, small_model
 from steps import gradients as gradients_of
 from torch import nn
 from yardstick import Variant
@@ -24,7 +24,7 @@ from forkpoint.plan.align_programs import align
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.planner import make_plan
 from forkpoint.rollouts import Rollout, RolloutBatch
-from forkpoint.testing import lifted_upcasts, tiny_model
+from forkpoint.testing import lifted_upcasts
 from hybrids import HYBRIDS, tiny_hybrid
 from strategies import batches
 
@@ -52,7 +52,7 @@ ROPE = {
 def model(name: str) -> nn.Module:
     if name == "longrope":
         # phi3 reads where long factors begin from its configuration itself.
-        return tiny_model(
+        return small_model(
             "phi3",
             rope_parameters=ROPE,
             original_max_position_embeddings=29,
@@ -61,7 +61,7 @@ def model(name: str) -> nn.Module:
         )
     if name == "windows":
         return Variant("qwen3", window=7, sinks=True).build()
-    return tiny_hybrid(name) if name in HYBRIDS else tiny_model(name)
+    return tiny_hybrid(name) if name in HYBRIDS else small_model(name)
 
 
 @cache
@@ -95,6 +95,11 @@ def step(name: str, config: Config, **given: Any) -> tuple[dict[str, Any], Any]:
     return gradients_of(here), stats
 
 
+@cache
+def dense_step(name: str) -> tuple[dict[str, Any], Any]:
+    return step(name, WAYS["dense"])
+
+
 CASES = [
     *(("llama", way) for way in WAYS),
     ("windows", "across"),
@@ -110,7 +115,7 @@ CASES = [
 def test_padded_steps_are_those_without(
     name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, before = step(name, WAYS["dense"])
+    wanted, before = dense_step(name)
     monkeypatch.setattr(
         TransformersHost, "capabilities", property(lambda _: Capabilities(length_multiple=8))
     )

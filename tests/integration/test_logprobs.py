@@ -7,12 +7,13 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from steps import clear_gradients, forked_batch, gradients, with_options
+from steps import clear_gradients, forked_batch, gradients, small_model, with_options
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forkpoint import Config, RolloutBatch, UnsupportedError, losses, wrap
-from forkpoint.testing import lifted_upcasts, tiny_model
+from forkpoint.testing import lifted_upcasts
+from lanes import slow_besides
 
 BATCH = forked_batch()
 MASK = torch.tensor(BATCH.loss_mask)
@@ -135,15 +136,23 @@ def apart(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -
     return (distance / total) ** 0.5
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_losses_by_hand(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    model = tiny_model("qwen3")
+HALVES = [(loss, half) for loss in LOSSES for half in (0, 1)]
+"""Each loss with every second mode."""
+IN_CORE = [(loss, n % 2) for n, loss in enumerate(LOSSES)]
+"""Every loss, and every mode with every second loss."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "half"), slow_besides(IN_CORE, HALVES), ids=lambda x: getattr(x, "__name__", None)
+)
+def test_losses_by_hand(loss: Callable[[Tensor, Tensor], Tensor], half: int) -> None:
+    model = small_model("qwen3")
     with lifted_upcasts(model):
         expected_loss = loss(*stock_values(model, BATCH))
         expected_loss.backward()
         expected = gradients(model)
         policy = wrap(model)
-        for config in MODES:
+        for config in MODES[half::2]:
             clear_gradients(model)
             lp, entropies = with_options(policy, config).logprobs(BATCH, entropy=True)
             value = loss(lp, entropies)
@@ -154,7 +163,7 @@ def test_losses_by_hand(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
 
 def test_a_loss_of_the_library_by_hand() -> None:
     """The same loss by forward_backward, by logprobs, and accumulated over both."""
-    model = tiny_model("llama")
+    model = small_model("llama")
     policy = wrap(model, MODES[0])
     with lifted_upcasts(model):
         policy.forward_backward(BATCH, losses.SFT())
@@ -169,7 +178,7 @@ def test_a_loss_of_the_library_by_hand() -> None:
 
 
 def test_values_are_those_of_score() -> None:
-    model = tiny_model("llama")
+    model = small_model("llama")
     policy = wrap(model, MODES[0])
     scores = policy.score(BATCH, entropy=True)
     lp, entropies = policy.logprobs(BATCH, entropy=True)
@@ -180,7 +189,7 @@ def test_values_are_those_of_score() -> None:
 
 
 def test_values_of_a_critic() -> None:
-    critic = tiny_model("llama", critic=True)
+    critic = small_model("llama", critic=True)
     policy = wrap(critic, MODES[0])
     with lifted_upcasts(critic):
         policy.logprobs(BATCH)[MASK].square().sum().backward()
@@ -195,7 +204,7 @@ def test_values_of_a_critic() -> None:
 
 
 def test_gradients_outside_the_mask_are_ignored() -> None:
-    model = tiny_model("llama")
+    model = small_model("llama")
     policy = wrap(model, MODES[0])
     policy.logprobs(BATCH)[MASK].sum().backward()
     expected = gradients(model)
@@ -211,7 +220,7 @@ def test_gradients_outside_the_mask_are_ignored() -> None:
 
 def test_it_works_beside_other_terms() -> None:
     """Two calls in one loss, and a term of the weights themselves."""
-    model = tiny_model("llama")
+    model = small_model("llama")
     policy = wrap(model, MODES[0])
 
     def decay() -> Tensor:
@@ -227,7 +236,7 @@ def test_it_works_beside_other_terms() -> None:
 
 @pytest.mark.parametrize("what", ["grad", "inputs", "graph", "twice", "change", "step", "fused"])
 def test_what_a_backward_refuses(what: str) -> None:
-    model = tiny_model("llama")
+    model = small_model("llama")
     policy = wrap(model, MODES[0])
     lp = policy.logprobs(BATCH)
     loss, parameters = lp.sum(), list(model.parameters())
@@ -267,7 +276,7 @@ def test_what_a_backward_refuses(what: str) -> None:
 
 
 def test_autocast_of_the_forward_is_that_of_the_backward() -> None:
-    model = tiny_model("llama", dtype=torch.float32)
+    model = small_model("llama", dtype=torch.float32)
     policy = wrap(model, MODES[0])
     found = []
     for within in (True, False):
@@ -283,7 +292,7 @@ def test_autocast_of_the_forward_is_that_of_the_backward() -> None:
 
 
 def test_forgetting_it_keeps_nothing() -> None:
-    model = tiny_model("llama")
+    model = small_model("llama")
     policy = wrap(model, MODES[0])
     policy.score(BATCH)
 
@@ -304,7 +313,7 @@ def test_forgetting_it_keeps_nothing() -> None:
 
 
 def test_a_failed_backward_leaves_gradients() -> None:
-    model = tiny_model("llama")
+    model = small_model("llama")
     policy = wrap(model, MODES[0])
     loss = policy.logprobs(BATCH).sum()
 

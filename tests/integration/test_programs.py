@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from steps import small_model
 from torch import nn
 
 from forkpoint import Config, losses, wrap
@@ -16,7 +17,6 @@ from forkpoint.losses.base import Loss
 from forkpoint.plan import Plan
 from forkpoint.plan.align_programs import align
 from forkpoint.rollouts import Rollout, RolloutBatch
-from forkpoint.testing import tiny_model
 from hybrids import HYBRIDS, tiny_hybrid
 from tests.unit.test_program import any_order
 
@@ -66,8 +66,8 @@ def model(name: str) -> nn.Module:
     if name in HYBRIDS:
         return tiny_hybrid(name)
     if name != "qwen3_moe":
-        return tiny_model(name)
-    found = tiny_model(name, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+        return small_model(name)
+    found = small_model(name, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     found.set_experts_implementation("eager")  # the default's product has no float64
     return found
 
@@ -84,6 +84,13 @@ def step(
     return found, stats
 
 
+@cache
+def planned_step(name: str, way: str, loss: str) -> tuple[Plan, dict[str, torch.Tensor], Any]:
+    """The plan of a case, and the step in the plan's own order."""
+    plan = wrap(model(name), CONFIGS[way]).plan(forked_batch(), LOSSES[loss])
+    return plan, *step(name, CONFIGS[way], plan, LOSSES[loss], forked_batch())
+
+
 def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     """The largest difference over the largest gradient of each parameter; absent ones are zero."""
     worst = 0.0
@@ -98,8 +105,7 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
 @pytest.mark.parametrize(("name", "way", "loss"), CASES)
 def test_any_order_that_keeps_to_the_dependencies_is_exact(name: str, way: str, loss: str) -> None:
     batch, config = forked_batch(), CONFIGS[way]
-    plan = wrap(model(name), config).plan(batch, LOSSES[loss])
-    wanted, before = step(name, config, plan, LOSSES[loss], batch)
+    plan, wanted, before = planned_step(name, way, loss)
     rng = random.Random(f"{name} {way} {loss}")
     moved = 0
     for _ in range(2):
@@ -118,15 +124,12 @@ def test_any_order_that_keeps_to_the_dependencies_is_exact(name: str, way: str, 
 def test_programs_aligned_with_those_of_other_ranks_are_exact(name: str, loss: str) -> None:
     """Idle slots, recomputes and heads that other ranks need change nothing."""
     batch = forked_batch()
-    plans = {
-        way: wrap(model(name), config).plan(batch, LOSSES[loss]) for way, config in CONFIGS.items()
-    }
+    planned = {way: planned_step(name, way, loss) for way in CONFIGS}
     # A rank without scores among ranks that have them, and the reverse.
     single = wrap(model(name), CONFIGS["keep"]).plan(batch)
-    programs = align([*(plan.program for plan in plans.values()), single.program])
+    programs = align([*(plan.program for plan, *_ in planned.values()), single.program])
     assert sum(any(i.idle for i in program.instructions) for program in programs) >= 2
-    for (way, plan), program in zip(plans.items(), programs, strict=False):
-        wanted, _ = step(name, CONFIGS[way], plan, LOSSES[loss], batch)
+    for (way, (plan, wanted, _)), program in zip(planned.items(), programs, strict=False):
         found, _ = step(name, CONFIGS[way], replace(plan, program=program), LOSSES[loss], batch)
         assert distance(found, wanted) < FAR
     plan = replace(single, program=programs[-1])
@@ -151,7 +154,7 @@ def test_a_plan_with_scores_serves_any_loss() -> None:
 
 
 def test_a_plan_from_before_gradient_checkpointing_is_refused() -> None:
-    here = tiny_model("llama")
+    here = small_model("llama")
     batch, policy = forked_batch(), wrap(here, CONFIGS["recompute"])
     plan = policy.plan(batch)
     here.train()

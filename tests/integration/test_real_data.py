@@ -8,13 +8,13 @@ import pytest
 from scenarios import with_logprobs
 from steps import with_options
 from transformers import PreTrainedModel
-from yardstick import Truth, label, measure, step_faults
+from yardstick import Truth, label, measure, own_logprobs, step_faults
 
 from forkpoint import Config, Rollout, RolloutBatch, load_rollouts, wrap
 from forkpoint.forest import IntArray
-from forkpoint.losses import GRPO, GSPO, LogLikelihood
+from forkpoint.losses import GRPO, GSPO
 from forkpoint.plan import make_plan
-from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import lifted_upcasts, tiny_model
 from lanes import slow_besides
 
 VOCABULARY = 8192
@@ -86,7 +86,7 @@ def model() -> PreTrainedModel:
 def check(model: PreTrainedModel, batch: RolloutBatch, loss: str) -> list[int]:
     """Compare every configuration with dense; returns how many microbatches each had."""
     with lifted_upcasts(model):
-        own = dense_run(model, batch, LogLikelihood()).logprobs_T
+        own = own_logprobs(model, batch)
         expected: Truth = measure(model, with_logprobs(batch, own), LOSSES[loss])
         faults, microbatches = [], []
         policy = wrap(model)

@@ -30,6 +30,8 @@ from forkpoint.testing import tiny_model
 from lanes import slow_besides
 
 KILLS = 10
+# Each replay would begin with the same sample of the same model.
+pytestmark = pytest.mark.usefixtures("without_sample")
 
 
 def run_and_die(folder: Path, call: str, count: int) -> None:
@@ -245,7 +247,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 @pytest.mark.parametrize(
     ("dtype", "optimizer"),
-    slow_besides(list(zip(DTYPES, OPTIMIZERS, strict=True)), product(DTYPES, OPTIMIZERS)),
+    slow_besides(
+        [(torch.float32, "groups"), (torch.bfloat16, "momentum")], product(DTYPES, OPTIMIZERS)
+    ),
     ids=str,
 )
 def test_every_state_comes_back(dtype: torch.dtype, optimizer: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from forkpoint.replay.folder import ReplayFolder
 from forkpoint.replay.loop import replay
 from forkpoint.testing import tiny_model
 from json_mutations import HOSTILE as HOSTILE_TEXTS
+from lanes import slow_besides
 from unit.reports import filled, made_up, renamed, write_run
 
 By = pytest.importorskip("selenium.webdriver.common.by", reason="selenium is not installed").By
@@ -338,14 +339,14 @@ for (const element of document.querySelectorAll('h1, h2, h3, p, li, button, .til
 return found;"""
 
 
-@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("width", slow_besides([420], [1280, 420]))
 def test_nothing_is_cut_off(page: Path, tmp_path: Path, width: int) -> None:
     with opened(page, tmp_path, width=width) as driver:
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
         assert driver.execute_script(CUT_OFF) == []
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", slow_besides([True], [False, True]), ids=["light", "dark"])
 def test_on_a_phone(page: Path, tmp_path: Path, dark: bool) -> None:
     with opened(page, tmp_path, width=390, height=844, dark=dark) as driver:
         wide = driver.execute_script("return document.documentElement.scrollWidth")

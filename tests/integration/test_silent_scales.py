@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from steps import ACROSS, forked_batch
+from steps import ACROSS, forked_batch, small_model
 from torch import Tensor
 from torch.nn import functional as F
 
 from forkpoint import RolloutBatch, wrap
-from forkpoint.testing import tiny_model
 
 BATCH = forked_batch(stretch=3)
 BAR = 1e-4
@@ -73,15 +72,15 @@ def stock_logprobs(model: Any, batch: RolloutBatch) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_a_changed_scale_is_exact(name: str, when: str) -> None:
     family, change = CASES[name]
-    model: Any = tiny_model(family, dtype=torch.float32)
+    model: Any = small_model(family, dtype=torch.float32)
     model.set_attn_implementation("eager")  # sdpa of some versions knows no softcap
     if when == "before it is wrapped":
         change(model)
     policy = wrap(model, ACROSS)
-    before = policy.score(BATCH).logprobs
+    found = before = policy.score(BATCH).logprobs
     if when == "after a score":
         change(model)
-    found = policy.score(BATCH).logprobs
+        found = policy.score(BATCH).logprobs
     with torch.no_grad():
         expected = stock_logprobs(model, BATCH)
     torch.testing.assert_close(found, expected, rtol=0, atol=BAR)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from steps import forked_batch
+from steps import forked_batch, small_model
 
 from forkpoint import Config, wrap
 from forkpoint.config import HEAD_STATISTICS
 from forkpoint.losses import GRPO
-from forkpoint.testing import lifted_upcasts, tiny_model
+from forkpoint.testing import lifted_upcasts
 
 BATCH = forked_batch()
 MODES = [
@@ -21,7 +21,7 @@ MODES = [
 @pytest.mark.parametrize("config", MODES, ids=["across", "within", "padded", "dense"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_scores_and_steps_have_them(family: str, config: Config) -> None:
-    model = tiny_model(family)
+    model = small_model(family)
     policy = wrap(model, config).with_config(head_statistics=HEAD_STATISTICS)
     wanted: dict[str, list[torch.Tensor]] = {name: [] for name in HEAD_STATISTICS}
     with lifted_upcasts(model):
@@ -48,5 +48,5 @@ def test_scores_and_steps_have_them(family: str, config: Config) -> None:
 
 
 def test_without_the_option_there_are_none() -> None:
-    policy = wrap(tiny_model("llama"))
+    policy = wrap(small_model("llama"))
     assert set(policy.score(BATCH, entropy=True).per_token) == {"logprobs", "entropies"}

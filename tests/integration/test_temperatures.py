@@ -11,12 +11,21 @@ import torch
 from scenarios import LOSSES, with_logprobs
 from steps import clear_gradients, forked_batch, gradients, with_options
 from test_critics import critic, values_of, with_values
-from yardstick import BAR, Truth, Variant, faults_of_steps, label, measure, value_faults
+from yardstick import (
+    BAR,
+    Truth,
+    Variant,
+    faults_of_steps,
+    label,
+    measure,
+    own_logprobs,
+    value_faults,
+)
 
 from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
 from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
 from forkpoint.losses.base import as_loss
-from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import lifted_upcasts, tiny_model
 from hybrids import tiny_hybrid
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "checked_shapes")
@@ -67,9 +76,9 @@ def mixed_batch() -> RolloutBatch:
 def truth(model: str, loss: str) -> Truth:
     """The dense run of the mixed batch, one rollout after the other."""
     built, batch = MODELS[model](), mixed_batch()
-    with lifted_upcasts(built):
-        own = dense_run(built, batch, losses.LogLikelihood()).logprobs_T
-    return measure(built, with_logprobs(batch, own), as_loss(OBJECTIVES[loss]))
+    return measure(
+        built, with_logprobs(batch, own_logprobs(built, batch)), as_loss(OBJECTIVES[loss])
+    )
 
 
 @pytest.mark.parametrize("loss", OBJECTIVES)

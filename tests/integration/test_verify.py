@@ -9,6 +9,8 @@ import json
 import math
 import weakref
 from dataclasses import replace
+from functools import cache
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -82,13 +84,18 @@ def real_batch(seed: int = 1) -> RolloutBatch:
 
 @pytest.fixture
 def remembered_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense runs of real models, which are all of one batch, are done once a family and dtype."""
+    """Dense runs, which have nothing of what is wrong with shared ones, are done once."""
 
-    def run(model: PreTrainedModel, *args: Any, **options: Any) -> DenseRun:
-        key = (model.config.model_type, model.dtype)
+    def run(
+        model: PreTrainedModel, batch: RolloutBatch, loss: losses.Loss, *args: Any, **options: Any
+    ) -> DenseRun:
+        digest = sha256(batch.token_ids)
+        for parameter in model.parameters():
+            digest.update(parameter.detach().view(torch.uint8).numpy())
+        key = (model.config.model_type, model.dtype, digest.hexdigest(), repr(loss))
         if key not in DENSE_RUNS:
-            DENSE_RUNS[key] = dense_run(model, *args, **options)
-        return DENSE_RUNS[key]
+            DENSE_RUNS[key] = dense_run(model, batch, loss, *args, **options)
+        return replace(DENSE_RUNS[key], gradients=dict(DENSE_RUNS[key].gradients))
 
     monkeypatch.setattr(verify_module, "dense_run", run)
 
@@ -99,6 +106,7 @@ DENSE_RUNS: dict[Any, DenseRun] = {}
 # What is exact passes ----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize(
     "config", [TREE_IN_ROW, ACROSS, Config()], ids=["within", "across", "auto"]
 )
@@ -141,6 +149,7 @@ def test_an_untouched_bfloat16_model_passes(family: str, config: Config) -> None
     assert 0.5 < report.shared_error / report.dense_error < 1.1
 
 
+@pytest.mark.slow  # test_hosts_coverings.py verifies a tiny model under autocast
 def test_autocast_is_verified_in_its_own_precision() -> None:
     model = real_model("qwen3", torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -196,6 +205,7 @@ def drawn(sabotages: list[Sabotage]) -> list[Any]:
     return slow_besides_pairs(("llama", "qwen3"), (torch.float64, torch.float32), sabotages)
 
 
+@pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize(
     ("family", "dtype", "sabotage"), drawn([*ACROSS_MICROBATCHES, one_owner_counts]), ids=id_of
 )
@@ -208,6 +218,7 @@ def test_sabotage_across_microbatches_is_caught(
     assert report.shared_error > 1e-3
 
 
+@pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize(
     ("family", "dtype", "sabotage"), drawn([*WITHIN, one_owner_counts]), ids=id_of
 )
@@ -263,12 +274,14 @@ def scaled(factor: float, only: str = "") -> Any:
     return change
 
 
+@pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize(("off", "passes"), [(0.5e-10, True), (2e-10, False)])
 def test_the_bar_of_float64(tampered: Any, off: float, passes: bool) -> None:
     tampered(scaled(1 + off))
     assert tiny_report("llama", torch.float64, ACROSS).passed == passes
 
 
+@pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize(("off", "passes"), [(1e-8, True), (1e-5, False)])
 def test_the_bar_of_float32(tampered: Any, off: float, passes: bool) -> None:
     tampered(scaled(1 + off))
@@ -305,6 +318,7 @@ def test_the_bars_of_bfloat16(ratio: float, passes: bool, monkeypatch: pytest.Mo
     assert (max(wide) <= 1) == (ratio < 1.5)
 
 
+@pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize("name", ["loss", "per_token"])
 def test_float64_compares_losses_and_logprobs(tampered: Any, name: str) -> None:
     def off(value: Any) -> Any:
@@ -316,6 +330,7 @@ def test_float64_compares_losses_and_logprobs(tampered: Any, name: str) -> None:
     assert all(entry.excess < 1 for entry in report.worst)
 
 
+@pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_a_gradient_that_is_missing_or_no_number_fails(tampered: Any, value: float | None) -> None:
     spoilt = "model.layers.1.mlp.up_proj.weight"
@@ -582,6 +597,17 @@ def test_options_leave_kinds_out_and_it_is_said(
 # Memory and progress -----------------------------------------------------------------------------
 
 
+def model_for_ways(family: str) -> PreTrainedModel:
+    model = tiny_model(family, dtype=torch.float32)
+    model.set_attn_implementation("eager")  # sdpa of older transformers knows no softcap
+    return model
+
+
+@cache
+def plain_report(family: str) -> VerifyReport:
+    return wrap(model_for_ways(family), ACROSS).verify(forked_batch(), LOSS)
+
+
 @pytest.mark.parametrize("way", ["IN_PARTS", "CHECKPOINTED", "SMALL", "STREAMED"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_runs_that_save_memory_are_as_exact(
@@ -591,9 +617,7 @@ def test_runs_that_save_memory_are_as_exact(
     chosen: verify_memory.Way = getattr(verify_memory, way)
     if chosen.head_tokens is not None:
         chosen = replace(chosen, head_tokens=2)
-    model = tiny_model(family, dtype=torch.float32)
-    model.set_attn_implementation("eager")  # sdpa of older transformers knows no softcap
-    plain = wrap(model, ACROSS).verify(forked_batch(), LOSS)
+    model, plain = model_for_ways(family), plain_report(family)
     monkeypatch.setattr(verify_ways, "REFERENCE_WAYS", (chosen, chosen))
     monkeypatch.setattr(verify_ways, "DENSE_WAYS", (replace(chosen, streamed=False),))
     saving = wrap(model, ACROSS).verify(forked_batch(), LOSS)

@@ -7,7 +7,8 @@ then a route that is not held, or a weight that is not computed from the run's o
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -34,10 +35,10 @@ from sabotage import (
 from steps import forked_batch, model_state
 from torch import nn
 
-from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, wrap
+from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
 from forkpoint.hosts import routes as routes_module
 from forkpoint.hosts.routes import Routes, microbatch_tokens
-from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import DenseRun, dense_run, lifted_upcasts, tiny_model
 from lanes import slow_besides
 
 ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=200)
@@ -56,13 +57,39 @@ pytestmark = [
 # The two runs are held to the same routes --------------------------------------------------------
 
 
-def foreign_routes(family: str, batch: RolloutBatch) -> Routes:
-    """Routes of a model with other weights."""
+@cache
+def foreign_batch() -> RolloutBatch:
+    return forked_batch(vocab=256)
+
+
+@cache
+def foreign_routes(family: str) -> Routes:
+    """Routes of a model with other weights, for `foreign_batch`."""
+    batch = foreign_batch()
     other, routes = expert_model(family, torch.float64, seed=7), Routes(batch)
     with routed(other, found_routers(other), routes, record=True) as run:
         dense_run(other, batch, LOSS, None, run.at)
     assert run.decisions and not run.elsewhere
     return routes
+
+
+@dataclass(frozen=True)
+class HeldRun:
+    """Dense training of `foreign_batch`, held to routes of another model and free."""
+
+    held: DenseRun
+    free: DenseRun
+    decisions: int
+    elsewhere: int
+
+
+@cache
+def held_run(family: str) -> HeldRun:
+    model, batch = expert_model(family, torch.float64), foreign_batch()
+    with lifted_upcasts(model):
+        with routed(model, found_routers(model), foreign_routes(family)) as run:
+            held = dense_run(model, batch, LOSS, None, run.at)
+        return HeldRun(held, dense_run(model, batch, LOSS), run.decisions, run.elsewhere)
 
 
 WAYS: list[dict[str, Any]] = [
@@ -85,15 +112,13 @@ WAYS: list[dict[str, Any]] = [
 def test_shared_and_dense_agree_on_routes_of_another_model(
     family: str, changes: dict[str, Any]
 ) -> None:
-    batch = forked_batch(vocab=256)
+    batch, run = foreign_batch(), held_run(family)
+    assert run.elsewhere > 0.5 * run.decisions
+    dense, free = run.held, run.free
     model = expert_model(family, torch.float64)
-    routers, routes = found_routers(model), foreign_routes(family, batch)
+    routers, routes = found_routers(model), foreign_routes(family)
     policy = wrap(model, replace(TREE, **changes))
     with lifted_upcasts(model):
-        with routed(model, routers, routes) as run:
-            dense = dense_run(model, batch, LOSS, None, run.at)
-        assert run.elsewhere > 0.5 * run.decisions
-        free = dense_run(model, batch, LOSS)
         plan = policy.plan(batch, LOSS)
         with routed(model, routers, routes) as shared, following(shared, policy, plan, batch):
             stats = policy.forward_backward(batch, LOSS, plan=plan)
@@ -135,8 +160,8 @@ def test_a_model_that_is_held_to_its_own_routes_does_what_it_did(family: str) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_are_those_of_the_routes(family: str) -> None:
-    batch, model = forked_batch(vocab=256), expert_model(family)
-    routers, routes = found_routers(model), foreign_routes(family, batch)
+    batch, model = foreign_batch(), expert_model(family)
+    routers, routes = found_routers(model), foreign_routes(family)
     with chosen_experts(model) as found, routed(model, routers, routes) as run, torch.no_grad():
         for n, rollout in enumerate(batch):
             begin = int(batch.offsets[n])
@@ -175,10 +200,15 @@ def test_rollouts_that_share_tokens_share_choices() -> None:
 # verify ------------------------------------------------------------------------------------------
 
 
+@cache
+def report_of(family: str, config: Config = ACROSS) -> VerifyReport:
+    """That of a model and a library as they are."""
+    return wrap(expert_model(family), config).verify(expert_batch(), LOSS)
+
+
 @pytest.mark.parametrize("family", slow_besides(DIFFERENT, FAMILIES))
 def test_bfloat16_passes_with_routes_held(family: str) -> None:
-    config = (ACROSS, WITHIN_CONFIG)[list(FAMILIES).index(family) % 2]
-    report = wrap(expert_model(family), config).verify(expert_batch(), LOSS)
+    report = report_of(family, (ACROSS, WITHIN_CONFIG)[list(FAMILIES).index(family) % 2])
     assert report.passed, report.table()
     assert report.routes is not None and report.routes.held
     shared, dense = report.routes.shared, report.routes.dense
@@ -193,8 +223,7 @@ def test_bfloat16_passes_with_routes_held(family: str) -> None:
 
 def test_routes_decide_what_is_measured() -> None:
     """Without holding them the errors of both sides are those of flips."""
-    policy = wrap(expert_model("gpt_oss"), ACROSS)
-    held = policy.verify(expert_batch(), LOSS)
+    policy, held = wrap(expert_model("gpt_oss"), ACROSS), report_of("gpt_oss")
     free = policy.verify(expert_batch(), LOSS, hold_routes=False)
     assert free.routes is not None and not free.routes.held
     assert free.routes.reason == "hold_routes is False" and free.routes.shared is None
@@ -224,7 +253,7 @@ def test_sabotage_is_caught_with_routes_held(
 def test_recomputed_layers_take_the_same_routes(change: str) -> None:
     """Within a backward, after other microbatches have run."""
     model, config = expert_model("deepseek_v3"), ACROSS
-    plain = wrap(model, config).verify(expert_batch(), LOSS)
+    plain = report_of("deepseek_v3")
     if change == "model":
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         enable = next(getattr(model, name) for name in names if hasattr(model.train(), name))
@@ -315,7 +344,7 @@ def test_compiled_blocks_are_held_and_come_back(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_table_and_json_have_the_counts() -> None:
-    report = wrap(expert_model("gpt_oss"), ACROSS).verify(expert_batch(), LOSS)
+    report = report_of("gpt_oss")
     assert report.routes is not None
     shared, dense = report.routes.shared, report.routes.dense
     assert shared is not None and dense is not None

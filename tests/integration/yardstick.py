@@ -80,6 +80,12 @@ def measure(
     return Truth(batch, dense, float(np.linalg.norm(norms)))
 
 
+def own_logprobs(model: PreTrainedModel, batch: RolloutBatch) -> Tensor:
+    """[T], by a dense forward of a float64 model."""
+    with lifted_upcasts(model), torch.no_grad():
+        return dense_run(model, batch, LogLikelihood()).logprobs_T
+
+
 @cache
 def truth(variant: Variant, loss: str) -> Truth:
     """The dense run of the scenario under a loss of LOSSES, once for all plans.
@@ -88,9 +94,7 @@ def truth(variant: Variant, loss: str) -> Truth:
     """
     model = replace(variant, checkpointed=False).build()
     batch = paired_batch() if loss == "dpo" else acceptance_batch()
-    with lifted_upcasts(model):
-        own = dense_run(model, batch, LogLikelihood()).logprobs_T
-    batch = with_logprobs(batch, own, weighted=loss == "likelihood")
+    batch = with_logprobs(batch, own_logprobs(model, batch), weighted=loss == "likelihood")
     return measure(model, batch, as_loss(LOSSES[loss]))
 
 

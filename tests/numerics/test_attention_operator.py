@@ -31,6 +31,7 @@ from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.source import RowSum, Source
 from forkpoint.ops.attention.table import read_launches
 from forkpoint.ops.dtypes import accumulate_dtype
+from lanes import slow_besides_pairs
 
 FOREST = make_forest([-1, 0, 0, 2], [5, 7, 3, 6], external=[0])
 SCALE = 0.3
@@ -317,9 +318,11 @@ def operator_arguments(
     return x, (x.q, x.k, x.v, *caches, x.sinks, *tables, *options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("grads", [False, True])
-@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize(
+    ("window", "grads", "dtype"),
+    slow_besides_pairs((0, 4), (False, True), (torch.float64, torch.bfloat16)),
+    ids=str,
+)
 def test_opcheck(window: int, grads: bool, dtype: torch.dtype) -> None:
     x, arguments = operator_arguments(window, grads, dtype)
     forward = torch.ops.forkpoint.shared_attention.default

@@ -3,6 +3,7 @@ paths."""
 
 import shutil
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from forkpoint.ops.recurrence import (
     short_convolution,
 )
 from forkpoint.plan import make_plan
+from lanes import slow_besides
 from strategies import batches
 
 NAMES = ("q", "k", "v", "g", "beta", "initial")
@@ -265,8 +267,13 @@ def test_gradients_of_inputs_that_are_read_often_are_rounded_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "biased"),
+    slow_besides(
+        [(torch.float64, True), (torch.bfloat16, False)],
+        product((torch.float64, torch.bfloat16), (False, True)),
+    ),
+)
 def test_the_compiled_convolution_is_the_eager_one(dtype: torch.dtype, biased: bool) -> None:
     """Value and gradients; in 16 bits no further from float64 than the library's convolution.
 

@@ -8,6 +8,7 @@ a difference that a path through sinks adds up.
 
 import math
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from forkpoint.ops.attention import AttentionTable
+from lanes import slow_besides
 
 DRAWS = 40
 LEAST = 2**-14
@@ -116,8 +118,10 @@ def check(forest: Forest, window: int, device: str) -> None:
         assert size < 1.1 * stock, f"{name}: {size} where the stock model errs by {stock}"
 
 
-@pytest.mark.parametrize("window", [0, 16])
-@pytest.mark.parametrize("where", FORESTS)
+@pytest.mark.parametrize(
+    ("where", "window"),
+    slow_besides([("in a microbatch", 16), ("across microbatches", 0)], product(FORESTS, (0, 16))),
+)
 def test_sinks_add_no_bias(where: str, window: int) -> None:
     check(FORESTS[where], window, "cpu")
 

@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -74,6 +74,17 @@ def part_of(path: Path) -> str:
 
 
 @cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All of a file's syntax tree."""
+    return tuple(ast.walk(ast.parse(text_of(path))))
+
+
+@cache
 def imports(path: Path) -> tuple[str, ...]:
     """Full names of all that a file imports, in functions and for type checking as well.
 
@@ -83,7 +94,7 @@ def imports(path: Path) -> tuple[str, ...]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -98,36 +109,52 @@ def not_allowed(path: Path, allowed: set[str]) -> set[str]:
     return {n for n in inside if not any(n == a or n.startswith(f"{a}.") for a in allowed)}
 
 
-@pytest.mark.parametrize("path", EVERY_FILE, ids=relative)
-def test_files_are_short(path: Path) -> None:
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MOST_LINES, f"{lines} lines, at most {MOST_LINES}: split it by ideas"
+def of_parts(parts: Collection[str]) -> list[Path]:
+    found = [path for path in MODULES if part_of(path) in parts]
+    assert found, "no file is held to the rule"
+    return found
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) in CORE], ids=relative)
-def test_imports_point_one_way(path: Path) -> None:
-    part = part_of(path)
-    found = not_allowed(path, {part, *CORE[part]})
-    assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
+def offences(found: Iterable[tuple[Path, Collection[str]]]) -> str:
+    """A line for each file that imports something it must not."""
+    return "\n".join(
+        f"{relative(p)} imports {', '.join(sorted(names))}" for p, names in found if names
+    )
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) in CORE], ids=relative)
-def test_the_core_knows_no_library_of_models(path: Path) -> None:
-    found = {n.partition(".")[0] for n in imports(path)} & LIBRARIES_OF_HOSTS
-    assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
+def test_files_are_short() -> None:
+    lengths = {relative(path): len(text_of(path).splitlines()) for path in EVERY_FILE}
+    long = [f"{file} has {lines} lines" for file, lines in lengths.items() if lines > MOST_LINES]
+    assert not long, "\n".join([f"at most {MOST_LINES} lines; split by ideas:", *long])
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) in WITHOUT_TORCH], ids=relative)
-def test_plans_need_no_torch(path: Path) -> None:
-    found = {n.partition(".")[0] for n in imports(path)} & TORCH_AND_HOSTS
-    assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
+def test_imports_point_one_way() -> None:
+    found = offences(
+        (path, not_allowed(path, {part_of(path), *CORE[part_of(path)]})) for path in of_parts(CORE)
+    )
+    assert not found, found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_the_package_knows_no_benchmark(path: Path) -> None:
+def packages_of(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports(path)}
+
+
+def test_the_core_knows_no_library_of_models() -> None:
+    found = offences((path, packages_of(path) & LIBRARIES_OF_HOSTS) for path in of_parts(CORE))
+    assert not found, found
+
+
+def test_plans_need_no_torch() -> None:
+    found = offences(
+        (path, packages_of(path) & TORCH_AND_HOSTS) for path in of_parts(WITHOUT_TORCH)
+    )
+    assert not found, found
+
+
+def test_the_package_knows_no_benchmark() -> None:
     """They are not in the wheel."""
-    found = {name for name in imports(path) if name.partition(".")[0] == BENCHMARKS.name}
-    assert not found, f"{relative(path)} imports {', '.join(sorted(found))}"
+    found = offences((path, packages_of(path) & {BENCHMARKS.name}) for path in MODULES)
+    assert not found, found
 
 
 def module_of(path: Path) -> str:
@@ -172,12 +199,9 @@ def test_modules_import_in_no_circle() -> None:
     assert not found, [sorted(circle) for circle in found]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_forwards_are_replaced_in_one_place(path: Path) -> None:
-    """By `Changes.replace_forward`, which records how to put the module's own back."""
-    if path == SOURCE / "engine" / "changes.py":
-        return
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def set_forwards(path: Path) -> Iterator[str]:
+    """Where a file assigns or sets a `forward`."""
+    for node in nodes(path):
         targets = node.targets if isinstance(node, ast.Assign) else []
         assigned = any(isinstance(t, ast.Attribute) and t.attr == "forward" for t in targets)
         is_set = (
@@ -188,7 +212,16 @@ def test_forwards_are_replaced_in_one_place(path: Path) -> None:
             )
             and any(isinstance(a, ast.Constant) and a.value == "forward" for a in node.args)
         )
-        assert not (assigned or is_set), f"{relative(path)}, line {getattr(node, 'lineno', 0)}"
+        if assigned or is_set:
+            yield f"{relative(path)}, line {getattr(node, 'lineno', 0)}"
+
+
+def test_forwards_are_replaced_in_one_place() -> None:
+    """By `Changes.replace_forward`, which records how to put the module's own back."""
+    place = SOURCE / "engine" / "changes.py"
+    assert list(set_forwards(place)), "what is looked for is there"
+    found = [where for path in MODULES if path != place for where in set_forwards(path)]
+    assert not found, "\n".join(found)
 
 
 WRITTEN = [
@@ -200,7 +233,7 @@ WRITTEN = [
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Lines and texts of docstrings, those below attributes and constants too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, text
@@ -208,7 +241,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     # Most files have no text that begins so, and need not be parsed.
-    suspected = [p for p in WRITTEN if re.search(r"""["']What\b""", p.read_text(encoding="utf-8"))]
+    suspected = [p for p in WRITTEN if re.search(r"""["']What\b""", text_of(p))]
     assert Path(__file__) in suspected, "this file has an example"
     found = [
         f"{relative(path)}, line {line}: {text[:60]}"

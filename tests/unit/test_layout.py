@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +22,7 @@ from forkpoint.layout import (
 from forkpoint.ops.attention import AttentionTable
 from forkpoint.plan import make_plan
 from pairwise import FULL
-from strategies import COMBINATIONS, batches
+from strategies import COMBINATIONS, batches, naming
 
 EXAMPLES = settings(max_examples=500 if FULL else 25, derandomize=True, deadline=None)
 
@@ -79,21 +78,26 @@ def on_path(plan: Plan, microbatch: Microbatch) -> dict[int, list[Slot]]:
     return found
 
 
-@pytest.mark.parametrize(("sharing", "boundary", "leaf_layout"), COMBINATIONS)
 @EXAMPLES
 @given(batch=batches(), microbatch_tokens=st.integers(1, 60), window=st.integers(1, 12))
 def test_every_query_sees_its_path_and_nothing_else(
-    sharing, boundary, leaf_layout, batch: RolloutBatch, microbatch_tokens: int, window: int
+    batch: RolloutBatch, microbatch_tokens: int, window: int
 ) -> None:
-    if boundary == "within":
-        microbatch_tokens = max(microbatch_tokens, int(batch.lengths.max()))
-    config = Config(
-        sharing=sharing,
-        boundary=boundary,
-        leaf_layout=leaf_layout,
-        max_microbatch_tokens=microbatch_tokens,
-    )
-    plan = make_plan(batch, config=config)
+    longest = int(batch.lengths.max())
+    for sharing, boundary, leaf_layout in COMBINATIONS:
+        most = max(microbatch_tokens, longest) if boundary == "within" else microbatch_tokens
+        config = Config(
+            sharing=sharing,
+            boundary=boundary,
+            leaf_layout=leaf_layout,
+            max_microbatch_tokens=most,
+        )
+        with naming(config):
+            check_tables(make_plan(batch, config=config), window)
+
+
+def check_tables(plan: Plan, window: int) -> None:
+    """Every query sees its path and nothing else, with the window and without."""
     for microbatch in plan.microbatches:
         paths = on_path(plan, microbatch)
         full = full_table(plan.forest, microbatch, plan.cache_of)

@@ -17,27 +17,30 @@ from forkpoint.plan import make_plan
 from forkpoint.plan.program import check_order
 from forkpoint.plan.program_checks import check_program
 from pairwise import FULL
-from strategies import COMBINATIONS, batches
+from strategies import COMBINATIONS, batches, naming
 
 EXAMPLES = settings(max_examples=1000 if FULL else 50, derandomize=True, deadline=None)
 
 Prefix = tuple[int, ...]
 
 
-@pytest.mark.parametrize(("sharing", "boundary", "leaf_layout"), COMBINATIONS)
 @EXAMPLES
 @given(batch=batches(), max_microbatch_tokens=st.integers(1, 60))
-def test_plans(
-    sharing, boundary, leaf_layout, batch: RolloutBatch, max_microbatch_tokens: int
-) -> None:
-    config = Config(
-        sharing=sharing,
-        boundary=boundary,
-        leaf_layout=leaf_layout,
-        max_microbatch_tokens=max_microbatch_tokens,
-    )
+def test_plans(batch: RolloutBatch, max_microbatch_tokens: int) -> None:
+    for sharing, boundary, leaf_layout in COMBINATIONS:
+        config = Config(
+            sharing=sharing,
+            boundary=boundary,
+            leaf_layout=leaf_layout,
+            max_microbatch_tokens=max_microbatch_tokens,
+        )
+        with naming(config):
+            check_plan(batch, config, max_microbatch_tokens)
+
+
+def check_plan(batch: RolloutBatch, config: Config, max_microbatch_tokens: int) -> None:
     longest = int(batch.lengths.max()) - 1
-    if boundary == "within" and longest > max_microbatch_tokens:
+    if config.boundary == "within" and longest > max_microbatch_tokens:
         with pytest.raises(
             PlanError, match=rf"has {longest} tokens .* at most {max_microbatch_tokens}:"
         ):

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from dumps import tensors, truth, write_torch
 from forkpoint import ForkpointError, RolloutError, load_rollouts
 from forkpoint.traces import open_rollouts
+from lanes import slow_besides
 from stand_ins import verl_pickle
 
 
@@ -92,8 +93,11 @@ CHECKSUMMED = ("torch", "gzip")
 """In all of the file; parquet has checksums of pages, but none of its footer."""
 
 
+KEPT = ("torch", "pickle", "DataProto", "safetensors", "parquet", "gzip", "JSON lines")
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch and numpy about what is damaged
-@pytest.mark.parametrize("container", WRITERS)
+@pytest.mark.parametrize("container", slow_besides(KEPT, WRITERS))
 @given(data=st.data())
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

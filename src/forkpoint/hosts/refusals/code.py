@@ -79,8 +79,12 @@ def check_modules(
         kinds.setdefault(plain_class(module), name or "the model")
         if module not in replaced:
             _check_module(name or "the model", module, allowed, family)
+    checked: set[type] = set()  # nearly all kinds derive from nn.Module, which has the most functions
     for kind, where in kinds.items():
-        _check_class(where, kind)
+        for base in kind.__mro__:
+            if base not in checked:
+                checked.add(base)
+                _check_class(where, base)
 
 
 def _check_module(where: str, module: nn.Module, allowed: tuple[str, ...], family: str) -> None:
@@ -147,23 +151,22 @@ def _about_forward(where: str, module: nn.Module) -> str:
 
 
 def _check_class(where: str, kind: type) -> None:
-    """The functions of a module's class are those that its package defines."""
-    for base in kind.__mro__:
-        for name, function in vars(base).items():
-            found = foreign_code(function) if _is_function(function) else None
-            # A forward of another class of the same packages is told by its name.
-            moved = (
-                name in ("forward", "__call__")
-                and _is_function(function)
-                and not is_defined_as(function, _defined_name(base, name), base.__module__)
+    """The functions of a module's class, or of one it derives from, are those of its package."""
+    for name, function in vars(kind).items():
+        found = foreign_code(function) if _is_function(function) else None
+        # A forward of another class of the same packages is told by its name.
+        moved = (
+            name in ("forward", "__call__")
+            and _is_function(function)
+            and not is_defined_as(function, _defined_name(kind, name), kind.__module__)
+        )
+        if found is not None or moved:
+            raise UnsupportedError(
+                f"{where} is a {kind.__qualname__}, whose {name} has been replaced by "
+                f"{found or place_of(function)}; what that computes has not been shown exact. "
+                f"Undo the patch: use {kind.__module__}.{kind.__qualname__} as its package "
+                "defines it."
             )
-            if found is not None or moved:
-                raise UnsupportedError(
-                    f"{where} is a {base.__qualname__}, whose {name} has been replaced by "
-                    f"{found or place_of(function)}; what that computes has not been shown exact. "
-                    f"Undo the patch: use {base.__module__}.{base.__qualname__} as its package "
-                    "defines it."
-                )
 
 
 def _is_function(value: Any) -> bool:
