@@ -93,6 +93,11 @@ class PolicySteps:
         object for every call, made once its arguments have been checked and its plan made."""
         self._kept: Kept = Kept()
 
+    @property
+    def _averages(self) -> bool:
+        """Whether gradients of a loss that is each rank's own are averaged over several batches."""
+        return self.host.group is not None and len(self.host.group.ranks.firsts) > 1
+
     def _make_plan(
         self, batch: RolloutBatch, loss: Loss | LossFunction | None, routers: RouterDemand | None
     ) -> Plan:
@@ -187,7 +192,7 @@ class PolicySteps:
             check_denominators(denominators)
             factor = finite("scale", scale)
             work = router_work(self.host, batch, router, counts, expert_counts=counted)
-            if work and router is not None and self.host.group is not None and is_own(loss):
+            if work and router is not None and self._averages and is_own(loss):
                 raise UnsupportedError(
                     "router= was given with a loss that is a function, on several ranks. Gradients "
                     "of a function are averaged over the ranks, and those of a router loss are of "
@@ -253,6 +258,7 @@ class PolicySteps:
         self, batch: RolloutBatch, plan: Plan, weights: Weights, routing: Routing | None
     ) -> None:
         """The second half of `logprobs`; `routing` is that of the first."""
+        given = dict(weights)
         weight = weights.pop(ROUTER, None)
 
         def work(step: Step) -> None:
@@ -264,7 +270,7 @@ class PolicySteps:
             joint = self._joint(step, training=True)
             call = f"backward of logprobs, entropies {'entropies' in weights}"
             aligned, _ = joint.agree(
-                call, batch, looked_at, sampled=False, numbers=lambda _: sizes_of(weights)
+                call, batch, looked_at, sampled=False, numbers=lambda _: sizes_of(given)
             )
             if joint.agreement is not None:
                 aligned = replace(aligned, program=joint.agreement.program)
@@ -319,7 +325,7 @@ class PolicySteps:
                     "the policy for them, or leave entropy=True out."
                 )
             fingerprint = self.host.check(batch, training=training, routed=router is not None)
-            if valued and self.host.group is not None:
+            if valued and self._averages:
                 raise UnsupportedError(
                     "policy.logprobs was given router= on several ranks, where a loss computed "
                     "from it is each rank's own and the router loss is of all their rollouts. Give "
