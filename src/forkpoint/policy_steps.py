@@ -40,7 +40,9 @@ from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.router_steps import (
     RouterWork,
     called,
+    check_averaged,
     check_routed_experts,
+    has_several_batches,
     route_replay,
     router_work,
 )
@@ -92,11 +94,6 @@ class PolicySteps:
         """The effect on `.grad` of the last call of `forward_backward` that began to run: another
         object for every call, made once its arguments have been checked and its plan made."""
         self._kept: Kept = Kept()
-
-    @property
-    def _averages(self) -> bool:
-        """Whether gradients of a loss that is each rank's own are averaged over several batches."""
-        return self.host.group is not None and len(self.host.group.ranks.firsts) > 1
 
     def _make_plan(
         self, batch: RolloutBatch, loss: Loss | LossFunction | None, routers: RouterDemand | None
@@ -192,12 +189,8 @@ class PolicySteps:
             check_denominators(denominators)
             factor = finite("scale", scale)
             work = router_work(self.host, batch, router, counts, expert_counts=counted)
-            if work and router is not None and self._averages and is_own(loss):
-                raise UnsupportedError(
-                    "router= was given with a loss that is a function, on several ranks. Gradients "
-                    "of a function are averaged over the ranks, and those of a router loss are of "
-                    "all their rollouts. Give one of forkpoint.losses, or a Loss."
-                )
+            if work and router is not None:
+                check_averaged(self.host.group, loss)
             chosen = self._plan_for(batch, plan, known, work)
             demands.append(work.demand() if work else None)
             return chosen, fingerprint, known, factor, work
@@ -325,7 +318,7 @@ class PolicySteps:
                     "the policy for them, or leave entropy=True out."
                 )
             fingerprint = self.host.check(batch, training=training, routed=router is not None)
-            if valued and self._averages:
+            if valued and has_several_batches(self.host.group):
                 raise UnsupportedError(
                     "policy.logprobs was given router= on several ranks, where a loss computed "
                     "from it is each rank's own and the router loss is of all their rollouts. Give "

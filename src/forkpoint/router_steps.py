@@ -9,11 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.host import Host
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import RouterTerms, Routing
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.forest import IntArray
+from forkpoint.losses.base import is_own
 from forkpoint.losses.router import RouterLoss
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare
 from forkpoint.plan import Plan
@@ -182,6 +184,24 @@ def router_work(
     work = RouterWork(asked, terms, router is not None, tokens, on_ranks=host.group is not None)
     work.check_tokens()
     return work
+
+
+def has_several_batches(group: Distributed | None) -> bool:
+    """Whether ranks have rollouts of their own; those that hold one copy of a model have not."""
+    return group is not None and len(group.ranks.firsts) > 1
+
+
+def check_averaged(group: Distributed | None, loss: object) -> None:
+    """Refuse a router loss beside one whose gradients are averaged over ranks.
+
+    Raises UnsupportedError.
+    """
+    if has_several_batches(group) and is_own(loss):
+        raise UnsupportedError(
+            "router= was given with a loss that is a function, on several ranks. Gradients of a "
+            "function are averaged over the ranks, and those of a router loss are of all their "
+            "rollouts. Give one of forkpoint.losses, or a Loss."
+        )
 
 
 def _check_tokens(parts: IntArray, tokens: IntArray) -> None:

@@ -90,7 +90,8 @@ def compared(folder: Path, case: Case) -> dict[str, Any]:
     own, whole = routers(case.routed, place)
     batch = RolloutBatch(split.rollouts[place])
     every = RolloutBatch([r for part in split.rollouts for r in part])
-    found: dict[str, Any] = {}
+    stats: Any
+    wanted: Any
     with lifted_upcasts(model), lifted_upcasts(other):
         policy, alone = (forkpoint.wrap(each, split.config) for each in (model, other))
         if case.through is not None:
@@ -110,16 +111,15 @@ def compared(folder: Path, case: Case) -> dict[str, Any]:
     here = value.rollout_expert_counts[begin : begin + len(batch)]
     gates = [n for n in names if n.endswith("gate.weight")]
     assert len(gates) == 3 and stats.router_loss and wanted.router_loss and value.router_loss
-    of_step = scored if case.through is through_logprobs else stats
-    found["counts"] = torch.equal(of_step.expert_counts, value.expert_counts)
-    found["own counts"] = torch.equal(of_step.rollout_expert_counts, here)
+    of_step: Any = scored if case.through is through_logprobs else stats
     return {
-        **found,
         "error": distance(leaves, expected, names),
         "routers": distance({n: leaves[n] for n in gates}, {n: expected[n] for n in gates}, gates),
         "loss": abs(stats.loss - wanted.loss),
         "router loss": abs(stats.router_loss - wanted.router_loss),
         "scored": abs(scored.router_loss - value.router_loss),
+        "counts": torch.equal(of_step.expert_counts, value.expert_counts),
+        "own counts": torch.equal(of_step.rollout_expert_counts, here),
     }
 
 
