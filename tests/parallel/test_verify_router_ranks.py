@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_ranks
-from scenarios_of_ranks import EMPTY, UNEQUAL, gradients, on_ranks, replicated, sharded
+from scenarios_of_ranks import EMPTY, UNEQUAL, gradients, group, on_ranks, replicated, sharded
 from split_models import MOE, Split, data_rank, load, needs_splits
 from test_router_ranks import COEFFICIENTS, Routed, mixture, routers
 
@@ -53,8 +53,6 @@ def verified(case: Verified) -> dict[str, Any]:
     assert all(gradient is None for gradient in gradients(model).values())
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     assert not [hook for hook in hooks if "DenseRouters" in repr(hook)]
-    stats: Any = policy.forward_backward(batch, case.routed.loss, router=own)
-    assert stats.router_loss > 0
     return {
         "verdict": report.verdict,
         "kinds": [plan.kind for plan in report.plans],
@@ -100,12 +98,14 @@ def test_ranks_verify_router_losses_of_all(name: str) -> None:
     check(run_ranks(2, verified, Verified(CASES[name])))
 
 
+FEW = ([*group(0, 3, 12, 6), *group(1, 2, 9, 5)], group(2, 2, 9, 5))
+COPY = (FEW[0],)
 SPLITS: dict[str, tuple[int, dict[str, int], Routed]] = {
-    "tensor": (2, {"tp_size": 2}, replace(BATCH, rollouts=(UNEQUAL[0],))),
+    "tensor": (2, {"tp_size": 2}, replace(BATCH, rollouts=COPY)),
     "tensor and expert": (
         2,
         {"tp_size": 2, "ep_size": 2},
-        replace(BATCH, rollouts=(UNEQUAL[0],), scope="lists"),
+        replace(BATCH, rollouts=COPY, scope="lists"),
     ),
     "data and expert": (2, {"fsdp_size": 2, "ep_size": 2}, BATCH),
     "data and expert, rollout": (
@@ -113,11 +113,10 @@ SPLITS: dict[str, tuple[int, dict[str, int], Routed]] = {
         {"fsdp_size": 2, "ep_size": 2},
         replace(BATCH, scope="rollout", last_token=False),
     ),
-    "tensor x data x expert": (4, {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}, BATCH),
-    "tensor x data, a rank without": (
+    "tensor x data x expert": (
         4,
-        {"tp_size": 2, "fsdp_size": 2},
-        replace(BATCH, rollouts=EMPTY),
+        {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+        replace(BATCH, rollouts=FEW),
     ),
 }
 
@@ -128,7 +127,7 @@ SPLITS: dict[str, tuple[int, dict[str, int], Routed]] = {
 def test_split_ranks_verify_router_losses_of_all(name: str, tmp_path: Path) -> None:
     size, options, routed = SPLITS[name]
     split = Split(family="qwen3_moe", sizes=MOE, options=options)
-    check(run_ranks(size, verified, Verified(routed, split, split.save(tmp_path))))
+    check(run_ranks(size, verified, Verified(routed, split, split.save(tmp_path)), limit_s=120))
 
 
 def louder_router(case: Verified) -> dict[str, Any]:
