@@ -176,8 +176,9 @@ def router_work(
     if (load_balancing or z) and not routers.defines_loss:
         raise UnsupportedError(
             f"the router loss has load_balancing={load_balancing} and z={z}, and transformers "
-            "defines no router loss for this model. Set both to 0; families that balance by a "
-            "bias take the counts of stats.expert_counts."
+            "defines no router loss for this model. Leave router= out; expert_counts=True counts "
+            "its experts, and families that balance by a bias, such as DeepSeek-V3 and GLM-4-MoE, "
+            "take policy.update_router_biases(stats.expert_counts, rate=...) after a step."
         )
     terms = RouterTerms(load_balancing, z, asked.parts(batch), counts)
     tokens = np.maximum(batch.lengths - (not asked.last_token), 0).astype(np.int64)

@@ -12,11 +12,13 @@ from processes import run_ranks
 from scenarios_of_ranks import DEEP, EMPTY, UNEQUAL, distance, gradients, group
 from split_models import MOE, Split, data_rank, load, needs_splits
 from test_router_ranks import COEFFICIENTS, Routed, faults, routers
-from test_split_models import LATENT, checkpointed
+from test_split_models import LATENT, SINKS, checkpointed
 
 import forkpoint
 from forkpoint import RolloutBatch
+from forkpoint.engine.changes import Changes
 from forkpoint.engine.routing import Routing
+from forkpoint.hosts.upcasts import run_plain_recurrences
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.parallel import statistics
 from forkpoint.parallel.ranks import DataRanks
@@ -31,6 +33,15 @@ TP2_FSDP2 = {"tp_size": 2, "fsdp_size": 2}
 TP2_FSDP2_EP4 = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
 FSDP4_EP4 = {"fsdp_size": 4, "ep_size": 4}
 FOUR = (*UNEQUAL, group(7, 3, 11, 6), [])
+DELTA = {
+    **MOE,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 16,
+}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 COPY = (UNEQUAL[0],)
 """One data rank."""
@@ -92,7 +103,9 @@ def compared(folder: Path, case: Case) -> dict[str, Any]:
     every = RolloutBatch([r for part in split.rollouts for r in part])
     stats: Any
     wanted: Any
-    with lifted_upcasts(model), lifted_upcasts(other):
+    with lifted_upcasts(model), lifted_upcasts(other), Changes() as changes:
+        for each in (model, other):
+            run_plain_recurrences(each, changes)
         policy, alone = (forkpoint.wrap(each, split.config) for each in (model, other))
         if case.through is not None:
             stats, wanted = case.through(policy, batch, own), case.through(alone, every, whole)
@@ -109,8 +122,8 @@ def compared(folder: Path, case: Case) -> dict[str, Any]:
         value: Any = alone.score(every, router=whole)
     begin = sum(len(part) for part in split.rollouts[:place])
     here = value.rollout_expert_counts[begin : begin + len(batch)]
-    gates = [n for n in names if n.endswith("gate.weight")]
-    assert len(gates) == 3 and stats.router_loss and wanted.router_loss and value.router_loss
+    gates = [f"{name}.weight" for name in policy.host.routers.names]
+    assert len(gates) > 1 and stats.router_loss and wanted.router_loss and value.router_loss
     of_step: Any = scored if case.through is through_logprobs else stats
     return {
         "error": distance(leaves, expected, names),
@@ -131,6 +144,9 @@ CASES: dict[str, tuple[int, Case]] = {
         Case(mixture(TP2), scope="lists", given=True, last_token=False),
     ),
     "tensor, Mixtral": (2, Case(mixture(TP2, family="mixtral", sizes=MIXTRAL))),
+    "tensor, gpt-oss": (2, Case(mixture(TP2, family="gpt_oss", sizes=SINKS))),
+    "tensor, Granite MoE": (2, Case(mixture(TP2, family="granitemoe", sizes=MIXTRAL))),
+    "tensor, Qwen3-Next": (2, Case(mixture(TP2, family="qwen3_next", sizes=DELTA))),
     "tensor and expert": (2, Case(mixture(TP2_EP2))),
     "tensor and expert, counts given": (2, Case(mixture(TP2_EP2), given=True)),
     "tensor and expert, rollout": (2, Case(mixture(TP2_EP2), scope="rollout", last_token=False)),
