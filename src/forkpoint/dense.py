@@ -97,6 +97,8 @@ def dense_run(
                 _run_rollout(model, batch, rollout, dtype, head_tokens, keep, routers)
                 if routers is not None:
                     routers.count(rollout, dtype)
+        if routers is not None:
+            routers.counted()
         wanted = [name for name in names if name != "entropies" or loss.needs_entropy]
         for name in wanted:
             per_token[name].requires_grad_()

@@ -3,10 +3,12 @@
 Written from the definitions of `losses.RouterLoss`, on the logits that the stock model's routers
 return and the experts that they choose. No forest, no segment, no microbatch: each rollout's tokens
 are counted as the rollout has them. A first pass without a graph takes counts, which have no
-gradient; each rollout's graph then has a part of its own of what is linear in probabilities.
+gradient; each rollout's graph then has a part of its own of what is linear in probabilities. Where
+several ranks run rollouts of one step they add up their counts between the two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +20,24 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import add_hook
 
 
+@dataclass(frozen=True, eq=False)
+class RouterSums:
+    """One rank's part of a step's statistics, before any backward."""
+
+    statistics: int
+    """Those of its own rollouts."""
+    counts_E: Tensor | None
+    """float64 [E], on the CPU: choices of each expert, where one statistic is taken over the
+    rollouts of all ranks; None where there are none."""
+    rows: int
+    """Pairs of token and layer that they are of."""
+
+
 class DenseRouters:
     """Statistics of the routers of a stock model, over its rollouts, until the changes are undone.
 
     `begin` and `end` are called around a forward; what a backward runs again is not looked at.
+    `counted` is called between the passes.
     """
 
     def __init__(
@@ -31,12 +47,25 @@ class DenseRouters:
         changes: Changes,
         *,
         last_token: bool,
+        joins: bool = False,
+        gather: Callable[[RouterSums], Sequence[RouterSums]] | None = None,
     ) -> None:
-        """routers: modules of the model that runs, in the order of its layers. last_token: whether
-        rollouts' last tokens count."""
+        """
+        Args:
+            routers: modules of the model that runs, in the order of its layers.
+            terms: of the loss.
+            changes: those that end it.
+            last_token: whether rollouts' last tokens count.
+            joins: whether one statistic is taken over the rollouts of all ranks.
+            gather: the sums of all ranks, from this one's; None where it is alone.
+        """
         self.last_token: bool = last_token
+        self._joins = joins
+        self._gather = gather
         self._terms = terms
         self._parts = int(terms.parts.max(initial=-1)) + 1
+        self._mean_over = self._parts
+        """Statistics that the loss is the mean of."""
         self._layers = len(routers)
         self._open = False
         self._found: list[tuple[Tensor, Tensor]] = []
@@ -85,8 +114,26 @@ class DenseRouters:
             self._rows_P[part] += len(x)
         self._found.clear()
 
+    def counted(self) -> None:
+        """Every rollout of this rank has been counted. Collective where there are several."""
+        if self._gather is None:
+            return
+        counts = None
+        if self._joins and self._counts_PE is not None:
+            counts = self._counts_PE[0].cpu()
+        every = self._gather(RouterSums(self._parts, counts, sum(self._rows_P)))
+        if not self._joins:
+            self._mean_over = sum(each.statistics for each in every)
+            return
+        self._mean_over = 1
+        self._rows_P = [sum(each.rows for each in every)] * self._parts
+        if self._counts_PE is not None:
+            found = [each.counts_E for each in every if each.counts_E is not None]
+            self._counts_PE = torch.stack(found).sum(0)[None].to(self._counts_PE.device)
+
     def value(self) -> float:
-        """The loss, once every rollout has been counted."""
+        """The loss, once every rollout has been counted; of several ranks this one's part of it,
+        all of which add up to the loss."""
         if self._counts_PE is None:
             return 0.0
         assert self._probability_PE is not None and self._z_P is not None
@@ -96,7 +143,7 @@ class DenseRouters:
                 balance = (self._counts_PE[part] / rows * (self._probability_PE[part] / rows)).sum()
                 total += self._terms.load_balancing * experts * float(balance)
                 total += self._terms.z * float(self._z_P[part]) / rows
-        return total / self._parts
+        return total / self._mean_over
 
     def term(self, rollout: int, dtype: torch.dtype) -> Tensor | None:
         """The part of the loss that is this rollout's, with its graph; the sum over all rollouts of
@@ -114,7 +161,7 @@ class DenseRouters:
                 found = found + terms.load_balancing * x.shape[-1] * (x.softmax(-1) * share_E).sum()
             if terms.z:
                 found = found + terms.z * x.logsumexp(-1).square().sum()
-            found = found / (rows * self._parts)
+            found = found / (rows * self._mean_over)
             total = found if total is None else total + found
         self._found.clear()
         return total

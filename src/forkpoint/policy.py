@@ -263,12 +263,6 @@ class Policy(PolicySteps):
 
         See `forkpoint.verify.verify`.
         """
-        if router is not None and self.host.group is not None:
-            raise UnsupportedError(
-                "verify was given router= and several ranks hold the model, where ordinary "
-                "training, which it compares with, runs on each rank by itself. Verify in one "
-                "process, with a model of its shape and few layers if need be."
-            )
         self._check_batch(batch)
         if batch.routed_experts is not None:
             raise UnsupportedError(

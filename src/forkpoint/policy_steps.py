@@ -40,7 +40,9 @@ from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.router_steps import (
     RouterWork,
     called,
+    check_averaged,
     check_routed_experts,
+    has_several_batches,
     route_replay,
     router_work,
 )
@@ -187,12 +189,8 @@ class PolicySteps:
             check_denominators(denominators)
             factor = finite("scale", scale)
             work = router_work(self.host, batch, router, counts, expert_counts=counted)
-            if work and router is not None and self.host.group is not None and is_own(loss):
-                raise UnsupportedError(
-                    "router= was given with a loss that is a function, on several ranks. Gradients "
-                    "of a function are averaged over the ranks, and those of a router loss are of "
-                    "all their rollouts. Give one of forkpoint.losses, or a Loss."
-                )
+            if work and router is not None:
+                check_averaged(self.host.group, loss)
             chosen = self._plan_for(batch, plan, known, work)
             demands.append(work.demand() if work else None)
             return chosen, fingerprint, known, factor, work
@@ -253,6 +251,7 @@ class PolicySteps:
         self, batch: RolloutBatch, plan: Plan, weights: Weights, routing: Routing | None
     ) -> None:
         """The second half of `logprobs`; `routing` is that of the first."""
+        given = dict(weights)
         weight = weights.pop(ROUTER, None)
 
         def work(step: Step) -> None:
@@ -264,7 +263,7 @@ class PolicySteps:
             joint = self._joint(step, training=True)
             call = f"backward of logprobs, entropies {'entropies' in weights}"
             aligned, _ = joint.agree(
-                call, batch, looked_at, sampled=False, numbers=lambda _: sizes_of(weights)
+                call, batch, looked_at, sampled=False, numbers=lambda _: sizes_of(given)
             )
             if joint.agreement is not None:
                 aligned = replace(aligned, program=joint.agreement.program)
@@ -319,7 +318,7 @@ class PolicySteps:
                     "the policy for them, or leave entropy=True out."
                 )
             fingerprint = self.host.check(batch, training=training, routed=router is not None)
-            if valued and self.host.group is not None:
+            if valued and has_several_batches(self.host.group):
                 raise UnsupportedError(
                     "policy.logprobs was given router= on several ranks, where a loss computed "
                     "from it is each rank's own and the router loss is of all their rollouts. Give "

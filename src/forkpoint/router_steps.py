@@ -2,17 +2,20 @@
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.host import Host
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import RouterTerms, Routing
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.forest import IntArray
-from forkpoint.hosts.tensor_parallel import ModelParallel
+from forkpoint.losses.base import is_own
 from forkpoint.losses.router import RouterLoss
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare
 from forkpoint.plan import Plan
@@ -42,16 +45,14 @@ class RouterWork:
         """This rank's part of the statistics of all ranks; None where it is alone."""
         if not self.on_ranks:
             return None
-        given, digest = self.terms.given, ""
-        if given is not None and self.joins:
-            content = np.ascontiguousarray(given.detach().cpu().numpy()).tobytes()
-            digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        given = self.terms.given
         return StatisticsShare(
             joins=self.joins,
             gathers=self.joins and given is None and bool(self.terms.load_balancing),
             tokens=int(self.tokens.sum()),
             statistics=len(np.unique(self.terms.parts)) if self._is_loss else 0,
-            counts=digest,
+            counts="" if given is None else _digest(given.detach().cpu().numpy()),
+            parts=_digest(self.terms.parts),
         )
 
     @property
@@ -108,6 +109,11 @@ class RouterWork:
         )
 
 
+def _digest(values: NDArray[Any]) -> str:
+    content = np.ascontiguousarray(values).tobytes()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
 def called(router: object, counts: object = None, *, expert_counts: bool = False) -> str:
     """The part of a call that is about routers and the same on all ranks, as text."""
     if not isinstance(router, RouterLoss):
@@ -140,8 +146,7 @@ def router_work(
     Raises:
         ConfigError: an argument is none of its kind, or there are counts without a loss.
         RolloutError: a statistic has no tokens.
-        UnsupportedError: the model has no routers, or its family no such loss, or it is split over
-            ranks.
+        UnsupportedError: the model has no routers, or its family no such loss.
     """
     if router is not None and not isinstance(router, RouterLoss):
         raise ConfigError(
@@ -156,12 +161,6 @@ def router_work(
         )
     if router is None and not expert_counts:
         return None
-    if isinstance(host.group, ModelParallel):
-        raise UnsupportedError(
-            "router= or expert_counts= were given for a model that transformers has split over "
-            "ranks (tensor or expert parallelism), where statistics of routers have not been shown "
-            "exact. Leave them out, or hold the model by fully_shard or DistributedDataParallel."
-        )
     routers = host.routers
     if not routers.layers:
         raise UnsupportedError(
@@ -177,14 +176,33 @@ def router_work(
     if (load_balancing or z) and not routers.defines_loss:
         raise UnsupportedError(
             f"the router loss has load_balancing={load_balancing} and z={z}, and transformers "
-            "defines no router loss for this model. Set both to 0; families that balance by a "
-            "bias take the counts of stats.expert_counts."
+            "defines no router loss for this model. Leave router= out; expert_counts=True counts "
+            "its experts, and families that balance by a bias, such as DeepSeek-V3 and GLM-4-MoE, "
+            "take policy.update_router_biases(stats.expert_counts, rate=...) after a step."
         )
     terms = RouterTerms(load_balancing, z, asked.parts(batch), counts)
     tokens = np.maximum(batch.lengths - (not asked.last_token), 0).astype(np.int64)
     work = RouterWork(asked, terms, router is not None, tokens, on_ranks=host.group is not None)
     work.check_tokens()
     return work
+
+
+def has_several_batches(group: Distributed | None) -> bool:
+    """Whether ranks have rollouts of their own; those that hold one copy of a model have not."""
+    return group is not None and len(group.ranks.firsts) > 1
+
+
+def check_averaged(group: Distributed | None, loss: object) -> None:
+    """Refuse a router loss beside one whose gradients are averaged over ranks.
+
+    Raises UnsupportedError.
+    """
+    if has_several_batches(group) and is_own(loss):
+        raise UnsupportedError(
+            "router= was given with a loss that is a function, on several ranks. Gradients of a "
+            "function are averaged over the ranks, and those of a router loss are of all their "
+            "rollouts. Give one of forkpoint.losses, or a Loss."
+        )
 
 
 def _check_tokens(parts: IntArray, tokens: IntArray) -> None:

@@ -31,7 +31,7 @@ from forkpoint.losses.base import (
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import check_range
 from forkpoint.rollouts import RolloutBatch
-from forkpoint.router_steps import RouterWork, router_work
+from forkpoint.router_steps import RouterWork, check_averaged, router_work
 from forkpoint.sampler import compute_dtype
 from forkpoint.verify_errors import (
     FLOAT64_BAR,
@@ -149,12 +149,15 @@ def _verify(
         check_denominators(denominators)
         host.check(batch, training=True, routed=router is not None)
         work = router_work(host, batch, router)
+        if work is not None:
+            check_averaged(host.group, loss)
         copied = None if joint.whole else joint.elements
         needs = count_needs(host, batch, dtype, reference_dtype, copied=copied)
         return work, needs, *fitting_plans(policy, batch, loss, needs, room, router)
 
     routed, needs, policy, choice, keeps = joint.run(looked_at)
-    choice = joint.choice(choice, policy, batch, loss)
+    joint.same_routers(router, routed)
+    choice = joint.choice(choice, policy, batch, loss, router)
     described = {
         "dtype": str(dtype).removeprefix("torch."),
         "reference_dtype": str(reference_dtype).removeprefix("torch."),
@@ -313,7 +316,9 @@ def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradien
         # what was done last.
         run.changes = step.changes
     if policy.host.group is not None:
-        stats = unchecked.forward_backward(batch, loss, denominators=given, plan=plan)
+        stats = unchecked.forward_backward(
+            batch, loss, denominators=given, plan=plan, router=work.router
+        )
     else:
         stats = step.run(
             lambda: unchecked._run_step(
@@ -399,11 +404,15 @@ def _single_rollouts(
     work: Work, name: str, model: nn.Module, routed: RoutedRun | None, way: Way
 ) -> DenseRun:
     """Run rollouts one at a time, without forkpoint's code, and say how far that is."""
-    batch = work.batch
+    batch, routers = work.batch, work.dense_routers(model)
     if not len(batch):
         head = work.policy.host.head
         nothing = torch.zeros(0, dtype=work.policy.host.loss_dtype, device=work.policy.host.device)
-        return DenseRun(0.0, {head: nothing}, {n: None for n, _ in model.named_parameters()})
+        aside = None
+        if routers is not None:
+            routers.counted()
+            aside = routers.value()
+        return DenseRun(0.0, {head: nothing}, {n: None for n, _ in model.named_parameters()}, aside)
     # Each comes twice: log-probs, then a forward and a backward.
     tokens_run = int((batch.lengths - (not work.last_tokens)).sum())
     done, calls, whole = 0, 0, 4 * tokens_run or 1
@@ -424,7 +433,7 @@ def _single_rollouts(
         work.denominators,
         entering,
         head_tokens=way.head_tokens,
-        routers=work.dense_routers(model),
+        routers=routers,
     )
     work.clock.end(name)
     return found

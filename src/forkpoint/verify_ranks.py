@@ -7,7 +7,7 @@ that is split over ranks the copy is split as well, and each rank compares its p
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,12 +21,15 @@ from forkpoint.hosts.split_copies import TensorParts, lengths_of_parts
 from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.hosts.whole_copies import copy_in, full
 from forkpoint.losses.base import Denominators, Loss, is_own
+from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import batch_denominators
 from forkpoint.parallel.agreement import group_digests
 from forkpoint.parallel.copies import check_same_batches, contents_of
+from forkpoint.parallel.statistics import joined
 from forkpoint.parallel.step import described
 from forkpoint.parallel.watch import Watch
 from forkpoint.rollouts import RolloutBatch
+from forkpoint.router_steps import RouterWork, called
 from forkpoint.verify_plans import (
     ACROSS,
     CHOSEN,
@@ -55,6 +58,16 @@ class Together(Protocol):
         rank."""
         ...
 
+    def gather(self, value: T) -> list[T]:
+        """The values of all batches, within `run`, and once in each: where memory runs out after it
+        and the work is begun again, the first values stay. Raises as `run` does."""
+        ...
+
+    def same_routers(self, router: RouterLoss | None, work: RouterWork | None) -> None:
+        """Raise RankError or ConfigError where ranks do not take the same statistics of routers,
+        and RolloutError where these have no tokens."""
+        ...
+
     def ways(self, ways: Ways) -> Ways:
         """The ways to save memory that are tried one after the other."""
         ...
@@ -77,7 +90,14 @@ class Together(Protocol):
         """Whether it is so on all ranks."""
         ...
 
-    def choice(self, choice: Choice, policy: Planning, batch: RolloutBatch, loss: Loss) -> Choice:
+    def choice(
+        self,
+        choice: Choice,
+        policy: Planning,
+        batch: RolloutBatch,
+        loss: Loss,
+        router: RouterLoss | None,
+    ) -> Choice:
         """The plans to compare: on every rank as many, of the same kinds."""
         ...
 
@@ -134,6 +154,12 @@ class Alone:
     def run(self, work: Callable[[], T]) -> T:
         return work()
 
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def same_routers(self, router: RouterLoss | None, work: RouterWork | None) -> None:
+        pass
+
     def ways(self, ways: Ways) -> Ways:
         return ways
 
@@ -151,7 +177,14 @@ class Alone:
     def every(self, passed: bool) -> bool:
         return passed
 
-    def choice(self, choice: Choice, policy: Planning, batch: RolloutBatch, loss: Loss) -> Choice:
+    def choice(
+        self,
+        choice: Choice,
+        policy: Planning,
+        batch: RolloutBatch,
+        loss: Loss,
+        router: RouterLoss | None,
+    ) -> Choice:
         return choice
 
     def denominators(self, batch: RolloutBatch) -> Denominators:
@@ -181,20 +214,47 @@ class OnRanks(Alone):
         self.group = group
         self.mean = mean
         self.whole: bool = not group.reduces
-        batches = group.ranks.batches
-        self._firsts = [batches.index(batch) for batch in sorted(set(batches))]
-        """By batch, the first of the ranks that have it."""
+        self._gathered: list[Any] | None = None
+        self._told = False
+        """Whether all ranks know that one has failed in this run."""
 
     def _of_batches(self, value: T) -> list[T]:
         """The values of all ranks, those with one batch once."""
         every = self.group.ranks.exchange(value)
-        return [every[first] for first in self._firsts]
+        return [every[first] for first in self.group.ranks.firsts]
+
+    def gather(self, value: T) -> list[T]:
+        ranks = self.group.ranks
+        if self._gathered is None:
+            # In a tuple: a rank that has failed gives its error's text, in `run`.
+            found: list[Any] = ranks.exchange((value,))
+            for rank, each in zip(ranks.global_ranks, found, strict=True):
+                if not isinstance(each, tuple):
+                    self._told = True
+                    raise _cannot(rank, each)
+            self._gathered = [found[first][0] for first in ranks.firsts]
+        return self._gathered
+
+    def same_routers(self, router: RouterLoss | None, work: RouterWork | None) -> None:
+        ranks = self.group.ranks
+        every = ranks.exchange((called(router), work.share() if work else None))
+        calls = {call: rank for rank, (call, _) in zip(ranks.global_ranks, every, strict=True)}
+        if len(calls) > 1:
+            given = "; ".join(f"rank {n}: {call[2:] or 'no router'}" for call, n in calls.items())
+            raise RankError(
+                f"the ranks do not verify the same router loss: {given}. Give every rank the same "
+                "router=, or none."
+            )
+        joined([share for _, share in every], ranks.global_ranks, ranks.batches)
 
     def run(self, work: Callable[[], T]) -> T:
         found, error = None, None
+        self._gathered, self._told = None, False
         try:
             found = work()
         except Exception as raised:  # any, since the others wait
+            if self._told:
+                raise
             error = raised
         ranks = self.group.ranks
         try:
@@ -207,12 +267,17 @@ class OnRanks(Alone):
             raise error
         for rank, text in zip(ranks.global_ranks, texts, strict=True):
             if text is not None:
-                raise RankError(
-                    f"rank {rank} cannot compare, so no rank does: {text} Nothing was changed."
-                )
+                raise _cannot(rank, text)
         return found  # pyright: ignore[reportReturnType]
 
-    def choice(self, choice: Choice, policy: Planning, batch: RolloutBatch, loss: Loss) -> Choice:
+    def choice(
+        self,
+        choice: Choice,
+        policy: Planning,
+        batch: RolloutBatch,
+        loss: Loss,
+        router: RouterLoss | None,
+    ) -> Choice:
         every = self.group.ranks.exchange((choice.reason, [c.kind for c in choice.compared]))
         there = {kind for _, kinds in every for kind in kinds}
         if not there:
@@ -220,7 +285,10 @@ class OnRanks(Alone):
             return replace(choice, reason=choice.reason if len(batch) else reasons[-1])
         own = {entry.kind: entry for entry in choice.compared}
         plan = self.run(
-            lambda: next((entry.plan for entry in own.values()), None) or policy.plan(batch, loss)
+            lambda: (
+                next((entry.plan for entry in own.values()), None)
+                or policy.plan(batch, loss, router=router)
+            )
         )
         spare = Compared(CHOSEN, plan, count_shared(plan))
         kinds = [kind for kind in (WITHIN, ACROSS, CHOSEN) if kind in there]
@@ -244,8 +312,8 @@ class OnRanks(Alone):
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
         own = [gradient is not None for gradient in found.gradients.values()]
-        every = self._of_batches((found.loss, own))
-        there = [any(column) for column in zip(*(own for _, own in every), strict=True)]
+        every = self._of_batches((found.loss, own, found.router_loss))
+        there = [any(column) for column in zip(*(own for _, own, _ in every), strict=True)]
         parameters = dict(model.named_parameters())
         sums: dict[str, Tensor | None] = {}
         for (name, gradient), is_there in zip(found.gradients.items(), there, strict=True):
@@ -259,8 +327,10 @@ class OnRanks(Alone):
                     added = self._own(name, gradient).contiguous()
                 self.group.add_up(added)
                 sums[name] = added / len(every) if self.mean else added
-        loss = found.loss if self.mean else sum(loss for loss, _ in every)
-        return replace(found, loss=loss, gradients=sums)
+        loss = found.loss if self.mean else sum(loss for loss, _, _ in every)
+        asides = [aside for _, _, aside in every if aside is not None]
+        aside = sum(asides) if asides else None
+        return replace(found, loss=loss, gradients=sums, router_loss=aside)
 
     def _shape(self, name: str, parameter: nn.Parameter) -> torch.Size:
         """The shape of what this rank has of a gradient."""
@@ -322,11 +392,18 @@ class OnSplitRanks(OnRanks):
         finally:
             watch.end()
 
-    def choice(self, choice: Choice, policy: Planning, batch: RolloutBatch, loss: Loss) -> Choice:
+    def choice(
+        self,
+        choice: Choice,
+        policy: Planning,
+        batch: RolloutBatch,
+        loss: Loss,
+        router: RouterLoss | None,
+    ) -> Choice:
         ranks = self.group.ranks
         own = contents_of(batch, [entry.plan for entry in choice.compared], ())
         check_same_batches(ranks.exchange(own), ranks.global_ranks, ranks.batches)
-        return super().choice(choice, policy, batch, loss)
+        return super().choice(choice, policy, batch, loss, router)
 
     def ways(self, ways: Ways) -> Ways:
         """The first alone: a rank whose memory runs out has left the others in collectives."""
@@ -357,6 +434,10 @@ class OnSplitRanks(OnRanks):
 
     def _own(self, name: str, gradient: Tensor) -> Tensor:
         return self.parts.part(name, gradient)
+
+
+def _cannot(rank: int, text: str) -> RankError:
+    return RankError(f"rank {rank} cannot compare, so no rank does: {text} Nothing was changed.")
 
 
 class _Gradients(Mapping[str, Tensor | None]):

@@ -46,6 +46,7 @@ class Stepping(Planning, Observed, Protocol):
         denominators: Denominators | None = None,
         scale: float = 1.0,
         plan: Plan | None = None,
+        router: RouterLoss | None = None,
     ) -> StepFigures: ...
     def _run_step(
         self,

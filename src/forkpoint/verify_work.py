@@ -65,7 +65,14 @@ class Work:
         host = self.policy.host
         names = {module: name for name, module in host.model.named_modules()}
         modules = [model.get_submodule(names[router]) for router in host.routers.modules]
-        return DenseRouters(modules, self.routed.terms, self.changes, last_token=self.last_tokens)
+        return DenseRouters(
+            modules,
+            self.routed.terms,
+            self.changes,
+            last_token=self.last_tokens,
+            joins=self.routed.joins,
+            gather=self.joint.gather if self.routed.on_ranks else None,
+        )
 
 
 def clock_of(

@@ -168,6 +168,7 @@ class Replay:
             optimizer = make_optimizer(training.optimizer, training.lr)
             batches, loss = self._batches(trace, batch)
             model = load_model(self.model, self.runtime)
+            self.routers.check(model, expert_counts=training.expert_counts)
             if torchrun.is_on_ranks():
                 model = torchrun.sharded(model)
         device = next(model.parameters()).device

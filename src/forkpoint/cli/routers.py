@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import DisallowNone, arg
 
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from forkpoint.losses import RouterLoss
 
 Own: Any = arg(metavar="NUMBER", help_behavior_hint="(default: the model's own)")
@@ -62,3 +64,41 @@ class RouterOptions:
             scope=self.router_loss,
             last_token=self.router_last_token == "yes",
         )
+
+    def check(self, model: "PreTrainedModel", *, expert_counts: bool = False) -> None:
+        """Refuse what the model's routers do not have, by the names of options.
+
+        `expert_counts`: whether experts are to be counted. Raises UnsupportedError.
+        """
+        from forkpoint.hosts.routers import Routers, adds_load_balancing
+
+        asked = self.router_loss != "none"
+        routers = Routers(model)
+        if (asked or expert_counts) and not routers.layers:
+            found, option = (
+                (f"router_loss is {self.router_loss!r}", "--router-loss")
+                if asked
+                else ("experts are to be counted", "--expert-counts")
+            )
+            raise UnsupportedError(
+                f"{found}, and the model has no routers that transformers records logits of: it is "
+                "no mixture of experts, or one that only a later transformers knows by its "
+                f"routers. Leave {option} out, or update transformers."
+            )
+        coefficients = {
+            "router_aux_loss_coef": self.router_aux_loss_coef,
+            "router_z_loss_coef": self.router_z_loss_coef,
+        }
+        for name, value in coefficients.items():
+            if asked and value and not routers.defines_loss:
+                raise UnsupportedError(
+                    f"{name} is {value}, and transformers defines no router loss for this model. "
+                    f"Leave --{name.replace('_', '-')} out."
+                )
+        if not asked and adds_load_balancing(model):
+            raise UnsupportedError(
+                "the configuration has output_router_logits=True, so that ordinary training adds a "
+                "load-balancing loss, and router_loss is 'none'. Add --router-loss batch or "
+                "--router-loss rollout, the tokens that its statistics are taken over, or set "
+                "output_router_logits to false in the configuration."
+            )

@@ -88,7 +88,9 @@ class Verify:
             # Before a large model is loaded for a file that the loss cannot use.
             router, loss = self.routers.make(), objective.make()
             loss.check(batch)
-            policy = wrap(load_model(self.model, self.runtime), self.planning.config())
+            model = load_model(self.model, self.runtime)
+            policy = wrap(model, self.planning.config())
+            self.routers.check(model)
         with out_of_memory_explained(), out.following("comparing gradients") as follow:
             announced = False
 

@@ -157,7 +157,8 @@ class Routing:
             return
         assert ranks is not None
         found = ranks.gather({"counts": self._own_counts().cpu()})
-        total_PE = torch.stack([each["counts"] for each in found]).sum(0)
+        own = [found[first]["counts"] for first in ranks.ranks.firsts]
+        total_PE = torch.stack(own).sum(0)
         self._summed_PE = total_PE.to(self._device)
 
     def ending(self, value: float | None = None) -> RouterEnd:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from forkpoint.errors import ConfigError, RankError
 from forkpoint.losses.base import Denominators
 from forkpoint.parallel.copies import Contents, check_same_batches
-from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.ranks import DataRanks, firsts_of
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, joined
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.align_programs import align
@@ -150,12 +150,14 @@ def agreed(
             "RolloutBatch([])."
         )
     sample = next((p.sample for p in proposals if p.sample is not None), None)
+    if batches is not None and not refused:
+        check_same_batches([p.contents for p in proposals], names, batches)
+    statistics = None
+    if not refused:
+        statistics = joined([p.statistics for p in proposals], names, batches)
     if batches is not None:
-        if not refused:
-            check_same_batches([p.contents for p in proposals], names, batches)
-        every_batch = sorted(set(batches))
-        index = every_batch.index(batches[index])
-        proposals = [proposals[list(batches).index(batch)] for batch in every_batch]
+        index = sorted(set(batches)).index(batches[index])
+        proposals = [proposals[first] for first in firsts_of(batches)]
     programs = [proposal.program for proposal in proposals]
     own = programs[index]
     gathering, splitting = None, None
@@ -191,7 +193,7 @@ def agreed(
         parts=tuple(p.gathered for p in proposals if p.gathered is not None),
         splitting=splitting,
         trunks=trunks if splitting is not None and splitting.split == "exchange" else (),
-        statistics=None if refused else joined([p.statistics for p in proposals], names),
+        statistics=statistics,
     )
 
 

@@ -1,5 +1,6 @@
 """The ranks that train one model on rollouts of their own."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, TypeVar
@@ -59,6 +60,12 @@ class DataRanks:
         """Whether any two ranks have the same batch."""
         return len(set(self.batches)) < self.size
 
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """By batch, the first of the ranks that have it: what all ranks of a batch compute alike
+        is counted once."""
+        return firsts_of(self.batches)
+
     def exchange(self, value: T) -> list[T]:
         """The values of all ranks, by index. Collective.
 
@@ -102,6 +109,14 @@ class DataRanks:
     def name(self) -> str:
         """This rank, for messages."""
         return f"rank {self.global_ranks[self.index]}"
+
+
+def firsts_of(batches: Sequence[int]) -> tuple[int, ...]:
+    """By batch, in order, the index of the first rank that has it.
+
+    batches: by rank, which batch it has.
+    """
+    return tuple(list(batches).index(batch) for batch in sorted(set(batches)))
 
 
 def ranks_of_group(group: dist.ProcessGroup) -> DataRanks:

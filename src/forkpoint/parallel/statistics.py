@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.parallel.ranks import firsts_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,10 @@ class StatisticsShare:
     statistics: int
     """Statistics of this rank's own."""
     counts: str
-    """A digest of the counts given, which are the same on all ranks; "" without."""
+    """A digest of the counts given; "" without. Of one statistic over all ranks they are the same
+    on all of them."""
+    parts: str
+    """A digest of the statistic that each rollout is part of."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +41,35 @@ class StatisticsOfRanks:
 
 
 def joined(
-    shares: Sequence[StatisticsShare | None], names: Sequence[int]
+    shares: Sequence[StatisticsShare | None],
+    names: Sequence[int],
+    batches: Sequence[int] | None = None,
 ) -> StatisticsOfRanks | None:
     """The statistics of all ranks, by the share of each; None where the step takes none.
 
-    names: by rank, its number in messages.
+    Args:
+        shares: by rank.
+        names: by rank, its number in messages.
+        batches: by rank, which batch it has; ranks of one are counted once. None: each its own.
 
-    Raises ConfigError where ranks were given different counts, and RolloutError where no token of
-    any rank counts: the same on all ranks.
+    Raises ConfigError where ranks were given different counts or ranks with one batch different
+    scopes, and RolloutError where no token of any rank counts: the same on all ranks.
     """
     known = [share for share in shares if share is not None]
     if not known:
         return None
     first = known[0]
+    if batches is not None:
+        _check_same(known, names, batches)
     for name, share in zip(names, known, strict=True):
-        if share.counts != first.counts:
+        if first.joins and share.counts != first.counts:
             raise ConfigError(
                 f"router_counts of ranks {names[0]} and {name} differ, and the router loss takes "
                 "one statistic over the rollouts of all ranks. Give scores.expert_counts, which "
                 "are the same on all of them, on every rank."
             )
+    if batches is not None:
+        known = [known[rank] for rank in firsts_of(batches)]
     tokens = sum(share.tokens for share in known)
     if not first.joins:
         return StatisticsOfRanks(None, sum(share.statistics for share in known), first.gathers)
@@ -67,6 +80,26 @@ def joined(
             "use RouterLoss(last_token=True)."
         )
     return StatisticsOfRanks(tokens, 1, first.gathers)
+
+
+def _check_same(
+    shares: Sequence[StatisticsShare], names: Sequence[int], batches: Sequence[int]
+) -> None:
+    """Ranks with one batch take the same statistics of it, from the same counts."""
+    firsts = firsts_of(batches)
+    order = sorted(set(batches))
+    for rank, batch in enumerate(batches):
+        first = firsts[order.index(batch)]
+        one, other = shares[first], shares[rank]
+        for what, same in (
+            ("lists of rollouts as the scope of the router loss", one.parts == other.parts),
+            ("router_counts", one.counts == other.counts),
+        ):
+            if not same:
+                raise ConfigError(
+                    f"ranks {names[first]} and {names[rank]} hold one copy of the model together "
+                    f"(tensor parallelism), and were given different {what}. Give both the same."
+                )
 
 
 @dataclass(frozen=True, eq=False)

@@ -132,14 +132,13 @@ class StepOfRanks:
                 f"the ranks ran different schedules ({digests}), so their gradients are not to be "
                 "trusted and none is kept. This is a defect of forkpoint: report it."
             )
-        batches = self.ranks.batches
         losses = [each.loss for each in found]
         try:
-            check_same_losses(losses, names, batches)
+            check_same_losses(losses, names, self.ranks.batches)
         except RankError:  # the same on all ranks
             self.ranks.phase = "told"
             raise
-        firsts = [batches.index(batch) for batch in sorted(set(batches))]
+        firsts = self.ranks.firsts
         routers = [end for first in firsts if (end := found[first].router) is not None]
         if routers:
             self.router = reduce(add, routers)

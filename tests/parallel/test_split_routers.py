@@ -1,0 +1,325 @@
+"""Router losses and counts of experts of models that transformers splits over ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_ranks
+from scenarios_of_ranks import DEEP, EMPTY, UNEQUAL, distance, gradients, group
+from split_models import MOE, Split, data_rank, load, needs_splits
+from test_router_ranks import COEFFICIENTS, Routed, faults, routers
+from test_split_models import LATENT, SINKS, checkpointed
+
+import forkpoint
+from forkpoint import RolloutBatch
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.routing import Routing
+from forkpoint.hosts.upcasts import run_plain_recurrences
+from forkpoint.losses import GRPO, GSPO, RouterLoss
+from forkpoint.parallel import statistics
+from forkpoint.parallel.ranks import DataRanks
+from forkpoint.testing import lifted_upcasts
+from lanes import slow_besides
+
+pytestmark = needs_splits
+TP2 = {"tp_size": 2}
+TP2_EP2 = {"tp_size": 2, "ep_size": 2}
+FSDP2_EP2 = {"fsdp_size": 2, "ep_size": 2}
+TP2_FSDP2 = {"tp_size": 2, "fsdp_size": 2}
+TP2_FSDP2_EP4 = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
+FSDP4_EP4 = {"fsdp_size": 4, "ep_size": 4}
+FOUR = (*UNEQUAL, group(7, 3, 11, 6), [])
+DELTA = {
+    **MOE,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 16,
+}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+COPY = (UNEQUAL[0],)
+"""One data rank."""
+
+
+def mixture(options: dict[str, Any], **other: Any) -> Split:
+    rollouts = UNEQUAL if "fsdp_size" in options else COPY
+    given: dict[str, Any] = {"family": "qwen3_moe", "sizes": MOE, "rollouts": rollouts, **other}
+    return Split(options=options, **given)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step with a router loss on split ranks, and in one process."""
+
+    split: Split
+    scope: Any = "batch"
+    given: bool = False
+    last_token: bool = True
+    through: Callable[..., Any] | None = None
+    """The step; by default `forward_backward`."""
+
+    @property
+    def routed(self) -> Routed:
+        split = self.split
+        return Routed(rollouts=split.rollouts, scope=self.scope, last_token=self.last_token)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Results of a step that is no `forward_backward`."""
+
+    loss: float
+    router_loss: float
+
+
+def through_logprobs(policy: forkpoint.Policy, batch: RolloutBatch, router: RouterLoss) -> Losses:
+    logprobs, aside = policy.logprobs(batch, router=router)
+    weights = torch.as_tensor(batch.advantages * batch.loss_mask)
+    loss = (weights * logprobs).sum() ** 2
+    (loss + 3 * aside + aside**2).backward()
+    return Losses(float(loss.detach()), float(aside.detach()))
+
+
+def through_function(policy: forkpoint.Policy, batch: RolloutBatch, router: RouterLoss) -> Any:
+    def own(outputs: Any, given: Any) -> torch.Tensor:
+        return -given.trained(outputs.logprobs * given.advantages).mean()
+
+    return policy.forward_backward(batch, own, router=router)
+
+
+def compared(folder: Path, case: Case) -> dict[str, Any]:
+    """Differences of a step on this rank from one process."""
+    split, place = case.split, data_rank(case.split)
+    model, other = load(folder, split, **split.options), load(folder, split)
+    names = [name for name, _ in model.named_parameters()]
+    own, whole = routers(case.routed, place)
+    batch = RolloutBatch(split.rollouts[place])
+    every = RolloutBatch([r for part in split.rollouts for r in part])
+    stats: Any
+    wanted: Any
+    with lifted_upcasts(model), lifted_upcasts(other), Changes() as changes:
+        for each in (model, other):
+            run_plain_recurrences(each, changes)
+        policy, alone = (forkpoint.wrap(each, split.config) for each in (model, other))
+        if case.through is not None:
+            stats, wanted = case.through(policy, batch, own), case.through(alone, every, whole)
+        else:
+            counts = None
+            if case.given:
+                scores = policy.score(batch, router=own)
+                by_rollout = case.scope != "batch"
+                counts = scores.rollout_expert_counts if by_rollout else scores.expert_counts
+            stats = policy.forward_backward(batch, split.loss, router=own, router_counts=counts)
+            wanted = alone.forward_backward(every, split.loss, router=whole)
+        leaves, expected = gradients(model), gradients(other)
+        scored: Any = policy.score(batch, router=own)
+        value: Any = alone.score(every, router=whole)
+    begin = sum(len(part) for part in split.rollouts[:place])
+    here = value.rollout_expert_counts[begin : begin + len(batch)]
+    gates = [f"{name}.weight" for name in policy.host.routers.names]
+    assert len(gates) > 1 and stats.router_loss and wanted.router_loss and value.router_loss
+    of_step: Any = scored if case.through is through_logprobs else stats
+    return {
+        "error": distance(leaves, expected, names),
+        "routers": distance({n: leaves[n] for n in gates}, {n: expected[n] for n in gates}, gates),
+        "loss": abs(stats.loss - wanted.loss),
+        "router loss": abs(stats.router_loss - wanted.router_loss),
+        "scored": abs(scored.router_loss - value.router_loss),
+        "counts": torch.equal(of_step.expert_counts, value.expert_counts),
+        "own counts": torch.equal(of_step.rollout_expert_counts, here),
+    }
+
+
+CASES: dict[str, tuple[int, Case]] = {
+    "tensor": (2, Case(mixture(TP2))),
+    "tensor, rollout, checkpointed": (2, Case(mixture(TP2, alone=checkpointed), scope="rollout")),
+    "tensor, lists, without last tokens": (
+        2,
+        Case(mixture(TP2), scope="lists", given=True, last_token=False),
+    ),
+    "tensor, Mixtral": (2, Case(mixture(TP2, family="mixtral", sizes=MIXTRAL))),
+    "tensor, gpt-oss": (2, Case(mixture(TP2, family="gpt_oss", sizes=SINKS))),
+    "tensor, Granite MoE": (2, Case(mixture(TP2, family="granitemoe", sizes=MIXTRAL))),
+    "tensor, Qwen3-Next": (2, Case(mixture(TP2, family="qwen3_next", sizes=DELTA))),
+    "tensor and expert": (2, Case(mixture(TP2_EP2))),
+    "tensor and expert, counts given": (2, Case(mixture(TP2_EP2), given=True)),
+    "tensor and expert, rollout": (2, Case(mixture(TP2_EP2), scope="rollout", last_token=False)),
+    "tensor and expert, lists": (2, Case(mixture(TP2_EP2, loss=GSPO()), scope="lists")),
+    "tensor and expert, recomputed": (
+        2,
+        Case(mixture(TP2_EP2, config=replace(DEEP, activations="recompute"))),
+    ),
+    "tensor and expert, log-probs": (2, Case(mixture(TP2_EP2), through=through_logprobs)),
+    "tensor, log-probs, rollout": (
+        2,
+        Case(mixture(TP2), through=through_logprobs, scope="rollout"),
+    ),
+    "tensor and expert, a function": (2, Case(mixture(TP2_EP2), through=through_function)),
+    "data and expert": (2, Case(mixture(FSDP2_EP2))),
+    "data and expert, counts given": (2, Case(mixture(FSDP2_EP2), given=True)),
+    "data and expert, rollout": (2, Case(mixture(FSDP2_EP2), scope="rollout", last_token=False)),
+    "data and expert, lists": (2, Case(mixture(FSDP2_EP2, loss=GSPO()), scope="lists")),
+    "data and expert, a rank without": (2, Case(mixture(FSDP2_EP2, rollouts=EMPTY))),
+    "data and expert, recomputed": (
+        2,
+        Case(mixture(FSDP2_EP2, config=replace(DEEP, activations="recompute")), scope="rollout"),
+    ),
+    "tensor x data": (4, Case(mixture(TP2_FSDP2))),
+    "tensor x data, expert 2": (4, Case(mixture({**TP2_FSDP2, "ep_size": 2}), scope="rollout")),
+    "tensor x data x expert": (4, Case(mixture(TP2_FSDP2_EP4))),
+    "tensor x data x expert, lists": (
+        4,
+        Case(mixture(TP2_FSDP2_EP4), scope="lists", given=True),
+    ),
+    "tensor x data x expert, a data rank without": (
+        4,
+        Case(mixture(TP2_FSDP2_EP4, rollouts=EMPTY), scope="rollout", last_token=False),
+    ),
+    "data x expert": (4, Case(mixture(FSDP4_EP4, rollouts=FOUR))),
+    "data x expert 2, rollout": (
+        4,
+        Case(mixture({"fsdp_size": 4, "ep_size": 2}, rollouts=FOUR), scope="rollout"),
+    ),
+}
+IN_CORE = ("tensor and expert",)
+
+
+@pytest.mark.parametrize("name", slow_besides(IN_CORE, CASES))
+def test_router_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    size, case = CASES[name]
+    found = run_ranks(size, compared, case.split.save(tmp_path), case)
+    assert not faults(found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["batch", "rollout"])
+def test_every_rank_of_a_copy_counted_is_found(
+    scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: both ranks have the same rollouts, and each adds its own."""
+    monkeypatch.setattr(DataRanks, "firsts", property(lambda self: tuple(range(self.size))))
+    monkeypatch.setattr(statistics, "firsts_of", lambda batches: tuple(range(len(batches))))
+    case = Case(mixture(TP2_EP2), scope=scope)
+    found = faults(run_ranks(2, compared, case.split.save(tmp_path), case))
+    for fault in ("routers of rank", "counts of rank"):
+        assert [each for each in found if fault in each], found
+
+
+@pytest.mark.slow
+def test_counts_of_every_rank_of_a_copy_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: counts alone are those of all ranks."""
+
+    def gather(self: Routing, ranks: Any) -> None:
+        if self.of_ranks is not None and self.of_ranks.gathers:
+            found = ranks.gather({"counts": self._own_counts()})
+            self._summed_PE = torch.stack([each["counts"] for each in found]).sum(0)
+
+    monkeypatch.setattr(Routing, "gather", gather)
+    case = Case(mixture(TP2_EP2))
+    found = faults(run_ranks(2, compared, case.split.save(tmp_path), case))
+    assert [each for each in found if "routers of rank" in each], found
+
+
+# Biases, and what is refused
+# ------------------------------------------------------------
+
+
+def updated(folder: Path, split: Split, steps: int) -> list[torch.Tensor]:
+    """Biases after updates on ranks, and in one process."""
+    place = data_rank(split)
+    model, other = load(folder, split, **split.options), load(folder, split)
+    with lifted_upcasts(model), lifted_upcasts(other):
+        policy, alone = forkpoint.wrap(model, split.config), forkpoint.wrap(other, split.config)
+        for _ in range(steps):
+            own = RolloutBatch(split.rollouts[place])
+            stats: Any = policy.forward_backward(own, split.loss, expert_counts=True)
+            policy.update_router_biases(stats.expert_counts, rate=0.05)
+            every = RolloutBatch([r for part in split.rollouts for r in part])
+            wanted: Any = alone.forward_backward(every, split.loss, expert_counts=True)
+            assert torch.equal(stats.expert_counts, wanted.expert_counts)
+            if len(split.rollouts) == 1:
+                assert torch.equal(stats.computed_expert_counts, wanted.computed_expert_counts)
+            alone.update_router_biases(wanted.expert_counts, rate=0.05)
+    return [
+        bias
+        for module in (model, other)
+        for name, bias in module.named_buffers()
+        if "e_score_correction_bias" in name
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [TP2_EP2, FSDP2_EP2, TP2], ids=str)
+def test_biases_take_the_counts_of_one_process(options: dict[str, Any], tmp_path: Path) -> None:
+    split = mixture(options, family="deepseek_v3", sizes=LATENT)
+    first, second = run_ranks(2, updated, split.save(tmp_path), split, 4)
+    half = len(first) // 2
+    assert half > 0 and float(first[0].abs().max()) > 0
+    for bias, other in zip(first, second, strict=True):
+        assert torch.equal(bias, other)
+    for bias, wanted in zip(first[:half], first[half:], strict=True):
+        assert torch.equal(bias, wanted)
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except forkpoint.errors.ForkpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refused_of_one_copy(folder: Path, split: Split) -> list[str]:
+    policy = forkpoint.wrap(load(folder, split, **split.options), split.config)
+    batch, rank = RolloutBatch(split.rollouts[0]), dist.get_rank()
+    router = RouterLoss(scope="rollout", **COEFFICIENTS)
+    counts = policy.score(batch, router=router).rollout_expert_counts
+    assert counts is not None
+    counts[0, 0, :2] += torch.tensor([-rank, rank])
+    count = len(batch)
+    lists = RouterLoss(scope=[[rank], [n for n in range(count) if n != rank]], **COEFFICIENTS)
+    calls = (
+        lambda: policy.forward_backward(batch, GRPO(), router=router, router_counts=counts),
+        lambda: policy.forward_backward(batch, GRPO(), router=lists),
+        lambda: policy.score(batch, router=lists),
+    )
+    found = [said(call) for call in calls]
+    assert all(p.grad is None for p in policy.host.model.parameters())
+    policy.forward_backward(batch, GRPO(), router=router)
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_of_one_copy_take_the_same_statistics(tmp_path: Path) -> None:
+    split = mixture(TP2_EP2)
+    for counts, *scopes in run_ranks(2, refused_of_one_copy, split.save(tmp_path), split):
+        text = "ConfigError: ranks 0 and 1 hold one copy of the model together"
+        assert counts.startswith(text) and "different router_counts" in counts
+        for scope in scopes:
+            assert scope.startswith(text) and "different lists of rollouts" in scope
+
+
+def refused_of_data_ranks(folder: Path, split: Split) -> list[str]:
+    policy = forkpoint.wrap(load(folder, split, **split.options), split.config)
+    batch = RolloutBatch(split.rollouts[data_rank(split)])
+    router = RouterLoss(**COEFFICIENTS)
+    return [
+        said(lambda: policy.logprobs(batch, router=router)),
+        said(lambda: through_function(policy, batch, router)),
+    ]
+
+
+@pytest.mark.slow
+def test_losses_of_their_own_are_refused_of_data_ranks(tmp_path: Path) -> None:
+    split = mixture(FSDP2_EP2)
+    for logprobs, function in run_ranks(2, refused_of_data_ranks, split.save(tmp_path), split):
+        assert logprobs.startswith("UnsupportedError: policy.logprobs was given router= on several")
+        assert function.startswith("UnsupportedError: router= was given with a loss that is a func")
