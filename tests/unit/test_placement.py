@@ -126,7 +126,7 @@ def test_pieces_are_those_of_the_ranks_own_forest(
     of_item = np.arange(len(items)) % ranks
     rank = of_item[items.item]
     of_rank = priced.items(rank, ranks)
-    alone = np.ones(sum(map(len, of_rank.shared)), bool)
+    alone = np.ones(len(of_rank.shared), bool)
     pieces = Pieces.of(priced, of_rank, alone, capacity)
     single = RankPieces(priced, items, capacity)
     for number in range(ranks):

@@ -46,9 +46,8 @@ class Pieces:
             capacity: tokens of a microbatch.
         """
         forest, size = priced.forest, len(priced.forest)
-        counts = [len(numbers) for numbers in items.shared]
-        pair_item = np.repeat(np.arange(len(items)), counts)
-        pair_segment = items.shared_segment[np.concatenate([*items.shared, np.zeros(0, np.int64)])]
+        pair_item = np.repeat(np.arange(len(items)), np.diff(items.begin))
+        pair_segment = items.shared_segment[items.shared]
         # Nodes: segments of one item, then a copy of each shared segment for each item.
         private = np.flatnonzero(items.owner >= 0)
         segment = np.concatenate([private, pair_segment])
@@ -85,13 +84,17 @@ def packed(tokens: IntArray, cost: IntArray, capacity: int, bins: int) -> IntArr
         capacity: tokens of a microbatch.
         bins: how many there may be. What has room in none of them costs TOO_MANY.
     """
-    rows = np.arange(len(tokens))
-    found = np.zeros((len(tokens), bins), np.int64)
-    room = np.full((len(tokens), bins), capacity, np.int64)
-    for sizes, costs in zip(tokens.T, cost.T, strict=True):
+    rows = len(tokens)
+    begin = np.arange(rows) * bins
+    found, room = np.zeros(rows * bins, np.int64), np.full((rows, bins), capacity, np.int64)
+    flat = room.reshape(-1)
+    columns = np.ascontiguousarray(tokens.T), np.ascontiguousarray(cost.T)
+    for sizes, costs in zip(*columns, strict=True):
         first = (room >= sizes[:, None]).argmax(axis=1)
-        room[rows, first] -= sizes
-        found[rows, first] += costs
+        first += begin
+        flat[first] -= sizes
+        found[first] += costs
+    found = found.reshape(rows, bins)
     found[(room < 0).any(axis=1)] = TOO_MANY
     return found
 
@@ -128,7 +131,7 @@ def lockstep_cost(priced: Priced, rank: IntArray, ranks: int, capacity: int) -> 
         capacity: tokens of a microbatch.
     """
     items = priced.items(rank, ranks)
-    alone = np.ones(sum(map(len, items.shared)), bool)
+    alone = np.ones(len(items.shared), bool)
     pieces = Pieces.of(priced, items, alone, capacity)
     load, inside = items.whole, np.zeros(ranks, np.int64)
     np.add.at(inside, pieces.item, pieces.cost)

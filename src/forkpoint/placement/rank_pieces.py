@@ -37,15 +37,15 @@ class RankPieces:
         for segment in np.flatnonzero(large & ~below).tolist():
             if parent[segment] >= 0:
                 self._heavy[items.owner[segment]].append(int(parent[segment]))
-        self._shared = [found.tolist() for found in items.shared]
+        self._shared = items.shared_lists
         self._parent: list[int] = parent[items.shared_segment].tolist()
         self._tokens: list[int] = forest.length[items.shared_segment].tolist()
         self._cost: list[int] = items.shared_cost.tolist()
 
-    def packed(self, items: Iterable[int], bins: int) -> list[int]:
-        """Costs of the microbatches of a rank with these items, as `packed.packed` gives them."""
+    def packed(self, pieces: Iterable[tuple[int, int]], bins: int) -> list[int]:
+        """Costs of the microbatches of a rank with these pieces, as `packed.packed` gives them."""
         room, found = [self.capacity] * bins, [0] * bins
-        for tokens, cost in self.of(items):
+        for tokens, cost in pieces:
             for place, left in enumerate(room):
                 if left >= tokens:
                     room[place] -= tokens

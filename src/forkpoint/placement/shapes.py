@@ -43,9 +43,8 @@ def reshaped(
     if ranks == 1:
         return placement.rank
     # A segment that few have is mostly that of one item of its rank: it forks for nobody else.
-    count = np.bincount(np.concatenate([*items.shared, np.zeros(0, np.int64)]).astype(np.int64))
-    alone = np.concatenate([*(count[found] < ranks for found in items.shared), np.zeros(0, bool)])
-    pieces = Pieces.of(priced, items, alone.astype(bool), capacity)
+    alone = np.bincount(items.shared)[items.shared] < ranks
+    pieces = Pieces.of(priced, items, alone, capacity)
     if np.bincount(placement.rank[pieces.item], minlength=1).max(initial=0) > MOST_PIECES:
         return placement.rank
     search = _Search(placement, pieces, RankPieces(priced, items, capacity))
@@ -64,9 +63,9 @@ class _Search:
         self.most = int(self.load.max() + self.load.max() // SLACK)
         self.tokens, self.cost = table_of(pieces.item, pieces, len(items) + 1)
         of_rank = [np.flatnonzero(self.rank == rank).tolist() for rank in range(self.ranks)]
-        tokens = [sum(size for size, _ in exact.of(items)) for items in of_rank]
-        bins = 2 * max(tokens) // self.capacity + 2
-        table = np.asarray([exact.packed(items, bins) for items in of_rank])
+        made = [exact.of(items) for items in of_rank]
+        bins = 2 * max(sum(size for size, _ in found) for found in made) // self.capacity + 2
+        table = np.asarray([exact.packed(found, bins) for found in made])
         used = table.max(axis=0)
         self.bins = int((used > 0).sum()) + 1
         self.gains: bool = int(used.sum()) * self.ranks > int(table.sum()) * (1 + WORTH)
@@ -116,7 +115,8 @@ class _Search:
             terms = []
             for items, gone, new in ((mine, *moves), (theirs, *moves[::-1])):
                 left = [item for item in items.tolist() if item != gone]
-                table = self.exact.packed(left + [new] * (new >= 0), self.bins)
+                found = self.exact.of(left + [new] * (new >= 0))
+                table = self.exact.packed(found, self.bins)
                 terms.append(self._powers(np.asarray(table)))
             if _root(np.maximum(rest + terms[0] + terms[1], 0.0)).sum() < least:
                 self._move(moves, ranks)
