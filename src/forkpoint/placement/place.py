@@ -10,7 +10,7 @@ import numpy as np
 from forkpoint.errors import ConfigError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.model_files import shape_of_model
-from forkpoint.placement.balance import NOWHERE, greedy, improved, in_rounds
+from forkpoint.placement.balance import NOWHERE, Placement, greedy, improved, in_rounds
 from forkpoint.placement.baselines import by_tokens, in_order
 from forkpoint.placement.exchanges import ExchangePrices, Prompts, split_groups
 from forkpoint.placement.items import Items, Priced, SplitPrice, replicated
@@ -41,6 +41,8 @@ PARTS = 20
 """These cost more than one part of so many of the mean before they are cut once more."""
 TRIES = 384
 """Pairs of ranks that exchange such parts: these are many, and each try takes longer."""
+NEAR = 1.05
+"""Exchanges are looked for from placements that cost no more than this many times the cheapest."""
 MOST_ROLLOUTS = 4096
 """Exchanging prompts is looked at for steps of no more: placing takes less than a second."""
 LITTLE = 2
@@ -210,17 +212,18 @@ class _Search:
             split = improved(greedy(items, self.ranks, most + most // FILL, near))
             if split.most < before.most:
                 placed.append(split)
-        ranks = [way.rank[way.items.item] for way in placed]
-        costs = [self._cost(rank) for rank in ranks]
-        way = placed[costs.index(min(costs))]
-        ranks.append(reshaped(self.priced, way, self.capacity)[way.items.item])
-        # From here exchanges find less than from where sizes are mixed.
-        ranks.append(in_rounds(groups, self.ranks)[groups.item])
-        ranks += self._naive()
+        known = [in_rounds(groups, self.ranks)[groups.item], *self._naive()]
+        others = [self._cost(rank) for rank in known]
+        costs = [self._cost(way.rank[way.items.item]) for way in placed]
+        if not self.whole_groups and self._is_uneven(costs + others):
+            placed.append(self._in_parts(most))
+            costs.append(self._cost(placed[-1].rank[placed[-1].items.item]))
+        # From those that are known exchanges find less than from where sizes are mixed.
+        near = [way for way, cost in zip(placed, costs, strict=True) if cost <= NEAR * min(costs)]
+        ranks = [way.rank[way.items.item] for way in placed] + known
+        ranks += [reshaped(self.priced, way, self.capacity)[way.items.item] for way in near]
+        costs += others
         costs += [self._cost(rank) for rank in ranks[len(costs) :]]
-        if not self.whole_groups and self._is_uneven(costs):
-            ranks.append(self._in_parts(most))
-            costs.append(self._cost(ranks[-1]))
         few = self.exchange is not None and len(groups) < FEW * self.ranks
         few = few and len(self.priced.paths) <= MOST_ROLLOUTS
         if few and not self.whole_groups and self._is_uneven(costs):
@@ -241,11 +244,10 @@ class _Search:
         """Whether no placement so far is near an equal share."""
         return min(costs) * self.ranks > UNEVEN * self.priced.total
 
-    def _in_parts(self, most: int) -> IntArray:
-        """[N] ranks for small parts of groups: what is small fills the slots of all ranks alike."""
+    def _in_parts(self, most: int) -> Placement:
+        """Small parts of groups: what is small fills the slots of all ranks alike."""
         items = self.priced.items(self.priced.split(most // PARTS, self.price))
-        placed = improved(greedy(items, self.ranks, most + most // FILL, AFFINITIES[0]))
-        return reshaped(self.priced, placed, self.capacity, TRIES)[items.item]
+        return improved(greedy(items, self.ranks, most + most // FILL, AFFINITIES[0]))
 
     def _with_prompts_apart(self, groups: Items, most: int) -> Iterator[IntArray]:
         """Placements [N] that pay little for a prompt on a further rank, of as many groups as there

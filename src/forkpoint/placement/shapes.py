@@ -20,7 +20,7 @@ MOST_PIECES = 48
 MOST_ITEMS = 10
 """Items of a rank that are tried, from the smallest to the largest."""
 TRIES_A_RANK = 3
-LEAST_TRIES, MOST_TRIES = 256, 1024
+LEAST_TRIES, MOST_TRIES = 256, 768
 """Pairs of ranks that are tried: so many times the number of ranks, within these bounds."""
 CHECKS = 3
 """Exchanges of a pair whose ranks' pieces are made anew: others are judged by items alone."""
