@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forkpoint.forest import IntArray
-from forkpoint.placement.items import Items
+from forkpoint.placement.items import Items, spans
 
 PARTNERS = 8
 """Ranks that the fullest one tries to exchange with, the emptiest first."""
@@ -158,12 +158,8 @@ class _State:
 
     def _leaves(self, items: IntArray, rank: int) -> IntArray:
         """[n] cost that leaves a rank with each of its items."""
-        counts = self.begin[items + 1] - self.begin[items]
-        ends = np.cumsum(counts)
-        at = np.arange(ends[-1] if len(ends) else 0) + np.repeat(
-            self.begin[items] - ends + counts, counts
-        )
-        segments = self.flat[at]
+        counts, at = spans(self.begin, items)
+        ends, segments = np.cumsum(counts), self.flat[at]
         alone = np.where(self.has[segments, rank] == 1, self.items.shared_cost[segments], 0)
         before = np.concatenate([[0], np.cumsum(alone)])
         return self.items.own[items] + before[ends] - before[ends - counts]

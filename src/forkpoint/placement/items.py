@@ -1,7 +1,7 @@
 """Items to place: sets of rollouts that stay together, and what each adds to a rank."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -83,19 +83,21 @@ class Priced:
         return cls(paths, forest, rates, cost)
 
     @cached_property
-    def depth(self) -> IntArray:
-        """[S] how many segments lie above each."""
-        return self.forest.depth
+    def end(self) -> IntArray:
+        """[S] the first segment after each and all below it: segments are in depth-first order."""
+        return np.searchsorted(self.forest.owner_begin, self.forest.owner_end)
 
     @cached_property
     def subtree_tokens(self) -> IntArray:
         """[S] edges of each segment and all below it."""
-        return self.forest.subtree_edges()
+        before = self.forest.edge_offsets
+        return before[self.end] - before[:-1]
 
     @cached_property
     def subtree_cost(self) -> IntArray:
         """[S] cost of each segment and all below it."""
-        return replace(self.forest, length=self.cost).subtree_edges()
+        before = np.concatenate([[0], np.cumsum(self.cost)])
+        return before[self.end] - before[:-1]
 
     @property
     def total(self) -> int:
@@ -238,6 +240,22 @@ def _pairs(forest: Forest, item: IntArray, shared_S: np.ndarray) -> IntArray:
         here = above >= 0
         pairs = np.unique(pairs[here] - segment[here] + above[here])
     return np.unique(np.concatenate(found))
+
+
+def spans(begin: IntArray, chosen: IntArray) -> tuple[IntArray, IntArray]:
+    """Positions of what several runs of entries hold.
+
+    Args:
+        begin: [n + 1] where each run begins, and the end.
+        chosen: [m] runs, in any order.
+
+    Returns:
+        [m] how many entries each has, and the positions of all of them, run after run.
+    """
+    counts = begin[chosen + 1] - begin[chosen]
+    ends = np.cumsum(counts)
+    first = np.repeat(begin[chosen] - ends + counts, counts)
+    return counts, first + np.arange(len(first))
 
 
 def shared_edges_of(shared: IntArray, entries: IntArray) -> IntArray:
