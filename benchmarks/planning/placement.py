@@ -17,7 +17,8 @@ rank.
 """
 
 import heapq
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,9 @@ NAME = "placement"
 MODEL = "qwen3-8b"
 FILES = ("airline.jsonl", "rag.jsonl")
 BAR = 1.10
+TIMED = (10_000, 512)
+"""Rollouts and ranks of the step whose placing has a bar."""
+MOST_MS = 1_000.0
 
 
 def repeated(paths: Paths, groups: int) -> Paths:
@@ -142,8 +146,7 @@ class Placement(Benchmark):
                     continue
                 prices = ExchangePrices.of(shape, rates)
                 of = partial(place_paths, paths, forest, rates, ranks, exchange=prices)
-                timing = time_host(of, repeats=3, warm_up=False)
-                yield timed_row(NAME, case, "time of placing", timing, note="its forest was built")
+                yield self._timed(case, of, None)
                 placed = {
                     "forkpoint": of(),
                     "token counts": by_tokens(paths.groups, lengths, ranks),
@@ -151,6 +154,21 @@ class Placement(Benchmark):
                 }
                 for way, rank in placed.items():
                     yield from self._rows(case, way, rank, (paths, shape, ranks, alone))
+
+            rollouts, ranks = TIMED
+            case = f"{name}, {rollouts} rollouts, {ranks} ranks"
+            if deadline.over(case):
+                continue
+            groups = rollouts * (int(batch.group_index.max()) + 1) // len(batch)
+            some = repeated(Paths.of_batch(batch), groups)
+            prices, forest = ExchangePrices.of(shape, rates), some.forest()
+            of = partial(place_paths, some, forest, rates, ranks, exchange=prices)
+            yield self._timed(case, of, MOST_MS)
+
+    def _timed(self, case: str, of: Callable[[], object], bar: float | None) -> ResultRow:
+        timing = time_host(of, repeats=5, clock=time.process_time)
+        note = "of the processor, once its forest is built"
+        return timed_row(NAME, case, "time of placing", timing, bar=bar, note=note)
 
     def _rows(
         self, case: str, way: str, rank: IntArray, of: tuple[Paths, ModelShape, int, float]
@@ -165,7 +183,7 @@ class Placement(Benchmark):
             "step in lockstep, over a share": (
                 step.lockstep * ranks / alone,
                 "a share of the step on one rank",
-                None,
+                bar,
             ),
             "step, weights gathered once": (
                 step.once / step.mean,

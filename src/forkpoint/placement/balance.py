@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forkpoint.forest import IntArray
-from forkpoint.placement.items import Items
+from forkpoint.placement.items import Items, spans
 
 PARTNERS = 8
 """Ranks that the fullest one tries to exchange with, the emptiest first."""
@@ -45,25 +45,30 @@ def greedy(items: Items, ranks: int, most: int, affinity: int) -> Placement:
     load is least afterwards.
     """
     load = np.zeros(ranks, np.int64)
-    missing = np.ones((len(items.shared_cost), ranks), bool)
+    held = np.zeros((len(items.shared_cost), ranks), np.int64)
     rank = np.zeros(len(items), np.int64)
-    whole = items.whole
+    whole, begin = items.whole, items.begin.tolist()
+    cost_of = items.shared_cost[items.shared]
     # Equal ones in an order of no meaning: those that follow each other tend to share a little, and
     # would meet on one rank, where what shares a little is packed as one.
     scrambled = np.arange(len(items)) * SCRAMBLE % (1 << 32)
     for item in np.lexsort((scrambled, -whole)).tolist():
-        segments = items.shared[item]
+        own = slice(begin[item], begin[item + 1])
+        segments = items.shared[own]
+        alone = whole[item]
         if len(segments):
-            adds = items.own[item] + items.shared_cost[segments] @ missing[segments]
-            after = load + adds
+            saved = np.add.reduce(held.take(segments, axis=0), axis=0)
+            after = load - saved
             chosen = int(after.argmin())
-            if affinity > 1 and after[chosen] <= most:
-                chosen = int(np.where(after <= most, load + affinity * adds, NOWHERE).argmin())
-            load[chosen] = after[chosen]
-            missing[segments, chosen] = False
+            if affinity > 1 and after[chosen] + alone <= most:
+                near = after - (affinity - 1) * saved
+                near[after > most - alone] = NOWHERE
+                chosen = int(near.argmin())
+            load[chosen] = after[chosen] + alone
+            held[segments, chosen] = cost_of[own]
         else:
             chosen = int(load.argmin())
-            load[chosen] += items.own[item]
+            load[chosen] += alone
         rank[item] = chosen
     return Placement(items, rank, load)
 
@@ -109,8 +114,7 @@ class _State:
 
     def __init__(self, items: Items, rank: IntArray, load: IntArray) -> None:
         self.items, self.rank, self.load = items, rank, load
-        self.flat = np.concatenate([*items.shared, np.zeros(0, np.int64)])
-        self.begin = np.concatenate([[0], np.cumsum([len(found) for found in items.shared])])
+        self.flat, self.begin = items.shared, items.begin
         self.has = np.zeros((len(items.shared_cost), len(load)), np.int32)
         of_pair = np.repeat(np.arange(len(items)), np.diff(self.begin))
         np.add.at(self.has, (self.flat, rank[of_pair]), 1)
@@ -154,18 +158,14 @@ class _State:
 
     def _leaves(self, items: IntArray, rank: int) -> IntArray:
         """[n] cost that leaves a rank with each of its items."""
-        counts = self.begin[items + 1] - self.begin[items]
-        ends = np.cumsum(counts)
-        at = np.arange(ends[-1] if len(ends) else 0) + np.repeat(
-            self.begin[items] - ends + counts, counts
-        )
-        segments = self.flat[at]
+        counts, at = spans(self.begin, items)
+        ends, segments = np.cumsum(counts), self.flat[at]
         alone = np.where(self.has[segments, rank] == 1, self.items.shared_cost[segments], 0)
         before = np.concatenate([[0], np.cumsum(alone)])
         return self.items.own[items] + before[ends] - before[ends - counts]
 
     def _move(self, item: int, source: int, target: int) -> None:
-        segments, one = self.items.shared[item], np.asarray([item])
+        segments, one = self.flat[self.begin[item] : self.begin[item + 1]], np.asarray([item])
         self.load[source] -= self._leaves(one, source)[0]
         self.has[segments, source] -= 1
         self.has[segments, target] += 1

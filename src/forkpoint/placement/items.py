@@ -1,7 +1,7 @@
 """Items to place: sets of rollouts that stay together, and what each adds to a rank."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -34,8 +34,11 @@ class Items:
     """[I] cost of the segments that no other item has."""
     owner: IntArray
     """[S] the item that a segment is of alone, or -1."""
-    shared: tuple[IntArray, ...]
-    """[I] shared segments of each item, ascending, as positions in `shared_cost`."""
+    shared: IntArray
+    """[E] shared segments of each item, item after item and ascending, as positions in
+    `shared_cost`."""
+    begin: IntArray
+    """[I + 1] where each item begins in `shared`, and the end."""
     shared_cost: IntArray
     """Cost of each shared segment."""
     shared_segment: IntArray
@@ -44,11 +47,17 @@ class Items:
     def __len__(self) -> int:
         return len(self.own)
 
-    @property
+    @cached_property
     def whole(self) -> IntArray:
         """[I] cost of each item on a rank of its own."""
-        above = [int(self.shared_cost[segments].sum()) for segments in self.shared]
-        return self.own + np.asarray(above, np.int64)
+        before = np.concatenate([[0], np.cumsum(self.shared_cost[self.shared])])
+        return self.own + before[self.begin[1:]] - before[self.begin[:-1]]
+
+    @cached_property
+    def shared_lists(self) -> list[list[int]]:
+        """[I] the shared segments of each item."""
+        flat = self.shared.tolist()
+        return [flat[low:high] for low, high in pairwise(self.begin.tolist())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,19 +83,21 @@ class Priced:
         return cls(paths, forest, rates, cost)
 
     @cached_property
-    def depth(self) -> IntArray:
-        """[S] how many segments lie above each."""
-        return self.forest.depth
+    def end(self) -> IntArray:
+        """[S] the first segment after each and all below it: segments are in depth-first order."""
+        return np.searchsorted(self.forest.owner_begin, self.forest.owner_end)
 
     @cached_property
     def subtree_tokens(self) -> IntArray:
         """[S] edges of each segment and all below it."""
-        return self.forest.subtree_edges()
+        before = self.forest.edge_offsets
+        return before[self.end] - before[:-1]
 
     @cached_property
     def subtree_cost(self) -> IntArray:
         """[S] cost of each segment and all below it."""
-        return replace(self.forest, length=self.cost).subtree_edges()
+        before = np.concatenate([[0], np.cumsum(self.cost)])
+        return before[self.end] - before[:-1]
 
     @property
     def total(self) -> int:
@@ -106,56 +117,22 @@ class Priced:
         `most` by more than the price of cutting it. `among` are the groups that may be split; None
         is all.
         """
-        paths = self.paths
+        paths, by_group = self.paths, self._by_group
         item, count = paths.groups.copy(), int(paths.groups.max()) + 1
-        order = paths.order
-        by_group = np.argsort(paths.groups[order.rollouts], kind="stable")
-        group = paths.groups[order.rollouts[by_group]]
-        bounds = np.searchsorted(group, np.arange(count + 1))
-        costly = np.flatnonzero(self.costs_of(paths.groups) > most)
+        costly = np.flatnonzero(by_group.cost > most)
         for number in (costly if among is None else np.intersect1d(costly, among)).tolist():
-            entries = by_group[bounds[number] : bounds[number + 1]]
-            for part in self._parts(entries, most, price)[1:]:
-                item[order.rollouts[part]] = count
+            for begin, end in by_group.parts(number, most, price)[1:]:
+                item[by_group.rollouts[begin:end]] = count
                 count += 1
         return item
 
     def costs_of(self, item: IntArray) -> IntArray:
         """[I] cost of each item on a rank of its own."""
-        order = self.paths.order
-        of_entry = item[order.rollouts]
-        entries = np.argsort(of_entry, kind="stable")
-        shared = shared_edges_of(order.shared_edges, entries)
-        shared[1:][of_entry[entries[1:]] != of_entry[entries[:-1]]] = 0
-        rollouts = order.rollouts[entries]
-        new = self.paths.cost(self.rates, rollouts, order.edges[entries])
-        new -= self.paths.cost(self.rates, rollouts, shared)
-        found = np.zeros(int(item.max()) + 1, np.int64)
-        np.add.at(found, of_entry[entries], new)
-        return found
+        return _ByItem.of(self, item).cost
 
-    def _parts(self, entries: IntArray, most: int, price: SplitPrice) -> list[IntArray]:
-        """Entries of a group, in order, as parts."""
-        order = self.paths.order
-        rollouts = order.rollouts[entries]
-        shared = shared_edges_of(order.shared_edges, entries)
-        path = self.paths.cost(self.rates, rollouts, order.edges[entries])
-        above = self.paths.cost(self.rates, rollouts, shared)
-        done: list[IntArray] = []
-        todo = [(0, len(entries))]
-        while todo:
-            begin, end = todo.pop()
-            cost = int(path[begin] + (path - above)[begin + 1 : end].sum())
-            if end - begin > 1:
-                inner = shared[begin + 1 : end]
-                fork = int(inner.min())
-                trunk = int(above[begin + 1 + int(inner.argmin())])
-                if cost - most > price(trunk):
-                    cuts = [begin, *(begin + 1 + np.flatnonzero(inner == fork)).tolist(), end]
-                    todo.extend(reversed(list(pairwise(cuts))))
-                    continue
-            done.append(entries[begin:end])
-        return done
+    @cached_property
+    def _by_group(self) -> "_ByItem":
+        return _ByItem.of(self, self.paths.groups)
 
     def items(self, item: IntArray, count: int | None = None) -> Items:
         """Prices of these items.
@@ -175,18 +152,76 @@ class Priced:
         numbers = np.cumsum(shared_S) - 1
         segments = np.flatnonzero(shared_S)
         pairs = _pairs(forest, item, shared_S)
-        found = np.split(
-            numbers[pairs % len(forest)] if len(forest) else pairs,
-            np.searchsorted(pairs, np.arange(1, count) * max(1, len(forest))),
-        )
         return Items(
             item,
             own,
             owner,
-            tuple(found),
+            numbers[pairs % len(forest)] if len(forest) else pairs,
+            np.searchsorted(pairs, np.arange(count + 1) * max(1, len(forest))),
             self.cost[segments],
             segments,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _ByItem:
+    """Rollouts item after item, each in the order of its tokens, as what they add to their item."""
+
+    rollouts: IntArray
+    """[n] those of at least two tokens."""
+    begin: list[int]
+    """[I + 1] where each item begins, and the end."""
+    shared: list[int]
+    """[n] leading edges that each shares with the one before it in its item."""
+    above: list[int]
+    """[n] the cost of these."""
+    path: list[int]
+    """[n] the cost of all of its edges."""
+    added: list[int]
+    """[n + 1] the sum of what all before each add to their items, and of all."""
+    cost: IntArray
+    """[I] of each item on a rank of its own."""
+
+    @classmethod
+    def of(cls, priced: Priced, item: IntArray) -> "_ByItem":
+        paths, order = priced.paths, priced.paths.order
+        of_entry = item[order.rollouts]
+        entries = np.argsort(of_entry, kind="stable")
+        shared = shared_edges_of(order.shared_edges, entries)
+        shared[1:][np.diff(of_entry[entries]) != 0] = 0
+        rollouts = order.rollouts[entries]
+        path = paths.cost(priced.rates, rollouts, order.edges[entries])
+        above = paths.cost(priced.rates, rollouts, shared)
+        begin = np.searchsorted(of_entry[entries], np.arange(int(item.max()) + 2))
+        added = np.concatenate([[0], np.cumsum(path - above)])
+        cost = added[begin[1:]] - added[begin[:-1]]
+        return cls(
+            rollouts,
+            begin.tolist(),
+            shared.tolist(),
+            above.tolist(),
+            path.tolist(),
+            added.tolist(),
+            cost,
+        )
+
+    def parts(self, number: int, most: int, price: SplitPrice) -> list[tuple[int, int]]:
+        """Parts of an item, in order: where each begins and ends."""
+        done: list[tuple[int, int]] = []
+        todo = [(self.begin[number], self.begin[number + 1])]
+        while todo:
+            begin, end = todo.pop()
+            if end - begin > 1:
+                cost = self.path[begin] + self.added[end] - self.added[begin + 1]
+                inner = self.shared[begin + 1 : end]
+                fork = min(inner)
+                trunk = self.above[begin + 1 + inner.index(fork)]
+                if cost - most > price(trunk):
+                    forks = [begin + 1 + at for at, edges in enumerate(inner) if edges == fork]
+                    todo.extend(reversed(list(pairwise([begin, *forks, end]))))
+                    continue
+            done.append((begin, end))
+        return done
 
 
 def _pairs(forest: Forest, item: IntArray, shared_S: np.ndarray) -> IntArray:
@@ -207,6 +242,22 @@ def _pairs(forest: Forest, item: IntArray, shared_S: np.ndarray) -> IntArray:
     return np.unique(np.concatenate(found))
 
 
+def spans(begin: IntArray, chosen: IntArray) -> tuple[IntArray, IntArray]:
+    """Positions of what several runs of entries hold.
+
+    Args:
+        begin: [n + 1] where each run begins, and the end.
+        chosen: [m] runs, in any order.
+
+    Returns:
+        [m] how many entries each has, and the positions of all of them, run after run.
+    """
+    counts = begin[chosen + 1] - begin[chosen]
+    ends = np.cumsum(counts)
+    first = np.repeat(begin[chosen] - ends + counts, counts)
+    return counts, first + np.arange(len(first))
+
+
 def shared_edges_of(shared: IntArray, entries: IntArray) -> IntArray:
     """[m] leading edges that each of these entries shares with the one before it.
 
@@ -214,7 +265,11 @@ def shared_edges_of(shared: IntArray, entries: IntArray) -> IntArray:
     """
     found = shared[entries].copy()
     found[:1] = 0
-    for at in np.flatnonzero(np.diff(entries) != 1).tolist():
-        low, high = int(entries[at]) + 1, int(entries[at + 1]) + 1
-        found[at + 1] = shared[low:high].min() if low < high else 0
+    at = np.flatnonzero(np.diff(entries) != 1)
+    low, high = entries[at] + 1, entries[at + 1] + 1
+    ascend = low < high
+    found[at[~ascend] + 1] = 0
+    at, bounds = at[ascend] + 1, np.stack([low[ascend], high[ascend]], axis=1).ravel()
+    # The last bound may be the end, where no run can begin.
+    found[at] = np.minimum.reduceat(np.append(shared, 0), bounds)[::2] if len(at) else 0
     return found

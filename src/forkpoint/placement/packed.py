@@ -45,35 +45,60 @@ class Pieces:
                 has it.
             capacity: tokens of a microbatch.
         """
-        forest, size = priced.forest, len(priced.forest)
-        counts = [len(numbers) for numbers in items.shared]
-        pair_item = np.repeat(np.arange(len(items)), counts)
-        pair_segment = items.shared_segment[np.concatenate([*items.shared, np.zeros(0, np.int64)])]
         # Nodes: segments of one item, then a copy of each shared segment for each item.
         private = np.flatnonzero(items.owner >= 0)
-        segment = np.concatenate([private, pair_segment])
-        item = np.concatenate([items.owner[private], pair_item])
-        own = np.concatenate([np.ones(len(private), bool), alone])
-        node = np.full(size + 1, -1, np.int64)
-        node[private] = np.arange(len(private))
-        parent_segment = forest.parent[segment]
-        parent = node[parent_segment]
-        copied = np.flatnonzero((parent_segment >= 0) & (parent < 0))
-        keys = pair_item * size + pair_segment
-        wanted = item[copied] * size + parent_segment[copied]
-        parent[copied] = len(private) + np.searchsorted(keys, wanted)
-        tokens, cost = forest.length[segment].copy(), priced.cost[segment].copy()
-        depth = priced.depth[segment]
-        by_depth = np.argsort(depth, kind="stable")
-        bounds = np.searchsorted(depth[by_depth], np.arange(depth.max(initial=0) + 2))
-        for level in range(len(bounds) - 2, 0, -1):
-            below = by_depth[bounds[level] : bounds[level + 1]]
-            np.add.at(tokens, parent[below], tokens[below])
-            np.add.at(cost, parent[below], cost[below])
-        fits = own & (tokens <= capacity)
-        tops = np.flatnonzero(fits & ~((parent >= 0) & fits[parent]))
-        tops = tops[np.argsort(item[tops], kind="stable")]
-        return cls(item[tops], tokens[tops], cost[tops])
+        copies = items.shared_segment[items.shared]
+        copied = np.repeat(np.arange(len(items)), np.diff(items.begin))
+        segment = np.concatenate([private, copies])
+        return largest_subtrees(
+            priced,
+            np.concatenate([items.owner[private], copied]),
+            segment,
+            (priced.forest.length[segment], priced.cost[segment]),
+            capacity,
+            np.concatenate([np.ones(len(private), bool), alone]),
+        )
+
+
+def largest_subtrees(
+    priced: Priced,
+    row: IntArray,
+    segment: IntArray,
+    sizes: tuple[IntArray, IntArray],
+    capacity: int,
+    able: NDArray[np.bool_] | None = None,
+) -> Pieces:
+    """The largest subtrees of each row's nodes that fit in a microbatch; a row is their item.
+
+    Args:
+        priced: the rollouts.
+        row: [n] the row of each node.
+        segment: [n] its segment, whose parent is another node of the row or a root's. A row's nodes
+            of one segment are the same node.
+        sizes: [n] each, its own tokens and cost.
+        capacity: tokens of a microbatch.
+        able: [n] whether a node may be in a piece; None is all.
+    """
+    size = max(1, len(priced.forest))
+    key = row * size + segment
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    if len(key):
+        once = np.concatenate([[True], key[1:] != key[:-1]])
+        order, key = order[once], key[once]
+    row, segment = row[order], segment[order]
+    # Segments are in depth-first order: what lies below one follows it.
+    end = np.searchsorted(key, row * size + priced.end[segment])
+    own = np.stack([sizes[0][order], sizes[1][order]])
+    before = np.concatenate([np.zeros((2, 1), np.int64), np.cumsum(own, axis=1)], axis=1)
+    tokens, cost = before[:, end] - before[:, :-1]
+    fits = tokens <= capacity
+    if able is not None:
+        fits &= able[order]
+    parent = priced.forest.parent[segment]
+    above = np.searchsorted(key, row * size + parent)
+    tops = np.flatnonzero(fits & ~((parent >= 0) & fits[np.minimum(above, len(key) - 1)]))
+    return Pieces(row[tops], tokens[tops], cost[tops])
 
 
 def packed(tokens: IntArray, cost: IntArray, capacity: int, bins: int) -> IntArray:
@@ -85,13 +110,17 @@ def packed(tokens: IntArray, cost: IntArray, capacity: int, bins: int) -> IntArr
         capacity: tokens of a microbatch.
         bins: how many there may be. What has room in none of them costs TOO_MANY.
     """
-    rows = np.arange(len(tokens))
-    found = np.zeros((len(tokens), bins), np.int64)
-    room = np.full((len(tokens), bins), capacity, np.int64)
-    for sizes, costs in zip(tokens.T, cost.T, strict=True):
+    rows = len(tokens)
+    begin = np.arange(rows) * bins
+    found, room = np.zeros(rows * bins, np.int64), np.full((rows, bins), capacity, np.int64)
+    flat = room.reshape(-1)
+    columns = np.ascontiguousarray(tokens.T), np.ascontiguousarray(cost.T)
+    for sizes, costs in zip(*columns, strict=True):
         first = (room >= sizes[:, None]).argmax(axis=1)
-        room[rows, first] -= sizes
-        found[rows, first] += costs
+        first += begin
+        flat[first] -= sizes
+        found[first] += costs
+    found = found.reshape(rows, bins)
     found[(room < 0).any(axis=1)] = TOO_MANY
     return found
 
@@ -128,7 +157,7 @@ def lockstep_cost(priced: Priced, rank: IntArray, ranks: int, capacity: int) -> 
         capacity: tokens of a microbatch.
     """
     items = priced.items(rank, ranks)
-    alone = np.ones(sum(map(len, items.shared)), bool)
+    alone = np.ones(len(items.shared), bool)
     pieces = Pieces.of(priced, items, alone, capacity)
     load, inside = items.whole, np.zeros(ranks, np.int64)
     np.add.at(inside, pieces.item, pieces.cost)

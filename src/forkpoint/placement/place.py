@@ -10,7 +10,7 @@ import numpy as np
 from forkpoint.errors import ConfigError
 from forkpoint.forest import Forest, IntArray
 from forkpoint.model_files import shape_of_model
-from forkpoint.placement.balance import NOWHERE, greedy, improved, in_rounds
+from forkpoint.placement.balance import NOWHERE, Placement, greedy, improved, in_rounds
 from forkpoint.placement.baselines import by_tokens, in_order
 from forkpoint.placement.exchanges import ExchangePrices, Prompts, split_groups
 from forkpoint.placement.items import Items, Priced, SplitPrice, replicated
@@ -39,8 +39,8 @@ UNEVEN = 1.05
 """Smaller parts are tried where a step is predicted to take more than this many times the mean."""
 PARTS = 20
 """These cost more than one part of so many of the mean before they are cut once more."""
-TRIES = 384
-"""Pairs of ranks that exchange such parts: these are many, and each try takes longer."""
+NEAR = 1.05
+"""Exchanges are looked for from placements that cost no more than this many times the cheapest."""
 MOST_ROLLOUTS = 4096
 """Exchanging prompts is looked at for steps of no more: placing takes less than a second."""
 LITTLE = 2
@@ -189,11 +189,11 @@ class _Search:
         """[N] the rank of each rollout: the first of those that are predicted to cost least."""
         if self.ranks == 1 or self.priced.total == 0:
             return np.zeros(len(self.priced.paths), np.int64)
-        most = self.priced.total // self.ranks
+        share = self.priced.total // self.ranks
         groups = self.priced.items(self.priced.groups())
         # Without segments that items share there is nothing to stay near to.
         able = AFFINITIES if len(groups.shared_cost) else AFFINITIES[:1]
-        ways = [greedy(groups, self.ranks, most + most // FILL, near) for near in able]
+        ways = [greedy(groups, self.ranks, share + share // FILL, near) for near in able]
         # The least affinity that is about as good: what shares a little had better be apart.
         enough = min(way.most for way in ways) * (1 + CLOSE)
         near, placed = next(
@@ -204,28 +204,32 @@ class _Search:
             before = placed[-1]
             if before.most <= EVEN * int(before.load.sum()) / self.ranks:
                 break
-            items = self.priced.items(self.priced.split(int(part * most), self.price))
+            items = self.priced.items(self.priced.split(int(part * share), self.price))
             if len(items) == len(before.items):
                 continue
-            split = improved(greedy(items, self.ranks, most + most // FILL, near))
+            split = improved(greedy(items, self.ranks, share + share // FILL, near))
             if split.most < before.most:
                 placed.append(split)
-        ranks = [way.rank[way.items.item] for way in placed]
-        costs = [self._cost(rank) for rank in ranks]
-        way = placed[costs.index(min(costs))]
-        ranks.append(reshaped(self.priced, way, self.capacity)[way.items.item])
-        # From here exchanges find less than from where sizes are mixed.
-        ranks.append(in_rounds(groups, self.ranks)[groups.item])
-        ranks += self._naive()
+        known = [in_rounds(groups, self.ranks)[groups.item], *self._naive()]
+        others = [self._cost(rank) for rank in known]
+        costs = [self._cost(way.rank[way.items.item]) for way in placed]
+        if not self.whole_groups and self._is_uneven(costs + others):
+            parts = self._in_parts(share)
+            if len(parts.items) > len(placed[-1].items):
+                placed.append(parts)
+                costs.append(self._cost(parts.rank[parts.items.item]))
+        # From those of `known` exchanges find less than from where sizes are mixed.
+        most = NEAR * min(costs)
+        starts = [way for way, cost in zip(placed, costs, strict=True) if cost <= most]
+        ranks = [way.rank[way.items.item] for way in placed] + known
+        ranks += [reshaped(self.priced, way, self.capacity)[way.items.item] for way in starts]
+        costs += others
         costs += [self._cost(rank) for rank in ranks[len(costs) :]]
-        if not self.whole_groups and self._is_uneven(costs):
-            ranks.append(self._in_parts(most))
-            costs.append(self._cost(ranks[-1]))
         few = self.exchange is not None and len(groups) < FEW * self.ranks
         few = few and len(self.priced.paths) <= MOST_ROLLOUTS
         if few and not self.whole_groups and self._is_uneven(costs):
             at_risk = RISK * min(costs)
-            apart = ((rank, self._cost(rank)) for rank in self._with_prompts_apart(groups, most))
+            apart = ((rank, self._cost(rank)) for rank in self._with_prompts_apart(groups, share))
             for rank, cost in apart:
                 if cost <= at_risk:
                     ranks.append(rank)
@@ -241,23 +245,22 @@ class _Search:
         """Whether no placement so far is near an equal share."""
         return min(costs) * self.ranks > UNEVEN * self.priced.total
 
-    def _in_parts(self, most: int) -> IntArray:
-        """[N] ranks for small parts of groups: what is small fills the slots of all ranks alike."""
-        items = self.priced.items(self.priced.split(most // PARTS, self.price))
-        placed = improved(greedy(items, self.ranks, most + most // FILL, AFFINITIES[0]))
-        return reshaped(self.priced, placed, self.capacity, TRIES)[items.item]
+    def _in_parts(self, share: int) -> Placement:
+        """Small parts of groups: what is small fills the slots of all ranks alike."""
+        items = self.priced.items(self.priced.split(share // PARTS, self.price))
+        return improved(greedy(items, self.ranks, share + share // FILL, AFFINITIES[0]))
 
-    def _with_prompts_apart(self, groups: Items, most: int) -> Iterator[IntArray]:
+    def _with_prompts_apart(self, groups: Items, share: int) -> Iterator[IntArray]:
         """Placements [N] that pay little for a prompt on a further rank, of as many groups as there
         are ranks, or twice as many, the costliest."""
         count, costliest = len(groups), np.argsort(-groups.whole, kind="stable")
         for several in sorted({min(count, self.ranks), min(count, 2 * self.ranks)}):
             chosen = costliest[:several]
             priced = Prompts.of(self.priced, chosen, left=1 / LITTLE).priced
-            items = priced.items(self.priced.split(most // PARTS, lambda _: 0, chosen))
-            share = priced.total // self.ranks
+            items = priced.items(self.priced.split(share // PARTS, lambda _: 0, chosen))
+            most = priced.total // self.ranks
             for near in AFFINITIES:
-                placed = improved(greedy(items, self.ranks, share + share // FILL, near))
+                placed = improved(greedy(items, self.ranks, most + most // FILL, near))
                 yield placed.rank[items.item]
 
     def _exchanged_cost(self, rank: IntArray) -> int:
