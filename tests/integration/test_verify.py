@@ -89,9 +89,9 @@ def remembered_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(
         model: PreTrainedModel, batch: RolloutBatch, loss: losses.Loss, *args: Any, **options: Any
     ) -> DenseRun:
-        digest = sha256(batch.token_ids)
+        digest = sha256(batch.token_ids.tobytes())
         for parameter in model.parameters():
-            digest.update(parameter.detach().view(torch.uint8).numpy())
+            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
         key = (model.config.model_type, model.dtype, digest.hexdigest(), repr(loss))
         if key not in DENSE_RUNS:
             DENSE_RUNS[key] = dense_run(model, batch, loss, *args, **options)

@@ -79,7 +79,7 @@ def check_modules(
         kinds.setdefault(plain_class(module), name or "the model")
         if module not in replaced:
             _check_module(name or "the model", module, allowed, family)
-    checked: set[type] = set()  # nearly all kinds derive from nn.Module, which has the most functions
+    checked: set[type] = set()  # all kinds derive from nn.Module, which has the most functions
     for kind, where in kinds.items():
         for base in kind.__mro__:
             if base not in checked:
