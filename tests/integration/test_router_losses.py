@@ -4,13 +4,16 @@ import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from bad_inputs.models import lora
+from experts import expert_model
 from router_losses import (
+    NOT_RECORDED,
+    OLDER,
+    VOCAB,
     Ordinary,
     gradient_error,
     ordinary_training,
@@ -25,12 +28,10 @@ from transformers import PreTrainedModel
 from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
 from forkpoint.engine.routing import ExpertCounts, Routing
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import Loss
 from forkpoint.plan import make_plan
 from forkpoint.plan.routing import RouterDemand
-from forkpoint.router_steps import router_work
 from forkpoint.testing import Watching, lifted_upcasts
 from lanes import slow_besides
 
@@ -240,11 +241,13 @@ def test_nothing_of_the_model_is_changed(mode: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_models_split_over_ranks_are_refused() -> None:
-    host: Any = SimpleNamespace(group=object.__new__(ModelParallel))
-    assert router_work(host, BATCH, None) is None
-    with pytest.raises(UnsupportedError, match="transformers has split over ranks"):
-        router_work(host, BATCH, RouterLoss())
+@pytest.mark.skipif(not OLDER, reason="a version of transformers that records them")
+@pytest.mark.parametrize("family", NOT_RECORDED)
+def test_models_whose_routers_are_not_recorded_are_refused(family: str) -> None:
+    model = expert_model(family, torch.float64, vocab_size=VOCAB)
+    with pytest.raises(UnsupportedError, match="no routers that transformers records"):
+        wrap(model).forward_backward(BATCH, GRPO(), router=RouterLoss(load_balancing=0.1))
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("config", [Config(), ACROSS], ids=["within", "across"])

@@ -59,7 +59,13 @@ def of_command(
         message=message,
         means=means,
         remedy=remedy,
-        argv=(command, "ok.jsonl", "--model", "mixture/config.json" if family else "ok.json", *options),
+        argv=(
+            command,
+            "ok.jsonl",
+            "--model",
+            "mixture/config.json" if family else "ok.json",
+            *options,
+        ),
         prepare=prepare if family else None,
     )
 
