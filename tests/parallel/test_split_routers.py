@@ -18,6 +18,7 @@ import forkpoint
 from forkpoint import RolloutBatch
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.routing import Routing
+from forkpoint.hosts.routers import Routers
 from forkpoint.hosts.upcasts import run_plain_recurrences
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.parallel import statistics
@@ -122,7 +123,7 @@ def compared(folder: Path, case: Case) -> dict[str, Any]:
         value: Any = alone.score(every, router=whole)
     begin = sum(len(part) for part in split.rollouts[:place])
     here = value.rollout_expert_counts[begin : begin + len(batch)]
-    gates = [f"{name}.weight" for name in policy.host.routers.names]
+    gates = [f"{name}.weight" for name in Routers(other).names]
     assert len(gates) > 1 and stats.router_loss and wanted.router_loss and value.router_loss
     of_step: Any = scored if case.through is through_logprobs else stats
     return {

@@ -53,19 +53,14 @@ def of_command(
     def prepare(_: object) -> None:
         routed_model(family, **settings).config.save_pretrained("mixture")
 
+    model = "mixture/config.json" if family else "ok.json"
     return Kind(
         name=name,
         error=UnsupportedError,
         message=message,
         means=means,
         remedy=remedy,
-        argv=(
-            command,
-            "ok.jsonl",
-            "--model",
-            "mixture/config.json" if family else "ok.json",
-            *options,
-        ),
+        argv=(command, "ok.jsonl", "--model", model, *options),
         prepare=prepare if family else None,
     )
 
