@@ -14,16 +14,20 @@ class RankPieces:
     """The largest subtrees that fit in a microbatch, of any sets of items."""
 
     def __init__(self, priced: Priced, items: Items, capacity: int) -> None:
-        self.priced, self.items, self.capacity = priced, items, capacity
+        self.priced: Priced = priced
+        self.items: Items = items
+        self.capacity: int = capacity
         parent, private = priced.forest.parent, items.owner >= 0
         large = private & (priced.subtree_tokens > capacity)
         fits = private & ~large
         # Nodes of items: what fits is one with all below it.
         node = np.flatnonzero(large | (fits & ~((parent >= 0) & fits[parent])))
-        self.node = node[np.argsort(items.owner[node], kind="stable")]
-        self.begin = np.searchsorted(items.owner[self.node], np.arange(len(items) + 1))
-        self.tokens = np.where(large, priced.forest.length, priced.subtree_tokens)[self.node]
-        self.cost = np.where(large, priced.cost, priced.subtree_cost)[self.node]
+        self.node: IntArray = node[np.argsort(items.owner[node], kind="stable")]
+        self.begin: IntArray = np.searchsorted(items.owner[self.node], np.arange(len(items) + 1))
+        sizes = np.where(large, priced.forest.length, priced.subtree_tokens)
+        self.tokens: IntArray = sizes[self.node]
+        costs = np.where(large, priced.cost, priced.subtree_cost)
+        self.cost: IntArray = costs[self.node]
 
     def of(self, row: IntArray, item: IntArray) -> Pieces:
         """The pieces of each row (a rank), whose items those of `item` are that have its number.
