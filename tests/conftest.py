@@ -15,22 +15,14 @@ settings.register_profile("fixed", derandomize=True)
 settings.load_profile("fixed")
 
 
-def freeze() -> None:
+def pytest_collection_finish() -> None:
     """Leave what is there by now, modules and thousands of tests, out of garbage collections.
 
-    They would look at it again and again, which takes a tenth of the time of all tests.
+    They would look at it again and again, which takes a tenth of the time of all tests. A test that
+    freezes more leaves it frozen.
     """
     gc.collect()
     gc.freeze()
-
-
-def pytest_collection_finish() -> None:
-    freeze()
-
-
-def pytest_runtest_logfinish() -> None:
-    if not gc.get_freeze_count():  # the test has unfrozen what it had frozen
-        freeze()
 
 
 SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"

@@ -4,7 +4,6 @@ A failure prints its case and moment; `python tests/fuzz/interrupts.py --case NA
 """
 
 import contextlib
-import gc
 import inspect
 import random
 from collections.abc import Callable
@@ -49,7 +48,6 @@ def quick() -> object:
     torch.set_num_threads(1)
     with quick_threads():
         yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

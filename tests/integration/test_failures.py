@@ -137,12 +137,10 @@ def live_tensors() -> int:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fast_collections() -> Any:
+def fast_collections() -> None:
     """Leave out of garbage collections, of which there are many here, all that exists already."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
