@@ -31,7 +31,9 @@ def kernels_of(call: Callable[[], object]) -> list[tuple[str, Spent]]:
     """Times of one call's kernels by kind, the longest first; others stand by their names."""
     call()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
         for _ in range(CALLS):
             call()
         torch.cuda.synchronize()

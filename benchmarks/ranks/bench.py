@@ -90,10 +90,15 @@ class Ranks(Benchmark):
     def check(self) -> None:
         for name in ("layers", "repeats"):
             check_at_least_one(name, getattr(self, name))
-        if torchrun.size() < 2:
+        if not torchrun.is_on_ranks() or (torchrun.size() < 2 and self.parts != ("data",)):
             raise ConfigError(
                 "ranks measures steps of several ranks, and this process is alone. Start it by "
-                "torchrun --nproc-per-node 2 -m benchmarks ranks."
+                "torchrun --nproc-per-node 2 -m benchmarks ranks. By --nproc-per-node 1 it can "
+                "measure --parts data, which is then what fully_shard itself takes."
+            )
+        if torchrun.size() < 2 and self.calibrate:
+            raise ConfigError(
+                "calibrate measures the link between ranks, and there is one rank. Leave it out."
             )
         if not torch.cuda.is_available() and not self.tiny:
             raise ConfigError(
@@ -188,8 +193,9 @@ class _Measuring:
         vocab = 64
         ways: list[tuple[str, Callable[..., torch.nn.Module], int, dict[str, Any]]] = [
             *((f"fully_shard, {g}", fully_sharded, self.team.rank, {"gather": g}) for g in GATHERS),
-            ("tensor", tensor_split, 0, {}),
         ]
+        if "tensor" in self.options.parts:
+            ways.append(("tensor", tensor_split, 0, {}))
         batches = [
             self._groups([(64 * self.scale, [24 * self.scale] * 3)] * 2, vocab, seed=100 * rank)
             for rank in range(self.team.size)

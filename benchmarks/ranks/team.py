@@ -117,7 +117,7 @@ class RankSteps:
         policy = self.policy.with_config(**changes)
         plan = policy.plan(batch)
         self._once(policy, batch, plan)
-        with profile(activities=[ProfilerActivity.CUDA]) as record:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
             self._once(policy, batch, plan)
         return self.team.most(exposed_ms(record))
 

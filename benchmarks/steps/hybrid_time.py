@@ -23,7 +23,7 @@ list that is cut short may leave it out."""
 def device_ms(step: Callable[[], object]) -> dict[str, float]:
     """Device time of one call, in milliseconds for each kind of work."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step()
         torch.cuda.synchronize()
     spent = by_kind(profile.key_averages(), KINDS, compiled=COMPILED)

@@ -100,6 +100,7 @@ class Moe(Benchmark):
         checkpointed: Let blocks keep only their inputs, dense and shared alike.
         repeats: How often a step is timed after a first time.
         microbatch: The most tokens of a shared microbatch; by default the planner chooses.
+        dense_microbatch: The most tokens of the dense microbatches that are tried.
         profile: Print the kernels with the greatest device time of a shared and of a dense step.
         compare_experts: Time one layer's experts by implementation and by counts of tokens.
         unchecked: Leave out the comparison of gradients, and a first step's own on a sample.
@@ -117,13 +118,14 @@ class Moe(Benchmark):
     checkpointed: Flag = False
     repeats: Count = 2
     microbatch: Layers = None
+    dense_microbatch: Count = DENSE_ROW_TOKENS
     profile: Flag = False
     compare_experts: Flag = False
     unchecked: Flag = False
     tiny: Flag = False
 
     def check(self) -> None:
-        for name in ("layers", "repeats", "microbatch"):
+        for name in ("layers", "repeats", "microbatch", "dense_microbatch"):
             check_at_least_one(name, getattr(self, name))
         if not self._cases():
             names = ", ".join(case.name for case in CASES)
@@ -189,7 +191,11 @@ class Moe(Benchmark):
         try:
             stepper.routers = {}
             plain, policy, some = best_dense(
-                stepper, batch, repeats=1, sample=SAMPLE, row_tokens=DENSE_ROW_TOKENS // scale
+                stepper,
+                batch,
+                repeats=1,
+                sample=SAMPLE,
+                row_tokens=self.dense_microbatch // scale,
             )
         except torch.OutOfMemoryError as error:
             yield out_of_memory(self.NAME, prefix, error)

@@ -126,7 +126,7 @@ def profile_rows(
     """
     activity = torch.profiler.ProfilerActivity
     activities = [activity.CUDA] if cuda else [activity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step()
         if cuda:
             torch.cuda.synchronize()

@@ -50,7 +50,7 @@ def profiled(
     activities = [torch.profiler.ProfilerActivity.CUDA]
     if not stepper.cuda:
         activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         stepper.step(policy, batch, plan)
     events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
     for event in events[:longest]:

@@ -195,7 +195,9 @@ class Watch(TrainerCallback):
         if self.profiled == state.global_step:
             cuda = torch.cuda.is_available()
             kind = torch.profiler.ProfilerActivity
-            self.profiler = torch.profiler.profile(activities=[kind.CUDA if cuda else kind.CPU])
+            self.profiler = torch.profiler.profile(
+                activities=[kind.CUDA if cuda else kind.CPU], acc_events=True
+            )
             self.profiler.start()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

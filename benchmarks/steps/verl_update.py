@@ -357,7 +357,9 @@ class _Run:
     ) -> Iterator[ResultRow]:
         """The kernels of most device time of one update."""
         kinds = torch.profiler.ProfilerActivity
-        with torch.profiler.profile(activities=[kinds.CUDA if self.cuda else kinds.CPU]) as profile:
+        with torch.profiler.profile(
+            activities=[kinds.CUDA if self.cuda else kinds.CPU], acc_events=True
+        ) as profile:
             update()
         spent = "self_device_time_total" if self.cuda else "self_cpu_time_total"
         events = sorted(profile.key_averages(), key=lambda e: -getattr(e, spent))

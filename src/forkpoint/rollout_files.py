@@ -153,9 +153,10 @@ def check_extras(rollout: Rollout, position: int) -> None:
         text = json.dumps(rollout.extras, allow_nan=False)
         same = json.loads(text) == rollout.extras
     except (TypeError, ValueError, RecursionError) as error:
+        reason = str(error).partition(": ")[0]  # from Python 3.12 on the value follows
         raise RolloutError(
             f"{_named(rollout, position)}: extras {short(rollout.extras)} cannot be written as "
-            f"JSON: {error}. Keep only text, finite numbers, booleans, None, lists and dicts "
+            f"JSON: {reason}. Keep only text, finite numbers, booleans, None, lists and dicts "
             "with text keys in extras."
         ) from None
     if not same:

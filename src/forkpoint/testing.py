@@ -139,7 +139,10 @@ def tiny_model(
     config = AutoConfig.for_model(family, **{**sizes, **changes})
     state = torch.get_rng_state()
     torch.manual_seed(seed)
-    model = auto.from_config(config)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    # Some versions of transformers choose sdpa, which leaves a softcap out.
+    options = {} if softcap is None else {"attn_implementation": "eager"}
+    model = auto.from_config(config, **options)
     with torch.no_grad():
         for parameter in model.parameters():
             # The usual initialisation is so small that attention is uniform and norms are all one.

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-import transformers
 from experts import expert_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,6 +14,7 @@ from transformers import PreTrainedModel
 from forkpoint import Rollout, RolloutBatch
 from forkpoint.losses.base import Loss, LossOutputs
 from forkpoint.losses.views import LossViews, batch_denominators
+from versions import skip_without_router_logits
 
 VOCAB = 61
 
@@ -31,11 +30,6 @@ class Ordinary:
     """int64, of the experts that the routers chose."""
 
 
-# Only versions that are known to leave router logits out: another that does so fails.
-OLDER = transformers.__version__.startswith(("5.10.", "5.17."))
-NOT_RECORDED = ("deepseek_v3", "glm4_moe", "granitemoe", "granitemoehybrid")
-
-
 def routed_model(family: str, seed: int = 1, **changes: Any) -> PreTrainedModel:
     """A float64 model whose routers are far from uniform, in training mode."""
     model = expert_model(
@@ -46,8 +40,7 @@ def routed_model(family: str, seed: int = 1, **changes: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             spread = 0.3 if parameter.dim() > 1 else 0.1
             parameter += torch.randn_like(parameter) * spread
-    if OLDER and family in NOT_RECORDED:
-        pytest.skip(f"transformers {transformers.__version__} records no router logits of {family}")
+    skip_without_router_logits(family)
     return model.train()
 
 

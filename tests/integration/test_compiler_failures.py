@@ -238,6 +238,17 @@ def test_errors_of_the_model_are_not_the_compiler_s() -> None:
         assert not is_of_compiler(caught.value)
 
 
+def test_names_that_generated_code_lacks() -> None:
+    """torch 2.11 generates such code after a graph break within a hook."""
+    code = "def {}(): return _global_forward_hooks"
+    for name, wanted in (("torch_dynamo_resume_in_forward_at_332", True), ("forward", False)):
+        space: dict[str, Any] = {}
+        exec(code.format(name), space)
+        with pytest.raises(NameError) as caught:
+            space[name]()
+        assert is_of_compiler(caught.value) is wanted
+
+
 def test_what_is_compiled_by_default() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     default = Compiling(None)

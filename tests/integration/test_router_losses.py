@@ -11,8 +11,6 @@ import torch
 from bad_inputs.models import lora
 from experts import expert_model
 from router_losses import (
-    NOT_RECORDED,
-    OLDER,
     VOCAB,
     Ordinary,
     gradient_error,
@@ -34,6 +32,7 @@ from forkpoint.plan import make_plan
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.testing import Watching, lifted_upcasts
 from lanes import slow_besides
+from versions import NOT_RECORDED, OLDER
 
 BAR = 1e-10
 LOAD_BALANCING, Z = 0.7, 0.05

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from test_families import BAR, batch, build
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -15,19 +14,16 @@ from transformers.utils import logging
 from forkpoint import Config, wrap
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.families import FAMILIES
-from forkpoint.hosts.tensor_parallel import LEAST_VERSION
 from forkpoint.hosts.upcasts import lift_upcasts, run_plain_recurrences
 from forkpoint.losses import GRPO
 from forkpoint.testing import PLAIN_ATTENTION
 from parallel.processes import run_ranks
+from versions import needs_splits
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.ranks,
-    pytest.mark.skipif(
-        tuple(map(int, transformers.__version__.split(".")[:2])) < LEAST_VERSION,
-        reason="this transformers splits models otherwise",
-    ),
+    needs_splits,
 ]
 TOGETHER = 6
 """Families that a pair of processes tries, one after the other."""

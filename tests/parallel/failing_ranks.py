@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from processes import join
 from scenarios_of_ranks import (
     BAR,
     DEEP,
@@ -310,10 +310,7 @@ def _be(rank: int, port: int, moment: Moment, victim: int, place: Path) -> None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         size = moment.ranks
-        store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=90)
-        )
+        join(rank, size, port, timeout_s=90)
         end = _in_rank(moment, victim, place / f"armed {rank}")
         (place / f"said {rank}").write_text(json.dumps(asdict(end)))
         if not end.after:

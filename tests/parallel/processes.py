@@ -12,9 +12,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 LIMIT_S = 60.0
+ON_CUDA = os.environ.get("FORKPOINT_RANKS_DEVICE", "cpu") == "cuda"
+"""Ranks hold their models on GPUs: each on one of its own, by NCCL; by gloo on those that there
+are, if there are fewer. Torch must not have looked for GPUs before processes are forked."""
 
 
 class RankFailed(AssertionError):
@@ -24,7 +28,7 @@ class RankFailed(AssertionError):
 def run_ranks(
     size: int, work: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S
 ) -> list[Any]:
-    """`work(*args)` in `size` processes, each a rank of a gloo group; what each returned.
+    """`work(*args)` in `size` processes, each a rank of one group; what each returned.
 
     Raises RankFailed with the tracebacks, or with what is known of ranks that had to be killed.
     """
@@ -82,10 +86,7 @@ def _run_here(
     # Of newer transformers, and of peft with these.
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
     try:
-        store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=40)
-        )
+        join(rank, size, port, timeout_s=40)
         answer = (True, work(*args))
         dist.barrier()
         code = 0
@@ -94,3 +95,23 @@ def _run_here(
     with os.fdopen(writing, "wb") as pipe:
         pipe.write(pickle.dumps(answer))
     os._exit(code)
+
+
+def join(rank: int, size: int, port: int, *, timeout_s: float) -> None:
+    """Begin the default group of these ranks."""
+    backend = "gloo"
+    if ON_CUDA:
+        count = torch.cuda.device_count()
+        torch.cuda.set_device(rank % count)
+        backend = "cpu:gloo,cuda:nccl" if count >= size else "cpu:gloo,cuda:gloo"
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def device() -> torch.device:
+    """Of this rank's model; of a process that is no rank, the CPU."""
+    if ON_CUDA and dist.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

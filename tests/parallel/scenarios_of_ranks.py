@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from processes import device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -98,7 +99,7 @@ def model_of(scenario: Scenario) -> nn.Module:
     torch.manual_seed(0)
     model = scenario.make()
     scenario.alone(model)
-    return model
+    return model.to(device())
 
 
 def on_ranks(
@@ -156,4 +157,4 @@ def distance(
 
 
 def hybrid_mesh() -> Any:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))

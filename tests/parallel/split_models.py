@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-import transformers
+from processes import device
 from scenarios_of_ranks import DEEP, UNEQUAL, distance, gradients
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -20,15 +19,10 @@ from transformers.utils import logging
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.tensor_parallel import LEAST_VERSION
 from forkpoint.hosts.upcasts import lift_upcasts, run_plain_recurrences
 from forkpoint.losses import GRPO
 from forkpoint.testing import tiny_model
 
-needs_splits = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < LEAST_VERSION,
-    reason="this transformers splits models otherwise",
-)
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -94,7 +88,7 @@ def load(folder: Path, split: Split, **options: Any) -> Any:
         warnings.simplefilter("ignore")
         model = kind.from_pretrained(folder, dtype=torch.float64, **given).train()
     split.alone(model)
-    return split.around(model)
+    return split.around(model if options else model.to(device()))
 
 
 def data_rank(split: Split) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from processes import run_ranks
 from scenarios_of_ranks import BAR, DEEP, UNEQUAL, distance, gradients
-from split_models import MOE, Split, compared, load, needs_splits
+from split_models import MOE, Split, compared, load
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,7 @@ from forkpoint import RolloutBatch
 from forkpoint.errors import ForkpointError
 from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.losses import GRPO, Loss
+from versions import needs_splits
 
 pytestmark = needs_splits
 SPLIT = Split()

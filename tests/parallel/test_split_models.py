@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from processes import run_ranks
 from scenarios_of_ranks import BAR, DEEP, UNEQUAL, group
-from split_models import MOE, Split, compared, needs_splits
+from split_models import MOE, Split, compared
 from test_ranks import gated_linear_attention, mamba, pairs, valued
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -18,6 +18,7 @@ import forkpoint
 from forkpoint import RolloutBatch
 from forkpoint.losses import DPO, GSPO, PPO, Loss, ValueLoss
 from lanes import slow_besides
+from versions import needs_splits
 
 pytestmark = needs_splits
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from processes import run_ranks
 from scenarios_of_ranks import DEEP, EMPTY, UNEQUAL, distance, gradients, group
-from split_models import MOE, Split, data_rank, load, needs_splits
+from split_models import MOE, Split, data_rank, load
 from test_router_ranks import COEFFICIENTS, Routed, faults, routers
 from test_split_models import LATENT, SINKS, checkpointed
 
@@ -25,6 +25,7 @@ from forkpoint.parallel import statistics
 from forkpoint.parallel.ranks import DataRanks
 from forkpoint.testing import lifted_upcasts
 from lanes import slow_besides
+from versions import needs_splits
 
 pytestmark = needs_splits
 TP2 = {"tp_size": 2}

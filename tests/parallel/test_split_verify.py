@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from processes import RankFailed, run_ranks
 from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, gradients
-from split_models import MOE, Split, data_rank, load, needs_splits
+from split_models import MOE, Split, data_rank, load
 from test_split_models import LATENT, adapted
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from forkpoint.engine.engine import Engine
 from forkpoint.errors import ForkpointError
 from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.losses import GRPO, GSPO, Loss
+from versions import needs_splits
 
 pytestmark = needs_splits
 TP2_FSDP2 = {"tp_size": 2, "fsdp_size": 2}

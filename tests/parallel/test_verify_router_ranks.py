@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from processes import run_ranks
 from scenarios_of_ranks import EMPTY, UNEQUAL, gradients, group, on_ranks, replicated, sharded
-from split_models import MOE, Split, data_rank, load, needs_splits
+from split_models import MOE, Split, data_rank, load
 from test_router_ranks import COEFFICIENTS, Routed, mixture, routers
 
 import forkpoint
@@ -18,6 +18,7 @@ from forkpoint.dense_routers import DenseRouters
 from forkpoint.engine.routing import Routing
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from lanes import slow_besides
+from versions import needs_splits
 
 TREE = Config(sharing="tree", compile_blocks=False)
 

@@ -18,6 +18,8 @@ from forkpoint.errors import ForkpointError
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "triton")
 """Packages of torch's compiler: their errors, and errors raised in their code, are the compiler's.
 """
+GENERATED = "torch_dynamo_resume_in"
+"""Names of functions that the compiler generates for code after a graph break begin so."""
 MOST_REASON_CHARACTERS = 200
 WARNING = (
     "torch's compiler failed (%s); the decoder blocks of this model run eagerly from now on, with "
@@ -77,7 +79,11 @@ def is_of_compiler(error: BaseException) -> bool:
         return False
     if f"{type(error).__module__}.".startswith(tuple(f"{name}." for name in COMPILERS)):
         return True
-    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # Code that torch 2.11 generates after graph breaks within hooks lacks globals of torch.nn.
+    if isinstance(error, NameError) and any(c.co_name.startswith(GENERATED) for c in codes):
+        return True
+    frames = [code.co_filename for code in codes]
     own = (file for file in reversed(frames) if not _is_of_python(file))
     return next(own, "").startswith(_folders())
 

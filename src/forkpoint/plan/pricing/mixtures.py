@@ -70,8 +70,9 @@ def expert_activations(config: Mapping[str, Any], implementation: str | None) ->
         kept += hidden  # the shared expert's output, which has a gate
     dense = 0 if only_experts(config) else needed(config, "intermediate_size")
     width = count(config, "moe_intermediate_size", dense)
-    if config.get("swiglu_limit") is not None:
-        kept += 3 * chosen * width  # gpt-oss's gate, which is clamped
+    # Configurations of gpt-oss name the limit from transformers 5.18 on or so.
+    if config.get("swiglu_limit") is not None or config.get("model_type") == "gpt_oss":
+        kept += 3 * chosen * width  # of its gate, which is clamped
     if implementation == BATCHED:
         kept += 3 * chosen * hidden * width
     return kept
