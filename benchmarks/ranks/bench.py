@@ -254,7 +254,8 @@ class _Measuring:
         )
         row_tokens = int(self.team.exchange(found.row_tokens)[0])
         rows: dict[str, Any] = {**DENSE, "max_microbatch_tokens": row_tokens}
-        del found, policy
+        del found, policy, stepper
+        self.team.free()  # also what rows held that did not fit
         steps = RankSteps(self.team, model, compile_blocks=self.compiled, **self.prices)
         repeats = self.options.repeats
 
@@ -356,14 +357,15 @@ class _Measuring:
         size, shape = self.team.size, steps.policy.host.shape
         whole_group = self._groups([(8192, [2048] * 32)], shape.vocab, seed=0)
         parts = [whole_group.select(list(range(r, 32, size))) for r in range(size)]
-        plans: list[Plan | None] = [
-            make_plan(part, shape, calibration=self.calibration) for part in parts
-        ]
-        others, trunks = exchange_plans(
-            list(parts),
-            plans,
-            lambda b, t: make_plan(b, shape, trunks=t, calibration=self.calibration),
+        budget = steps.policy.with_config(gather="step").memory_budget_bytes
+        planned = partial(
+            make_plan,
+            shape=shape,
+            config=forkpoint.Config(memory_budget=budget),
+            calibration=self.calibration,
         )
+        plans: list[Plan | None] = [planned(part) for part in parts]
+        others, trunks = exchange_plans(list(parts), plans, lambda b, t: planned(b, trunks=t))
         predicted = {
             "replicate": predict_step(plans, self.calibration).once,
             "exchange": predict_step(others, self.calibration, trunks).once,

@@ -77,8 +77,8 @@ class RankSteps:
     def __init__(
         self, team: Team, model: nn.Module, *, compile_blocks: bool | None, **options: object
     ) -> None:
-        # Without limits, as in benchmarks of one rank; numbers are checked by themselves.
-        limits = {"memory_budget": None, "checkpointing": "none", "self_check": False}
+        # No optimizer steps here, and numbers are checked by themselves.
+        limits = {"optimizer_bytes_per_parameter": 0, "checkpointing": "none", "self_check": False}
         config = Config(compile_blocks=compile_blocks, **{**limits, **options})  # type: ignore[arg-type]
         self.team = team
         self.policy: Policy = wrap(model, config)

@@ -1,5 +1,6 @@
 """Training steps, timed: one model, shared and dense."""
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -233,6 +234,7 @@ def best_dense(
                 timed = stepper.step(policy, some)
                 timed = stepper.repeat(policy, some, repeats=repeats, into=Timed(timed.plan))
             except torch.OutOfMemoryError:
+                gc.collect()  # frames of the error are in cycles with what they hold
                 torch.cuda.empty_cache()
                 continue
             found.append((timed, policy))

@@ -98,12 +98,15 @@ def poisoned(device: str) -> Iterator[None]:
         return
     torch.cuda.empty_cache()
     # Every hole between blocks in use, exactly, the larger first; then what is new.
-    holes = [
-        block["size"]
-        for segment in torch.cuda.memory_snapshot()
-        for block in segment["blocks"]
-        if block["state"] == "inactive"
-    ]
+    holes = []
+    for segment in torch.cuda.memory_snapshot():
+        # Segments of small blocks serve no request of more than a MiB.
+        most = 1 << 20 if segment["segment_type"] == "small" else 1 << 62
+        for block in segment["blocks"]:
+            size = block["size"] if block["state"] == "inactive" else 0
+            while size > 0:
+                holes.append(min(size, most))
+                size -= most
     sizes = [*sorted(holes, reverse=True), 1 << 30, *[1 << 23] * 8, *[1 << 21] * 24]
     sizes += [1 << 20] * 16
     blocks = [torch.empty(size, dtype=torch.uint8, device=device).fill_(0xFF) for size in sizes]

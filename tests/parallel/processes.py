@@ -15,10 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+try:
+    import staged
+except ModuleNotFoundError:  # of another folder of tests
+    from parallel import staged
+
 LIMIT_S = 60.0
 ON_CUDA = os.environ.get("FORKPOINT_RANKS_DEVICE", "cpu") == "cuda"
-"""Ranks hold their models on GPUs: each on one of its own, by NCCL; by gloo on those that there
-are, if there are fewer. Torch must not have looked for GPUs before processes are forked."""
+"""Ranks hold their models on GPUs: each on one of its own, by NCCL; if there are fewer, they share
+them, and collectives go through the CPU. With PYTORCH_NVML_BASED_CUDA_CHECK=1 torch can be asked
+for GPUs before processes are forked."""
 
 
 class RankFailed(AssertionError):
@@ -32,6 +38,8 @@ def run_ranks(
 
     Raises RankFailed with the tracebacks, or with what is known of ranks that had to be killed.
     """
+    if ON_CUDA and torch.cuda.is_initialized():
+        raise RankFailed("this process uses CUDA already; run this test in a process of its own")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -85,6 +93,8 @@ def _run_here(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Of newer transformers, and of peft with these.
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
+    # Of the first product within a backward's own thread.
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS", UserWarning)
     try:
         join(rank, size, port, timeout_s=40)
         answer = (True, work(*args))
@@ -103,7 +113,9 @@ def join(rank: int, size: int, port: int, *, timeout_s: float) -> None:
     if ON_CUDA:
         count = torch.cuda.device_count()
         torch.cuda.set_device(rank % count)
-        backend = "cpu:gloo,cuda:nccl" if count >= size else "cpu:gloo,cuda:gloo"
+        backend = "cpu:gloo,cuda:nccl" if count >= size else staged.NAME
+        if backend == staged.NAME:
+            staged.register()
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
