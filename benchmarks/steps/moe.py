@@ -32,7 +32,6 @@ from benchmarks.steps.moe_experts import (
 )
 from benchmarks.steps.options import Layers, check_at_least_one
 from benchmarks.steps.stepper import (
-    DENSE_ROW_TOKENS,
     Dense,
     RouterArguments,
     Stepper,
@@ -118,7 +117,7 @@ class Moe(Benchmark):
     checkpointed: Flag = False
     repeats: Count = 2
     microbatch: Layers = None
-    dense_microbatch: Count = DENSE_ROW_TOKENS
+    dense_microbatch: Count = 32_768
     profile: Flag = False
     compare_experts: Flag = False
     unchecked: Flag = False

@@ -30,13 +30,40 @@ def test_dense_steps_are_extrapolated_without_what_comes_once() -> None:
     assert dense_ms(lambda some: 7.0 + 3.0 * len(some), batch, (2, 4)) == 7.0 + 3.0 * 10
 
 
+def test_one_rank_has_no_link(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "",
+        "MASTER_PORT": "",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert main(["ranks", "--tiny", "--parts", "data", "--calibrate"]) == 2
+    assert "the link between ranks, and there is one rank" in capsys.readouterr().err
+    assert main(["ranks", "--tiny"]) == 2
+    assert "--parts data" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_all_parts_run_on_two_ranks(tmp_path: Path) -> None:
+def test_one_rank_measures_what_fully_shard_takes(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
+    done = on_ranks(1, "--parts", "data", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    checks = [row for row in rows if row["metric"] == "plans that are not exact"]
+    assert len(checks) == 2 and all(row["value"] == 0 == row["bar"] for row in checks)
+    assert sum(row["metric"] == "one rank's speed-up over that of ranks" for row in rows) == 2
+
+
+def on_ranks(count: int, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "benchmarks", "ranks", "--tiny", "--json"]
-    command += ["--blocks", "eager", "--layers", "1", "--repeats", "1", "--output", str(output)]
-    done = subprocess.run(
+    command += ["--nproc-per-node", str(count), "-m", "benchmarks", "ranks", "--tiny", "--json"]
+    command += ["--blocks", "eager", "--layers", "1", "--repeats", "1", *options]
+    return subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -44,6 +71,12 @@ def test_all_parts_run_on_two_ranks(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
+
+
+@pytest.mark.slow
+def test_all_parts_run_on_two_ranks(tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    done = on_ranks(2, "--output", str(output))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == 1 and json.loads(lines[0])["benchmark"] == "ranks"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import WARNING, Compiling
@@ -15,6 +16,7 @@ from forkpoint.hosts.coverings import set_forward
 
 _log = logging.getLogger("forkpoint")
 
+LACKS_GLOBALS = TorchVersion(torch.__version__) < "2.13"
 ANNOUNCEMENT = (
     "compiling the model's %d decoder blocks (once: forwards now, backwards at the first backward; "
     "seconds on a GPU, a minute on some CPUs). Config(compile_blocks=False) runs them eagerly."
@@ -49,7 +51,7 @@ class CompiledBlocks:
             self.compiling.announced = True
             _log.warning(ANNOUNCEMENT, len(self.blocks))
         config = torch._dynamo.config
-        for name, value in _dynamo_options().items():
+        for name, value in _dynamo_options(self.blocks).items():
             changes.later(setattr, config, name, getattr(config, name))
             setattr(config, name, value)
         lazily = "force_non_lazy_backward_lowering"
@@ -86,14 +88,25 @@ class CompiledBlocks:
         return own(*args, **kwargs)
 
 
-def _dynamo_options() -> dict[str, Any]:
+def _dynamo_options(blocks: nn.Module) -> dict[str, Any]:
     """Options of Dynamo that halve a block's graphs, and the host's work between them.
 
     Attention is called from a module within the block; without this the graph ends there twice,
-    where that module calls it and where the block calls the module.
+    where that module calls it and where the block calls the module. Before torch 2.13 code that is
+    generated for a module with hooks, such as those by which transformers records routers' logits,
+    lacks globals.
     """
     name = "nested_graph_breaks"
-    return {name: True} if hasattr(torch._dynamo.config, name) else {}
+    if not hasattr(torch._dynamo.config, name) or (LACKS_GLOBALS and _has_hooks(blocks)):
+        return {}
+    return {name: True}
+
+
+def _has_hooks(blocks: nn.Module) -> bool:
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for m in blocks.modules()
+    )
 
 
 def _options() -> dict[str, Any] | None:
