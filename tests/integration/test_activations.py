@@ -173,6 +173,7 @@ def test_autocast_s_copies_of_weights_stay(monkeypatch: pytest.MonkeyPatch) -> N
     assert moved[1] - moved[0] >= sum(p.numel() * 2 for p in blocks if p.dim() > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs_alone")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 def test_compiled_blocks() -> None:

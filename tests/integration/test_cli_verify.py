@@ -224,6 +224,7 @@ def test_doctor_fails(shell: Shell) -> None:
     assert done.result["passed"] is False and "self-test: FAILED" in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 def test_doctor_where_the_compiler_fails(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said in one line, and is no failed check: steps then run eagerly."""

@@ -26,6 +26,7 @@ from forkpoint.plan.planner import make_plan
 from forkpoint.rollouts import Rollout, RolloutBatch
 from forkpoint.testing import lifted_upcasts
 from hybrids import HYBRIDS, tiny_hybrid
+from lanes import slow_besides
 from strategies import batches
 
 pytestmark = pytest.mark.usefixtures("without_sample", "without_lists")
@@ -111,7 +112,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize(("name", "way"), slow_besides(CASES[::2] + CASES[-1:], CASES))
 def test_padded_steps_are_those_without(
     name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,7 @@ def check(model: PreTrainedModel, batch: RolloutBatch, loss: str) -> list[int]:
     return microbatches
 
 
-@pytest.mark.parametrize("loss", slow_besides(["gspo"], LOSSES))
+@pytest.mark.parametrize("loss", slow_besides([], LOSSES))
 def test_agent_conversations(shared_data: Find, model: PreTrainedModel, loss: str) -> None:
     groups = {"airline-0", "airline-5", "airline-15"}
     batch = slice_of(shared_data("airline.jsonl"), groups, drop=(20, 1270), most=300)

@@ -1,6 +1,7 @@
 """Scales that differ from the configuration: what a module's attribute says is what it computes."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forkpoint import RolloutBatch, wrap
+from lanes import slow_besides
 
 BATCH = forked_batch(stretch=3)
 BAR = 1e-4
@@ -68,8 +70,11 @@ def stock_logprobs(model: Any, batch: RolloutBatch) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("when", ["before it is wrapped", "after a score"])
-@pytest.mark.parametrize("name", CASES)
+WHEN = ("before it is wrapped", "after a score")
+IN_CORE = [(name, WHEN[number % 2]) for number, name in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("name", "when"), slow_besides(IN_CORE, product(CASES, WHEN)))
 def test_a_changed_scale_is_exact(name: str, when: str) -> None:
     family, change = CASES[name]
     model: Any = small_model(family, dtype=torch.float32)

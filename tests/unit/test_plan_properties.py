@@ -19,7 +19,7 @@ from forkpoint.plan.program_checks import check_program
 from pairwise import FULL
 from strategies import COMBINATIONS, batches, naming
 
-EXAMPLES = settings(max_examples=1000 if FULL else 50, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=1000 if FULL else 30, derandomize=True, deadline=None)
 
 Prefix = tuple[int, ...]
 
