@@ -34,6 +34,8 @@ def test_each_mode_on_any_device(shell: Shell, tmp_path: Path) -> None:
         *modes,
         "--microbatch",
         "96",
+        "--dense-microbatch",
+        "16384",
         "--repeats",
         "1",
         "--profile",
