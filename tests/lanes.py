@@ -35,6 +35,12 @@ def slow_besides(
     ]
 
 
+def slow_besides_every(nth: int, values: Iterable[Any]) -> list[Any]:
+    """The values for `parametrize`, of which every nth is not marked, from the first on."""
+    values = list(values)
+    return slow_besides(values[::nth], values)
+
+
 def slow_besides_pairs(*options: Sequence[Any]) -> list[Any]:
     """The product of options for `parametrize`: rows in which every pair of values occurs are not
     marked, and all others are slow."""

@@ -62,7 +62,7 @@ def interrupt(name: str, times: int, *, ways: tuple[str, ...] = WAYS, seed: int 
     return tally
 
 
-@pytest.mark.parametrize("name", slow_besides(("accumulated", "recompute", "score"), DIFFERENT))
+@pytest.mark.parametrize("name", slow_besides(("accumulated", "score"), DIFFERENT))
 def test_at_random_moments(name: str) -> None:
     tally = interrupt(name, 1)
     assert not tally.failures

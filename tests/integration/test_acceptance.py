@@ -22,7 +22,7 @@ from forkpoint.losses import GRPO, GSPO, Denominators
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
 from forkpoint.testing import Watching, lifted_upcasts
-from lanes import slow_besides
+from lanes import slow_besides, slow_besides_every
 from pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "checked_shapes")
@@ -123,7 +123,7 @@ def check_steps(variant: Variant, loss: str, configs: list[Config]) -> set[str]:
     return ways
 
 
-@pytest.mark.parametrize(("variant", "loss"), STEPS, ids=str)
+@pytest.mark.parametrize(("variant", "loss"), slow_besides_every(2, STEPS), ids=str)
 def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
     ways = check_steps(variant, loss, STEPS[variant, loss])
     assert ways <= WAYS - NEVER.get(loss, set())

@@ -137,6 +137,7 @@ def test_a_step_falls_back(
     assert len(compiled) == count and len(log()) == 1, "the compiler was asked again"
 
 
+@pytest.mark.slow
 def test_it_fails_in_the_sample_before_the_first_step(
     model: nn.Module, dense: Any, monkeypatch: pytest.MonkeyPatch, log: Callable[[], list[str]]
 ) -> None:

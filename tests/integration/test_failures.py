@@ -239,8 +239,14 @@ def everywhere(names: str, places: Sequence[tuple[Any, ...]]) -> pytest.MarkDeco
     return pytest.mark.parametrize(
         (*names.split(), "config", "accumulated", "error"),
         [
-            pytest.param(*place, *GRADS[grads], error, id=f"{place}-{grads}-{error.__name__}")
-            for place, grads, error in rows
+            pytest.param(
+                *place,
+                *GRADS[grads],
+                error,
+                id=f"{place}-{grads}-{error.__name__}",
+                marks=[pytest.mark.slow] if number % 2 else [],
+            )
+            for number, (place, grads, error) in enumerate(rows)
         ],
     )
 

@@ -170,19 +170,17 @@ CHANGES: dict[str, Change] = {
     "float32 outputs of an MLP": float32_mlp,
     "autocast, compiled, hooked": compiled_autocast_block,
 }
-every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+CASES = [(name, later) for later in (False, True) for name in CHANGES]
+IN_CORE = CASES[: len(CHANGES) : 2]
 
 
-@pytest.mark.parametrize(
-    "later", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["before", "after"]
-)
-@every_change
-def test_steps_are_exact_and_leave_it(change: Change, later: bool) -> None:
+@pytest.mark.parametrize(("name", "later"), slow_besides(IN_CORE, CASES))
+def test_steps_are_exact_and_leave_it(name: str, later: bool) -> None:
     """Whether it was done before or after the model was wrapped."""
     model: Any = small_model("llama")
     policy = wrap(model, ACROSS) if later else None
-    changed = change(model)
-    if policy is None or any("LoRA" in name for name, c in CHANGES.items() if c is change):
+    changed = CHANGES[name](model)
+    if policy is None or "LoRA" in name:
         policy = wrap(changed, ACROSS)
     state = model_state(changed)
     assert error_of(policy.host.model, policy) < 1e-10

@@ -33,7 +33,7 @@ from forkpoint import Config, wrap
 from forkpoint.ops.attention import KERNELS, registry
 from forkpoint.ops.attention.kernel import Asked
 from forkpoint.testing import Watching, dense_run, lifted_upcasts, tiny_model
-from lanes import slow_besides, slow_besides_pairs
+from lanes import slow_besides, slow_besides_every, slow_besides_pairs
 from pairwise import id_of, pairwise
 
 pytestmark = quiet_peft
@@ -107,7 +107,7 @@ STATES: list[Callable[[nn.Module], nn.Module]] = [
 
 @pytest.mark.parametrize(
     ("family", "state", "dtype", "config"),
-    pairwise(FAMILIES, STATES, tuple(BARS), CONFIGS),
+    slow_besides_every(2, pairwise(FAMILIES, STATES, tuple(BARS), CONFIGS)),
     ids=id_of,
 )
 def test_states_of_a_model(

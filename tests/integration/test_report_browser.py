@@ -120,6 +120,7 @@ def test_text_from_outside_is_text(driver: Any, page: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_hovering_lights_the_path(driver: Any) -> None:
     bands = driver.find_elements(By.CSS_SELECTOR, "#forest-0 path.band")
     leaf = next(band for band in bands if "own" in band.get_attribute("class"))
@@ -162,6 +163,7 @@ def test_another_batch_is_drawn(driver: Any) -> None:
     assert driver.find_element(By.CSS_SELECTOR, "#schedule-0 svg[role=img]").text != before
 
 
+@pytest.mark.slow
 def test_zooming(driver: Any) -> None:
     def widest() -> float:
         return driver.execute_script(
@@ -190,6 +192,7 @@ def test_the_theme_is_switched(driver: Any) -> None:
     assert paper() == light
 
 
+@pytest.mark.slow
 def test_numbers_are_copied_as_a_table(driver: Any) -> None:
     driver.execute_script(
         "navigator.clipboard.writeText = t => { window.copied = t; return Promise.resolve(); }"
@@ -274,6 +277,7 @@ def test_markup_that_got_in_would_neither_run_nor_load(hostile_page: Path, tmp_p
                     assert connection.recv(1000) == b""
 
 
+@pytest.mark.slow
 def test_a_request_would_be_seen(tmp_path: Path) -> None:
     page = tmp_path / "asking.html"
     page.write_text("<img src='http://127.0.0.1:9/pixel.png'><script>missing()</script>")
@@ -346,7 +350,7 @@ def test_nothing_is_cut_off(page: Path, tmp_path: Path, width: int) -> None:
         assert driver.execute_script(CUT_OFF) == []
 
 
-@pytest.mark.parametrize("dark", slow_besides([True], [False, True]), ids=["light", "dark"])
+@pytest.mark.parametrize("dark", slow_besides([], [False, True]), ids=["light", "dark"])
 def test_on_a_phone(page: Path, tmp_path: Path, dark: bool) -> None:
     with opened(page, tmp_path, width=390, height=844, dark=dark) as driver:
         wide = driver.execute_script("return document.documentElement.scrollWidth")

@@ -27,7 +27,7 @@ from forkpoint import (
 )
 from forkpoint.engine.guard import Step
 from forkpoint.testing import Watching, tiny_model
-from lanes import slow_besides
+from lanes import slow_besides, slow_besides_every
 
 BATCH = forked_batch(stretch=4)
 LOSS = losses.GRPO()
@@ -53,7 +53,7 @@ def test_it_is_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("without_lists")
-@pytest.mark.parametrize("case", FORWARD)
+@pytest.mark.parametrize("case", slow_besides_every(2, FORWARD))
 def test_a_sample_finds_it_without_the_lists(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(FORWARD[case], monkeypatch)
     generator = torch.get_rng_state()
@@ -99,7 +99,7 @@ def test_the_sample_finds_what_no_list_names(case: str, monkeypatch: pytest.Monk
     wrap(model, UNCHECKED).score(BATCH)
 
 
-@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize("case", slow_besides_every(2, EXACT))
 def test_what_looks_like_it_is_exact(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(EXACT[case], monkeypatch, dtype=torch.float64)
     for config in (CHECKED, Config(sharing="tree", boundary="within")):

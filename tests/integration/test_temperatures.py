@@ -27,6 +27,7 @@ from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import lifted_upcasts, tiny_model
 from hybrids import tiny_hybrid
+from lanes import slow_besides_every
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "checked_shapes")
 
@@ -81,7 +82,7 @@ def truth(model: str, loss: str) -> Truth:
     )
 
 
-@pytest.mark.parametrize("loss", OBJECTIVES)
+@pytest.mark.parametrize("loss", slow_besides_every(2, OBJECTIVES))
 def test_steps_are_those_of_dense_training(loss: str) -> None:
     faults, plans = faults_of_steps(
         MODELS["full"](), truth("full", loss), OBJECTIVES[loss], CONFIGS

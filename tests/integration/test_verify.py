@@ -38,7 +38,7 @@ from forkpoint import (
 from forkpoint import verify as verify_module  # the function is policy.verify
 from forkpoint.losses import Denominators
 from forkpoint.testing import DenseRun, dense_run, tiny_model
-from lanes import slow_besides, slow_besides_pairs
+from lanes import slow_besides, slow_besides_every, slow_besides_pairs
 from pairwise import id_of
 
 TREE_IN_ROW = Config(sharing="tree", boundary="within")
@@ -244,7 +244,7 @@ def test_sabotage_across_microbatches_is_caught_in_bfloat16(
 
 
 @pytest.mark.usefixtures("remembered_dense")
-@pytest.mark.parametrize("sabotage", WITHIN)
+@pytest.mark.parametrize("sabotage", slow_besides_every(3, WITHIN))
 def test_sabotage_in_a_microbatch_is_caught_in_bfloat16(
     sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

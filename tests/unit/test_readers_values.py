@@ -168,8 +168,8 @@ def read(table: dict[str, Any], format: Format, memory: MemoryLimit) -> None:
         assert "inflates" in str(error)
 
 
-# A format of each trainer, some of them a critic's.
-KEPT = ("verl", "trl", "openrlhf, padded left", "nemo-rl, critic", "prime-rl", "slime, critic")
+# Formats of three trainers, one of them a critic's.
+KEPT = ("verl", "openrlhf, padded left", "slime, critic")
 
 
 @pytest.mark.parametrize("name", slow_besides(KEPT, TABLES))
