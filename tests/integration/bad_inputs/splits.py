@@ -19,14 +19,18 @@ from versions import SPLITS_OTHERWISE
 
 def split(model: Any, mesh: DeviceMesh, style: str = "colwise_gather_output") -> PreTrainedModel:
     """The model with one module split by transformers, over one rank."""
+    skip_where_models_split_otherwise()
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    if SPLITS_OTHERWISE:
-        pytest.skip("this transformers splits models otherwise")
     where = "lm_head" if style == "colwise_gather_output" else "model.norm"
     rules = {f"{where}.weight": style, where: style}
     apply_tensor_parallelism(model, mesh, rules if where == "lm_head" else {where: style})
     return model
+
+
+def skip_where_models_split_otherwise() -> None:
+    if SPLITS_OTHERWISE:
+        pytest.skip("this transformers splits models otherwise")
 
 
 def within_replicas(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -44,6 +48,7 @@ def with_nameless_mesh(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def in_stages(model: Any, mesh: DeviceMesh) -> nn.Module:
+    skip_where_models_split_otherwise()
     from transformers.distributed.configuration_utils import DistributedConfig
 
     model.config.distributed_config = DistributedConfig(pp_size=2)
