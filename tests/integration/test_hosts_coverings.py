@@ -147,7 +147,8 @@ def compile_and_adapt(model: Any) -> Any:
 
 
 def unprepared(model: Any) -> Any:
-    return Accelerator(cpu=True).unwrap_model(prepare(model), keep_fp32_wrapper=False)
+    prepared = prepare(model)  # the first Accelerator of a process decides on its precision
+    return Accelerator(cpu=True).unwrap_model(prepared, keep_fp32_wrapper=False)
 
 
 CHANGES: dict[str, Change] = {
