@@ -122,6 +122,18 @@ def test_rounding_is_that_of_the_loop(dtype: torch.dtype) -> None:
         assert (found[name] - value).norm() <= bar, name
 
 
+def test_the_gradient_of_decays_is_precise_where_tokens_forget_almost_all() -> None:
+    """The gradient is then far smaller than the terms that cancel within a chunk's diagonal."""
+    case = Inputs([130], dtype=torch.float32, states=False)
+    q, k, v, g, beta, _ = case.make()
+    inputs = [q, k, v, g - 16, beta, None]
+    exact = [None if x is None else x.double() for x in inputs]
+    expected = outcome(reference.scan, exact, case.sequences())["g"]
+    found = outcome(chunked.scan, inputs, case.sequences())["g"]
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+    assert expected.norm() > 0
+
+
 def test_a_state_handed_over_is_the_whole() -> None:
     """Output and gradients of one sequence, and of two where one starts from the other."""
     whole = Inputs([150])

@@ -52,6 +52,16 @@ def test_chunks_are_the_loop_over_time(lengths: list[int], forgets: float, state
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11, msg=name)
 
 
+def test_the_gradient_of_decays_is_precise_where_tokens_forget_almost_all() -> None:
+    inputs = [None if x is None else x.float() for x in make([130], 0.2, states=False)]
+    inputs[1] = inputs[1] - 16
+    exact = [None if x is None else x.double() for x in inputs]
+    expected = outcome(reference.scan, exact, [130])["a"]
+    found = outcome(chunked.scan, inputs, [130])["a"]
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+    assert expected.norm() > 0
+
+
 def test_a_state_handed_over_is_the_whole() -> None:
     expected = outcome(reference.scan, make([150], 0.2), [150])
 

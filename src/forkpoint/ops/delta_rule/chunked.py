@@ -5,10 +5,6 @@ that are written, u_i = beta_i (v_i - exp(g_i) S_{i-1}^T k_i), depend on one ano
 triangular system, which one solve takes apart into a part of the values and a part of the state
 before the chunk. All chunks are prepared at once; what is left is a loop over the places of chunks
 in their sequences, in which all sequences step together.
-
-Every exponent is a sum of log decays forward in time, so at most 0: those of the other half of a
-chunk are masked before exp, since exp of them overflows where tokens forget much, and inf times a
-gradient of 0 is NaN.
 """
 
 import torch
@@ -16,7 +12,7 @@ from torch import Tensor
 
 from forkpoint.ops.delta_rule.kernel import DeltaKernel, by_value_head, normalized
 from forkpoint.ops.dtypes import accumulate_dtype
-from forkpoint.ops.recurrence import Sequences
+from forkpoint.ops.recurrence import Sequences, pairwise_decay
 
 CHUNK = 64
 
@@ -45,12 +41,10 @@ def scan(
     k_NGCD = cut(by_value_head(normalized(k_THD.to(dtype)), heads))
     v_NGCE = cut(v_TGE.to(dtype))
     # Behind the end of a sequence g and beta are 0: the state passes through unchanged.
-    g_NGC, beta_NGC = cut(g_TG.to(dtype)).cumsum(-1), cut(beta_TG.to(dtype))
+    g_NGC, beta_NGC = cut(g_TG.to(dtype)), cut(beta_TG.to(dtype))
 
-    later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=v_TGE.device).triu(1)
-    decay_NGCC = g_NGC[..., :, None] - g_NGC[..., None, :]
-    decay_NGCC = decay_NGCC.masked_fill(later, -torch.inf).exp()
-    from_start_NGC1 = g_NGC.exp()[..., None]
+    decay_NGCC = pairwise_decay(g_NGC)
+    from_start_NGC1 = g_NGC.cumsum(-1).exp()[..., None]
 
     system_NGCC = (k_NGCD * beta_NGC[..., None]) @ k_NGCD.mT * decay_NGCC
     sides = torch.cat([v_NGCE, k_NGCD * from_start_NGC1], -1) * beta_NGC[..., None]
@@ -58,9 +52,8 @@ def scan(
     solved = torch.linalg.solve_triangular(system_NGCC, sides, upper=False, unitriangular=True)
     written_NGCE, read_NGCD = solved.split([value_dim, key_dim], -1)
     within_NGCC = q_NGCD @ k_NGCD.mT * decay_NGCC
-    last_NG1 = g_NGC[..., -1:]
-    from_chunk_NGCD = k_NGCD * (last_NG1 - g_NGC).exp()[..., None]
-    from_before_NGCD, through_NG11 = q_NGCD * from_start_NGC1, last_NG1.exp()[..., None]
+    from_chunk_NGCD = k_NGCD * decay_NGCC[..., -1, :, None]
+    from_before_NGCD, through_NG11 = q_NGCD * from_start_NGC1, from_start_NGC1[..., -1:, :]
 
     def step(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
         u_SGCE = written_NGCE[at] - read_NGCD[at] @ state

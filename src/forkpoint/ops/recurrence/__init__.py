@@ -6,7 +6,7 @@ from forkpoint.ops.recurrence.convolution import (
     short_convolution,
 )
 from forkpoint.ops.recurrence.levels import StateTable, over_levels
-from forkpoint.ops.recurrence.sequences import Chunks, Sequences
+from forkpoint.ops.recurrence.sequences import Chunks, Sequences, pairwise_decay
 
 __all__ = [
     "Chunks",
@@ -15,5 +15,6 @@ __all__ = [
     "StateTable",
     "gathered_inputs",
     "over_levels",
+    "pairwise_decay",
     "short_convolution",
 ]

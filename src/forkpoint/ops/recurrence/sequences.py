@@ -72,6 +72,26 @@ class Chunks:
         return x_NC.flatten(0, 1).index_select(0, self._where)
 
 
+def pairwise_decay(g_NGC: Tensor) -> Tensor:
+    """Decay from each token of a chunk to each later one.
+
+    Each exponent is summed by itself (the segment sum of Dao and Gu, arXiv 2405.21060, listing 1).
+    Differences of cumulative sums would cancel: in the decays, and worse in the gradient of g, in
+    which terms of the diagonal are by far the largest if tokens forget much.
+
+    Args:
+        g_NGC: log decays of the C tokens of each chunk, at most 0.
+
+    Returns:
+        [N, G, C, C]: row i, column j is exp(g_{j+1} + ... + g_i) where j <= i, else 0.
+    """
+    size = g_NGC.shape[-1]
+    later_CC = torch.ones(size, size, dtype=torch.bool, device=g_NGC.device).triu(1)
+    between_NGCC = g_NGC[..., :, None].expand(*g_NGC.shape, size).masked_fill(~later_CC.T, 0)
+    # Masked before exp: a decay of 0 and its gradient are then exact.
+    return between_NGCC.cumsum(-2).masked_fill(later_CC, -torch.inf).exp()
+
+
 class Sequences:
     """Lengths of sequences that lie back to back, on the CPU and on the device."""
 

@@ -2,14 +2,12 @@
 
 Source: Dao and Gu, Transformers are SSMs (arXiv 2405.21060), section 6. What tokens of one chunk
 give one another is attention without a softmax, decayed; what came before the chunk is a state.
-Every exponent is at most 0: see `ops.delta_rule.chunked`.
 """
 
-import torch
 from torch import Tensor
 
 from forkpoint.ops.dtypes import accumulate_dtype
-from forkpoint.ops.recurrence import Sequences
+from forkpoint.ops.recurrence import Sequences, pairwise_decay
 
 CHUNK = 64
 
@@ -36,16 +34,14 @@ def scan(
 
     x_NGCE, b_NHCD, c_NHCD = cut(x_TGE), cut(b_THD), cut(c_THD)
     # Behind the end of a sequence a and x are 0: the state passes through unchanged.
-    a_NGC = cut(a_TG).cumsum(-1)
-    later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=x_TGE.device).triu(1)
-    decay_NGCC = a_NGC[..., :, None] - a_NGC[..., None, :]
-    decay_NGCC = decay_NGCC.masked_fill(later, -torch.inf).exp()
-    last_NG1 = a_NGC[..., -1:]
+    a_NGC = cut(a_TG)
+    decay_NGCC = pairwise_decay(a_NGC)
+    from_start_NGC1 = a_NGC.cumsum(-1).exp()[..., None]
     within_NGCE = (by_head(c_NHCD @ b_NHCD.mT) * decay_NGCC) @ x_NGCE
-    c_NGCD = by_head(c_NHCD) * a_NGC.exp()[..., None]
-    x_left_NGCE = x_NGCE * (last_NG1 - a_NGC).exp()[..., None]
+    c_NGCD = by_head(c_NHCD) * from_start_NGC1
+    x_left_NGCE = x_NGCE * decay_NGCC[..., -1, :, None]
     added_NGED = x_left_NGCE.mT @ by_head(b_NHCD)
-    through_NG11 = last_NG1.exp()[..., None]
+    through_NG11 = from_start_NGC1[..., -1:, :]
 
     def step(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
         output = within_NGCE[at] + c_NGCD[at] @ state.mT
