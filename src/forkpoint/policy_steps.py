@@ -213,7 +213,6 @@ class PolicySteps:
             plan = replace(plan, program=joint.agreement.program)
             if denominators is None and not is_own(loss):
                 known_counts = joint.agreement.counts
-            factor *= self.host.group.factor(mean=is_own(loss))
         if announced:
             step.notes = True
             self.last_step = step.outcome

@@ -40,6 +40,7 @@ from forkpoint.verify_errors import (
     Gradients,
     Truth,
     distances,
+    named,
     norm_of,
 )
 from forkpoint.verify_errors import parameter_errors as _parameter_errors
@@ -223,7 +224,9 @@ def _findings(
     shared, stats, run = _in_memory(work, entry)
     joint = work.joint
     shared_errors = joint.lengths(distances(shared, reference.gradients))
-    errors = _parameter_errors(model, dtype, shared_errors, truth)
+    elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    elements |= named({leaf: leaf.numel() for leaf in work.others})
+    errors = _parameter_errors(elements, dtype, shared_errors, truth)
     del shared
     _clear_gradients(model)
     work.clock.end(entry.kind)
@@ -308,6 +311,9 @@ def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradien
             policy.observer(event)
 
     unchecked.observer = observe
+    for leaf in work.others:
+        work.changes.later(setattr, leaf, "grad", leaf.grad)
+        leaf.grad = None
     given, loss = work.given, work.loss
     step = Step(policy.host.device)
     if run is not None:
@@ -332,7 +338,8 @@ def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradien
                 routers=(work.router, None, False),
             )
         )
-    return work.joint.gradients(policy.host.model), stats
+    others = named({leaf: leaf.grad for leaf in work.others})
+    return work.joint.gradients(policy.host.model, others), stats
 
 
 def _dense(work: Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | None]:
@@ -354,7 +361,9 @@ def _dense(work: Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | Non
 
     found, routed = work.joint.run(lambda: in_some_way(ways, run, undo))
     undo()
-    return work.joint.total(found, host.model, work.dtype), routed
+    found = work.joint.total(found, host.model, work.dtype)
+    found.gradients.update(named({leaf: found.besides.get(leaf) for leaf in work.others}))
+    return found, routed
 
 
 def _reference(work: Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
@@ -390,6 +399,8 @@ def _reference(work: Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
     copies.clear()
     undo()
     found = work.joint.total(found, host.model, work.reference_dtype)
+    work.others = tuple(found.besides)
+    found.gradients.update(named(found.besides))
     place = host.device if keeps else torch.device("cpu")
     for name, gradient in found.gradients.items():
         if gradient is not None:
@@ -412,7 +423,8 @@ def _single_rollouts(
         if routers is not None:
             routers.counted()
             aside = routers.value()
-        return DenseRun(0.0, {head: nothing}, {n: None for n, _ in model.named_parameters()}, aside)
+        none: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
+        return DenseRun(0.0, {head: nothing}, none, router_loss=aside)
     # Each comes twice: log-probs, then a forward and a backward.
     tokens_run = int((batch.lengths - (not work.last_tokens)).sum())
     done, calls, whole = 0, 0, 4 * tokens_run or 1

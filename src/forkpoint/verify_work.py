@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from forkpoint.dense_routers import DenseRouters
 from forkpoint.engine.changes import Changes
@@ -40,6 +40,9 @@ class Work:
     joint: Together
     routed: RouterWork | None
     """Of the loss of routers; None where there is none."""
+    others: tuple[Tensor, ...] = ()
+    """Leaves that the loss reads and that are no parameters of the model, once the reference has
+    run."""
     held: HeldRoutes = field(init=False)
     clock: Clock = field(init=False)
 

@@ -7,7 +7,7 @@ whole gradient, and a note that says so.
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradient_sums import GradientSums
+from forkpoint.engine.leaf_sums import LeafSums
 from forkpoint.engine.thread_state import ThreadState, close_generators
 
 T = TypeVar("T")
@@ -80,6 +81,8 @@ class GradientGuard:
         self.copies: list[Tensor | None] | None = None
         if restore:
             self.copies = [None if g is None else g.detach().clone() for g in self.before]
+        self.others: LeafSums = LeafSums()
+        """Gradients of leaves that the loss reads and that no wrapper reduces."""
         self.touched: bool = False
         """Whether gradients may have been added to."""
         self.reset: Callable[[], None] = _nothing
@@ -95,8 +98,15 @@ class GradientGuard:
         here = self.sums is None or len(self.sums.parameters) < len(self.parameters)
         self.touched = self.touched or (here and not self.held())
 
+    def begin_loss(self, leaves: Iterable[Tensor]) -> None:
+        """A backward of the loss is about to add to gradients of these leaves."""
+        summed = set() if self.sums is None else set(self.sums.parameters)
+        here = set(self.parameters) - summed
+        self.touched = self.touched or any(leaf in here for leaf in leaves)
+
     def add_sums(self) -> None:
         """All backwards are done: what was summed up apart from `.grad` joins it."""
+        self.others.add_to_gradients()
         if self.sums is not None:
             self.touched = True
             self.sums.add_to_gradients()
@@ -116,11 +126,13 @@ class GradientGuard:
         Where gradients were there before and no copy of them was kept, all are set to None.
         """
         self.reset()
+        there = self.copies is None and any(g is not None for g in self.before)
+        lost = self.touched and there
+        self.others.restore(lost=lost)
         if not self.touched:
             return "unchanged"
         if self.sums is not None:
             self.sums.drop()
-        lost = self.copies is None and any(g is not None for g in self.before)
         copies = self.copies or [None] * len(self.before)
         for parameter, before, copy in zip(self.parameters, self.before, copies, strict=True):
             if before is None or copy is None:
