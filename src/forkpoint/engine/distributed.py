@@ -25,6 +25,9 @@ class Distributed(Protocol):
     """Whether weights can be gathered for a whole step."""
     reduces: bool
     """Whether backwards reduce gradients; otherwise `reduce` does so after them."""
+    listens: bool
+    """Whether it takes any backward that reaches the model's parameters for that of its last stock
+    forward, so that a step's backwards must reach others (`gradient_sums.twins`)."""
 
     param_dtypes: frozenset[torch.dtype]
     """Dtypes that parameters are cast to for forwards; empty where they are used as they are."""
@@ -62,11 +65,17 @@ class Distributed(Protocol):
 
     def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
         """Reduce nothing until `last`, until the changes are undone. Collective where weights are
-        gathered for the step. `blocks`: of the decoder, in their order."""
+        gathered for the step. `blocks`: of the decoder, in their order. Gradients that stock
+        backwards have left on the ranks are out of reach meanwhile."""
         ...
 
     def reduce_held(self) -> None:
         """Reduce what a step's backwards have left on the ranks. Collective."""
+        ...
+
+    def reduce_earlier(self) -> None:
+        """Once a step has succeeded, reduce what stock backwards before it have left on the ranks,
+        if the wrapper's settings let it. Collective where there is any."""
         ...
 
     def last(self) -> None:
@@ -88,6 +97,6 @@ class Distributed(Protocol):
         """Give every parameter the form in which the optimizer has it."""
         ...
 
-    def reset(self) -> None:
-        """A step has failed: drop what is left of it."""
+    def reset(self, *, lost: bool) -> None:
+        """A step has failed: drop what is left of it, and with `lost` what was there before it."""
         ...

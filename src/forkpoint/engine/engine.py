@@ -21,7 +21,7 @@ from forkpoint.device import on_device
 from forkpoint.engine.activations import Activations
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.gathered_scores import loss_inputs
-from forkpoint.engine.gradient_sums import GradientSums
+from forkpoint.engine.gradient_sums import GradientSums, twins
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.idling import idle_inputs
@@ -189,7 +189,9 @@ class Engine:
             guard.held = lambda: group.gathered
             guard.missing = group.missing_bytes if group.reduces else None
         if guard.sums is not None:
-            guard.sums.collect(step.changes)
+            listens = group is not None and group.listens
+            leaves = twins(self.host.model, apart, step.changes) if listens else apart
+            guard.sums.collect(step.changes, leaves)
         self._enter(step)
 
     def _ended(
@@ -212,6 +214,8 @@ class Engine:
             guard.touched = True
             group.reduce_held()
             step.changes.undo(mark)
+        if group is not None:
+            group.reduce_earlier()
         self._end(guard, prepared)
         return result
 

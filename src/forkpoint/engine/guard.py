@@ -8,7 +8,7 @@ whole gradient, and a note that says so.
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,15 @@ NOTES = {"unchanged": UNCHANGED, "cleared": CLEARED, "added": ADDED}
 ATTEMPTS = 100
 
 
-def _nothing() -> None:
+def _nothing(*, lost: bool) -> None:
     pass
+
+
+class Reset(Protocol):
+    """Drops what a failed step has left besides `.grad`; where `lost`, also what was left there
+    before it. Can be repeated."""
+
+    def __call__(self, *, lost: bool) -> None: ...
 
 
 class StepOutcome:
@@ -82,8 +89,7 @@ class GradientGuard:
             self.copies = [None if g is None else g.detach().clone() for g in self.before]
         self.touched: bool = False
         """Whether gradients may have been added to."""
-        self.reset: Callable[[], None] = _nothing
-        """Drops what a failed step has left besides gradients; it can be repeated."""
+        self.reset: Reset = _nothing
         self.held: Callable[[], bool] = bool
         """Whether backwards leave gradients elsewhere than in `.grad`, until they are reduced."""
         self.missing: Callable[[], int] | None = None
@@ -115,12 +121,12 @@ class GradientGuard:
 
         Where gradients were there before and no copy of them was kept, all are set to None.
         """
-        self.reset()
+        lost = self.touched and self.copies is None and any(g is not None for g in self.before)
+        self.reset(lost=lost)
         if not self.touched:
             return "unchanged"
         if self.sums is not None:
             self.sums.drop()
-        lost = self.copies is None and any(g is not None for g in self.before)
         copies = self.copies or [None] * len(self.before)
         for parameter, before, copy in zip(self.parameters, self.before, copies, strict=True):
             if before is None or copy is None:

@@ -79,6 +79,7 @@ class FullySharded:
     lockstep: bool = True
     gathers: bool = True
     reduces: bool = True
+    listens: bool = False
 
     def __init__(self, model: FSDPModule, experts: Collection[nn.Module] = ()) -> None:
         """`experts`: modules that transformers shards over a mesh of their own (expert
@@ -107,6 +108,8 @@ class FullySharded:
         self.ranks: DataRanks = ranks_of_mesh(mesh)
         self.gather: Gather = "microbatch"
         self._weights = ShardedWeights(model, self.ranks)
+        self._entered = False
+        """Whether a step runs, so that what lies on the ranks is its own."""
         self.param_dtypes: frozenset[torch.dtype] = frozenset(
             policy.param_dtype
             for group in groups
@@ -163,8 +166,14 @@ class FullySharded:
         ]
 
     def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
-        changes.later(self.model.set_requires_gradient_sync, True)
-        changes.later(self.model.set_is_last_backward, True)
+        self._weights.set_aside(changes)
+        changes.set(vars(self), "_entered", True)  # undone before these gradients come back
+        for group in self._weights.groups():
+            changes.set(vars(group), "reduce_grads", False)
+            changes.set(vars(group), "all_reduce_grads", False)
+        changes.set(
+            vars(cast(Any, self.model)._get_fsdp_state()._state_ctx), "is_last_backward", False
+        )
         end_backwards_themselves(self.model, changes)
         for module in self._weights.modules():
             # Around the head it would round log-probs, where in ordinary training it meets logits
@@ -177,8 +186,6 @@ class FullySharded:
             self._weights.gather(changes)
         elif self.gather == "microbatch":
             self._weights.prefetch(blocks, changes)
-        self.model.set_requires_gradient_sync(False)
-        self.model.set_is_last_backward(False)
 
     def last(self) -> None:
         if self.gathered:  # they are reduced when all ranks have come to the end
@@ -188,6 +195,9 @@ class FullySharded:
 
     def reduce_held(self) -> None:
         self._weights.reduce()
+
+    def reduce_earlier(self) -> None:
+        self._weights.reduce_earlier()
 
     def reduce(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
@@ -201,8 +211,11 @@ class FullySharded:
     def settle(self) -> None:
         self._weights.shard()
 
-    def reset(self) -> None:
-        self._weights.forget()
+    def reset(self, *, lost: bool) -> None:
+        if lost:
+            self._weights.lose()
+        elif self._entered:
+            self._weights.forget()
 
 
 def _check_group(group: Any) -> None:
@@ -239,6 +252,7 @@ class Replicated:
     lockstep: bool = False
     gathers: bool = False
     reduces: bool = False
+    listens: bool = True
     gathered: bool = False
     param_dtypes: frozenset[torch.dtype] = frozenset()
 
@@ -284,6 +298,9 @@ class Replicated:
     def reduce_held(self) -> None:
         pass
 
+    def reduce_earlier(self) -> None:
+        pass
+
     def reduce(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
     ) -> list[Tensor | None]:
@@ -311,7 +328,7 @@ class Replicated:
     def settle(self) -> None:
         pass
 
-    def reset(self) -> None:
+    def reset(self, *, lost: bool) -> None:
         pass
 
 

@@ -65,14 +65,45 @@ def set_zeros(parameter: Any) -> None:
         whole.grad = zeros
 
 
-def drop_gradients(group: Any) -> None:
-    """Drop gradients of whole parameters that were not reduced."""
+def left_in(group: Any) -> list[tuple[Any, str, Any]]:
+    """Gradients of a group that backwards have left without reducing them, or reduced over one of
+    two mesh dimensions: objects, attributes and values."""
+    places = [(group, "_partial_reduce_output")]
     for parameter in group.fsdp_params:
         if _keeps_beside(parameter):
-            parameter.unsharded_accumulated_grad = None
+            places.append((parameter, "unsharded_accumulated_grad"))
         whole = getattr(parameter, "_unsharded_param", None)
         if whole is not None:
-            whole.grad = None
+            places.append((whole, "grad"))
+    found = ((place, name, getattr(place, name)) for place, name in places)
+    return [(place, name, value) for place, name, value in found if value is not None]
+
+
+def is_due(group: Any) -> bool:
+    """Whether a backward would reduce now what others have left."""
+    whole = group.reduce_grads and any(map(has_gradient, group.fsdp_params))
+    return whole or (group.all_reduce_grads and group._partial_reduce_output is not None)
+
+
+def add_zeros_to_partial(group: Any) -> None:
+    """Give a group gradients of zeros where it has nothing but what was reduced in part: that is
+    reduced along with the next gradients of the same parameters."""
+    partial, trained = group._partial_reduce_output, _trained(group)
+    if partial is None or any(map(has_gradient, group.fsdp_params)):
+        return
+    if sum(p.padded_sharded_param_size.numel() for p in trained) == partial.numel():
+        for parameter in trained:
+            set_zeros(parameter)
+
+
+def _trained(group: Any) -> list[Any]:
+    return [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+
+
+def drop_gradients(group: Any) -> None:
+    """Drop gradients of a group that were not reduced, or in part."""
+    for place, name, _ in left_in(group):
+        setattr(place, name, None)
 
 
 def reset(root: Any, modules: list[Any]) -> None:

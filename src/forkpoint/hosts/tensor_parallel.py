@@ -70,6 +70,7 @@ class ModelParallel:
     lockstep: bool = True
     gathers: bool = False
     gathered: bool = False
+    listens: bool = False
 
     def __init__(self, model: nn.Module, splits: Sequence[Split]) -> None:
         """Collective over the default group."""
@@ -137,6 +138,10 @@ class ModelParallel:
     def reduce_held(self) -> None:
         pass
 
+    def reduce_earlier(self) -> None:
+        if self.data is not None:
+            self.data.reduce_earlier()
+
     def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
         # Those of this moment: within the step all factors are one.
         self._factors = self._divided()
@@ -188,9 +193,9 @@ class ModelParallel:
         if self.data is not None:
             self.data.settle()
 
-    def reset(self) -> None:
+    def reset(self, *, lost: bool) -> None:
         if self.data is not None:
-            self.data.reset()
+            self.data.reset(lost=lost)
 
 
 def _members(mesh: DeviceMesh) -> tuple[int, ...]:
