@@ -33,7 +33,9 @@ def stock(model: Any, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 + rank)
     ids = torch.randint(0, 60, (2, 11 + rank), generator=generator)
     logits = model(input_ids=ids.to(next(model.parameters()).device), use_cache=False).logits
-    return 20 * F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device))
+    return 20 * F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device)
+    )
 
 
 class MixedCalls:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
@@ -31,6 +32,18 @@ class Distributed(Protocol):
 
     param_dtypes: frozenset[torch.dtype]
     """Dtypes that parameters are cast to for forwards; empty where they are used as they are."""
+
+    @property
+    def meshes(self) -> Sequence[DeviceMesh]:
+        """The device meshes that it is known to hold the model over."""
+        ...
+
+    def check(self, model: nn.Module, *, training: bool) -> None:
+        """The wrapper's settings of this moment have been shown exact.
+
+        Raises UnsupportedError.
+        """
+        ...
 
     def apart(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Those of the parameters whose gradients `reduce` sums, once all backwards are done."""

@@ -21,8 +21,8 @@ from forkpoint.device import on_device
 from forkpoint.engine.activations import Activations
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.gathered_scores import loss_inputs
-from forkpoint.engine.gradient_sums import GradientSums, twins
 from forkpoint.engine.guard import GradientGuard, Step
+from forkpoint.engine.guarding import guard_gradients
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.idling import idle_inputs
 from forkpoint.engine.loss_calls import called, names_of
@@ -175,23 +175,7 @@ class Engine:
 
     def _begin(self, step: Step) -> None:
         """Prepare gradients and model for backwards, until the changes are undone."""
-        parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
-        group = self.host.group
-        wide = self.config.grad_accumulation_dtype == "float32"
-        apart = parameters if wide else group.apart(parameters) if group is not None else []
-        guard = step.guard = GradientGuard(
-            parameters,
-            restore=self.config.restore_grads,
-            sums=GradientSums(apart, wide=wide) if apart else None,
-        )
-        if group is not None:
-            guard.reset = group.reset
-            guard.held = lambda: group.gathered
-            guard.missing = group.missing_bytes if group.reduces else None
-        if guard.sums is not None:
-            listens = group is not None and group.listens
-            leaves = twins(self.host.model, apart, step.changes) if listens else apart
-            guard.sums.collect(step.changes, leaves)
+        guard_gradients(step, self.host, self.config)
         self._enter(step)
 
     def _ended(

@@ -25,6 +25,7 @@ from forkpoint.hosts.fsdp_versions import (
     reduce_gradients,
     reset,
     set_zeros,
+    trained_of,
 )
 from forkpoint.parallel.ranks import DataRanks
 
@@ -54,8 +55,7 @@ class ShardedWeights:
         return list({id(group): group for group in found}.values())
 
     def _trained(self) -> list[Any]:
-        parameters = chain.from_iterable(group.fsdp_params for group in self.groups())
-        return [p for p in parameters if p.sharded_param.requires_grad]
+        return list(chain.from_iterable(map(trained_of, self.groups())))
 
     # Sizes
     # ------------------------------------------------------------

@@ -104,6 +104,15 @@ class ModelParallel:
         )
         self.ranks: DataRanks = _all_ranks(self.data_ranks, self.tensor_ranks, self.expert_ranks)
 
+    @property
+    def meshes(self) -> Sequence[DeviceMesh]:
+        data = () if self.data is None else self.data.meshes
+        return (self.splits[0][2].tensor_mesh, *data)
+
+    def check(self, model: nn.Module, *, training: bool) -> None:
+        if self.data is not None:
+            self.data.check(model, training=training)
+
     def _summed(self) -> set[nn.Parameter]:
         """Parameters whose gradients are parts on each rank of the tensor-parallel group."""
         modules = (module for _, module, forward in self.splits if forward.style == SUMMED)
