@@ -18,6 +18,7 @@ from forkpoint.engine.host import Host
 from forkpoint.engine.routing import Routing
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.tensor_parallel import ModelParallel
+from forkpoint.hosts.unreduced import check_reduced
 from forkpoint.joint_steps import JointStep, kind_of, run_joint_step
 from forkpoint.kept import Kept
 from forkpoint.losses.base import (
@@ -179,6 +180,8 @@ class PolicySteps:
 
         def looked_at() -> tuple[Plan, int, Loss, float, RouterWork | None]:
             self._check_batch(batch)
+            if announced:
+                self._check_reduced()
             known = as_loss(loss)
             known.check_head(self.host.head)
             if len(batch):
@@ -309,6 +312,8 @@ class PolicySteps:
 
         def looked_at() -> tuple[Plan, int, RouterWork | None]:
             self._check_batch(batch)
+            if training:
+                self._check_reduced()
             check_range(batch, self.host.loss_dtype)
             check_routed_experts(self.host, batch)
             if entropy and self.host.head == "values":
@@ -371,6 +376,12 @@ class PolicySteps:
         kept, host, config = self._kept, self.host, self.config
         ways = Ways(host, config, kept.budgets, lambda: kept.calibration(host, config), again)
         return JointStep(step, host, config, kept.checks, ways, training=training)
+
+    def _check_reduced(self) -> None:
+        """Look at who reduces gradients, before the first of them."""
+        if not self._kept.reduced:
+            check_reduced(self.host.model, self.host.group)
+            self._kept.reduced = True
 
     def _check_batch(self, batch: object) -> None:
         if not isinstance(batch, RolloutBatch):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from forkpoint.dense import DenseRun, dense_run
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.fallback import run_or_fall_back
+from forkpoint.engine.gradient_sums import twins
 from forkpoint.engine.guard import Step
 from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
@@ -438,15 +439,19 @@ def _single_rollouts(
         if routed is not None:
             routed.at(tokens)
 
-    found = dense_run(
-        model,
-        batch,
-        work.loss,
-        work.denominators,
-        entering,
-        head_tokens=way.head_tokens,
-        routers=routers,
-    )
+    host = work.policy.host
+    with Changes() as changes:
+        if model is host.model and host.group is not None and host.group.listens:
+            twins(model, [p for p in model.parameters() if p.requires_grad], changes)
+        found = dense_run(
+            model,
+            batch,
+            work.loss,
+            work.denominators,
+            entering,
+            head_tokens=way.head_tokens,
+            routers=routers,
+        )
     work.clock.end(name)
     return found
 

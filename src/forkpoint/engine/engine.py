@@ -20,8 +20,8 @@ from forkpoint.device import on_device
 from forkpoint.engine.activations import Activations
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.gathered_scores import loss_inputs
-from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.guard import GradientGuard, Step
+from forkpoint.engine.guarding import guard_gradients
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.idling import idle_inputs
 from forkpoint.engine.loss_calls import names_of
@@ -174,21 +174,7 @@ class Engine:
 
     def _begin(self, step: Step) -> GradientGuard:
         """Prepare gradients and model for backwards, until the changes are undone."""
-        parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
-        group = self.host.group
-        wide = self.config.grad_accumulation_dtype == "float32"
-        apart = parameters if wide else group.apart(parameters) if group is not None else []
-        guard = step.guard = GradientGuard(
-            parameters,
-            restore=self.config.restore_grads,
-            sums=GradientSums(apart, wide=wide) if apart else None,
-        )
-        if group is not None:
-            guard.reset = group.reset
-            guard.held = lambda: group.gathered
-            guard.missing = group.missing_bytes if group.reduces else None
-        if guard.sums is not None:
-            guard.sums.collect(step.changes)
+        guard = guard_gradients(step, self.host, self.config)
         self._enter(step)
         return guard
 
@@ -212,6 +198,8 @@ class Engine:
             guard.touched = True
             group.reduce_held()
             step.changes.undo(mark)
+        if group is not None:
+            group.reduce_earlier()
         self._end(guard, prepared)
         return result
 

@@ -8,7 +8,7 @@ whole gradient, and a note that says so.
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,15 @@ NOTES = {"unchanged": UNCHANGED, "cleared": CLEARED, "added": ADDED}
 ATTEMPTS = 100
 
 
-def _nothing() -> None:
+def _nothing(*, lost: bool) -> None:
     pass
+
+
+class Reset(Protocol):
+    """Drops what a failed step has left besides `.grad`; where `lost`, also what was left there
+    before it. Can be repeated."""
+
+    def __call__(self, *, lost: bool) -> None: ...
 
 
 class StepOutcome:
@@ -85,8 +92,7 @@ class GradientGuard:
         """Gradients of leaves that the loss reads and that no wrapper reduces."""
         self.touched: bool = False
         """Whether gradients may have been added to."""
-        self.reset: Callable[[], None] = _nothing
-        """Drops what a failed step has left besides gradients; it can be repeated."""
+        self.reset: Reset = _nothing
         self.held: Callable[[], bool] = bool
         """Whether backwards leave gradients elsewhere than in `.grad`, until they are reduced."""
         self.missing: Callable[[], int] | None = None
@@ -125,9 +131,8 @@ class GradientGuard:
 
         Where gradients were there before and no copy of them was kept, all are set to None.
         """
-        self.reset()
-        there = self.copies is None and any(g is not None for g in self.before)
-        lost = self.touched and there
+        lost = self.touched and self.copies is None and any(g is not None for g in self.before)
+        self.reset(lost=lost)
         self.others.restore(lost=lost)
         if not self.touched:
             return "unchanged"
