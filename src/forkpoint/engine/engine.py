@@ -38,6 +38,7 @@ from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.step_result import StepResult, after
 from forkpoint.engine.timing import PhaseTimer
+from forkpoint.engine.token_values import TokenValues, shown_rollouts
 from forkpoint.engine.trunk_exchange import TrunkExchange
 from forkpoint.engine.untrained import add_zero_gradients
 from forkpoint.forest import IntArray
@@ -138,8 +139,7 @@ class Engine:
             if loss.decomposition == "token":
                 microbatch_loss = self._token_loss(loss, views)
             else:
-                coupling = loss.coupling(batch)
-                microbatch_loss, constant = self._whole_loss(loss, views, coupling, prepared)
+                microbatch_loss, constant = self._whole_loss(loss, views, plan, prepared)
             result = self._pass(
                 step,
                 plan,
@@ -255,29 +255,30 @@ class Engine:
         return microbatch_loss
 
     def _whole_loss(
-        self, loss: Loss, views: LossViews, coupling: IntArray, prepared: list[MicrobatchInputs]
+        self, loss: Loss, views: LossViews, plan: Plan, prepared: list[MicrobatchInputs]
     ) -> tuple[MicrobatchLoss, Tensor]:
         """Coupled rollouts together, in the microbatch that holds all of their trained tokens.
 
         Also returns the part of the loss of classes that train on nothing: a constant.
         """
-        trained_classes = {
-            inputs.microbatch.index: np.unique(coupling[views.rollout_of[inputs.trained_tokens]])
-            for inputs in prepared
-        }
+        coupling = loss.coupling(views.batch)
+        shown = shown_rollouts(plan, views.batch, coupling)
+        owners = {i.microbatch.index: views.rollout_of[i.trained_tokens] for i in prepared}
+        trained_classes = {n: np.unique(coupling[of[shown[of]]]) for n, of in owners.items()}
 
         def microbatch_loss(inputs: MicrobatchInputs, outputs: HeadOutputs) -> Tensor | None:
-            if not len(inputs.trained_tokens):
+            index = inputs.microbatch.index
+            if not len(trained_classes[index]):
                 return None
-            view, tokens = views.of_rollouts(
-                np.isin(coupling, trained_classes[inputs.microbatch.index])
-            )
+            view, tokens = views.of_rollouts(np.isin(coupling, trained_classes[index]))
             entries = np.full(len(tokens), -1, np.int64)
-            entries[np.searchsorted(tokens, inputs.trained_tokens)] = inputs.trained_entry
+            here = shown[owners[index]]
+            places = np.searchsorted(tokens, inputs.trained_tokens[here])
+            entries[places] = inputs.trained_entry[here]
             return self._call(loss, outputs_of(outputs.per_token, self._entries(entries)), view)
 
         every = np.concatenate([*trained_classes.values(), np.zeros(0, np.int64)])
-        untrained = ~np.isin(coupling, every)
+        untrained = ~np.isin(coupling, every) & shown
         constant = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         if untrained.any():
             view, tokens = views.of_rollouts(untrained)
@@ -304,16 +305,21 @@ class Engine:
             scored = self._pass(step, plan, batch, prepared, program, entropy=loss.needs_entropy)
         if self.routing is not None:
             self.routing.gather(self.ranks)
-        given = loss_inputs(self.ranks, scored.per_token, views)
-        view, _ = given.views.of_rollouts(np.ones(len(given.views.batch), bool))
+        shown = shown_rollouts(plan, batch, loss.coupling(batch))
+        given = loss_inputs(self.ranks, scored.per_token, views, shown)
+        view, tokens = given.views.of_rollouts(given.shown)
         leaves = {name: x_T.requires_grad_() for name, x_T in given.per_token.items()}
         by_name: dict[str, Tensor | None] = dict.fromkeys(leaves)
         value = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         with self._kept_failure(), torch.enable_grad():
-            value = self._call(loss, LossOutputs(**leaves), view)
-            weights = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-            own = (None if weight is None else weight[given.own] for weight in weights)
-            by_name = dict(zip(leaves, own, strict=True))
+            # Rollouts all of which are left out have a loss of 0.
+            if given.shown.any() or not len(given.shown):
+                at = self._entries(tokens)
+                outputs = LossOutputs(**{name: x_T[at] for name, x_T in leaves.items()})
+                value = self._call(loss, outputs, view)
+                weights = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+                own = (None if weight is None else weight[given.own] for weight in weights)
+                by_name = dict(zip(leaves, own, strict=True))
         result = self._weighted(step, plan, batch, prepared, by_name, scale)
         value = value.detach() if given.counts else torch.zeros_like(value)
         return replace(after(scored, result), loss=value)
@@ -392,10 +398,8 @@ class Engine:
         training = microbatch_loss is not None
         device, dtype = self.host.device, self.host.loss_dtype
         cache = PrefixCache(plan.cache_tokens, gradients=training, cache_states=plan.cache_states)
-        per_token = {
-            name: torch.zeros(plan.logical_tokens, dtype=dtype, device=device)
-            for name in names_of(self.host.head, self.config, entropy)
-        }
+        names = names_of(self.host.head, self.config, entropy)
+        values = TokenValues(names, plan, batch, dtype, device)
         total = torch.zeros((), dtype=dtype, device=device)
         kernels = KernelOptions(
             attention=self.config.attention_kernel,
@@ -464,7 +468,7 @@ class Engine:
                 more = self.routing.root(instruction, inputs, scale) if self.routing else None
             if instruction.records or not training:
                 if not instruction.idle:
-                    self._collect(inputs, outputs, per_token)
+                    values.collect(inputs, outputs)
                 if value is not None:
                     total += value.detach()
                 if training:
@@ -476,7 +480,7 @@ class Engine:
         timer.mark(LEAF)
         return StepResult(
             loss=total,
-            per_token=per_token,
+            per_token=values.by_name,
             events=tuple(events),
             phase_ms=timer.totals_ms(),
             event_ms=timer.each_ms(),
@@ -488,13 +492,3 @@ class Engine:
         events.append(event)
         if self.observer is not None:
             self.observer(event)
-
-    def _collect(
-        self, inputs: MicrobatchInputs, outputs: HeadOutputs, per_token: dict[str, Tensor]
-    ) -> None:
-        if not len(inputs.trained_tokens):
-            return
-        tokens = self._entries(inputs.trained_tokens)
-        entries = self._entries(inputs.trained_entry)
-        for name, values_T in per_token.items():
-            values_T[tokens] = outputs.per_token[name].detach()[entries]
