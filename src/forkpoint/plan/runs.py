@@ -37,7 +37,10 @@ class LeftOut:
 
     @classmethod
     def of(cls, batch: RolloutBatch, runs: IntArray) -> "LeftOut":
-        """What a plan leaves out that runs so many edges of each rollout, int64 [N]."""
+        """Parts that a plan leaves out.
+
+        runs: int64 [N], how many edges of each rollout it runs.
+        """
         edges = np.maximum(batch.lengths - 1, 0)
         still = (runs == 0) & (edges > 0)
         groups = int(batch.group_index.max(initial=-1)) + 1
