@@ -17,6 +17,7 @@ from forkpoint.engine.guard import Step, StepOutcome
 from forkpoint.engine.host import Host
 from forkpoint.engine.routing import Routing
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
+from forkpoint.forest import IntArray
 from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.hosts.unreduced import check_reduced
 from forkpoint.joint_steps import JointStep, kind_of, run_joint_step
@@ -31,9 +32,11 @@ from forkpoint.losses.base import (
 )
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import batch_denominators, check_range
+from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.parallel.statistics import RouterEnd
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.routing import RouterDemand
+from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.trunks import Trunk
 from forkpoint.rank_plans import Again, Ways
 from forkpoint.results import Scores, StepStats
@@ -128,7 +131,20 @@ class PolicySteps:
             tempers=self.host.head == "logprobs",
             routers=routers,
             trunks=trunks,
+            runs=self._runs(batch, loss, routers),
         )
+
+    def _runs(
+        self, batch: RolloutBatch, loss: Loss | None, routers: RouterDemand | None
+    ) -> IntArray:
+        """How many edges of each rollout a call needs: int64 [N]. `loss` is None for log-probs."""
+        zero = None
+        # Rollouts of other ranks may be coupled with those that are zero here.
+        gathers = loss is not None and loss.across_ranks and self.host.group is not None
+        if loss is not None and not gathers and not self.config.all_logprobs:
+            zero = zero_rollouts(loss, batch)
+        last_tokens = routers is not None and routers.last_tokens
+        return run_lengths(batch, zero, whole=routers is not None, last_tokens=last_tokens)
 
     def _planned_again(
         self,
@@ -424,6 +440,7 @@ class PolicySteps:
             plan.check_coupling(batch, loss.coupling(batch))
         if work is not None:
             work.check_plan(plan, scored=scored)
+        plan.check_runs(batch, self._runs(batch, loss, work.demand() if work else None))
         return plan
 
 

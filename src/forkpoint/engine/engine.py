@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from forkpoint.config import Config
-from forkpoint.device import on_device
 from forkpoint.engine.activations import Activations
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.gathered_scores import loss_inputs
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.guarding import guard_gradients
-from forkpoint.engine.host import HeadOutputs, Host
+from forkpoint.engine.host import Host
 from forkpoint.engine.idling import idle_inputs
 from forkpoint.engine.loss_calls import names_of
 from forkpoint.engine.loss_gradients import LossGradients
@@ -39,6 +38,7 @@ from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.step_result import StepResult, after
 from forkpoint.engine.timing import PhaseTimer
+from forkpoint.engine.token_values import TokenValues
 from forkpoint.engine.trunk_exchange import TrunkExchange
 from forkpoint.engine.untrained import add_zero_gradients
 from forkpoint.losses.base import Denominators, Loss
@@ -137,7 +137,7 @@ class Engine:
             if loss.decomposition == "token":
                 microbatch_loss = losses.by_tokens()
             else:
-                microbatch_loss, of_untrained = losses.by_rollouts(loss.coupling(batch), prepared)
+                microbatch_loss, of_untrained = losses.by_rollouts(plan, prepared)
                 with self._kept_failure():
                     constant = of_untrained()
             result = self._pass(
@@ -241,13 +241,16 @@ class Engine:
             scored = self._pass(step, plan, batch, prepared, program, entropy=needs_entropy)
         if self.routing is not None:
             self.routing.gather(self.ranks)
-        given = loss_inputs(self.ranks, scored.per_token, losses.views)
+        shown = losses.shown(plan)
+        given = loss_inputs(self.ranks, scored.per_token, losses.views, shown)
         value = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         weights: dict[str, Tensor | None] = dict.fromkeys(given.per_token)
-        with self._kept_failure():
-            part = losses.of_scores(given)
-            value = part.value
-            weights |= part.gradients
+        # Rollouts all of which are left out have a loss of 0.
+        if given.shown.any() or not len(given.shown):
+            with self._kept_failure():
+                part = losses.of_scores(given)
+                value = part.value
+                weights |= part.gradients
         scale = losses.gradients.factor
         result = self._weighted(step, plan, batch, prepared, weights, scale)
         return replace(after(scored, result), loss=value)
@@ -309,10 +312,8 @@ class Engine:
         training = microbatch_loss is not None
         device, dtype = self.host.device, self.host.loss_dtype
         cache = PrefixCache(plan.cache_tokens, gradients=training, cache_states=plan.cache_states)
-        per_token = {
-            name: torch.zeros(plan.logical_tokens, dtype=dtype, device=device)
-            for name in names_of(self.host.head, self.config, entropy)
-        }
+        names = names_of(self.host.head, self.config, entropy)
+        values = TokenValues(names, plan, batch, dtype, device)
         total = torch.zeros((), dtype=dtype, device=device)
         kernels = KernelOptions(
             attention=self.config.attention_kernel,
@@ -381,7 +382,7 @@ class Engine:
                 more = self.routing.root(instruction, inputs, scale) if self.routing else None
             if instruction.records or not training:
                 if not instruction.idle:
-                    self._collect(inputs, outputs, per_token)
+                    values.collect(inputs, outputs)
                 if part is not None:
                     total += part.value
                 if training:
@@ -394,7 +395,7 @@ class Engine:
         timer.mark(LEAF)
         return StepResult(
             loss=total,
-            per_token=per_token,
+            per_token=values.by_name,
             events=tuple(events),
             phase_ms=timer.totals_ms(),
             event_ms=timer.each_ms(),
@@ -406,13 +407,3 @@ class Engine:
         events.append(event)
         if self.observer is not None:
             self.observer(event)
-
-    def _collect(
-        self, inputs: MicrobatchInputs, outputs: HeadOutputs, per_token: dict[str, Tensor]
-    ) -> None:
-        if not len(inputs.trained_tokens):
-            return
-        tokens = on_device(inputs.trained_tokens, self.host.device)
-        entries = on_device(inputs.trained_entry, self.host.device)
-        for name, values_T in per_token.items():
-            values_T[tokens] = outputs.per_token[name].detach()[entries]

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.config import Config
@@ -15,9 +16,11 @@ from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.loss_calls import called, names_of
 from forkpoint.engine.loss_gradients import LossGradients, LossPart
 from forkpoint.engine.microbatches import MicrobatchInputs
+from forkpoint.engine.token_values import shown_rollouts
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Loss, LossBatch, LossOutputs
 from forkpoint.losses.views import LossViews, outputs_of
+from forkpoint.plan.plan import Plan
 
 MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], LossPart | None]
 """Gives a microbatch's part of the loss; None where it has none."""
@@ -47,32 +50,37 @@ class MicrobatchLosses:
 
         return of
 
+    def shown(self, plan: Plan) -> NDArray[np.bool_]:
+        """Rollouts that the loss is shown: bool [N]."""
+        batch = self.views.batch
+        return shown_rollouts(plan, batch, self.loss.coupling(batch))
+
     def by_rollouts(
-        self, coupling: IntArray, prepared: list[MicrobatchInputs]
+        self, plan: Plan, prepared: list[MicrobatchInputs]
     ) -> tuple[MicrobatchLoss, Callable[[], Tensor]]:
         """Coupled rollouts together, in the microbatch that holds all of their trained tokens.
 
         Also returns a function that computes the part of the loss of classes that train on
         nothing.
         """
-        views = self.views
-        trained_classes = {
-            inputs.microbatch.index: np.unique(coupling[views.rollout_of[inputs.trained_tokens]])
-            for inputs in prepared
-        }
+        views, shown = self.views, self.shown(plan)
+        coupling = self.loss.coupling(views.batch)
+        owners = {i.microbatch.index: views.rollout_of[i.trained_tokens] for i in prepared}
+        trained_classes = {n: np.unique(coupling[of[shown[of]]]) for n, of in owners.items()}
 
         def of(inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
-            if not len(inputs.trained_tokens):
+            index = inputs.microbatch.index
+            if not len(trained_classes[index]):
                 return None
-            view, tokens = views.of_rollouts(
-                np.isin(coupling, trained_classes[inputs.microbatch.index])
-            )
+            view, tokens = views.of_rollouts(np.isin(coupling, trained_classes[index]))
             entries = np.full(len(tokens), -1, np.int64)
-            entries[np.searchsorted(tokens, inputs.trained_tokens)] = inputs.trained_entry
+            here = shown[owners[index]]
+            places = np.searchsorted(tokens, inputs.trained_tokens[here])
+            entries[places] = inputs.trained_entry[here]
             return self._part(entries, view, outputs.per_token)
 
         every = np.concatenate([*trained_classes.values(), np.zeros(0, np.int64)])
-        return of, partial(self._of_untrained, ~np.isin(coupling, every))
+        return of, partial(self._of_untrained, ~np.isin(coupling, every) & shown)
 
     def _of_untrained(self, rollouts: np.ndarray) -> Tensor:
         """The loss of rollouts (bool [N]) without trained tokens.
@@ -94,11 +102,14 @@ class MicrobatchLosses:
         given: scores of this rank's batch, or of those of all ranks; the gradients are by this
             rank's.
         """
-        view, _ = given.views.of_rollouts(np.ones(len(given.views.batch), bool))
+        view, tokens = given.views.of_rollouts(given.shown)
+        at = on_device(tokens, self.host.device)
         scores = {name: x_T.detach().requires_grad_() for name, x_T in given.per_token.items()}
-        part = self.gradients.of(
-            lambda per_token: self._called(per_token, view), scores, counts=given.counts
-        )
+
+        def loss(per_token: Mapping[str, Tensor]) -> Tensor:
+            return self._called({name: x_T[at] for name, x_T in per_token.items()}, view)
+
+        part = self.gradients.of(loss, scores, counts=given.counts)
         value = part.value if given.counts else torch.zeros_like(part.value)
         own = {name: gradient_T[given.own] for name, gradient_T in part.gradients.items()}
         return replace(part, value=value, gradients=own)
