@@ -1,19 +1,19 @@
 """Calls of a policy on ranks, mixed with stock losses of the same model, beside dense training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from scenarios_of_ranks import Scenario, distance, gradients, model_of, on_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint import RolloutBatch
 from forkpoint.errors import RankError
-from forkpoint.losses import GRPO, Loss
+from forkpoint.losses import Loss
 from forkpoint.losses.base import FunctionLoss
 from forkpoint.testing import dense_run, lifted_upcasts
 
@@ -51,8 +51,8 @@ class MixedCalls:
         self.policy = on_ranks(self.model, config, scenario.gather)
         self.batches = [RolloutBatch(part) for part in scenario.rollouts]
         self.kept: list[Tensor] = []
-        self.errors: list[str] = []
-        self.synchronise: Callable[[bool], None] = self._synchronise
+        self.outcomes: list[str] = []
+        """Of steps that failed, what became of gradients."""
 
     def run(self, calls: Sequence[str]) -> float:
         """The distance of gradients from dense training's after these calls."""
@@ -133,13 +133,13 @@ class MixedCalls:
             self.policy.forward_backward(self._batch, fails)
         except (ZeroDivisionError, RankError):
             assert self.policy.last_step is not None
-            self.errors.append(self.policy.last_step.gradients)
+            self.outcomes.append(self.policy.last_step.gradients)
 
     def _unsynced(self) -> None:
-        self.synchronise(False)
+        self._synchronise(False)
 
     def _synced(self) -> None:
-        self.synchronise(True)
+        self._synchronise(True)
 
     def _synchronise(self, now: bool) -> None:
         if isinstance(self.model, DistributedDataParallel):
