@@ -89,11 +89,8 @@ CASES = {
     "replicated, a rank without rollouts": (Scenario(wrap=replicated, rollouts=EMPTY), FEW),
 }
 IN_CORE: dict[str, tuple[Scenario, tuple[str, ...]]] = {
-    "sharded": (Scenario(), ("sum", "unsynced stock fails score synced stock")),
-    "replicated": (
-        Scenario(wrap=replicated),
-        ("forward function backward", "forward logprobs backward sum"),
-    ),
+    "sharded": (Scenario(), ("unsynced stock fails score synced sum",)),
+    "replicated": (Scenario(wrap=replicated), ("forward function backward sum",)),
 }
 
 
