@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from scenarios_of_ranks import Scenario, distance, gradients, model_of, on_ranks
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,6 +66,9 @@ class MixedCalls:
         return self.worst
 
     def _error(self) -> float:
+        for module in self.inner.modules():
+            if isinstance(module, FSDPModule):  # a forward leaves the root's weights whole
+                module.reshard()
         names = [name for name, _ in self.other.named_parameters()]
         return distance(gradients(self.inner), gradients(self.other), names)
 

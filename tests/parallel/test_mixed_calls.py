@@ -194,10 +194,9 @@ def failing_beside_stock(wrap: Any) -> tuple[str, str, float]:
 
     value = calls._own() + stock(calls.model, calls.rank)
     calls.policy.observer = fail
-    try:
+    with pytest.raises(KeyboardInterrupt) as caught:
         value.backward()
-    except KeyboardInterrupt as error:
-        notes = " ".join(error.__notes__)
+    notes = " ".join(caught.value.__notes__)
     calls.policy.observer = None
     calls._wanted_stock()
     assert calls.policy.last_step is not None
@@ -217,10 +216,9 @@ def refused_beside_stock() -> tuple[str, bool]:
     value = calls._own()
     (value + stock(calls.model, calls.rank)).backward(retain_graph=True)
     before = [p.grad.clone() for p in calls.inner.parameters()]
-    try:
+    with pytest.raises(UnsupportedError) as caught:
         value.backward()
-    except UnsupportedError as error:
-        said = str(error)
+    said = str(caught.value)
     same = [torch.equal(p.grad, g) for p, g in zip(calls.inner.parameters(), before, strict=True)]
     return said, all(same)
 

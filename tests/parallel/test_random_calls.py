@@ -137,7 +137,7 @@ def on_one_rank(scenario: Scenario, calls: list[str]) -> tuple[float, list[str]]
 
 
 def fault(seed: int) -> str:
-    """What is wrong with a case; empty where it is exact."""
+    """The fault of a case; empty where it is exact."""
     ranks, scenario, calls = drawn(seed)
     try:
         found = run_ranks(ranks, on_one_rank, scenario, calls, limit_s=120)
@@ -155,7 +155,7 @@ def test_random_calls_are_those_of_dense_training(seed: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Random calls of policies on ranks.")
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1000, help="of the first; the others follow")
     parser.add_argument("--replay", type=int, metavar="SEED", help="show and check one case")

@@ -21,6 +21,8 @@ from forkpoint import RolloutBatch
 from forkpoint.errors import ForkpointError
 from forkpoint.losses import GRPO
 
+FP16_COMPRESS = dist.BuiltinCommHookType.FP16_COMPRESS  # pyright: ignore[reportPrivateImportUsage]
+
 
 def plain() -> Any:
     return model_of(Scenario())
@@ -59,6 +61,7 @@ def with_another_factor(call: str) -> float:
         return calls.run([call])
     calls.run([call])  # reduced as the wrapper reduces any other
     for parameter in calls.other.parameters():
+        assert parameter.grad is not None
         parameter.grad *= 2
     calls.worst = 0.0
     return calls.run([])
@@ -104,7 +107,7 @@ def refusals_of_ddp() -> list[str]:
     trained(forkpoint.wrap(replicated(model)))
     for hook in (
         lambda wrapped: wrapped.register_comm_hook(None, fp16_compress_hook),
-        lambda wrapped: wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
+        lambda wrapped: wrapped._register_builtin_comm_hook(FP16_COMPRESS),
     ):
         wrapped = replicated(plain())
         policy = forkpoint.wrap(wrapped)
