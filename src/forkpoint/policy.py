@@ -155,6 +155,8 @@ class Policy(PolicySteps):
         parameters. It may come at any later time, before the weights change. Until then only the
         log-probs are held. It runs the plan's forwards again: `forward_backward`, which takes the
         losses of `forkpoint.losses` and functions that are declared token-additive, does not.
+        It runs at the end of that backward, when gradients of other terms, such as a stock loss of
+        the same model, are in `.grad`; if it fails, these stay there.
 
         Args:
             batch: the rollouts.
@@ -170,7 +172,8 @@ class Policy(PolicySteps):
 
         Raises as `forward_backward`. The backward raises UnsupportedError where it is asked for
         gradients of some tensors alone (torch.autograd.grad) or of gradients (create_graph), where
-        it runs a second time, and where weights have changed since.
+        it runs a second time, and where weights have changed since. Under DistributedDataParallel
+        torch leaves it out of a backward that is asked for gradients of some tensors alone.
         """
         training = torch.is_grad_enabled()
         scored, routing = self._run(

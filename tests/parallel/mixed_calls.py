@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from scenarios_of_ranks import Scenario, distance, gradients, model_of, on_ranks
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,16 +52,25 @@ class MixedCalls:
         self.policy = on_ranks(self.model, config, scenario.gather)
         self.batches = [RolloutBatch(part) for part in scenario.rollouts]
         self.kept: list[Tensor] = []
+        self.worst: float = 0.0
         self.outcomes: list[str] = []
         """Of steps that failed, what became of gradients."""
 
     def run(self, calls: Sequence[str]) -> float:
-        """The distance of gradients from dense training's after these calls."""
+        """The distance of gradients from dense training's after these calls, or before an update,
+        whichever is greatest."""
         with lifted_upcasts(self.inner), lifted_upcasts(self.other):
             for call in calls:
                 getattr(self, f"_{call}")()
-            names = [name for name, _ in self.other.named_parameters()]
-            return distance(gradients(self.inner), gradients(self.other), names)
+            self.worst = max(self.worst, self._error())
+        return self.worst
+
+    def _error(self) -> float:
+        for module in self.inner.modules():
+            if isinstance(module, FSDPModule):  # a forward leaves the root's weights whole
+                module.reshard()
+        names = [name for name, _ in self.other.named_parameters()]
+        return distance(gradients(self.inner), gradients(self.other), names)
 
     # Calls of both
     # ------------------------------------------------------------
@@ -111,6 +121,15 @@ class MixedCalls:
         self.kept.pop().backward()
         self._wanted_stock()
 
+    def _update(self) -> None:
+        """An optimizer's step, and no gradients."""
+        self.worst = max(self.worst, self._error())
+        for model in (self.inner, self.other):
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = torch.optim.SGD(trained, lr=1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+
     # Calls that leave no gradient
     # ------------------------------------------------------------
 
@@ -125,7 +144,7 @@ class MixedCalls:
 
     def _fails(self) -> None:
         def fails(outputs: Any, batch: Any) -> Tensor:
-            if self.rank == 0:
+            if self.rank == [len(batch) > 0 for batch in self.batches].index(True):
                 raise ZeroDivisionError("of the test")
             return own_function(outputs, batch)
 
