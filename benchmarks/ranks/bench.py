@@ -41,7 +41,7 @@ SHAPE = "qwen3-8b"
 SAMPLES = (4, 8)
 """Rollouts of the two samples of dense training."""
 BESIDE = {"baseline": "dense", "baseline_leaves_out": True}
-"""What a speed-up is over."""
+"""The denominator of a speed-up."""
 GATHERS: tuple[Literal["microbatch", "step"], ...] = ("microbatch", "step")
 Part = Literal["data", "tensor", "placement", "group"]
 

@@ -19,7 +19,7 @@ def groups_of(*numbers: int, prompt: int = PROMPT) -> RankGroups:
         tokens = [number + 1] * prompt + [100 + row] * RESPONSE
         rollouts.append(Rollout(tokens, [0] * prompt + [1] * RESPONSE, 1.0))
     batch = RolloutBatch(rollouts)
-    return RankGroups.of(batch, make_plan(batch, config=Config(sharing="tree")).computed_tokens)
+    return RankGroups.of(batch, make_plan(batch, config=Config(sharing="tree")))
 
 
 def test_groups_together_say_nothing() -> None:

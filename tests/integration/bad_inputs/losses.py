@@ -51,6 +51,21 @@ class Needy(Loss):
     needs = ("rewards",)
 
 
+class Loose(Loss):
+    """A loss whose declaration is no array."""
+
+    decomposition = "token"
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        return outputs.logprobs.sum()
+
+    def zero_rollouts(self, batch: RolloutBatch) -> Any:
+        return False
+
+    def __repr__(self) -> str:
+        return "Loose()"
+
+
 def summed(outputs: Any, batch: Any) -> Any:
     return outputs.logprobs.sum()
 
@@ -218,6 +233,14 @@ LOSSES = (
         message="decomposition is None; allowed are 'token', 'rollout', 'joint'.",
         means="Without it the engine cannot know which tokens the loss must see together.",
         remedy='decomposition = "joint" is always right, if not always fastest.',
+    ),
+    loss_kind(
+        "A loss that declares rollouts to be zero by something else than an array",
+        trained(Loose()),
+        message="zero_rollouts of the loss Loose() returned False; it must return a numpy array of "
+        "bool, one entry for each of the 12 rollouts.",
+        means="It would not be known which rollouts can be left out.",
+        remedy="batch.where_all_trained(batch.advantages == 0), say; or do not define it.",
     ),
     loss_kind(
         "A loss that needs what rollouts do not have",

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.testing import tiny_model
 
 BATCH = forked_batch()
+FLAT = RolloutBatch(replace(r, advantage=0.0) if r.group_id == "g0" else r for r in BATCH.rollouts)
 OTHER = RolloutBatch(BATCH[n] for n in range(3))
 
 
@@ -138,6 +139,16 @@ PLANS = (
         means="A plan says which token lies where; on another batch it would train on other "
         "tokens.",
         remedy="Leave plan out, and it is made.",
+    ),
+    plan_kind(
+        "A plan that leaves out rollouts whose log-probs are asked for",
+        lambda: policy().score(FLAT, plan=policy().plan(FLAT, losses.GRPO())),
+        message="this plan runs 0 tokens of rollout 'g0r0', and this call needs 20 and more of 5 "
+        "others: the plan leaves out what had no gradient in the call that it was made for. Leave "
+        "plan= out, or make it for this call: policy.plan(batch, loss), and without a loss for "
+        "log-probs.",
+        means="The loss that the plan was made for has no gradient there: the advantages are 0.",
+        remedy="policy.plan(batch), or Config(all_logprobs=True).",
     ),
     plan_kind(
         "Something else in place of a plan",

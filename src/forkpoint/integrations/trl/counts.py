@@ -32,8 +32,9 @@ class Counts:
             found["planned_ms"] = plan.predicted_ms
         for name, value in found.items():
             self._values.setdefault(name, []).append(value)
-        # A rollout's last token is not run.
-        alone = plan.computed_tokens >= plan.logical_tokens - rollouts
+        # A rollout's last token is not run, nor what gives no gradient.
+        given = plan.logical_tokens - plan.left_out.tokens
+        alone = plan.computed_tokens >= given - rollouts
         self._alone = self._alone + 1 if alone else 0
         if self._alone == PATIENCE_STEPS:
             _log.warning("%s", warning(plan, self._config))

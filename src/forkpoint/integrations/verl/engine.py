@@ -199,7 +199,7 @@ class SharedEngine:
         scores = policy.score(rows.batch, entropy="entropies" in outputs)
         self.last_plan = scores.plan
         if self._watch.looks and self.settings.share_warning:
-            groups = RankGroups.of(rows.batch, scores.plan.computed_tokens)
+            groups = RankGroups.of(rows.batch, scores.plan)
             self._watch.scored(self._exchange(groups))
         if loss is not None:
             results, _ = self._together(partial(loss.results, dict(scores.per_token)))
@@ -248,9 +248,7 @@ class SharedEngine:
             results, _ = self._together(partial(loss.results, dict(stats.per_token)))
         self.last_plan = stats.plan
         if self._watch.looks and self.settings.share_warning:
-            groups = RankGroups.of(
-                rows.batch, stats.computed_tokens, exchanged=stats.plan.split == "exchange"
-            )
+            groups = RankGroups.of(rows.batch, stats.plan)
             self._watch.trained(self._exchange(groups), warn if self.rank == 0 else None)
         metrics = {
             "computed_tokens": float(stats.computed_tokens),

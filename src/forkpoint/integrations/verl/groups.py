@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.parallel.agreement import group_digests
+from forkpoint.plan import Plan
 from forkpoint.rollouts import RolloutBatch
 
 _log = logging.getLogger("forkpoint")
@@ -26,7 +27,8 @@ class RankGroups:
 
     digests: uint64 [G], the same wherever a prompt's rollouts are.
     rollouts, prompt_tokens: int64 [G].
-    given_tokens, computed_tokens: of the rank's mini-batch; run by its plan.
+    given_tokens, computed_tokens: of the rank's mini-batch, without those that give no gradient;
+        run by its plan.
     exchanged: whether ranks send one another the prompts that several of them have.
     """
 
@@ -38,9 +40,7 @@ class RankGroups:
     exchanged: bool = False
 
     @classmethod
-    def of(
-        cls, batch: RolloutBatch, computed_tokens: int, *, exchanged: bool = False
-    ) -> "RankGroups":
+    def of(cls, batch: RolloutBatch, plan: Plan) -> "RankGroups":
         """The prompts of a batch, the tokens before the first trained one of each rollout."""
         _, firsts, counts = np.unique(batch.group_index, return_index=True, return_counts=True)
         prompts = np.zeros(len(firsts), np.int64)
@@ -49,8 +49,9 @@ class RankGroups:
             trained = np.flatnonzero(batch.loss_mask[begin:end])
             prompts[number] = trained[0] if len(trained) else end - begin
         digests = group_digests(batch)
-        tokens = int(batch.offsets[-1])
-        return cls(digests, counts.astype(np.int64), prompts, tokens, computed_tokens, exchanged)
+        given, exchanged = plan.logical_tokens - plan.left_out.tokens, plan.split == "exchange"
+        counts = counts.astype(np.int64)
+        return cls(digests, counts, prompts, given, plan.computed_tokens, exchanged)
 
 
 class GroupWatch:

@@ -1,0 +1,194 @@
+"""Plans that leave out what gives no gradient: counted from the rollouts, path by path."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import forkpoint
+from forkpoint import Config, Plan, Rollout, RolloutBatch, losses
+from forkpoint.cli import main
+from forkpoint.errors import PlanError
+from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
+from forkpoint.plan.contents import READ_VERSIONS
+from forkpoint.plan.runs import LeftOut, run_lengths
+from strategies import COMBINATIONS, batches, naming
+
+SHAPE = ModelShape(
+    layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, value_dim=4, intermediate=16, vocab=5
+)
+
+
+def group(name: str, first: int, count: int, advantage: float, tail: int = 0) -> list[Rollout]:
+    """A prompt of 20 tokens, and responses of 10, after which `tail` tokens are not trained."""
+    prompt, mask = list(range(first, first + 20)), [0] * 20 + [1] * 10 + [0] * tail
+    return [
+        Rollout([*prompt, n, *range(9 + tail)], mask, advantage, group_id=name)
+        for n in range(count)
+    ]
+
+
+HALF = RolloutBatch([*group("a", 30, 4, 0.0), *group("b", 60, 4, 1.0, 3), *group("c", 30, 1, 2.0)])
+
+
+def test_what_runs_of_each_rollout() -> None:
+    masks = [[0, 0, 1, 0], [0, 0, 0, 0], [0], [0, 1], [0, 1, 0, 1]]
+    batch = RolloutBatch(Rollout(range(len(m)), m, 1.0, group_id="g") for m in masks)
+    assert run_lengths(batch).tolist() == [2, 0, 0, 1, 3]
+    zero = np.array([True, False, False, True, False])
+    assert run_lengths(batch, zero).tolist() == [0, 0, 0, 0, 3]
+    assert run_lengths(batch, zero, whole=True).tolist() == [3, 3, 0, 1, 3]
+    assert run_lengths(batch, whole=True, last_tokens=True).tolist() == [4, 4, 1, 2, 4]
+    assert run_lengths(RolloutBatch([])).tolist() == []
+    found = LeftOut.of(batch, run_lengths(batch, zero))
+    assert found == LeftOut(rollouts=3, groups=0, rollout_tokens=3 + 3 + 1, tail_tokens=0)
+    assert found + LeftOut(1, 2, 3, 4) == LeftOut(4, 2, 10, 4)
+
+
+def test_groups_without_gradient() -> None:
+    zero = HALF.advantages[HALF.offsets[:-1]] == 0
+    plan = make_plan(HALF, config=Config(sharing="tree"), runs=run_lengths(HALF, zero))
+    assert plan.left_out == LeftOut(4, 1, 4 * 29, 4 * 3)
+    # The prompt is run for the one rollout that is left of those that have it.
+    assert plan.computed_tokens == 29 + 19 + 4 * 10
+    assert plan.dense.tokens == 5 * 29 and plan.logical_tokens == 9 * 30 + 12
+    assert plan.bound == 5 * 29 / (29 + 59)
+    assert plan.unique_tokens == make_plan(HALF).unique_tokens
+    without = make_plan(HALF, config=Config(sharing="none"), runs=run_lengths(HALF, zero))
+    assert without.computed_tokens == without.dense.tokens == 5 * 29 and without.bound == 1
+
+
+@given(batch=batches(max_rollouts=8, max_tokens=20), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_edges_are_those_of_what_runs(batch: RolloutBatch, data: st.DataObject) -> None:
+    """Each is in one segment, and plans read back are the same."""
+    zero = np.array(data.draw(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch))))
+    runs = run_lengths(batch, zero)
+    ids = [rollout.token_ids.tolist() for rollout in batch]
+    classes = {"none": range(len(batch)), "group": batch.group_index.tolist(), "tree": [0] * 99}
+    trained = sum(int(r.loss_mask.sum()) for r, z in zip(batch, zero, strict=True) if not z)
+    combination = data.draw(st.sampled_from(COMBINATIONS))
+    sharing, boundary, leaf_layout = combination
+    config = Config(sharing=sharing, boundary=boundary, leaf_layout=leaf_layout)  # type: ignore
+    with naming(config):
+        plan = make_plan(batch, SHAPE, config, runs=runs)
+        paths = {
+            (classes[sharing][n], *ids[n][: end + 1])
+            for n, edges in enumerate(runs.tolist())
+            for end in range(1, edges + 1)
+        }
+        assert plan.computed_tokens == len(paths)
+        assert np.array_equal(plan.run_lengths, runs)
+        assert (plan.dense.tokens, plan.dense.labelled) == (runs.sum(), trained)
+        again = Plan.from_json(plan.to_json())
+        assert again.to_json() == plan.to_json() and again.left_out == plan.left_out
+        estimate, totals = Estimate(SHAPE), Totals()
+        estimate.add(batch, runs)
+        totals.add(plan)
+        assert estimate.work["none"] == plan.dense and totals.left_out == plan.left_out
+        assert totals.bound == plan.bound
+        if leaf_layout == "packed":
+            assert estimate.work[sharing].tokens == plan.shared.tokens
+        assert estimate.unique_tokens == plan.unique_tokens
+
+
+def test_plans_that_are_damaged_or_older() -> None:
+    zero = HALF.advantages[HALF.offsets[:-1]] == 0
+    plan = make_plan(HALF, SHAPE, runs=run_lengths(HALF, zero))
+    values = json.loads(plan.to_json())
+    for name, value, message in (
+        ("tail_tokens", 11, "logical_tokens is 282, and its forest has 281"),
+        ("rollouts", 5, "left_out has 5 rollouts in 1 groups with 116 tokens, and 4 rollouts"),
+        ("groups", 5, "left_out has 4 rollouts in 5 groups"),
+        ("rollouts", -1, "left_out.rollouts is -1"),
+    ):
+        damaged = {**values, "left_out": {**values["left_out"], name: value}}
+        with pytest.raises(PlanError, match=message):
+            Plan.from_json(json.dumps(damaged))
+    # Before, plans ran all tokens.
+    for version in READ_VERSIONS[:-1]:
+        older = json.loads(make_plan(HALF, SHAPE).to_json()) | {"version": version}
+        del older["left_out"]
+        read = Plan.from_json(json.dumps(older))
+        assert read.left_out == LeftOut()
+        read.check_runs(HALF, run_lengths(HALF, whole=True))
+    with pytest.raises(PlanError, match="leaves out what had no gradient"):
+        plan.check_runs(HALF, run_lengths(HALF))
+    plan.check_runs(HALF, run_lengths(HALF, zero))
+
+
+def test_ranks_are_balanced_by_what_runs() -> None:
+    """Of two groups of one size the first has no gradient, so that the other is split or alone."""
+    rollouts = [*group("a", 30, 8, 0.0), *group("b", 60, 4, 1.0), *group("c", 90, 4, 1.0)]
+    names = [r.group_id for r in rollouts]
+
+    def load(parts: list[list[int]]) -> list[int]:
+        return sorted(sum(names[n] != "a" for n in part) for part in parts)
+
+    known = forkpoint.place(rollouts, ranks=2, model=None, loss=losses.GRPO(), whole_groups=True)
+    assert sorted(n for part in known for n in part) == list(range(16)) and load(known) == [4, 4]
+    blind = forkpoint.place(rollouts, ranks=2, model=None, whole_groups=True)
+    assert load(blind) == [0, 8]
+    held = losses.GRPO(kl=0.1)
+    kept = forkpoint.place(rollouts, ranks=2, model=None, loss=held, whole_groups=True)
+    assert load(kept) == [0, 8]
+
+
+def test_the_command_line_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "half.jsonl")
+    forkpoint.save_rollouts(file, HALF)
+
+    def shown(*options: str) -> str:
+        assert main(["plan", file, "--sharing", "group", *options]) == 0
+        return capsys.readouterr().out
+
+    text = shown()
+    assert "88 of 154 tokens run (57%)" in text, "leaving out is no sharing"
+    assert "left out      128 of 282 tokens: 4 rollouts (1 of 3 groups) without gradient" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "at most 1.65x" in text
+    result = json.loads(shown("--json"))
+    assert result["left_out"] == {
+        "rollouts": 4, "groups": 1, "rollout_tokens": 116, "tail_tokens": 12,
+    }  # fmt: skip
+    assert result["modes"]["none"]["tokens"] == 145 and result["bound"] == 145 / 88
+    for options in (("--all-logprobs",), ("--loss", "sft")):
+        result = json.loads(shown("--json", *options))
+        assert result["left_out"]["rollouts"] == 0 and result["left_out"]["tail_tokens"] == 12
+        assert "left out      12 of 282 tokens, after the last trained token" in shown(*options)
+    assert "left out" not in shown("--limit", "4", "--all-logprobs")
+    text = shown("--details")
+    assert "tokens without gradient are run by none of them" in " ".join(text.split())
+    assert "1.00x" in text
+
+
+def test_rewards_are_no_advantages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A reward of 0 is a negative advantage, perhaps."""
+    lines = [
+        {
+            "tokens": r.token_ids.tolist(),
+            "response_length": len(r) - 20,
+            "loss_mask": r.loss_mask[20:].astype(int).tolist(),
+            "reward": float(n % 2),
+            "group_index": n // 4,
+        }
+        for n, r in enumerate(HALF)
+    ]
+    file = tmp_path / "rewards.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["plan", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"]["rollouts"] == 0
+
+
+def test_a_condition_at_all_trained_tokens() -> None:
+    masks = [[0, 1, 1], [0, 1, 0], [0, 0, 0], [0, 1]]
+    batch = RolloutBatch(Rollout(range(len(m)), m, 1.0) for m in masks)
+    condition = np.array([1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0], bool)
+    assert batch.where_all_trained(condition).tolist() == [False, True, True, False]
+    assert batch.where_all_trained(~condition).tolist() == [False, False, True, True]
+    none = replace(batch[0], loss_mask=[0, 0, 0])
+    assert RolloutBatch([none]).where_all_trained(np.zeros(3, bool)).tolist() == [True]
