@@ -1,6 +1,7 @@
 """Runs of a sample: by forkpoint, by the stock model, and by the stock model with a rounding."""
 
 import random
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from forkpoint.errors import ForkpointError, UnsupportedError
 from forkpoint.forest import IntArray
 from forkpoint.hosts.arguments import CONTEXT_ARGUMENT
 from forkpoint.hosts.coverings import autocasts_of
+from forkpoint.hosts.foreign_calls import keep_to_this_thread
 from forkpoint.hosts.modules import ATTENTION_NAME, add_hook, configurations
 from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers
 from forkpoint.hosts.routes import microbatch_tokens as routed_tokens
@@ -101,6 +103,7 @@ class Sampler:
             capabilities=host.capabilities,
             tempers=host.head == "logprobs",
         )
+        keep_to_this_thread(host.model, self.changes)
         for settings in configurations(host.model):
             if settings._attn_implementation == ATTENTION_NAME:  # which runs in steps alone
                 self.changes.set(vars(settings), "_attn_implementation_internal", "eager")
@@ -324,8 +327,11 @@ def watch_blocks(
 def round_embeddings(model: nn.Module, eps: float, changes: Changes) -> None:
     """Let the embeddings be off by up to `eps` of their size, at random."""
     generator = torch.Generator("cpu").manual_seed(0)
+    own = threading.get_ident()
 
     def off(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        if threading.get_ident() != own:
+            return output
         noise = torch.rand(output.shape, generator=generator, dtype=torch.float64, device="cpu")
         factor = 1 + eps * (2 * noise.to(output.device) - 1)
         return (output.double() * factor).to(output.dtype)

@@ -22,7 +22,7 @@ from forkpoint import Config, Policy, Rollout, RolloutBatch, losses, wrap
 from forkpoint.engine.guard import ADDED, CLEARED, UNCHANGED, Step
 from forkpoint.hosts import modules
 from forkpoint.losses import Loss
-from forkpoint.testing import tiny_model
+from forkpoint.testing import Watching, tiny_model
 from hybrids import tiny_hybrid
 from integration.steps import model_state
 
@@ -297,7 +297,7 @@ class Failure(Exception):
 
 
 class FailingLoss(Loss):
-    """A loss whose gradient raises in the second backward, while `backwards` counts them."""
+    """Beside this loss the second backward of the model raises, while `backwards` counts them."""
 
     decomposition = "token"
     needs = ("reference_logprobs",)
@@ -309,9 +309,12 @@ class FailingLoss(Loss):
         """Called right before the error is raised."""
 
     def __call__(self, outputs: losses.LossOutputs, batch: losses.LossBatch) -> Tensor:
-        if self.backwards is not None and outputs.logprobs.requires_grad:
-            outputs.logprobs.register_hook(self._fail)
         return losses.GRPO(kl=0.1)(outputs, batch)
+
+    def watch(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """A forward hook of a module that every microbatch runs."""
+        if self.backwards is not None and output.requires_grad:
+            output.register_hook(self._fail)
 
     def _fail(self, _: Tensor) -> None:
         if self.backwards is not None:
@@ -338,6 +341,8 @@ def _case(
     if DEVICE.type == "cuda":
         double = next(model.parameters()).dtype == torch.float64
         model = model.to(DEVICE, torch.float64 if double else torch.bfloat16)
+    if isinstance(loss, FailingLoss):
+        model.get_submodule("model.layers.0").register_forward_hook(Watching(loss.watch))
     policy = wrap(model, replace(ACROSS, **{"compile_blocks": False, **options}))
     return Case(name, model, policy, loss or losses.GRPO(kl=0.1), **(case or {}))
 

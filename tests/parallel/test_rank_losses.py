@@ -23,13 +23,14 @@ from scenarios_of_ranks import (
 )
 from split_models import Split, load
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 import forkpoint
 from forkpoint import RolloutBatch
 from forkpoint.engine.loss_gradients import LossGradients
 from forkpoint.engine.loss_gradients import LossPart as LossPart
 from forkpoint.errors import RankError, UnsupportedError
-from forkpoint.losses import Loss
+from forkpoint.losses import GRPO, Loss
 from forkpoint.testing import lifted_upcasts
 from versions import needs_splits
 
@@ -39,11 +40,19 @@ UNTRAINED = (
     [replace(rollout, loss_mask=[0] * len(rollout.token_ids)) for rollout in UNEQUAL[0]],
     UNEQUAL[1],
 )
+
+
+def head_alone(model: Any) -> Any:
+    fully_shard(model.lm_head)
+    return sharded(model)
+
+
 WRAPS = {
     "fully_shard": (sharded, "microbatch"),
     "fully_shard, gathered once": (sharded, "step"),
     "DistributedDataParallel": (replicated, "microbatch"),
 }
+HEAD_ALONE = {**WRAPS, "the head alone": (head_alone, "microbatch")}
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -270,3 +279,51 @@ def test_verify_compares_every_leaf_on_ranks(wrap: str, sabotage: bool) -> None:
     for passed, names, clean in run_ranks(2, verified, wrap, sabotage):
         assert passed is not sabotage and clean
         assert "leaf 0 of the loss, (2,)" in names
+
+
+# Calls of the model within a step
+# ------------------------------------------------------------
+
+
+def calling(wrap: str) -> tuple[int, float]:
+    """One rank's loss calls the model: how many calls were refused, and how far gradients are
+    from those without calls."""
+    around, gather = HEAD_ALONE[wrap]
+    wrapped = around(model_of(Scenario()))
+    inner: Any = wrapped.module if wrap == "DistributedDataParallel" else wrapped
+    policy = on_ranks(wrapped, DEEP, gather)  # type: ignore[arg-type]
+    batch, refused = RolloutBatch(UNEQUAL[dist.get_rank()]), 0
+    policy.forward_backward(batch, GRPO())
+    names = [name for name, _ in inner.named_parameters()]
+    wanted = gradients(inner)
+    inner.zero_grad()
+    ids, hidden = torch.tensor([[1, 2, 3]]), torch.zeros(1, 3, 32, dtype=torch.float64)
+    calls = (
+        lambda: wrapped(input_ids=ids),
+        lambda: inner(input_ids=ids),
+        lambda: inner.model.layers[0](hidden, position_embeddings=(hidden[..., :8],) * 2),
+        lambda: inner.lm_head(hidden),
+    )
+
+    class Calling(GRPO):
+        def __call__(self, outputs: Any, view: Any) -> Tensor:
+            nonlocal refused
+            for call in calls if dist.get_rank() else ():
+                try:
+                    call()
+                except UnsupportedError:
+                    refused += 1
+            return super().__call__(outputs, view)
+
+    policy.forward_backward(batch, Calling())
+    return refused, distance(gradients(inner), wanted, names)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(w, marks=() if w == "fully_shard" else pytest.mark.slow) for w in HEAD_ALONE],
+)
+def test_calls_of_the_model_within_a_step_communicate_nothing(wrap: str) -> None:
+    (none, one), (refused, other) = run_ranks(2, calling, wrap)
+    assert none == 0 and refused and refused % 4 == 0
+    assert max(one, other) < BAR

@@ -1,7 +1,7 @@
 """Call arguments of a model's layers: those that are passed on, and those that are refused."""
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -43,6 +43,16 @@ class CallContext:
         self.ends_in: frozenset[Hashable] = ends_in
 
 
+def refuse_call(*_: Any, **__: Any) -> NoReturn:
+    """Raise UnsupportedError, for a call of the model that is not a step's."""
+    raise UnsupportedError(
+        "the model, or a part of it, was called while a step of forkpoint runs it (from a loss, a "
+        "hook or another thread), or its attn_implementation was set to 'forkpoint'. Call it when "
+        "no step runs. What a loss needs is computed before the step, by policy.score or by a copy "
+        "of the model (copy.deepcopy)."
+    )
+
+
 def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> CallContext:
     """The microbatch that a layer is called for, out of its other call arguments.
 
@@ -50,12 +60,7 @@ def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> CallC
     """
     context = kwargs.pop(CONTEXT_ARGUMENT, None)
     if context is None:
-        raise UnsupportedError(
-            f"{type(module).__name__} had {what} called outside of forkpoint, which needs to know "
-            "what a microbatch reads. Use policy.forward_backward or policy.score, and leave "
-            "the model's "
-            "attn_implementation as it was."
-        )
+        refuse_call()
     strange = sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS_ARGUMENTS)
     if strange:
         raise UnsupportedError(

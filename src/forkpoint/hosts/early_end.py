@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
+from forkpoint.hosts.foreign_calls import in_forward
 
 FINAL_NORMS = ("norm", "final_layernorm")
 """Names of the norm that decoders of transformers apply after their last block."""
@@ -36,7 +37,7 @@ def end_in_last_block(decoder: nn.Module, block: nn.Module, changes: Changes) ->
     for name in FINAL_NORMS:
         norm = getattr(decoder, name, None)
         if isinstance(norm, nn.Module):
-            changes.replace_forward(norm, _same)
+            changes.replace_forward(norm, functools.partial(_same, norm.forward))
 
 
 def _caught(
@@ -51,8 +52,8 @@ def _caught(
     return _StandIn.apply(hidden_states.detach(), *roots)
 
 
-def _same(hidden_states: Tensor) -> Tensor:
-    return _Same.apply(hidden_states)
+def _same(forward: Callable[..., Any], hidden_states: Tensor) -> Tensor:
+    return _Same.apply(hidden_states) if in_forward() else forward(hidden_states)
 
 
 class _Same(torch.autograd.Function):

@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
-from forkpoint.hosts.arguments import CallContext
+from forkpoint.hosts.arguments import CallContext, refuse_call
 from forkpoint.hosts.coverings import in_float32
 from forkpoint.hosts.families import Family
+from forkpoint.hosts.foreign_calls import refuse_calls
 from forkpoint.hosts.local_heads import check_local_head, local_head
 from forkpoint.hosts.parallel_forwards import parallel_forward
 from forkpoint.losses.outputs import Head
@@ -67,13 +68,16 @@ class LogprobHead:
         changes.set(vars(self), "_in_float32", in_float32(refusals.plain_head(self.causal)))
         changes.set(vars(self), "_called", True)
         changes.replace_forward(refusals.plain_head(self.causal), self._logprobs)
+        refuse_calls([refusals.plain_head(self.causal)], changes)
 
     def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         if self._called:
             return refusals.plain_head(self.causal)(hidden_nC, context)
         return self._logprobs(hidden_nC, context)
 
-    def _logprobs(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
+    def _logprobs(self, hidden_nC: Tensor, context: CallContext | None = None) -> dict[str, Tensor]:
+        if context is None:
+            refuse_call()
         head, inputs = refusals.plain_head(self.causal), context.inputs
         weight, bias, shard = local_head(head)
         around, keeps = nullcontext(), inputs.microbatch.keeps_logits

@@ -19,6 +19,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import RouteHolder, RouterNote
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.early_end import EarlyEnd
+from forkpoint.hosts.foreign_calls import in_forward
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.routes import Intercepted
 
@@ -115,6 +116,8 @@ def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = _held(watch.holder, index, name, module, partial(forward, *args, **kwargs))
     if not isinstance(output, tuple) or output[-1].is_floating_point():
         raise UnsupportedError(_of_other_form(name))
+    if not in_forward():  # recomputed, or called by others
+        return output
     if watch.note is not None:
         watch.note(index, output[0], output[-1])
     if module is watch.ends_in:

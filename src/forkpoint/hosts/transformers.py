@@ -25,7 +25,12 @@ from forkpoint.engine.host import HeadOutputs, RouteHolder, RouterNote
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
-from forkpoint.hosts.arguments import CONTEXT_ARGUMENT, CallContext, taken_context
+from forkpoint.hosts.arguments import (
+    CONTEXT_ARGUMENT,
+    CallContext,
+    refuse_call,
+    taken_context,
+)
 from forkpoint.hosts.checkpointing import checkpoint_blocks, has_mlp
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.coverings import Coverings, entered, set_forward, uncompiled
@@ -33,6 +38,13 @@ from forkpoint.hosts.distributed import unwrapped
 from forkpoint.hosts.early_end import EarlyEnd, end_in_last_block
 from forkpoint.hosts.families import FAMILIES, Family
 from forkpoint.hosts.fingerprint import Fingerprint
+from forkpoint.hosts.foreign_calls import (
+    ForwardConfig,
+    begin_forward,
+    check_idle,
+    claim,
+    refuse_calls,
+)
 from forkpoint.hosts.heads import LogprobHead, ModelHead, ValueHead
 from forkpoint.hosts.linear_attention import (
     check_recurrent_modules,
@@ -181,7 +193,7 @@ class TransformersHost:
         self._checked: tuple[int, bool, bool] | None = None
         self._watched: Routers | None = None
         """Routers that a step takes statistics of."""
-        self._check_idle()
+        check_idle(self.causal)
         self._check_model()
         if self._group is not None:
             self._group.check(self.model, training=True)
@@ -275,7 +287,7 @@ class TransformersHost:
         routers.enter(note, changes, holder)
 
     def check(self, batch: RolloutBatch, *, training: bool, routed: bool = False) -> int:
-        self._check_idle()
+        check_idle(self.causal)
         # Since it was wrapped the model may have been compiled, moved, given adapters, or put into
         # another mode. What the fingerprint covers is looked at again where that has changed.
         found = (self.fingerprint(), training, routed)
@@ -323,17 +335,16 @@ class TransformersHost:
         refusals.check_parameters(self.model, sharded=self._is_sharded)
         self._head.check()
 
-    def _check_idle(self) -> None:
-        forward = vars(self.causal).get("forward")
-        if getattr(forward, "__func__", None) is TransformersHost._causal_forward:
-            raise UnsupportedError(
-                "the model is inside a step of forkpoint already (this call comes from a loss, a "
-                "hook or another thread); let that step end first. Log-probs that a loss needs "
-                "are computed before it, by policy.score."
-            )
-
     def enter(self, changes: Changes, *, compiled: bool = True) -> None:
-        self._check_idle()
+        claim(self.causal, changes)
+        decoder = vars(self.causal.base_model)
+        changes.set(decoder, "config", ForwardConfig(decoder["config"]))
+        covered = set_forward(self.causal)
+        changes.set(vars(self), "_autocasts", covered.autocasts if covered else ())
+        # Before attention is changed: who calls the model meanwhile is refused here.
+        changes.replace_forward(self.causal, self._causal_forward)
+        if self._wrapper is not self.model:
+            changes.replace_forward(self._wrapper, refuse_call)
         self._recomputes = refusals.checkpointed(self.causal)
         if self.device.type == "cuda":
             # Kernels that are not torch's own are launched on the current device.
@@ -345,12 +356,10 @@ class TransformersHost:
             changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
             if vars(config).get("output_router_logits"):  # which would keep them all
                 changes.set(vars(config), "output_router_logits", False)
-        covered = set_forward(self.causal)
-        changes.set(vars(self), "_autocasts", covered.autocasts if covered else ())
-        changes.replace_forward(self.causal, self._causal_forward)
         if self._group is not None:
             self._group.enter(changes, list(self._blocks.blocks))
             self._head.enter(changes)
+            refuse_calls((self.model, *self._blocks.blocks), changes)
         run_recurrences(self.causal, changes)
         if compiled and self.compiles:
             self._blocks.enter(changes, ranks=self._group is not None)
@@ -408,6 +417,7 @@ class TransformersHost:
         checkpoint_blocks(self._blocks.blocks, policy, self._changes, but=last if early else None)
         if early:
             end_in_last_block(self.causal.base_model, block, self._changes)
+        begin_forward(context, self._changes)
         # Through the outermost module: FSDP and peft work in its hooks and its forward.
         outputs = self.model(
             input_ids=inputs.input_ids,
@@ -439,6 +449,8 @@ class TransformersHost:
         Returns the fields of HeadOutputs: fully_shard finds tensors in dicts and tuples, and not in
         dataclasses.
         """
+        if kwargs.get(CONTEXT_ARGUMENT) is None:
+            refuse_call()
         with entered(self._autocasts):
             return self._decoder_and_head(*args, **kwargs)
 

@@ -146,6 +146,15 @@ def outside() -> None:
     model(input_ids=torch.tensor([[1, 2, 3]]))
 
 
+def model_within_a_step() -> None:
+    model = tiny_model("llama")
+
+    def calling(outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        return outputs.logprobs.sum() + model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum()
+
+    wrap(model, ACROSS).forward_backward(BATCH, calling)
+
+
 def step_within_a_step() -> None:
     policy = wrap(tiny_model("llama"), ACROSS)
 
@@ -350,11 +359,22 @@ STATES: tuple[Kind, ...] = (
     call_kind(
         "forkpoint's attention outside of forkpoint",
         outside,
-        message="LlamaAttention had its attention function called outside of forkpoint, which "
-        "needs to know what a microbatch reads. Use policy.forward_backward or policy.score, and "
-        "leave the model's attn_implementation as it was.",
-        means="That attention function runs rows, and ordinary calls have none.",
+        message="the model, or a part of it, was called while a step of forkpoint runs it (from a "
+        "loss, a hook or another thread), or its attn_implementation was set to 'forkpoint'. Call "
+        "it when no step runs. What a loss needs is computed before the step, by policy.score or "
+        "by a copy of the model (copy.deepcopy).",
+        means="That attention function runs microbatches, and ordinary calls have none.",
         remedy='model.set_attn_implementation("sdpa"), say.',
+    ),
+    call_kind(
+        "A call of the model within a step",
+        model_within_a_step,
+        message="the model, or a part of it, was called while a step of forkpoint runs it (from a "
+        "loss, a hook or another thread), or its attn_implementation was set to 'forkpoint'. Call "
+        "it when no step runs. What a loss needs is computed before the step, by policy.score or "
+        "by a copy of the model (copy.deepcopy).",
+        means="Until the step has ended, the model runs microbatches.",
+        remedy="Compute it before the step, and give it as extras or old_logprobs.",
     ),
     call_kind(
         "A step within a step",
@@ -362,7 +382,7 @@ STATES: tuple[Kind, ...] = (
         message="the model is inside a step of forkpoint already (this call comes from a loss, a "
         "hook or another thread); let that step end first. Log-probs that a loss needs are "
         "computed before it, by policy.score.",
-        means="A model that is in the middle of a row cannot begin another.",
+        means="A model that is in the middle of a microbatch cannot begin another.",
         remedy="Compute scores before the step, and give them as old_logprobs or extras.",
     ),
 )
