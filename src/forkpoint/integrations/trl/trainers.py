@@ -11,7 +11,12 @@ from transformers import TrainerCallback
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.integrations.trl.groups import Grouping
-from forkpoint.integrations.trl.options import check_arguments, check_trainer, check_version
+from forkpoint.integrations.trl.options import (
+    check_arguments,
+    check_options,
+    check_trainer,
+    check_version,
+)
 from forkpoint.integrations.trl.references import ReferenceSharing
 from forkpoint.integrations.trl.routers import check_routers
 from forkpoint.integrations.trl.sharing import Sharing
@@ -58,14 +63,17 @@ class _SharedTrainer(Base):
                 f"keep_groups is {short(keep_groups)}; allowed are True, False, None."
             )
         check_version(import_module("trl").__version__)
-        check_arguments(type(self), (*args, *kwargs.values()))
+        given = (*args, *kwargs.values())
+        check_arguments(type(self), given)
         self.sharing = ReferenceSharing(self, config)
         self._grouping = Grouping(keep_groups)
         super().__init__(*args, **kwargs)
         # TRL reads it when it makes the head, and so do we.
         assert self.sharing.temperature
         # TRL changes some of its arguments, and a subclass may have made them.
-        check_arguments(type(self), (self.args,))
+        check_options(type(self), self.args)
+        if not any(self.args is value for value in given):
+            check_arguments(type(self), (self.args,))
         check_trainer(self)
         if not self.is_fsdp_enabled:
             # What has not been shown exact is refused here; sharded models are looked at when they
