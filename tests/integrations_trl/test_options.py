@@ -1,5 +1,6 @@
 """Options of TRL: each is listed, and what is refused is refused by its name before training."""
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import setups_trl as setups
 import trl
-from cases_trl import OURS
+from cases_trl import OURS, Pair
 from peft import LoraConfig, PromptTuningConfig
+from transformers import ProcessorMixin
 
 from forkpoint import Config
 from forkpoint.errors import ConfigError, UnsupportedError
@@ -20,6 +22,7 @@ from forkpoint.integrations.trl.options import (
     REFUSED,
     UNTOUCHED,
     check_options,
+    check_trainer,
     unknown,
 )
 from forkpoint.integrations.trl.routers import check_routers
@@ -49,7 +52,6 @@ def test_every_option_is_listed_once() -> None:
         ("dpo", "activation_offloading", True, "activations='offload'"),
         ("dpo", "auto_find_batch_size", True, "memory_budget"),
         ("grpo", "neftune_noise_alpha", 1.0, "leave it out"),
-        ("dpo", "padding_free", True, "padding_free=False"),
         ("grpo", "use_liger_kernel", True, "leave it out"),
         ("rloo", "torch_compile", True, "compile_blocks=True"),
         ("rloo", "optim", "lomo", "a step of its own"),
@@ -64,27 +66,98 @@ def test_refused(kind: str, name: str, value: Any, remedy: str, tmp_path: Path) 
     trainer = setups.trainer(kind, OURS[kind], tmp_path)
     vars(trainer.args)[name] = value
     with pytest.raises(UnsupportedError) as caught:
-        check_options(trainer)
+        check_options(OURS[kind], trainer.args)
     assert f" has {name}=" in str(caught.value) and remedy in str(caught.value)
 
 
-def test_refused_before_anything_is_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("makes_it", [False, True])
+def test_refused_before_the_constructor_of_trl(
+    makes_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reference passes, which that runs, come later; a configuration that a subclass makes itself
+    is seen as soon as it is given."""
+    calls: list[str] = []
+    for name in ("_prepare_dataset", "_precompute_ref_logps"):
+        monkeypatch.setattr(trl.DPOTrainer, name, lambda *_, called=name: calls.append(called))
+
+    class Changes(OURS["dpo"]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if makes_it:
+                kwargs["args"] = copy.copy(kwargs["args"])
+                kwargs["args"].neftune_noise_alpha = 1.0
+            super().__init__(*args, **kwargs)
+
+    options = {"precompute_ref_log_probs": True}
+    options |= {} if makes_it else {"neftune_noise_alpha": 1.0}
     with pytest.raises(UnsupportedError, match="neftune_noise_alpha=1"):
-        setups.trainer("grpo", OURS["grpo"], tmp_path, neftune_noise_alpha=1.0)
+        setups.trainer("dpo", Changes, tmp_path, **options)
+    assert not calls
+
+
+def test_a_configuration_of_a_class_below_is_refused_as_well(tmp_path: Path) -> None:
+    class Makes(trl.GRPOTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs["args"].neftune_noise_alpha = 1.0
+            super().__init__(*args, **kwargs)
+
+    with pytest.raises(UnsupportedError, match="neftune_noise_alpha=1"):
+        setups.trainer("grpo", shared_trainer(Makes), tmp_path)
+
+
+def test_processors_are_refused_before_the_constructor_of_trl(tmp_path: Path) -> None:
+    processor = object.__new__(ProcessorMixin)
+    with pytest.raises(UnsupportedError, match="images or a processor"):
+        OURS["dpo"]("not a model", None, None, processing_class=processor)
+
+
+def test_padding_free_trains_where_trl_leaves_it_out(tmp_path: Path) -> None:
+    pair = Pair("dpo", tmp_path, padding_free=True)
+    assert pair.apart < 2e-6
+    pair.ours.padding_free = True
+    with pytest.raises(UnsupportedError, match="has padding_free=True"):
+        check_trainer(pair.ours)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dpo"])
+def test_what_is_refused_of_a_model_is_refused_at_the_end_of_the_constructor(
+    kind: str, tmp_path: Path
+) -> None:
+    """Dropout of a module and of a setting, and hooks of modules and of parameters."""
+
+    def hooked(model: Any) -> None:
+        model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+
+    def dropping(model: Any) -> None:
+        model.model.layers[0].self_attn.attention_dropout = 0.1
+
+    for change, match in ((hooked, "hook"), (dropping, "dropout 0.1")):
+        model = setups.model()
+        change(model)
+        model.eval()
+        with pytest.raises(UnsupportedError, match=match):
+            setups.trainer(kind, OURS[kind], tmp_path, made={"model": model})
+    trainer = setups.trainer(kind, OURS[kind], tmp_path, made={"model": setups.model().eval()})
+    assert not any(module.training for module in trainer.model.modules())
+    trainer.model.model.norm.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(UnsupportedError, match="hook"):
+        check_trainer(trainer)
 
 
 def test_a_wide_head_that_is_sharded_is_refused(tmp_path: Path) -> None:
     trainer = setups.trainer("grpo", OURS["grpo"], tmp_path, cast_lm_head_to_fp32=True)
     trainer.is_fsdp_enabled = True
     with pytest.raises(UnsupportedError, match=r"cast_lm_head_to_fp32=True.*or use DDP"):
-        check_options(trainer)
+        check_trainer(trainer)
 
 
 def test_deepspeed_is_refused(tmp_path: Path) -> None:
     trainer = setups.trainer("grpo", OURS["grpo"], tmp_path)
     trainer.is_deepspeed_enabled = True
     with pytest.raises(UnsupportedError, match=r"deepspeed=.*FSDP version 2"):
-        check_options(trainer)
+        check_trainer(trainer)
+    trainer.args.deepspeed_plugin = object()
+    with pytest.raises(UnsupportedError, match=r"deepspeed=.*FSDP version 2"):
+        check_options(OURS["grpo"], trainer.args)
 
 
 def test_router_losses_of_routers_that_are_not_seen_are_refused(tmp_path: Path) -> None:
@@ -99,11 +172,20 @@ def test_router_losses_of_routers_that_are_not_seen_are_refused(tmp_path: Path) 
     [
         PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
         LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1),
+        LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
     ],
 )
 def test_adapters_that_are_refused(peft: Any, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"PROMPT_TUNING|dropout"):
+    with pytest.raises(UnsupportedError, match=r"PROMPT_TUNING|dropout|ModulesToSaveWrapper"):
         setups.trainer("grpo", OURS["grpo"], tmp_path, made={"peft_config": peft})
+
+
+def test_saved_embeddings_are_matched(tmp_path: Path) -> None:
+    """As the table says of `modules_to_save`."""
+    peft = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    pair = Pair("grpo", tmp_path, made={"peft_config": peft})
+    assert any("embed_tokens" in name for name in pair.found)
+    assert pair.apart < 2e-6
 
 
 def test_other_trainers_are_refused() -> None:

@@ -5,6 +5,7 @@ accelerate shards nothing on CPUs, so that the tests shard the model themselves,
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ import setups_trl as setups
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from cases_trl import ACROSS, OURS, STOCK, TIMES
+from changes_trl import backwards, counted, scaled, squared
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from trl.trainer import utils
+
+from forkpoint.errors import UnsupportedError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from processes import run_ranks
@@ -29,17 +34,27 @@ def _shard(trainer: Any) -> None:
     trainer.accelerator.prepare_model = lambda model, **_: model
 
 
-def _work(
-    kind: str, sharded: bool, options: dict[str, Any], made: dict[str, Any], folder: Path
-) -> tuple[float, float, list[Any]]:
-    """The differences of gradients and of metrics, and the tokens that were run."""
+def _begin() -> None:
     rank = str(dist.get_rank())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+
+
+def _work(
+    kind: str,
+    sharded: bool,
+    options: dict[str, Any],
+    made: dict[str, Any],
+    folder: Path,
+    change: Callable[[Any], type] = lambda base: base,
+) -> tuple[float, float, list[Any]]:
+    """The differences of gradients and of metrics, and the tokens that were run."""
+    _begin()
     gradients, logs = [], []
-    for name, cls, own in (("stock", STOCK, {}), ("ours", OURS, {"forkpoint": ACROSS})):
-        trainer = setups.trainer(kind, cls[kind], folder / name, made=made, own=own, **options)
+    for name, classes, own in (("stock", STOCK, {}), ("ours", OURS, {"forkpoint": ACROSS})):
+        cls = change(classes[kind])
+        trainer = setups.trainer(kind, cls, folder / name, made=made, own=own, **options)
         assert trainer.aux_loss_enabled is ("model" in made)
         if sharded:
             _shard(trainer)
@@ -75,6 +90,41 @@ def _work(
 )
 def test_two_ranks(kind: str, sharded: bool, options: dict[str, Any], tmp_path: Path) -> None:
     _check(run_ranks(2, _work, kind, sharded, options, {}, tmp_path, limit_s=120.0))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "change"), [("grpo", counted), ("dpo", squared), ("grpo", backwards)]
+)
+def test_subclasses(
+    kind: str, change: Callable[[Any], type], sharded: bool, tmp_path: Path
+) -> None:
+    options = {"max_steps": 2}
+    _check(run_ranks(2, _work, kind, sharded, options, {}, tmp_path, change, limit_s=120.0))
+
+
+def test_a_load_balancing_loss_that_is_scaled(tmp_path: Path) -> None:
+    made = {"model": setups.mixture()}
+    _check(run_ranks(2, _work, "dpo", False, {}, made, tmp_path, scaled, limit_s=120.0))
+
+
+def _other_head(sharded: bool, folder: Path) -> str:
+    """The error of a rank of which one has another head."""
+    _begin()
+    trainer = setups.trainer("grpo", OURS["grpo"], folder)
+    if sharded:
+        _shard(trainer)
+    if dist.get_rank() == 1:
+        utils.add_fused_lm_head(trainer.model, temperature=2.0, outputs=("log_probs", "entropy"))
+    with pytest.raises(UnsupportedError) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_head_of_one_rank_alone(sharded: bool, tmp_path: Path) -> None:
+    first, second = run_ranks(2, _other_head, sharded, tmp_path, limit_s=120.0)
+    assert "another rank has found" in first and "at temperature 0.9" in second
 
 
 @pytest.mark.parametrize(

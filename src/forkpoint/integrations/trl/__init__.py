@@ -7,12 +7,12 @@
 `shared_trainer` makes such a class of other subclasses of TRL's trainers.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from forkpoint.integrations.trl.trainers import NAMES, found_trainer
 from forkpoint.integrations.trl.trainers import shared_trainer as shared_trainer
 
-__all__ = ["DPOTrainer", "GRPOTrainer", "RLOOTrainer", "shared_trainer"]
+__all__ = [*NAMES, "shared_trainer"]
 
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("GRPOTrainer", "RLOOTrainer", "DPOTrainer"):
-        return shared_trainer(getattr(import_module("trl"), name))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found_trainer(name)
 
 
 def __dir__() -> list[str]:

@@ -4,11 +4,20 @@ The table in docs/trl.md is made of these lists (`scripts/trl_options.py`), and 
 with the fields of TRL's classes, so that an option that is not here is found.
 """
 
+import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from inspect import get_annotations
 from typing import Any
 
+from transformers import ProcessorMixin, TrainingArguments
+
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts import refusals
+from forkpoint.rollouts import short
+
+_log = logging.getLogger("forkpoint")
 
 
 def _split(names: str) -> tuple[str, ...]:
@@ -83,24 +92,27 @@ class Refused:
 
     values: those that are, for the table.
     reason: why, and what to do; the end of a message.
-    applies: whether a trainer has one of them.
+    of_arguments: whether a configuration has one of them, which is known before TRL's own
+        constructor runs.
+    of_trainer: whether a trainer has, once it is made.
     """
 
     values: str
     reason: str
-    applies: Callable[[Any], bool]
+    of_arguments: Callable[[Any], bool] = lambda _: False
+    of_trainer: Callable[[Any], bool] = lambda _: False
 
 
 def _set(name: str) -> Callable[[Any], bool]:
-    return lambda trainer: bool(getattr(trainer.args, name, None))
+    return lambda args: bool(getattr(args, name, None))
 
 
 def _reentrant(name: str) -> Callable[[Any], bool]:
-    return lambda t: bool((getattr(t.args, name, None) or {}).get("use_reentrant"))
+    return lambda args: bool((getattr(args, name, None) or {}).get("use_reentrant"))
 
 
-def _stepless(trainer: Any) -> bool:
-    name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+def _stepless(args: Any) -> bool:
+    name = str(getattr(args.optim, "value", args.optim))
     return "lomo" in name or "layerwise" in name
 
 
@@ -122,7 +134,7 @@ REFUSED: dict[str, Refused] = {
         "activations='offload').",
         _set("activation_offloading"),
     ),
-    "activation_checkpointing": Refused("", "", lambda _: False),
+    "activation_checkpointing": Refused("", ""),
     "activation_checkpointing_kwargs": Refused(
         "use_reentrant", _REENTRANT, _reentrant("activation_checkpointing_kwargs")
     ),
@@ -135,7 +147,7 @@ REFUSED: dict[str, Refused] = {
         "True, with FSDP",
         "a sharded head that is wider than its model has not been shown exact: leave it out, or "
         "use DDP.",
-        lambda trainer: _set("cast_lm_head_to_fp32")(trainer) and trainer.is_fsdp_enabled,
+        of_trainer=lambda t: _set("cast_lm_head_to_fp32")(t.args) and t.is_fsdp_enabled,
     ),
     "ddp_static_graph": Refused(
         "True",
@@ -145,19 +157,20 @@ REFUSED: dict[str, Refused] = {
     "deepspeed": Refused(
         "a configuration",
         "its engine owns backwards and gradients: use accelerate's FSDP version 2.",
+        lambda args: _set("deepspeed")(args) or _set("deepspeed_plugin")(args),
         lambda trainer: bool(trainer.is_deepspeed_enabled),
     ),
     "disable_dropout": Refused(
         "False, with a model that has dropout",
         "dropped elements differ between copies of a token, so that it cannot be computed once: "
         "set disable_dropout=True, or the model's and the adapter's dropout to 0.",
-        _dropout,
+        of_trainer=_dropout,
     ),
-    "gradient_checkpointing": Refused("", "", lambda _: False),
+    "gradient_checkpointing": Refused("", ""),
     "gradient_checkpointing_kwargs": Refused(
         "use_reentrant", _REENTRANT, _reentrant("gradient_checkpointing_kwargs")
     ),
-    "liger_kernel_config": Refused("", "", lambda _: False),
+    "liger_kernel_config": Refused("", ""),
     "neftune_noise_alpha": Refused(
         "a number",
         "noise differs between copies of a token, so that it cannot be computed once: leave it "
@@ -171,7 +184,9 @@ REFUSED: dict[str, Refused] = {
         _stepless,
     ),
     "padding_free": Refused(
-        "True", "rows are packed by forkpoint: set padding_free=False.", _set("padding_free")
+        "True, in a TRL that does not set it to False itself, as 1.15 and 1.16 do",
+        "rows are packed by forkpoint: set padding_free=False.",
+        of_trainer=_set("padding_free"),
     ),
     "parallelism_config": Refused("a configuration", _PARALLEL, _set("parallelism_config")),
     "torch_compile": Refused("True", _COMPILED, _set("torch_compile")),
@@ -185,7 +200,30 @@ REFUSED: dict[str, Refused] = {
 }
 """By option; those without values are matched, or go with another that is refused."""
 
+OF_MODELS = (
+    (
+        "`model`",
+        "refused: families that are not listed in the README, and models of images",
+        "train a language model of a family that is listed.",
+    ),
+    (
+        "`peft_config`: `modules_to_save`",
+        "refused: with the output head (`lm_head`)",
+        "log-probs are computed from a plain head: leave it out. Embeddings and other modules are "
+        "matched.",
+    ),
+    (
+        "`peft_config`: others",
+        "refused: prompt learning (prompt, prefix and P-tuning), and dropout above 0",
+        "use adapters that change weights, such as LoRA, which are matched.",
+    ),
+)
+"""Rows of the table for arguments of trainers besides their configuration."""
+
 ALL = frozenset((*MATCHED, *UNTOUCHED, *REFUSED))
+TESTED = ((1, 15), (1, 16))
+"""The first and the last version of TRL with which results have been compared."""
+LIBRARIES = ("trl.trainer.", "transformers.")
 
 
 def unknown(config: type) -> list[str]:
@@ -193,20 +231,103 @@ def unknown(config: type) -> list[str]:
     return sorted(field.name for field in fields(config) if field.name not in ALL)
 
 
-def check_options(trainer: Any) -> None:
+@cache
+def check_version(found: str) -> None:
+    """Warn once of a version of TRL that has not been tested."""
+    parts = tuple(int(part) for part in found.split(".")[:2])
+    first, last = (".".join(map(str, version)) for version in TESTED)
+    if not TESTED[0] <= parts <= TESTED[1]:
+        _log.warning(
+            "TRL %s is installed, and forkpoint's trainers have been compared with TRL %s to %s. "
+            "Its log-probs are compared before the first step, and its options as far as they are "
+            "known.",
+            found,
+            first,
+            last,
+        )
+
+
+def check_arguments(trainer: type, given: Iterable[object]) -> None:
+    """Refuse what the arguments of a trainer alone tell.
+
+    Raises UnsupportedError.
+    """
+    for value in given:
+        if isinstance(value, TrainingArguments):
+            check_options(trainer, value)
+            _check_unknown(trainer, value)
+        if isinstance(value, ProcessorMixin):
+            raise _images(trainer)
+
+
+def check_options(trainer: type, args: Any) -> None:
     """Raises UnsupportedError, with TRL's name, for an option that is refused."""
     for name, refused in REFUSED.items():
-        if refused.applies(trainer):
-            found = getattr(trainer.args, name, None)
+        if refused.of_arguments(args):
+            raise _refused(trainer, args, name)
+
+
+def _check_unknown(trainer: type, args: Any) -> None:
+    """Refuse options of TRL that are not in the lists and have been set, and warn of a subclass's.
+
+    Raises UnsupportedError.
+    """
+    known = {field.name: field for field in fields(args)}
+    for name in unknown(type(args)):
+        field, value = known[name], getattr(args, name)
+        made = MISSING if field.default_factory is MISSING else field.default_factory()
+        if value in (field.default, made):
+            continue
+        owner = next(c for c in reversed(type(args).__mro__) if name in get_annotations(c))
+        if owner.__module__.startswith(LIBRARIES):
             raise UnsupportedError(
-                f"{type(trainer.args).__name__} has {name}={found!r}, which forkpoint's "
-                f"{type(trainer).__name__} does not take: {refused.reason}"
+                f"{type(args).__name__} has {name}={short(value)}, an option that forkpoint's "
+                f"{trainer.__name__} does not know, so that nothing shows that it is honoured. "
+                "Leave it out, or install a TRL that has been tested: pip install 'trl<1.17'."
             )
-    if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
-        raise UnsupportedError(
-            f"{type(trainer).__name__} was given images or a processor for them, which forkpoint "
-            "does not compute yet: train a language model on text."
+        _log.warning(
+            "%s has %s=%s, an option that forkpoint does not know: it has no effect but in code of "
+            "your own.",
+            type(args).__name__,
+            name,
+            short(value),
         )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse what is known once a trainer has been made.
+
+    Raises UnsupportedError.
+    """
+    for name, refused in REFUSED.items():
+        if refused.of_trainer(trainer):
+            raise _refused(type(trainer), trainer.args, name)
+    if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
+        raise _images(type(trainer))
+    # As every training step puts it; the checks ask what draws random numbers in training.
+    before = [(module, module.training) for module in trainer.model.modules()]
+    trainer.model.train()
+    try:
+        refusals.check_random(trainer.model)
+    finally:
+        for module, training in before:
+            module.training = training
+    refusals.check_parameter_hooks(trainer.model)
+
+
+def _refused(trainer: type, args: Any, name: str) -> UnsupportedError:
+    found = getattr(args, name, None)
+    return UnsupportedError(
+        f"{type(args).__name__} has {name}={found!r}, which forkpoint's "
+        f"{trainer.__name__} does not take: {REFUSED[name].reason}"
+    )
+
+
+def _images(trainer: type) -> UnsupportedError:
+    return UnsupportedError(
+        f"{trainer.__name__} was given images or a processor for them, which forkpoint "
+        "does not compute yet: train a language model on text."
+    )
 
 
 def table() -> list[tuple[str, str, str]]:
@@ -220,6 +341,7 @@ def table() -> list[tuple[str, str, str]]:
     return [
         (_names([*MATCHED, *with_others]), "matched", "results are TRL's"),
         *refused,
+        *OF_MODELS,
         (_names(UNTOUCHED), "TRL's own", "nothing to do with what is shared"),
     ]
 

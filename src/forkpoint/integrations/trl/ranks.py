@@ -44,11 +44,40 @@ class _PartsOfMean(Loss):
         return self.function(outputs, batch) / self.ranks
 
 
-def additive(policy: Policy, function: LossFunction, router: RouterLoss | None) -> Loss:
+def additive(
+    policy: Policy,
+    function: LossFunction,
+    router: RouterLoss | None,
+    *,
+    needs_entropy: bool = True,
+) -> Loss:
     """A function that is a sum over tokens as a loss whose gradients are averaged over ranks."""
     if router is not None and policy.host.group is not None:
-        return _PartsOfMean(function, ranks_of(policy))
-    return FunctionLoss(function, decomposition="token", needs_entropy=True)
+        return _PartsOfMean(function, ranks_of(policy), needs_entropy)
+    return FunctionLoss(function, decomposition="token", needs_entropy=needs_entropy)
+
+
+def weighted_step(
+    policy: Policy,
+    packed: PackedRows,
+    weights: Mapping[str, Tensor],
+    *,
+    scale: float = 1.0,
+    router: RouterLoss | None = None,
+    router_counts: Tensor | None = None,
+) -> StepStats:
+    """A step of the sum of log-probs, and of entropies, times weights [T]: the gradients of a loss
+    of them, whose own gradients by them the weights are."""
+
+    def weighted(outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        at_T = batch.token_index
+        parts = [(w_T[at_T] * outputs.per_token[n]).sum() for n, w_T in weights.items()]
+        return torch.stack(parts).sum()
+
+    loss = additive(policy, weighted, router, needs_entropy="entropies" in weights)
+    return policy.forward_backward(
+        packed.batch, loss, scale=scale, router=router, router_counts=router_counts
+    )
 
 
 def in_two_halves(
@@ -65,20 +94,15 @@ def in_two_halves(
     """
     scores = policy.score(packed.batch, entropy=True, router=router)
     scored = dict(scores.per_token)
-    leaves = [scored[name].requires_grad_() for name in ("logprobs", "entropies")]
+    names = ("logprobs", "entropies")
+    leaves = [scored[name].requires_grad_() for name in names]
     with torch.enable_grad():
         value = losses(scored)
-        weights = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
-
-    def weighted(outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        at_T = batch.token_index
-        found = (outputs.logprobs, outputs.per_token["entropies"])
-        parts = [(w[at_T] * x_T).sum() for w, x_T in zip(weights, found, strict=True)]
-        return torch.stack(parts).sum()
-
-    stats = policy.forward_backward(
-        packed.batch,
-        additive(policy, weighted, router),
+        found = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+    stats = weighted_step(
+        policy,
+        packed,
+        dict(zip(names, found, strict=True)),
         scale=scale,
         router=router,
         router_counts=scores.rollout_expert_counts if router is not None else None,

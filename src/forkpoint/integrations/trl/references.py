@@ -38,6 +38,7 @@ class ReferenceSharing(Sharing):
             name = "ref" if "ref" in model.peft_config else None
             adapters = import_module("trl.trainer.utils").use_adapter(model, adapter_name=name)
         with torch.no_grad(), adapters:
+            self._check_head(model, packed.calls[0])
             found = self.policy(model).score(packed.batch)
         return self._answers(packed, found.per_token)
 

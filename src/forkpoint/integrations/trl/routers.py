@@ -9,7 +9,7 @@ Gradients of several ranks' losses are averaged over the ranks, each of which ha
 micro-batches, so that there the mean is over the micro-batches of all ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,3 +68,18 @@ def factor_of(
             "set router_aux_loss_coef=0.0."
         )
     return found
+
+
+def one_factor(factors: Sequence[Tensor]) -> float:
+    """The factor of every call's load-balancing loss.
+
+    Raises UnsupportedError where they differ: a step takes one mean of all.
+    """
+    found = [float(factor) for factor in factors]
+    if len(set(found)) > 1:
+        raise UnsupportedError(
+            "the loss gives the load-balancing losses of one optimizer step's micro-batches "
+            f"different factors, {', '.join(f'{x:.6g}' for x in sorted(set(found)))}, and a step "
+            "takes one. Give all micro-batches the same weight, or set router_aux_loss_coef=0.0."
+        )
+    return found[0]

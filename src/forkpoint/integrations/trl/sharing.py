@@ -1,10 +1,17 @@
-"""The steps of a trainer: micro-batches are gathered, and an optimizer step's are run as one."""
+"""The steps of a trainer: micro-batches are gathered, and an optimizer step's are run as one.
+
+A loss that is TRL's own code is computed when all micro-batches of an optimizer step are there. Any
+other runs once, when its micro-batch comes, on log-probs that are computed for it. Both give the
+trainer a tensor whose backward keeps what arrives (`arrivals`), and the step runs when that of the
+last micro-batch is done.
+"""
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -13,22 +20,28 @@ from torch import Tensor, nn
 
 from forkpoint.config import HEAD_STATISTICS, Config
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts import refusals
+from forkpoint.integrations.trl.arrivals import Arrivals, after_this_backward, autocast_as_now
 from forkpoint.integrations.trl.counts import Counts
-from forkpoint.integrations.trl.ranks import additive, in_two_halves, ranks_of
-from forkpoint.integrations.trl.routers import check_routers, factor_of, router_loss
+from forkpoint.integrations.trl.heads import HeadChecks
+from forkpoint.integrations.trl.ranks import additive, in_two_halves, ranks_of, weighted_step
+from forkpoint.integrations.trl.routers import check_routers, factor_of, one_factor, router_loss
 from forkpoint.integrations.trl.rows import PackedRows, Rows
 from forkpoint.integrations.trl.stand_ins import Answer, HeadAnswer, Recorded, Recorder, Scorer
 from forkpoint.integrations.trl.terms import TokenTerms, streams
-from forkpoint.integrations.trl.undo import LossState
+from forkpoint.integrations.trl.trust import foreign_method
+from forkpoint.integrations.trl.undo import LossState, Settings
 from forkpoint.losses.base import FunctionLoss, Loss, LossBatch, LossOutputs
 from forkpoint.plan import Plan
-from forkpoint.policy import Policy
+from forkpoint.policy import Policy, StepStats
 from forkpoint.wrapping import wrap
 
 _log = logging.getLogger("forkpoint")
 
 NAMES = {"logprobs": "log_probs", "entropies": "entropy"} | {x: x for x in HEAD_STATISTICS}
 """Names that TRL's head has for what forkpoint's gives."""
+ROUTERS = "routers"
+"""The name of a load-balancing loss among what gradients arrive at."""
 
 ComputeLoss = Callable[..., Tensor]
 """TRL's `compute_loss` of a trainer: (model, inputs, num_items_in_batch=) to a scalar."""
@@ -38,17 +51,42 @@ ComputeLoss = Callable[..., Tensor]
 class MicroBatch:
     """One micro-batch of a window, with what its loss depends on besides its inputs."""
 
+    compute: ComputeLoss
+    model: nn.Module
     inputs: Any
     num_items: Any
     rows: Rows
     syncs: bool
     """Whether it is the last one before the optimizer's step."""
+    settings: Settings
+    arrivals: Arrivals
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a model, of whose answer a loss has been computed."""
+
+    model: nn.Module
+    rows: Rows
+    names: tuple[str, ...]
+    """Of what gradients arrive at."""
+    expert_counts: Tensor | None
+    """int64 [rows, layers, experts], where it was asked for the load-balancing loss."""
+    arrivals: Arrivals
+
+    def weight(self, name: str) -> Tensor:
+        """The gradient by an output: [tokens], or a scalar; 0 where none has arrived."""
+        values = dict(zip(self.names, self.arrivals.gradients, strict=True))
+        shape = () if name == ROUTERS else (int(self.rows.present.sum()),)
+        found = values.get(name)
+        return torch.zeros(shape, device=self.rows.input_ids.device) if found is None else found
 
 
 class Sharing:
     """The part of a trainer of ours that is not TRL's: policies, and the window so far.
 
-    A window is the micro-batches of one optimizer step.
+    A window is what an optimizer step is made of: micro-batches whose losses are computed together,
+    or calls of the model by losses that have been computed already.
     """
 
     def __init__(self, trainer: Any, config: Config) -> None:
@@ -58,7 +96,15 @@ class Sharing:
         """Whether steps are streamed; None until the first one has looked at the options."""
         self.counts: Counts = Counts(config)
         self.last_plan: Plan | None = None
-        self._window: list[MicroBatch] = []
+        self._window: list[MicroBatch | Call] = []
+        """What a backward has reached."""
+        self._gathers = False
+        """Whether a loss is to be computed with those of its window."""
+        self._value: Tensor | None = None
+        """The losses of the window that has run in this training step."""
+        self._warned = False
+        self._temperature: float | None = None
+        self._heads = HeadChecks()
         self._policies: dict[tuple[int, type], tuple[nn.Module, Policy]] = {}
 
     def policy(self, model: nn.Module) -> Policy:
@@ -68,6 +114,16 @@ class Sharing:
         if known is None:
             known = self._policies[key] = (model, wrap(model, self.config))
         return known[1]
+
+    @property
+    def temperature(self) -> float:
+        """Of the head that TRL has fused: its sampling temperature, 1 in DPO.
+
+        TRL reads it once, when it makes the head.
+        """
+        if self._temperature is None:
+            self._temperature = float(getattr(self.trainer, "temperature", 1.0))
+        return self._temperature
 
     @property
     def _statistics(self) -> tuple[str, ...]:
@@ -82,28 +138,173 @@ class Sharing:
     def forget(self) -> None:
         """Drop a window that was not run, such as that of a training that was interrupted."""
         self._window = []
+        self._heads.forget()
 
     # Training ------------------------------------------------------------------------------------
 
-    def step(self, compute: ComputeLoss, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
-        """The loss of a micro-batch; gradients are added at the last one of the window.
+    def training_step(self, run: Callable[[], Tensor], ours: type) -> Tensor:
+        """The loss of a micro-batch, as `run`, the trainer's own `training_step`, gives it.
 
-        Returns a leaf, whose backward does nothing: 0 before the last micro-batch of the window,
-        then the losses of all.
+        Where losses are computed with those of their window it is 0 before the last micro-batch,
+        and then the losses of all.
         """
-        trainer = self.trainer
-        syncs = bool(trainer.accelerator.sync_gradients)
-        rows = self._recorded(compute, model, inputs, num_items)
-        self._window.append(MicroBatch(inputs, num_items, rows, syncs))
-        if not syncs:
-            return torch.zeros((), device=rows.input_ids.device, requires_grad=True)
-        window, self._window = self._window, []
+        foreign = foreign_method(self.trainer, ours)
+        if foreign is not None:
+            self.streams = False
+            self._warn(foreign)
+            return run()
+        self._gathers, self._value = True, None
+        try:
+            # Of a loss of 1: what it is multiplied by.
+            factor = run()
+        finally:
+            self._gathers = False
+        value = self._value
+        return torch.zeros_like(factor) if value is None else factor * value
+
+    def _warn(self, foreign: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s is not TRL's own code. It runs once, when its micro-batch comes, on log-probs "
+                "that are computed for it: one more forward, in which rows of other micro-batches "
+                "are not shared.",
+                foreign,
+            )
+
+    def loss(
+        self,
+        compute: ComputeLoss,
+        model: nn.Module,
+        inputs: Any,
+        *,
+        return_outputs: bool,
+        num_items: Any,
+    ) -> Any:
+        """What TRL's `compute_loss` gives, of log-probs that forkpoint computes."""
+        if self._gathers and torch.is_grad_enabled() and not return_outputs:
+            return self._gathered(compute, model, inputs, num_items)
+        with self.evaluating():
+            return compute(
+                self.scorer(model, entropy=True),
+                inputs,
+                return_outputs=return_outputs,
+                num_items_in_batch=num_items,
+            )
+
+    def _gathered(
+        self, compute: ComputeLoss, model: nn.Module, inputs: Any, num_items: Any
+    ) -> Tensor:
+        """A number in the place of a loss that is computed with those of its window."""
+        trainer, policy = self.trainer, self.policy(model)
+        refusals.check_trainable(policy.host.model)
         state = LossState(trainer)
         try:
-            return self._run(compute, model, window, state).requires_grad_()
+            rows = self._recorded(compute, model, inputs, num_items)
+        finally:
+            state.restore()
+        self._check_head(model, rows)
+        syncs = bool(trainer.accelerator.sync_gradients)
+        arrivals = self._arrivals(policy, lambda: found, rows, syncs=syncs)
+        found = MicroBatch(
+            compute, model, inputs, num_items, rows, syncs, Settings(trainer), arrivals
+        )
+        return arrivals.at(torch.ones((), device=rows.input_ids.device))[0]
+
+    def _arrivals(
+        self, policy: Policy, one: Callable[[], MicroBatch | Call], rows: Rows, *, syncs: bool
+    ) -> Arrivals:
+        """Takes `one` into the window when a backward reaches it; if that `syncs`, the window runs
+        when the backward is done."""
+        autocast = autocast_as_now(rows.input_ids.device)
+
+        def reached() -> None:
+            if one() not in self._window:
+                self._window.append(one())
+            if syncs:
+                after_this_backward(partial(self._finish, autocast))
+
+        return Arrivals([p for _, p in policy.host.named_parameters()], reached)
+
+    def check_finished(self) -> None:
+        """Raises UnsupportedError where an optimizer steps without the gradients of its window."""
+        count, self._window = len(self._window), []
+        if count:
+            raise UnsupportedError(
+                f"the optimizer steps, and the gradients of {count} micro-batches have not been "
+                "computed: this is done in the backward of an optimizer step's last micro-batch, "
+                "and that had none. Call backward for each, of loss * 0 where it is to be left out."
+            )
+
+    def _finish(self, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Run the window, in the backward of its last micro-batch."""
+        window, self._window = self._window, []
+        if not window:  # it has run, for another value of the same backward
+            return
+        for one in window:
+            one.arrivals.check_weights()
+            one.arrivals.used = True
+        batches = [one for one in window if isinstance(one, MicroBatch)]
+        calls = [one for one in window if isinstance(one, Call)]
+        if batches and calls:
+            raise UnsupportedError(
+                "the trainer's compute_loss was replaced between the micro-batches of an "
+                "optimizer step. Replace it between optimizer steps."
+            )
+        with autocast(), torch.enable_grad():
+            if batches:
+                self._finish_batches(batches)
+            # The models that losses have asked, in the same order on every rank.
+            for model in dict.fromkeys(one.model for one in calls):
+                self._finish_calls(model, [one for one in calls if one.model is model])
+
+    def _finish_batches(self, window: list[MicroBatch]) -> None:
+        found = [float(g) for one in window for g in one.arrivals.gradients if g is not None]
+        if len(set(found)) > 1:
+            raise UnsupportedError(
+                "the backwards of one optimizer step's micro-batches have multiplied their losses "
+                f"by different factors, {', '.join(f'{x:.6g}' for x in sorted(set(found)))}. Let a "
+                "compute_loss of your own class do it, and train with shared_trainer(YourClass)."
+            )
+        state = LossState(self.trainer)
+        try:
+            self._value = self._run(window, found[0], state)
         except BaseException:
             state.restore()
             raise
+
+    def _finish_calls(self, model: nn.Module, calls: list[Call]) -> None:
+        """Run a step with the gradients that have arrived at a model's log-probs."""
+        policy = self.policy(model)
+        packed = PackedRows([one.rows for one in calls], self.temperature)
+        weights = {
+            name: torch.cat([one.weight(name) for one in calls])
+            for name in dict.fromkeys(name for one in calls for name in one.names)
+            if name != ROUTERS
+        }
+        router = counts = None
+        if any(one.rows.routed for one in calls):
+            factor = one_factor([one.weight(ROUTERS) for one in calls])
+            router = router_loss(packed, factor * len(calls))
+            counts = torch.cat([one.expert_counts for one in calls])
+        begin = time.perf_counter()
+        stats = weighted_step(policy, packed, weights, router=router, router_counts=counts)
+        self._count(stats, packed, begin)
+
+    def _count(self, stats: StepStats, packed: PackedRows, begin: float) -> None:
+        self.last_plan = stats.plan
+        self.counts.add(stats.plan, len(packed.batch), (time.perf_counter() - begin) * 1e3)
+
+    def _check_head(self, model: nn.Module, rows: Rows) -> None:
+        """Compare TRL's own head on a model, where that is due. Collective."""
+
+        def answered(few: Rows, temperature: float) -> HeadAnswer:
+            packed = PackedRows([few], temperature)
+            scores = self._reading(model).score(packed.batch, entropy=True)
+            return self._answers(packed, scores.per_token)[0]
+
+        policy = self.policy(model)
+        self._heads.check(self.trainer, policy, model, rows, self.temperature, answered)
 
     def _recorded(
         self, compute: ComputeLoss, model: nn.Module, inputs: Any, num_items: Any
@@ -118,21 +319,21 @@ class Sharing:
             "DPO do, can share."
         )
 
-    def _run(
-        self, compute: ComputeLoss, model: nn.Module, window: list[MicroBatch], state: LossState
-    ) -> Tensor:
+    def _run(self, window: list[MicroBatch], scale: float, state: LossState) -> Tensor:
+        """Run a window, its gradients times `scale`; the losses of all its micro-batches."""
+        model = window[-1].model
         policy = self._reading(model)
-        packed = PackedRows([one.rows for one in window], self._temperature)
+        packed = PackedRows([one.rows for one in window], self.temperature)
         references = self._references(packed)
-        scale = self._scale(window[-1])
         begin = time.perf_counter()
+        now = Settings(self.trainer)
         routed, device = window[0].rows.routed, packed.cells.device
         unknown = torch.zeros((), device=device) if routed else None
 
         def losses(per_token: Mapping[str, Tensor], routers: Tensor | None = unknown) -> Tensor:
             state.restore()  # where a step is repeated its loss is, too
             answers = self._answers(packed, per_token, routers)
-            return self._losses(compute, model, window, answers, references)
+            return self._losses(window, now, answers, references)
 
         factor = router = None
         if routed:
@@ -163,10 +364,8 @@ class Sharing:
         if terms is not None or routed:
             with torch.no_grad():
                 values.append(losses(stats.per_token, mean))
-        value = values[-1]
-        self.last_plan = stats.plan
-        self.counts.add(stats.plan, len(packed.batch), (time.perf_counter() - begin) * 1e3)
-        return value.detach().clone()
+        self._count(stats, packed, begin)
+        return values[-1].detach().clone()
 
     def _terms(
         self,
@@ -175,49 +374,51 @@ class Sharing:
         losses: Callable[[Mapping[str, Tensor]], Tensor],
         state: LossState,
     ) -> TokenTerms | None:
-        """The terms of a streamed step; None where TRL's loss needs all log-probs at once."""
+        """The terms of a streamed step; None where TRL's loss needs all log-probs at once.
+
+        They are compared with TRL's code before every step: a callback may have changed an option.
+        """
         trainer = self.trainer
-        if self.streams is None:
+        if self.streams is None or self.streams:
             known = import_module("trl").GRPOTrainer
-            self.streams = isinstance(trainer, known) and streams(trainer, known._compute_loss)
-            if self.streams:
-                terms = TokenTerms(trainer, [one.inputs for one in window], packed)
-
-                def by_name(logprobs_T: Tensor, entropies_T: Tensor) -> Tensor:
-                    return losses({"logprobs": logprobs_T, "entropies": entropies_T})
-
-                agreed = torch.tensor(float(terms.agrees(by_name)), device=packed.cells.device)
-                state.restore()
-                self.streams = bool(trainer.accelerator.gather(agreed).min() == 1)
-                if not self.streams:
-                    _log.warning(
-                        "The loss of this TRL is not the one that forkpoint knows for "
-                        "loss_type=%r, so that steps run one more forward, and TRL's own code "
-                        "computes their gradients.",
-                        trainer.loss_type,
-                    )
+            self.streams = isinstance(trainer, known) and streams(trainer)
         if not self.streams:
             return None
-        return TokenTerms(trainer, [one.inputs for one in window], packed)
+        terms = TokenTerms(trainer, [one.inputs for one in window], packed)
+
+        def by_name(logprobs_T: Tensor, entropies_T: Tensor) -> Tensor:
+            return losses({"logprobs": logprobs_T, "entropies": entropies_T})
+
+        agreed = torch.tensor(float(terms.agrees(by_name)), device=packed.cells.device)
+        state.restore()
+        self.streams = bool(trainer.accelerator.gather(agreed).min() == 1)
+        if self.streams:
+            return terms
+        _log.warning(
+            "TRL's loss code, with the trainer's present options, has other gradients than "
+            "forkpoint knows for loss_type=%r, so that steps run one more forward, and TRL's own "
+            "code computes their gradients.",
+            trainer.loss_type,
+        )
+        return None
 
     def _losses(
         self,
-        compute: ComputeLoss,
-        model: nn.Module,
         window: Sequence[MicroBatch],
+        now: Settings,
         answers: Sequence[HeadAnswer],
         references: Sequence[HeadAnswer] | None,
     ) -> Tensor:
-        """The sum of TRL's losses of a window's micro-batches."""
+        """The sum of TRL's losses of a window's micro-batches. `now`: what was set when it ran."""
         values = []
         for index, (one, answer) in enumerate(zip(window, answers, strict=True)):
             reference = None
             if references is not None:
                 reference = Answer(None, one.rows, references[index])
-            with self._as_in(one, reference):
+            with one.settings.again(now), self._as_in(one, reference):
                 values.append(
-                    compute(
-                        Answer(model, one.rows, answer),
+                    one.compute(
+                        Answer(one.model, one.rows, answer),
                         one.inputs,
                         num_items_in_batch=one.num_items,
                     )
@@ -226,8 +427,8 @@ class Sharing:
 
     @contextmanager
     def _as_in(self, one: MicroBatch, reference: Answer | None) -> Iterator[None]:
-        """Within it the trainer is as it was when this micro-batch came, and its reference model
-        answers with what has been computed."""
+        """Within it accelerate is as it was when this micro-batch came, and the trainer's reference
+        model answers with what has been computed."""
         trainer = self.trainer
         gradients = trainer.accelerator.gradient_state
         syncs, model = gradients.sync_gradients, getattr(trainer, "ref_model", None)
@@ -240,21 +441,6 @@ class Sharing:
             gradients._set_sync_gradients(syncs)
             if reference is not None:
                 trainer.ref_model = model
-
-    def _scale(self, last: MicroBatch) -> float:
-        """The factor that Trainer and accelerate put on a loss before its backward."""
-        trainer, scaler = self.trainer, self.trainer.accelerator.scaler
-        scaled = trainer.loss_is_scaled_for_ga
-        if scaled is None:
-            known = trainer.model_accepts_loss_kwargs and last.num_items is not None
-            scaled = known or trainer.compute_loss_func is not None
-        scale = 1.0 if scaled else 1.0 / trainer.current_gradient_accumulation_steps
-        return scale if scaler is None else scale * scaler.get_scale()
-
-    @property
-    def _temperature(self) -> float:
-        """Of the head that TRL has fused: its sampling temperature, 1 in DPO."""
-        return float(getattr(self.trainer, "temperature", 1.0))
 
     def _answers(
         self, packed: PackedRows, per_token: Mapping[str, Tensor], routers: Tensor | None = None
@@ -271,21 +457,53 @@ class Sharing:
         """Of a window, where the loss asks a reference model itself; else None."""
         return None
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it a loss is computed at once; see ReferenceSharing."""
+        yield
+
     # Scores --------------------------------------------------------------------------------------
 
     def scorer(self, model: nn.Module, *, entropy: bool) -> Scorer:
-        """A stand-in for a model that computes log-probs without a graph."""
+        """A stand-in for a model that computes log-probs.
+
+        They have no graph of the model. Where gradients are enabled, what arrives at them in a
+        backward becomes a step.
+        """
 
         def score(rows: Rows) -> HeadAnswer:
-            packed = PackedRows([rows], self._temperature)
+            packed = PackedRows([rows], self.temperature)
+            self._check_head(model, rows)
             policy = self._reading(model) if entropy else self.policy(model)
             router = router_loss(packed, 1.0) if rows.routed else None
             found = policy.score(packed.batch, entropy=entropy, router=router)
-            routers = None
+            values, routers = dict(found.per_token), None
             if found.own_router_loss is not None:
                 # This rank's part of the mean over ranks, which have one call each.
                 own = found.own_router_loss * ranks_of(policy)
                 routers = torch.tensor(own, device=packed.cells.device)
-            return self._answers(packed, found.per_token, routers)[0]
+            if torch.is_grad_enabled():
+                counts = found.rollout_expert_counts
+                values, routers = self._reachable(model, rows, values, routers, counts)
+            return self._answers(packed, values, routers)[0]
 
         return Scorer(model, score)
+
+    def _reachable(
+        self,
+        model: nn.Module,
+        rows: Rows,
+        values: dict[str, Tensor],
+        routers: Tensor | None,
+        expert_counts: Tensor | None,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Outputs of a call, with a graph at whose end gradients are kept for the step."""
+        given = {name: values[name] for name in ("logprobs", "entropies") if name in values}
+        if routers is not None:
+            given[ROUTERS] = routers
+        syncs = bool(self.trainer.accelerator.sync_gradients)
+        arrivals = self._arrivals(self.policy(model), lambda: call, rows, syncs=syncs)
+        call = Call(model, rows, tuple(given), expert_counts, arrivals)
+        found = dict(zip(given, arrivals.at(*given.values()), strict=True))
+        routers = found.pop(ROUTERS, None)
+        return values | found, routers

@@ -2,13 +2,14 @@
 
 TRL's losses ask the model for log-probs by `model(..., labels=labels, fused_lm_head=True)`. A
 Recorder learns in this way which rows a loss wants, an Answer gives it what forkpoint has computed,
-and a Scorer computes it at once, without a graph.
+and a Scorer computes it at once.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from forkpoint.errors import UnsupportedError
@@ -93,7 +94,7 @@ class Answer(StandIn):
 
 
 class Scorer(StandIn):
-    """Computes the rows at once, without a graph; other calls go to the model."""
+    """Computes the rows at once; other calls go to the model where gradients are not enabled."""
 
     def __init__(self, model: nn.Module | None, score: Callable[[Rows], HeadAnswer]) -> None:
         super().__init__(model)
@@ -103,5 +104,7 @@ class Scorer(StandIn):
         return self._score(Rows.of_call(arguments))
 
     def other_call(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return super().other_call(*args, **kwargs)
         assert self.model is not None
         return self.model(*args, **kwargs)

@@ -3,8 +3,8 @@
 TRL's own code computes a loss from all log-probs at once. A step that gives it all of them needs a
 forward for that before the forwards and backwards that train. Where the loss is a sum over tokens
 whose factors are known beforehand, the terms here have the same gradients, token by token. Before
-a training's first step they are compared with TRL's own code on log-probs made at random
-(`agrees`), and TRL's code computes the loss that is logged and all metrics after the step.
+a step they are compared with TRL's own code on log-probs made at random (`agrees`), and TRL's code
+computes the loss that is logged and all metrics after the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,10 @@ TOLERANCE = 1e-4
 """Of the gradients by log-probs, relative to their norm: they are computed in float32."""
 
 
-def streams(trainer: Any, own_loss: Any) -> bool:
-    """Whether a trainer's options make its loss one of these.
-
-    own_loss: the `_compute_loss` of TRL's GRPOTrainer; a subclass that has another is not known.
-    """
+def streams(trainer: Any) -> bool:
+    """Whether the options of a GRPOTrainer make its loss one of these."""
     return (
-        type(trainer)._compute_loss is own_loss
-        and trainer.loss_type in STREAMED
+        trainer.loss_type in STREAMED
         and trainer.importance_sampling_level == "token"
         and trainer.top_entropy_quantile == 1.0
         and trainer.off_policy_mask_threshold is None

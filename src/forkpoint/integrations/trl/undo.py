@@ -1,33 +1,119 @@
-"""State that a trainer's loss writes besides its value, so that it can be computed again."""
+"""State of a trainer that its loss reads and writes, for a loss that is computed again or later."""
 
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-NAMES = (
-    "_entropy_window_stats",
-    "_last_world_entropy",
-    "_total_train_tokens",
-    "entropy_coef",
-)
-"""Attributes of TRL's trainers that their losses assign; `_metrics` they append to."""
+import torch
+from torch import Tensor
+
+from forkpoint.errors import UnsupportedError
+
+CLONED_BYTES = 1 << 20
+"""Larger tensors are not copied, and a loss that writes into one is refused."""
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class LossState:
-    """Metrics and counters of a trainer as they are now."""
+    """Attributes of a trainer as they are now, with what lists, dicts, sets, deques and tensors in
+    them hold. Other objects stay the same, and what they hold is not looked at."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        attributes = vars(trainer)
-        self._values = {name: attributes[name] for name in NAMES if name in attributes}
-        self._metrics = {
-            mode: {name: list(values) for name, values in metrics.items()}
-            for mode, metrics in attributes.get("_metrics", {}).items()
-        }
+        self._attributes = dict(vars(trainer))
+        self._contents: list[tuple[Any, list[Any] | dict[Any, Any]]] = []
+        """Containers, each with what it held."""
+        self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
+        """Tensors, each with its name, its version, and a copy where it is small."""
+        self._seen: set[int] = set()
+        for name, value in self._attributes.items():
+            self._keep(name, value)
+
+    def _keep(self, name: str, value: Any) -> None:
+        known = (
+            isinstance(value, PLAIN) or id(value) in self._contents or id(value) in self._tensors
+        )
+        if known:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            small = value.numel() * value.element_size() <= CLONED_BYTES
+            copy = value.detach().clone() if small else None
+            self._tensors.append((name, value, _version(value), copy))
+            return
+        if isinstance(value, dict):
+            self._contents.append((value, dict(value)))
+            inner = [(f"{name}[{key!r}]", item) for key, item in value.items()]
+        elif isinstance(value, list | set | deque):
+            self._contents.append((value, list(value)))
+            inner = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+        elif isinstance(value, tuple):
+            inner = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+        else:
+            return
+        for each in inner:
+            self._keep(*each)
 
     def restore(self) -> None:
-        """Put them back; it may be called several times."""
-        for name, value in self._values.items():
-            setattr(self._trainer, name, value)
-        for mode, metrics in self._metrics.items():
-            kept = self._trainer._metrics[mode]
-            kept.clear()
-            kept.update({name: list(values) for name, values in metrics.items()})
+        """Put everything back; it may be called several times.
+
+        Raises UnsupportedError where a loss has written into a tensor that is too large to copy.
+        """
+        attributes = vars(self._trainer)
+        for name in attributes.keys() - self._attributes.keys():
+            del attributes[name]
+        attributes.update(self._attributes)
+        for value, before in self._contents:
+            value.clear()
+            if isinstance(value, list | deque):
+                value.extend(before)
+            else:
+                value.update(before)
+        for index, (name, value, version, copy) in enumerate(self._tensors):
+            if _version(value) == version:
+                continue
+            if copy is None:
+                raise UnsupportedError(
+                    f"the loss writes into the trainer's {name}, a tensor of "
+                    f"{value.numel() * value.element_size():,} bytes, which is too large to be put "
+                    "back when the loss is computed again. Assign a new tensor to it."
+                )
+            with torch.no_grad():
+                value.copy_(copy)
+            self._tensors[index] = (name, value, _version(value), copy)
+
+
+def _version(tensor: Tensor) -> int:
+    """torch's count of changes; tensors of torch.inference_mode have none, and do not change."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Settings:
+    """Plain attributes of a trainer and of its arguments at one moment."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._owners = (vars(trainer), vars(trainer.args))
+        self._values = [
+            {name: value for name, value in owner.items() if isinstance(value, PLAIN)}
+            for owner in self._owners
+        ]
+
+    @contextmanager
+    def again(self, now: "Settings") -> Iterator[None]:
+        """Within it, what was changed between this moment and the later one `now` is as it was.
+
+        So a loss that is computed later than its micro-batch came finds what a callback had set.
+        """
+        changed = [
+            {name: value for name, value in values.items() if later.get(name, value) != value}
+            for values, later in zip(self._values, now._values, strict=True)
+        ]
+        for owner, values in zip(self._owners, changed, strict=True):
+            owner.update(values)
+        try:
+            yield
+        finally:
+            for owner, values, later in zip(self._owners, changed, now._values, strict=True):
+                # What the loss itself has written stays.
+                owner.update({n: later[n] for n, value in values.items() if owner[n] == value})

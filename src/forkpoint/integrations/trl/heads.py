@@ -1,0 +1,160 @@
+"""A comparison of TRL's own forward with forkpoint's, on one or two rows, when a training begins.
+
+forkpoint computes the log-probs of TRL's fused head itself. What a head divides by, or adds, may be
+another in a later TRL, and no argument of the call would say so.
+"""
+
+import math
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.engine.changes import Changes
+from forkpoint.errors import UnsupportedError
+from forkpoint.integrations.trl.rows import IGNORED, Rows
+from forkpoint.integrations.trl.stand_ins import HeadAnswer
+from forkpoint.policy import Policy
+from forkpoint.sampler import (
+    CEILING_ROUNDINGS,
+    FLOOR_ROUNDINGS,
+    FLOOR_VALUE_ROUNDINGS,
+    NOISE_FACTOR,
+    compute_dtype,
+    round_embeddings,
+)
+
+MOST_ROWS = 2
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs")
+"""Outputs of TRL's head that losses read."""
+TOLD_APART = 0.02
+"""The least part of the way from one temperature to 1 that is a head of another temperature. Of 26
+families with random weights in 16 bits, rounding went at most 1.9 of the `noise` of `_points` that
+way; 10 are allowed."""
+
+
+class HeadChecks:
+    """The models whose heads have been compared in this training."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[nn.Module, Any]] = []
+        """Each with the forward that TRL has set on it."""
+
+    def forget(self) -> None:
+        """Compare every head again."""
+        self._known = []
+
+    def check(
+        self,
+        trainer: Any,
+        policy: Policy,
+        model: nn.Module,
+        rows: Rows,
+        temperature: float,
+        answered: Callable[[Rows, float], HeadAnswer],
+    ) -> None:
+        """Compare a model's head where it has not been compared. Collective on several ranks.
+
+        answered: forkpoint's answer for rows at a temperature.
+
+        Raises UnsupportedError, on all ranks, where the two differ on one.
+        """
+        causal: Any = policy.host
+        head = vars(causal.causal).get("forward")
+        known = any(a is model and b is head for a, b in self._known)
+        if known or not policy.config.self_check:
+            return
+        counts_B = (rows.scored & rows.present).sum(1)
+        chosen = counts_B.topk(min(MOST_ROWS, len(counts_B))).indices
+        few = Rows(rows.input_ids[chosen], rows.present[chosen], rows.scored[chosen])
+        found = _compared(policy, model, few, temperature, answered)
+        told = torch.tensor(
+            [float(bool(found)), float(counts_B.sum())], device=rows.input_ids.device
+        )
+        differs, count = trainer.accelerator.gather(told).view(-1, 2).amax(0).tolist()
+        if differs:
+            raise UnsupportedError(
+                (found or "another rank has found that TRL's own log-probs are not forkpoint's.")
+                + f" TRL {version('trl')} is installed; 1.15 and 1.16 are tested. "
+                "Config(self_check=False) turns this comparison off."
+            )
+        if count:
+            self._known.append((model, head))
+
+
+def _compared(
+    policy: Policy,
+    model: nn.Module,
+    rows: Rows,
+    temperature: float,
+    answered: Callable[[Rows, float], HeadAnswer],
+) -> str:
+    """What differs, as a sentence; empty where nothing does."""
+    ours = answered(rows, temperature)
+    # On every rank, whether it is needed or not: it is collective.
+    at_one = ours if temperature == 1.0 else answered(rows, 1.0)
+    theirs = _run(model, rows)
+    host = policy.host
+    cast = host.group.param_dtypes if host.group is not None else frozenset()
+    dtype = compute_dtype(host.model, host.device, cast)
+    widest = torch.promote_types(dtype, torch.float32) == torch.float64
+    eps = torch.finfo(torch.float32 if widest else dtype).eps
+    with Changes() as changes:
+        round_embeddings(host.model, eps, changes)
+        rounded = _run(model, rows)
+    there = (rows.scored & rows.present)[:, 1:]
+    for name in FIELDS:
+        here_N, own_N, rounded_N = (
+            None if x is None else x[there].double()
+            for x in (getattr(answer, name) for answer in (ours, theirs, rounded))
+        )
+        if here_N is None or own_N is None or rounded_N is None or not len(own_N):
+            continue
+        if not (own_N.isfinite().all() and rounded_N.isfinite().all()):
+            continue  # where the model itself overflows there is nothing to compare
+        noise, size = _rms(rounded_N - own_N), eps * max(1.0, _rms(own_N))
+        last = torch.finfo(host.loss_dtype).eps / eps
+        floor = max(FLOOR_ROUNDINGS, FLOOR_VALUE_ROUNDINGS * last) * size
+        allowed = min(max(NOISE_FACTOR * noise, floor), CEILING_ROUNDINGS * size)
+        differs = not _rms(here_N - own_N) <= allowed
+        if name == "log_probs" and not differs:
+            # Rounding in 16 bits may hide a temperature; it does not point to another one.
+            way_N = at_one.log_probs[there].double() - here_N
+            differs = _points(own_N - here_N, way_N, noise)
+        if differs:
+            worst = int((here_N - own_N).abs().nan_to_num(torch.inf).argmax())
+            return (
+                f"TRL's own forward gives other {name} than forkpoint computes, by "
+                f"{_rms(here_N - own_N):.3g} (root mean square of {len(own_N)} tokens), where "
+                f"rounding in {str(dtype).removeprefix('torch.')} explains {allowed:.3g}; of one "
+                f"token TRL's is {float(own_N[worst]):.6g} and forkpoint's, at temperature "
+                f"{temperature}, {float(here_N[worst]):.6g}."
+            )
+    return ""
+
+
+def _points(error_N: Tensor, way_N: Tensor, noise: float) -> bool:
+    """Whether differences are those of another temperature, beyond what noise does."""
+    size = float(way_N.norm())
+    if not size:
+        return False
+    share = float(error_N @ way_N) / size**2
+    return abs(share) > max(TOLD_APART, NOISE_FACTOR * noise / size)
+
+
+def _run(model: nn.Module, rows: Rows) -> Any:
+    """The model's call as TRL's losses make it, without a graph."""
+    labels = rows.input_ids.masked_fill(~(rows.scored & rows.present), IGNORED)
+    with torch.no_grad():
+        return model(
+            input_ids=rows.input_ids,
+            attention_mask=rows.present.long(),
+            labels=labels,
+            fused_lm_head=True,
+        )
+
+
+def _rms(values: Tensor) -> float:
+    return math.sqrt(float(values.square().mean()))

@@ -1,0 +1,229 @@
+"""Versions of TRL that do not exist yet: another head, another loss, other state, other options."""
+
+import dataclasses
+import logging
+from collections import defaultdict, deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import setups_trl as setups
+import torch
+import trl
+from cases_trl import ACROSS, LATER, OURS, STOCK, Pair
+from newer_trl import change_head, replace_method
+from transformers import TrainerCallback
+
+from forkpoint import Config
+from forkpoint.errors import UnsupportedError
+from forkpoint.integrations.trl.options import check_version
+from forkpoint.integrations.trl.undo import CLONED_BYTES, LossState, Settings
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BOTH = r"of one token TRL's is -\d.*and forkpoint's, at temperature (0\.9|1\.0), -\d"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("grpo", {}),
+        ("grpo", {"bf16": True}),
+        ("grpo", {"importance_sampling_level": "sequence", **LATER}),
+        ("rloo", {"beta": 0.1}),
+    ],
+)
+def test_a_head_that_does_not_divide_by_the_temperature(
+    kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_head(monkeypatch, temperature=1.0)
+    trainer = setups.trainer(kind, OURS[kind], tmp_path, **options)
+    with pytest.raises(UnsupportedError, match=BOTH):
+        trainer.train()
+    assert all(p.grad is None for p in trainer.model.parameters())
+    # What is the same at a temperature of 1 trains.
+    setups.trainer(kind, OURS[kind], tmp_path / "1", **options, temperature=1.0).train()
+
+
+def test_a_head_that_scales_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_head(monkeypatch, logit_scale=0.9)
+    trainer = setups.trainer("dpo", OURS["dpo"], tmp_path)
+    with pytest.raises(UnsupportedError, match=BOTH):
+        trainer.train()
+    own = {"forkpoint": Config(self_check=False)}
+    setups.trainer("dpo", OURS["dpo"], tmp_path / "off", own=own).train()
+
+
+def test_a_head_of_the_reference_alone(tmp_path: Path) -> None:
+    for kind in ("grpo", "dpo"):
+        trainer = setups.trainer(kind, OURS[kind], tmp_path / kind, beta=0.1)
+        trl.trainer.utils.add_fused_lm_head(trainer.ref_model, temperature=1.3)
+        with pytest.raises(UnsupportedError, match=BOTH):
+            trainer.train()
+
+
+def test_a_head_that_is_set_during_training(tmp_path: Path) -> None:
+    def change(trainer: Any) -> None:
+        class Heads(TrainerCallback):
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                trl.trainer.utils.add_fused_lm_head(
+                    trainer.model, temperature=0.5, outputs=("log_probs", "entropy")
+                )
+
+        trainer.add_callback(Heads())
+
+    trainer = setups.trainer("grpo", OURS["grpo"], tmp_path, max_steps=2)
+    change(trainer)
+    with pytest.raises(UnsupportedError, match=BOTH):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+STATEFUL = """
+def _compute_loss(self, model, inputs):
+    if not hasattr(self, "new_tensor"):
+        self.new_tensor = torch.zeros(3)
+        self.new_deque = __import__("collections").deque(maxlen=3)
+        self.new_dict = {"a": [0], "b": (1, [2])}
+    loss = known(self, model, inputs)
+    self.new_count = getattr(self, "new_count", 0) + 1
+    self.new_tensor += 1
+    self.new_deque.append(self.new_count)
+    self.new_dict["a"].append(self.new_count)
+    self.new_dict["b"][1].append(self.new_count)
+    return loss * (1 + self.new_count % 2) * float(self.new_tensor[0])
+"""
+
+
+@pytest.mark.parametrize("streams", [None, False])
+def test_new_state_that_a_loss_writes(
+    streams: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It weights micro-batches by what it has written, and is computed as often as in stock."""
+    replace_method(monkeypatch, trl.GRPOTrainer, "_compute_loss", STATEFUL)
+    pair = Pair("grpo", tmp_path, streams=streams, max_steps=2)
+    assert pair.apart < 2e-6
+    pair.check_metrics()
+    for name in ("new_count", "new_deque", "new_dict"):
+        assert getattr(pair.ours, name) == getattr(pair.stock, name)
+    assert pair.ours.new_tensor.tolist() == pair.stock.new_tensor.tolist() == [4.0] * 3
+
+
+def test_a_loss_of_another_formula(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = """
+    def _compute_loss(self, model, inputs):
+        return known(self, model, {**inputs, "advantages": inputs["advantages"] ** 3})
+    """
+    replace_method(monkeypatch, trl.GRPOTrainer, "_compute_loss", source)
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        pair = Pair("grpo", tmp_path)
+    assert pair.ours.sharing.streams is False
+    assert any("has other gradients than" in record.getMessage() for record in caplog.records)
+    assert pair.apart < 2e-6
+
+
+def test_everything_plain_is_put_back() -> None:
+    inner, big, made = [1, {"x": 2}], torch.zeros(CLONED_BYTES), object()
+    trainer = SimpleNamespace(
+        number=1,
+        text="a",
+        nothing=None,
+        pair=(1, inner),
+        names={"a"},
+        queue=deque([1, 2], maxlen=2),
+        counts=defaultdict(list, a=[1]),
+        tensor=torch.ones(2),
+        weight=torch.nn.Parameter(torch.ones(2)),
+        big=big,
+        made=made,
+    )
+    with torch.inference_mode():
+        trainer.inference = torch.ones(2)
+    kept, version = LossState(trainer), trainer.weight._version
+    for _ in range(2):
+        trainer.number, trainer.text, trainer.nothing, trainer.new = 2, "b", 3, 4
+        inner[1]["x"] = 5
+        inner.append(6)
+        trainer.names.add("b")
+        trainer.queue.append(3)
+        trainer.counts["b"].append(1)
+        trainer.counts["a"].clear()
+        trainer.tensor += 1
+        trainer.made = None
+        del trainer.pair
+        kept.restore()
+        assert (trainer.number, trainer.text, trainer.nothing) == (1, "a", None)
+        assert trainer.pair == (1, [1, {"x": 2}]) and trainer.pair[1] is inner
+        assert trainer.names == {"a"} and trainer.queue == deque([1, 2]) and trainer.made is made
+        assert trainer.counts == {"a": [1]} and trainer.counts.default_factory is list
+        assert trainer.tensor.tolist() == [1, 1] and not hasattr(trainer, "new")
+    assert trainer.weight._version == version, "what is not written is not touched"
+    big += 1
+    with pytest.raises(UnsupportedError, match="trainer's big, a tensor of 4,194,304 bytes"):
+        kept.restore()
+
+
+def test_settings_of_a_micro_batch() -> None:
+    trainer = SimpleNamespace(beta=1.0, step=1, same=1, tensor=torch.zeros(1))
+    trainer.args = SimpleNamespace(delta=None)
+    before = Settings(trainer)
+    trainer.beta, trainer.step, trainer.args.delta = 2.0, 2, 0.5
+    with before.again(Settings(trainer)):
+        assert (trainer.beta, trainer.step, trainer.args.delta) == (1.0, 1, None)
+        trainer.step, trainer.same = 7, 3
+    assert (trainer.beta, trainer.step, trainer.args.delta, trainer.same) == (2.0, 7, 0.5, 3)
+
+
+def _config(module: str) -> type:
+    made = dataclasses.make_dataclass(
+        "GRPOConfig",
+        [("invented", float, 0.0), ("listed", list, dataclasses.field(default_factory=list))],
+        bases=(trl.GRPOConfig,),
+    )
+    made.__module__ = module
+    return made
+
+
+def test_an_option_that_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(setups.CONFIGS, "grpo", _config("trl.trainer.grpo_config"))
+    setups.trainer("grpo", OURS["grpo"], tmp_path)
+    for name, value in (("invented", 0.5), ("listed", [1])):
+        with pytest.raises(UnsupportedError, match=rf"has {name}=.* does not know.*trl<1\.17"):
+            setups.trainer("grpo", OURS["grpo"], tmp_path, **{name: value})
+    # One of a configuration of one's own.
+    monkeypatch.setitem(setups.CONFIGS, "grpo", _config(__name__))
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        setups.trainer("grpo", OURS["grpo"], tmp_path, invented=0.5)
+    found = [r.getMessage() for r in caplog.records if "invented=0.5" in r.getMessage()]
+    assert len(found) == 1 and "does not know" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"),
+    [("1.14.1", True), ("1.15.0", False), ("1.16.2", False), ("1.17.0.dev0", True), ("2.0", True)],
+)
+def test_a_version_that_has_not_been_tested(
+    version: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_version.cache_clear()
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        check_version(version)
+        check_version(version)
+    found = [r.getMessage() for r in caplog.records]
+    assert len(found) == warns
+    assert all(f"TRL {version} is installed" in x and "TRL 1.15 to 1.16" in x for x in found)
+
+
+def test_the_version_is_looked_at_when_a_trainer_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trl, "__version__", "1.99.0")
+    check_version.cache_clear()
+    with caplog.at_level(logging.WARNING, "forkpoint"):
+        setups.trainer("dpo", OURS["dpo"], tmp_path, own={"forkpoint": ACROSS})
+    assert any("TRL 1.99.0 is installed" in r.getMessage() for r in caplog.records)
+    assert STOCK["dpo"] is trl.DPOTrainer
