@@ -151,6 +151,7 @@ def lost() -> tuple[float, list[str]]:
     assert all(p.grad is None for p in calls.inner.parameters())
     for parameter in calls.other.parameters():
         parameter.grad = None
+    calls.worst = 0.0
     return calls.run(["stock"]), calls.outcomes
 
 
@@ -209,6 +210,43 @@ def test_a_plan_that_fails_leaves_the_stock_term(wrap: Any) -> None:
     for notes, gradients, error in run_ranks(2, failing_beside_stock, wrap):
         assert gradients == "unchanged" and error < BAR
         assert "what else the loss" in notes
+
+
+def after_a_failed_stock_backward() -> str:
+    calls = MixedCalls(Scenario())
+    calls.run(["score"])
+    norm = calls.inner.model.layers[1].mlp.down_proj
+    handle = norm.register_full_backward_hook(lambda *_: 1 / 0)
+    value = stock(calls.model, calls.rank)
+    with pytest.raises(ZeroDivisionError):
+        value.backward()
+    handle.remove()
+    with pytest.raises(UnsupportedError) as caught:
+        calls.run(["function"])
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_stock_backward_that_failed_is_noticed() -> None:
+    for said in run_ranks(2, after_a_failed_stock_backward):
+        assert "a stock backward of the model is under way or has failed" in said
+
+
+def whole_groups(call: str) -> int:
+    """The most groups of weights that are whole when an operation of a step begins."""
+    calls = MixedCalls(Scenario())
+    states = [m._get_fsdp_state() for m in calls.inner.modules() if hasattr(m, "_get_fsdp_state")]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    seen = []
+    calls.policy.observer = lambda _: seen.append(sum(group.is_unsharded for group in groups))
+    calls.run([call])
+    return max(seen)
+
+
+@pytest.mark.slow
+def test_weights_are_sharded_after_forwards_within_a_backward() -> None:
+    for call in ("function", "logprobs"):
+        assert run_ranks(2, whole_groups, call) == [1, 1]
 
 
 def refused_beside_stock() -> tuple[str, bool]:

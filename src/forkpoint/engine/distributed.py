@@ -91,6 +91,10 @@ class Distributed(Protocol):
         if the wrapper's settings let it. Collective where there is any."""
         ...
 
+    def end_forward(self) -> None:
+        """A forward of the step is over, perhaps within a backward of the user's (`logprobs`)."""
+        ...
+
     def last(self) -> None:
         """The next backward is the step's last one."""
         ...

@@ -23,9 +23,11 @@ from forkpoint.hosts.fsdp_versions import (
     divisor,
     end_backwards_themselves,
     groups_of,
+    is_within_backward,
     policies_of,
     present_in,
     reduces_by,
+    shard_after_forward,
     takes_any_gradient,
     trained_of,
 )
@@ -154,6 +156,12 @@ class FullySharded:
         return {divisor(group, self.ranks.size) for group in trained}
 
     def check(self, model: nn.Module, *, training: bool) -> None:
+        if is_within_backward(self.model):
+            raise UnsupportedError(
+                "a stock backward of the model is under way or has failed, so that fully_shard "
+                "would not end those of a step. After a failure start the processes again from the "
+                "last checkpoint: torch keeps parts of its gradients, even reset_iter_state() does."
+            )
         for group in self._weights.groups():
             _check_group(group)
         if not training:
@@ -211,6 +219,11 @@ class FullySharded:
             self._weights.gather(changes)
         elif self.gather == "microbatch":
             self._weights.prefetch(blocks, changes)
+
+    def end_forward(self) -> None:
+        if not self.gathered:
+            for group in self._weights.groups():
+                shard_after_forward(group)
 
     def last(self) -> None:
         if self.gathered:  # they are reduced when all ranks have come to the end
@@ -329,6 +342,9 @@ class Replicated:
         return ()
 
     def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
+        pass
+
+    def end_forward(self) -> None:
         pass
 
     def last(self) -> None:

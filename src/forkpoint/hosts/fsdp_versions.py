@@ -150,6 +150,18 @@ def reset(root: Any, modules: list[Any]) -> None:
             parameter.grad = grad
 
 
+def shard_after_forward(group: Any) -> None:
+    """Shard a group's weights where fully_shard does so after forwards, but for those within a
+    backward."""
+    if torch._C._current_graph_task_id() != -1 and group.post_forward_mesh_info is not None:
+        group.reshard()
+
+
+def is_within_backward(root: Any) -> bool:
+    """Whether a backward is under way, or has failed: then fully_shard ends no other one."""
+    return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
+
 def reduce_gradients(root: Any) -> None:
     """Reduce the gradients of all groups, as at the end of a last backward. Collective."""
     state = root._get_fsdp_state()

@@ -171,6 +171,10 @@ class ModelParallel:
                     changes.later(hooks.__setitem__, key, hook)
                     del hooks[key]
 
+    def end_forward(self) -> None:
+        if self.data is not None:
+            self.data.end_forward()
+
     def last(self) -> None:
         if self.data is not None:
             self.data.last()

@@ -425,6 +425,8 @@ class TransformersHost:
             **{CONTEXT_ARGUMENT: context},
         )
         self._changes.undo(mark)
+        if self._group is not None:
+            self._group.end_forward()
         return HeadOutputs(outputs["per_token"], outputs["roots"])
 
     def backward(
