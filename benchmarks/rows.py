@@ -25,6 +25,10 @@ class ResultRow:
     p80: float | None = None
     baseline: str | None = None
     """The denominator of a ratio."""
+    baseline_leaves_out: bool | None = None
+    """Whether the baseline, too, leaves out rollouts and tails that give no gradient, so that the
+    ratio is one of sharing alone. None where no rollouts are trained on, and in rows from before
+    any were left out."""
     bound: float | None = None
     """The counted bound of a speed-up."""
     bar: float | None = None

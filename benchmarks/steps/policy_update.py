@@ -121,5 +121,6 @@ def _score_rows(
             value,
             unit,
             baseline="dense" if ratio else None,
+            baseline_leaves_out=True if ratio else None,
             bound=bound if ratio else None,
         )

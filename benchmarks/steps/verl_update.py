@@ -341,7 +341,8 @@ class _Run:
     ) -> Iterator[ResultRow]:
         """Ratios over another side, and how they stand to what is asked for."""
         update = other.update_ms / shared.update_ms
-        row = partial(self.row, baseline=name, note=other.note or None)
+        # None leaves rollouts out, for verl's metrics read log-probs of all.
+        row = partial(self.row, baseline=name, baseline_leaves_out=False, note=other.note or None)
         yield row("update faster", update, "x", bound=bound)
         yield row("log-probs faster", other.score_ms / shared.score_ms, "x", bound=forward)
         measured = self.cuda and not self.options.tiny

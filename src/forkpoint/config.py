@@ -77,6 +77,9 @@ class Config:
     """Numbers of each trained token's distribution that results have in `per_token` besides
     log-probs, without gradients: "mean_logits", "is_top1" (1 or 0) and "log_sum_sq_probs". They are
     computed in the head's chunks."""
+    all_logprobs: bool = False
+    """Whether steps run rollouts whose terms the loss declares to be 0 (`Loss.zero_rollouts`), for
+    their log-probs in `per_token`. They are left out otherwise, and their log-probs are NaN."""
     compile_blocks: bool | None = None
     """Whether decoder blocks are compiled, each on its own; None does so on CUDA, but not for
     float64 models. Where the compiler fails, blocks run eagerly and a line of the log says so."""
@@ -137,6 +140,7 @@ class Config:
             )
         for name, allowed in (
             ("compile_blocks", (True, False, None)),
+            ("all_logprobs", (True, False)),
             ("restore_grads", (True, False)),
             ("self_check", (True, False)),
         ):

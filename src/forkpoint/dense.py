@@ -7,7 +7,7 @@ schedule.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from forkpoint.dense_parts import run_in_parts
 from forkpoint.dense_routers import DenseRouters
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
+from forkpoint.losses.leaves import leaves_of
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.rollouts import RolloutBatch
 
@@ -32,6 +33,9 @@ class DenseRun:
     gradients: dict[str, Tensor | None]
     router_loss: float | None = None
     """Of a mixture's routers; `loss` is without it. None where there was none."""
+    besides: dict[Tensor, Tensor] = field(default_factory=dict)
+    """Gradients of other leaves that the loss reads: a learned coefficient, or parameters of the
+    model that this one is a copy of."""
 
     @property
     def logprobs_T(self) -> Tensor:
@@ -59,9 +63,9 @@ def dense_run(
     """Loss, log-probs, entropies and every parameter's gradient of ordinary training.
 
     Of a critic (a token classifier of one label) values take the place of log-probs. They come
-    first without a graph; the loss's gradient by them then weighs each rollout's own, so that one
-    rollout's graph exists at a time. Where no token is trained, every parameter that the forward
-    reads has a gradient of zeros. Leaves `.grad` as it was.
+    first without a graph; then the loss runs its backward, and its gradients by them weigh each
+    rollout's own, so that one rollout's graph exists at a time. Where no token is trained, every
+    parameter that the forward reads has a gradient of zeros. Leaves `.grad` as it was.
 
     entering: called before each forward of the model (and the backward that belongs to it) with the
         tokens that it runs: int64, positions in the batch's flat tokens.
@@ -70,7 +74,7 @@ def dense_run(
     routers: a loss of the model's routers, whose gradients are added; every rollout runs for it.
     """
     parameters = dict(model.named_parameters())
-    before = {name: p.grad for name, p in parameters.items()}
+    before: dict[Tensor, Tensor | None] = {p: p.grad for p in parameters.values()}
     weight = next(iter(parameters.values()))
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     names = ("values",) if _is_critic(model) else ("logprobs", "entropies")
@@ -91,6 +95,7 @@ def dense_run(
     try:
         for p in parameters.values():
             p.grad = None
+        others: list[Tensor] = []
         with torch.no_grad():
             for rollout in range(len(batch)):
                 enter(rollout)
@@ -104,12 +109,16 @@ def dense_run(
             per_token[name].requires_grad_()
         views = LossViews(batch, denominators or batch_denominators(batch), weight.device, dtype)
         view, _ = views.of_rollouts(np.ones(len(batch), bool))
-        value = loss(LossOutputs(**per_token), view)
+        value = loss(LossOutputs(**{name: per_token[name] for name in wanted}), view)
+        if value.requires_grad:
+            known = {*parameters.values(), *per_token.values()}
+            others = [leaf for leaf in leaves_of(value) if leaf not in known]
+            for leaf in others:
+                before[leaf] = leaf.grad
+                leaf.grad = None
+            value.backward()
         if value.requires_grad or routers is not None:
-            leaves = [per_token[name] for name in wanted]
-            weights: tuple[Tensor | None, ...] = (None,) * len(leaves)
-            if value.requires_grad:
-                weights = torch.autograd.grad(value, leaves, allow_unused=True)
+            weights = [per_token[name].grad for name in wanted]
 
             def weigh(tokens: Tensor, found: dict[str, Tensor]) -> Tensor | None:
                 total = sum(
@@ -132,12 +141,13 @@ def dense_run(
         gradients = {
             name: None if p.grad is None else p.grad.detach() for name, p in parameters.items()
         }
+        besides = {leaf: leaf.grad.detach() for leaf in others if leaf.grad is not None}
     finally:
-        for name, p in parameters.items():
-            p.grad = before[name]
+        for leaf, gradient in before.items():
+            leaf.grad = gradient
     detached = {name: values_T.detach() for name, values_T in per_token.items()}
     router_loss = None if routers is None else routers.value()
-    return DenseRun(float(value.detach()), detached, gradients, router_loss)
+    return DenseRun(float(value.detach()), detached, gradients, router_loss, besides)
 
 
 def _is_critic(model: nn.Module) -> bool:

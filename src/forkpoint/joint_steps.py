@@ -106,9 +106,9 @@ class JointStep:
         call = f"{call}, gather={gather!r}" if gather else call
         call = f"{call}, split={self.config.split!r}" if exchanges else call
         ranks = group.ranks
-        own = self.ways.trunks(batch) if exchanges else {}
         while True:
             found = looked_at()
+            own = self.ways.trunks(batch, found[0]) if exchanges else {}
             share = statistics(found)
             proposal, once = self._proposal(
                 call, found, batch, loss=loss, scores=scores, sampled=sampled, share=share
@@ -197,6 +197,7 @@ class JointStep:
             held=held,
             budget_bytes=self.ways.budgets.of(self.host, self.config),
             compiler_failure=self.host.compiling.failure,
+            trains=plan.labelled > 0,
             trained_tokens=batch.trained_tokens,
             rollouts=len(batch),
             groups=group_digests(batch),

@@ -21,6 +21,8 @@ class Kept:
         steps."""
         self.found: tuple[Calibration | None] | None = None
         """The calibration of this device and model, once it was looked for."""
+        self.reduced: bool = False
+        """Whether it was looked at who reduces gradients."""
         self.checks: SampleChecks = SampleChecks()
         self.budgets: MemoryBudgets = MemoryBudgets()
 

@@ -195,8 +195,9 @@ class Policy(PolicySteps):
             def run(weights: Weights) -> None:
                 self._backward(batch, scored.plan, weights, routing)
 
-            pending = Pending(names, parameters, run)
-            values = Differentiable.apply(pending, len(values), *values, *parameters)
+            group = self.host.group
+            pending = Pending(names, parameters, run, listens=group is not None and group.listens)
+            values = Differentiable.apply(pending, len(values), *values, *pending.leaves)
         return values if len(values) > 1 else next(iter(values))
 
     def score(

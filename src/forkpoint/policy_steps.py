@@ -17,7 +17,9 @@ from forkpoint.engine.guard import Step, StepOutcome
 from forkpoint.engine.host import Host
 from forkpoint.engine.routing import Routing
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
+from forkpoint.forest import IntArray
 from forkpoint.hosts.tensor_parallel import ModelParallel
+from forkpoint.hosts.unreduced import check_reduced
 from forkpoint.joint_steps import JointStep, kind_of, run_joint_step
 from forkpoint.kept import Kept
 from forkpoint.losses.base import (
@@ -30,9 +32,11 @@ from forkpoint.losses.base import (
 )
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import batch_denominators, check_range
+from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.parallel.statistics import RouterEnd
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.routing import RouterDemand
+from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.trunks import Trunk
 from forkpoint.rank_plans import Again, Ways
 from forkpoint.results import Scores, StepStats
@@ -127,7 +131,20 @@ class PolicySteps:
             tempers=self.host.head == "logprobs",
             routers=routers,
             trunks=trunks,
+            runs=self._runs(batch, loss, routers),
         )
+
+    def _runs(
+        self, batch: RolloutBatch, loss: Loss | None, routers: RouterDemand | None
+    ) -> IntArray:
+        """How many edges of each rollout a call needs: int64 [N]. `loss` is None for log-probs."""
+        zero = None
+        # Rollouts of other ranks may be coupled with those that are zero here.
+        gathers = loss is not None and loss.across_ranks and self.host.group is not None
+        if loss is not None and not gathers and not self.config.all_logprobs:
+            zero = zero_rollouts(loss, batch)
+        last_tokens = routers is not None and routers.last_tokens
+        return run_lengths(batch, zero, whole=routers is not None, last_tokens=last_tokens)
 
     def _planned_again(
         self,
@@ -179,6 +196,8 @@ class PolicySteps:
 
         def looked_at() -> tuple[Plan, int, Loss, float, RouterWork | None]:
             self._check_batch(batch)
+            if announced:
+                self._check_reduced()
             known = as_loss(loss)
             known.check_head(self.host.head)
             if len(batch):
@@ -213,7 +232,6 @@ class PolicySteps:
             plan = replace(plan, program=joint.agreement.program)
             if denominators is None and not is_own(loss):
                 known_counts = joint.agreement.counts
-            factor *= self.host.group.factor(mean=is_own(loss))
         if announced:
             step.notes = True
             self.last_step = step.outcome
@@ -310,6 +328,8 @@ class PolicySteps:
 
         def looked_at() -> tuple[Plan, int, RouterWork | None]:
             self._check_batch(batch)
+            if training:
+                self._check_reduced()
             check_range(batch, self.host.loss_dtype)
             check_routed_experts(self.host, batch)
             if entropy and self.host.head == "values":
@@ -373,6 +393,12 @@ class PolicySteps:
         ways = Ways(host, config, kept.budgets, lambda: kept.calibration(host, config), again)
         return JointStep(step, host, config, kept.checks, ways, training=training)
 
+    def _check_reduced(self) -> None:
+        """Look at who reduces gradients, before the first of them."""
+        if not self._kept.reduced:
+            check_reduced(self.host.model, self.host.group)
+            self._kept.reduced = True
+
     def _check_batch(self, batch: object) -> None:
         if not isinstance(batch, RolloutBatch):
             raise RolloutError(
@@ -414,6 +440,7 @@ class PolicySteps:
             plan.check_coupling(batch, loss.coupling(batch))
         if work is not None:
             work.check_plan(plan, scored=scored)
+        plan.check_runs(batch, self._runs(batch, loss, work.demand() if work else None))
         return plan
 
 

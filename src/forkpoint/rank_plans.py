@@ -99,15 +99,18 @@ class Ways:
     # Trunks
     # ------------------------------------------------------------
 
-    def trunks(self, batch: RolloutBatch) -> dict[str, OwnTrunk]:
-        """By digest, what other ranks may have as well, where this rank can exchange it."""
+    def trunks(self, batch: RolloutBatch, plan: Plan) -> dict[str, OwnTrunk]:
+        """By digest, what other ranks may have as well, where this rank can exchange it.
+
+        `plan` is one of the batch, in which this rank runs all of that.
+        """
         group = self.host.group
         able = self.again is not None and group is not None and not group.ranks.shares_batches
         # Digests of prompts do not tell routes apart.
         able = able and batch.routed_experts is None
         if not able or self.config.split == "replicate" or cannot_exchange(self.config):
             return {}
-        return trunks_of(batch)
+        return trunks_of(batch, plan.run_lengths)
 
     def common(self, proposals: Sequence[Proposal]) -> tuple[SharedTrunk, ...]:
         """Trunks of several ranks that are to be priced, the same on all; none where ranks do not

@@ -335,6 +335,14 @@ class RolloutBatch(FromTensors):
         by_group = np.argsort(self.group_index, kind="stable")
         return np.split(by_group, np.cumsum(np.bincount(self.group_index))[:-1])
 
+    def where_all_trained(self, condition_T: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The rollouts in which every trained token meets a condition: bool [N].
+
+        A rollout without trained tokens is among them. `condition_T` is bool [T].
+        """
+        missed = np.concatenate([[0], np.cumsum(self.loss_mask & ~condition_T)])
+        return missed[self.offsets[1:]] == missed[self.offsets[:-1]]
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises RolloutError, naming the first, where a token id is not below `vocab_size`."""
         outside = self.token_ids >= vocab_size

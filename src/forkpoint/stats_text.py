@@ -39,7 +39,9 @@ def scores_line(per_token: Mapping[str, Tensor], plan: Plan) -> str:
 
 def _plan_text(plan: Plan) -> str:
     count = len(plan.microbatches)
+    away = plan.left_out.tokens
     return (
-        f"computed {plan.computed_tokens:,} of {plan.logical_tokens:,} tokens in {count:,} "
-        f"microbatch{'' if count == 1 else 'es'}, {plan.sharing} + {plan.boundary}"
+        f"computed {plan.computed_tokens:,} of {plan.logical_tokens:,} tokens "
+        + f"({away:,} without gradient left out) " * bool(away)
+        + f"in {count:,} microbatch{'' if count == 1 else 'es'}, {plan.sharing} + {plan.boundary}"
     )

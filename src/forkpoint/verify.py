@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from forkpoint.dense import DenseRun, dense_run
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.fallback import run_or_fall_back
+from forkpoint.engine.gradient_sums import twins
 from forkpoint.engine.guard import Step
 from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
@@ -30,6 +31,7 @@ from forkpoint.losses.base import (
 )
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import check_range
+from forkpoint.plan.runs import labels_run
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.router_steps import RouterWork, check_averaged, router_work
 from forkpoint.sampler import compute_dtype
@@ -40,6 +42,7 @@ from forkpoint.verify_errors import (
     Gradients,
     Truth,
     distances,
+    named,
     norm_of,
 )
 from forkpoint.verify_errors import parameter_errors as _parameter_errors
@@ -223,7 +226,9 @@ def _findings(
     shared, stats, run = _in_memory(work, entry)
     joint = work.joint
     shared_errors = joint.lengths(distances(shared, reference.gradients))
-    errors = _parameter_errors(model, dtype, shared_errors, truth)
+    elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    elements |= named({leaf: leaf.numel() for leaf in work.others})
+    errors = _parameter_errors(elements, dtype, shared_errors, truth)
     del shared
     _clear_gradients(model)
     work.clock.end(entry.kind)
@@ -232,7 +237,9 @@ def _findings(
     dense_error = math.hypot(*truth.dense_errors.values()) / norm
     loss_difference = stats.loss - reference.loss
     truth_T = reference.per_token[head]
-    difference = joint.most(_largest(stats.per_token[head] - truth_T))
+    # Log-probs of what the plan leaves out are NaN. That it has no gradient is compared above.
+    run_T = torch.from_numpy(labels_run(work.batch.offsets, stats.plan.run_lengths))
+    difference = joint.most(_largest((stats.per_token[head] - truth_T)[run_T.to(truth_T.device)]))
     if work.double:
         allowed = FLOAT64_BAR
         loss_error = joint.most(abs(loss_difference) / max(1.0, abs(reference.loss)))
@@ -308,6 +315,9 @@ def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradien
             policy.observer(event)
 
     unchecked.observer = observe
+    for leaf in work.others:
+        work.changes.later(setattr, leaf, "grad", leaf.grad)
+        leaf.grad = None
     given, loss = work.given, work.loss
     step = Step(policy.host.device)
     if run is not None:
@@ -332,7 +342,8 @@ def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradien
                 routers=(work.router, None, False),
             )
         )
-    return work.joint.gradients(policy.host.model), stats
+    others = named({leaf: leaf.grad for leaf in work.others})
+    return work.joint.gradients(policy.host.model, others), stats
 
 
 def _dense(work: Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | None]:
@@ -354,7 +365,9 @@ def _dense(work: Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | Non
 
     found, routed = work.joint.run(lambda: in_some_way(ways, run, undo))
     undo()
-    return work.joint.total(found, host.model, work.dtype), routed
+    found = work.joint.total(found, host.model, work.dtype)
+    found.gradients.update(named({leaf: found.besides.get(leaf) for leaf in work.others}))
+    return found, routed
 
 
 def _reference(work: Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
@@ -390,6 +403,8 @@ def _reference(work: Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
     copies.clear()
     undo()
     found = work.joint.total(found, host.model, work.reference_dtype)
+    work.others = tuple(found.besides)
+    found.gradients.update(named(found.besides))
     place = host.device if keeps else torch.device("cpu")
     for name, gradient in found.gradients.items():
         if gradient is not None:
@@ -412,7 +427,8 @@ def _single_rollouts(
         if routers is not None:
             routers.counted()
             aside = routers.value()
-        return DenseRun(0.0, {head: nothing}, {n: None for n, _ in model.named_parameters()}, aside)
+        none: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
+        return DenseRun(0.0, {head: nothing}, none, router_loss=aside)
     # Each comes twice: log-probs, then a forward and a backward.
     tokens_run = int((batch.lengths - (not work.last_tokens)).sum())
     done, calls, whole = 0, 0, 4 * tokens_run or 1
@@ -426,15 +442,19 @@ def _single_rollouts(
         if routed is not None:
             routed.at(tokens)
 
-    found = dense_run(
-        model,
-        batch,
-        work.loss,
-        work.denominators,
-        entering,
-        head_tokens=way.head_tokens,
-        routers=routers,
-    )
+    host = work.policy.host
+    with Changes() as changes:
+        if model is host.model and host.group is not None and host.group.listens:
+            twins(model, [p for p in model.parameters() if p.requires_grad], changes)
+        found = dense_run(
+            model,
+            batch,
+            work.loss,
+            work.denominators,
+            entering,
+            head_tokens=way.head_tokens,
+            routers=routers,
+        )
     work.clock.end(name)
     return found
 

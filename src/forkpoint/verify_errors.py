@@ -3,13 +3,15 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forkpoint.dense import DenseRun
 from forkpoint.verify_report import ParameterError
 
+T = TypeVar("T")
 Gradients = Mapping[str, Tensor | None]
 
 OVERALL_RATIO = 1.1
@@ -42,22 +44,34 @@ def distances(found: Gradients, wanted: Gradients) -> dict[str, float]:
 
 
 def parameter_errors(
-    model: nn.Module, dtype: torch.dtype, shared_errors: Mapping[str, float], truth: Truth
+    elements: Mapping[str, int],
+    dtype: torch.dtype,
+    shared_errors: Mapping[str, float],
+    truth: Truth,
 ) -> list[ParameterError]:
+    """`elements`: of each parameter and other leaf, by name."""
     norms = truth.norms
     total = math.hypot(*norms.values())
     typical = total / math.sqrt(max(1, sum(norm > 0 for norm in norms.values())))
     errors = []
-    for name, parameter in model.named_parameters():
+    for name, count in elements.items():
         dense_error = truth.dense_errors[name]
         if dtype == torch.float64:
             allowed = FLOAT64_BAR * total
         else:
-            few = 1 + 2 / math.sqrt(parameter.numel())
+            few = 1 + 2 / math.sqrt(count)
             ulp = torch.finfo(dtype).eps * max(norms[name], LEAST_PART * typical)
             allowed = WORST_RATIO * few * dense_error + PARAMETER_ULPS[dtype] * ulp
         errors.append(ParameterError(name, norms[name], shared_errors[name], dense_error, allowed))
     return errors
+
+
+def named(of_leaves: Mapping[Tensor, T]) -> dict[str, T]:
+    """Values of leaves that are no parameters of the model, by names for a report."""
+    return {
+        f"leaf {number} of the loss, {tuple(leaf.shape)}": value
+        for number, (leaf, value) in enumerate(of_leaves.items())
+    }
 
 
 def _pieces(gradient: Tensor) -> Iterator[Tensor]:

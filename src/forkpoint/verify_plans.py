@@ -14,6 +14,7 @@ from forkpoint.config import Boundary, Config, Sharing
 from forkpoint.errors import PlanError
 from forkpoint.losses.base import Loss
 from forkpoint.losses.router import RouterLoss
+from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.plan import Plan, make_plan
 from forkpoint.rollouts import RolloutBatch
 
@@ -38,10 +39,12 @@ class SharedCounts:
 
     logical_tokens: int
     """Tokens as given."""
+    left_out_tokens: int
+    """Tokens not run because they give no gradient."""
     computed_tokens: int
     """Tokens run, shared ones once."""
     saved_tokens: int
-    """Tokens that ordinary training runs besides."""
+    """Tokens that training without sharing runs besides; it leaves out the same."""
     segments: int
     shared_segments: int
     """Segments of several rollouts."""
@@ -67,7 +70,8 @@ class SharedCounts:
         children"."""
         text = (
             f"{self.computed_tokens:,} of {self.logical_tokens:,} tokens run, "
-            f"{self.shared_segments:,} of {self.segments:,} segments shared, "
+            + f"{self.left_out_tokens:,} left out, " * bool(self.left_out_tokens)
+            + f"{self.shared_segments:,} of {self.segments:,} segments shared, "
             f"{self.with_children:,} of {self.microbatches:,} microbatches with children"
         )
         return text + (f", prefix cache of {self.cache_tokens:,} tokens" * bool(self.with_children))
@@ -85,6 +89,7 @@ def count_shared(plan: Plan) -> SharedCounts:
     read = above[(microbatch_S[below] != microbatch_S[above]) & shared_S[above]]
     return SharedCounts(
         logical_tokens=plan.logical_tokens,
+        left_out_tokens=plan.left_out.tokens,
         computed_tokens=plan.computed_tokens,
         saved_tokens=plan.dense.tokens - plan.computed_tokens,
         segments=len(forest),
@@ -152,10 +157,15 @@ def choose_plans(
     """
     config = policy.config
     nothing = nothing_shared(config, batch)
-    if nothing is not None:
+    if nothing is not None and not zero_rollouts(loss, batch).any():
         return Choice((), (), nothing)
     chosen = policy.plan(batch, loss, router=router)
     counts = count_shared(chosen)
+    # What the loss declares to be zero is compared as well, also where nothing is shared.
+    declared = chosen.dense.labelled < batch.trained_tokens
+    if nothing is not None:
+        compared = (Compared(CHOSEN, chosen, counts),) if declared else ()
+        return Choice(compared, (), None if declared else nothing)
     found: list[Compared] = []
     left_out: list[LeftOut] = []
     kinds: tuple[tuple[Kind, _Make], ...] = ((WITHIN, _within), (ACROSS, _across))
@@ -168,7 +178,7 @@ def choose_plans(
             left_out.append(made)
         else:
             found.append(Compared(kind, made, count_shared(made)))
-    if not found:
+    if not found and not declared:
         reasons = "; ".join(f"{entry.kind} microbatches: {entry.reason}" for entry in left_out)
         return Choice((), tuple(left_out), f"no plan shares what could be shared ({reasons})")
     if all(entry.plan is not chosen for entry in found):

@@ -107,11 +107,14 @@ class Together(Protocol):
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
         """Gradients (in `dtype`, of what this rank has of the model's parameters) and the loss of
-        all ranks' runs; log-probs stay this rank's."""
+        all ranks' runs; log-probs, and gradients of leaves that are no parameters of the model,
+        stay this rank's."""
         ...
 
-    def gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
-        """Gradients of the model, of what this rank has of them, by name."""
+    def gradients(
+        self, model: nn.Module, others: Mapping[str, Tensor | None]
+    ) -> Mapping[str, Tensor | None]:
+        """Gradients of the model, of what this rank has of them, by name, and `others`."""
         ...
 
     def most(self, value: float) -> float:
@@ -191,10 +194,17 @@ class Alone:
         return batch_denominators(batch)
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
-        return found
+        direct, others = _split(found, model)
+        gradients = dict(found.gradients)
+        for name, added in direct.items():
+            gradient = gradients[name]
+            gradients[name] = added.to(dtype) if gradient is None else gradient + added.to(gradient)
+        return replace(found, gradients=gradients, besides=others)
 
-    def gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
-        return {name: p.grad for name, p in model.named_parameters()}
+    def gradients(
+        self, model: nn.Module, others: Mapping[str, Tensor | None]
+    ) -> Mapping[str, Tensor | None]:
+        return {**{name: p.grad for name, p in model.named_parameters()}, **others}
 
     def most(self, value: float) -> float:
         return value
@@ -311,26 +321,31 @@ class OnRanks(Alone):
         )
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
+        direct, others = _split(found, model)
         own = [gradient is not None for gradient in found.gradients.values()]
         every = self._of_batches((found.loss, own, found.router_loss))
         there = [any(column) for column in zip(*(own for _, own, _ in every), strict=True)]
+        read = {name for names in self.group.ranks.exchange(list(direct)) for name in names}
         parameters = dict(model.named_parameters())
         sums: dict[str, Tensor | None] = {}
         for (name, gradient), is_there in zip(found.gradients.items(), there, strict=True):
             sums[name] = None
-            if is_there:
+            if is_there or name in read:
                 p = parameters[name]
                 if gradient is None:
                     shape = self._shape(name, p)
                     added = torch.zeros(shape, dtype=dtype, device=p.device)
                 else:
                     added = self._own(name, gradient).contiguous()
+                if name in read:
+                    more = direct[name] if name in direct else torch.zeros_like(p).detach()
+                    added = added + self._own(name, more).to(added)
                 self.group.add_up(added)
                 sums[name] = added / len(every) if self.mean else added
         loss = found.loss if self.mean else sum(loss for loss, _, _ in every)
         asides = [aside for _, _, aside in every if aside is not None]
         aside = sum(asides) if asides else None
-        return replace(found, loss=loss, gradients=sums, router_loss=aside)
+        return replace(found, loss=loss, gradients=sums, router_loss=aside, besides=others)
 
     def _shape(self, name: str, parameter: nn.Parameter) -> torch.Size:
         """The shape of what this rank has of a gradient."""
@@ -340,8 +355,10 @@ class OnRanks(Alone):
         """This rank's part of a gradient that a step or a copy's run has left. Collective."""
         return full(gradient)
 
-    def gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
-        return _Gradients(model, self._own)
+    def gradients(
+        self, model: nn.Module, others: Mapping[str, Tensor | None]
+    ) -> Mapping[str, Tensor | None]:
+        return _Gradients(model, self._own, others)
 
     def every(self, passed: bool) -> bool:
         return all(self.group.ranks.exchange(passed))
@@ -436,23 +453,41 @@ class OnSplitRanks(OnRanks):
         return self.parts.part(name, gradient)
 
 
+def _split(found: DenseRun, model: nn.Module) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
+    """Gradients that a loss gives to parameters of the model itself, where a copy of it ran, by
+    name; and those of leaves that are none."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    direct = {names[leaf]: grad for leaf, grad in found.besides.items() if leaf in names}
+    return direct, {leaf: grad for leaf, grad in found.besides.items() if leaf not in names}
+
+
 def _cannot(rank: int, text: str) -> RankError:
     return RankError(f"rank {rank} cannot compare, so no rank does: {text} Nothing was changed.")
 
 
 class _Gradients(Mapping[str, Tensor | None]):
-    """Gradients of a model, of each what this rank has, when it is asked for. Collective."""
+    """Gradients of a model, of each what this rank has, when it is asked for, which is collective;
+    and others, which are this rank's own."""
 
-    def __init__(self, model: nn.Module, own: Callable[[str, Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        own: Callable[[str, Tensor], Tensor],
+        others: Mapping[str, Tensor | None],
+    ) -> None:
         self._parameters = dict(model.named_parameters())
         self._own = own
+        self._others = others
 
     def __getitem__(self, name: str) -> Tensor | None:
+        if name in self._others:
+            return self._others[name]
         gradient = self._parameters[name].grad
         return None if gradient is None else self._own(name, gradient)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
+        yield from self._parameters
+        yield from self._others
 
     def __len__(self) -> int:
-        return len(self._parameters)
+        return len(self._parameters) + len(self._others)

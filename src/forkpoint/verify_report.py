@@ -146,8 +146,9 @@ class VerifyReport:
     """
 
     verdict: Verdict
-    """passed: every plan that shares is as exact as dense training. failed: one is not. nothing to
-    verify: nothing of the batch could be shared, so that nothing was run; see `reason`."""
+    """passed: every plan is as exact as dense training of all rollouts. failed: one is not. nothing
+    to verify: nothing of the batch could be shared, and the loss declares no rollout to be zero, so
+    that nothing was run; see `reason`."""
     dtype: str
     """Dtype of the step's computation: the narrowest of the parameters', or autocast's."""
     reference_dtype: str
@@ -173,7 +174,7 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether something was shared and every plan is exact."""
+        """Whether something was compared and every plan is exact."""
         return self.verdict == PASSED
 
     @property

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from forkpoint.dense_routers import DenseRouters
 from forkpoint.engine.changes import Changes
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.losses.router import RouterLoss
+from forkpoint.plan.pricing.cost import dense_work
+from forkpoint.plan.runs import run_lengths
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.router_steps import RouterWork
 from forkpoint.verify_memory import Needs
@@ -40,6 +42,9 @@ class Work:
     joint: Together
     routed: RouterWork | None
     """Of the loss of routers; None where there is none."""
+    others: tuple[Tensor, ...] = ()
+    """Leaves that the loss reads and that are no parameters of the model, once the reference has
+    run."""
     held: HeldRoutes = field(init=False)
     clock: Clock = field(init=False)
 
@@ -86,7 +91,9 @@ def clock_of(
 ) -> Clock:
     """The runs to come, with their work and their memory."""
     shape = work.policy.host.shape
-    dense = choice.compared[0].plan.dense
+    # Ordinary training runs all tokens of rollouts that are trained.
+    edges = run_lengths(work.batch, whole=True, last_tokens=work.last_tokens)
+    dense = dense_work(edges, work.batch.trained_tokens, shape.windows)
     runs = []
     own = () if work.double else ((DENSE, work.dtype, ways.dense[0]),)
     for name, dtype, way in ((REFERENCE, work.reference_dtype, ways.reference[0]), *own):

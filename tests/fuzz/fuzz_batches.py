@@ -1,6 +1,6 @@
 """Random forests of rollouts: groups, trees, prefixes, twins, single tokens, masks with holes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from fuzz_models import LONGEST, VOCABULARY, between, chance, one_of
@@ -62,6 +62,21 @@ def draw_batch(random: Generator, *, pairs: bool = False, weighted: bool = True)
                 group_id=group if grouped else None,
             )
         )
+    return RolloutBatch(rollouts)
+
+
+def with_zeros(batch: RolloutBatch, random: Generator) -> RolloutBatch:
+    """The batch with advantages or weights of 0: of whole groups, of rollouts, or of tokens."""
+    name = "weights" if batch.weights is not None and chance(random, 0.3) else "advantage"
+    kind = one_of(random, ("group", "group", "rollout", "token"))
+    groups = random.random(len(batch)) < 0.5
+    rollouts = []
+    for rollout, group in zip(batch, batch.group_index.tolist(), strict=True):
+        values = np.broadcast_to(getattr(rollout, name), len(rollout)).astype(float)
+        which = random.random(len(rollout)) < 0.7
+        if kind != "token":
+            which[:] = groups[group] if kind == "group" else chance(random, 0.5)
+        rollouts.append(replace(rollout, **{name: np.where(which, 0.0, values)}))
     return RolloutBatch(rollouts)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
-from fuzz_batches import draw_batch
+from fuzz_batches import draw_batch, with_zeros
 from fuzz_models import SPECIAL, Settings, between, chance, draw_settings, one_of
 from numpy.random import Generator
 from transformers import CONFIG_MAPPING
@@ -105,6 +105,9 @@ def draw_case(seed: int, family: str | None = None) -> Case:
         denominators = Denominators(tokens=counts[0], rollouts=counts[1], groups=counts[2])
     scale = one_of(random, (1.0, 1.0, 0.25))
     batch = draw_batch(stream(seed, "batch"), pairs=pairs, weighted=loss.takes_weights)
+    random = stream(seed, "zeros")
+    if not pairs and chance(random, 0.25):
+        batch = with_zeros(batch, random)
     if loss.decomposition == "joint" and not pairs and not batch.trained_tokens:
         loss = LogLikelihood()  # those there would divide by no tokens
     random = stream(seed, "model")

@@ -24,6 +24,7 @@ from forkpoint import RolloutBatch, UnsupportedError, wrap
 from forkpoint.errors import PlanError
 from forkpoint.losses import LossOutputs
 from forkpoint.losses.views import LossViews, batch_denominators
+from forkpoint.plan.runs import labels_run
 from forkpoint.testing import lifted_upcasts
 
 BAR = 1e-10
@@ -67,7 +68,7 @@ class Outcome:
     cancelled: bool = False
     """Whether nothing is trained, or next to nothing is left of the gradient."""
     saved_tokens: int = 0
-    """That dense would have run besides."""
+    """That dense would have run besides, which leaves out the same."""
     depth: int = 0
     """Microbatches above microbatches, at most: forks between microbatches, and chains of one
     rollout."""
@@ -148,14 +149,18 @@ def _compare(case: Case, gradient_bar: float) -> Outcome:
         except (UnsupportedError, PlanError) as error:
             return Outcome(refused=f"forkpoint: {type(error).__name__}: {error}")
     plan = stats.plan
+    # Log-probs of rollouts whose terms are 0 are NaN.
+    away_T = torch.from_numpy(batch.loss_mask & ~labels_run(batch.offsets, plan.run_lengths))
+    known_T = torch.where(away_T, dense.logprobs_T, stats.logprobs)
     depths: list[int] = []
     for microbatch in plan.microbatches:
         depths.append(depths[microbatch.parent] + 1 if microbatch.parent >= 0 else 0)
     faults = [
         *_off("loss", abs(stats.loss - dense.loss), BAR, max(1.0, abs(dense.loss))),
-        *_off("log-probs", _distance(stats.logprobs, dense.logprobs_T), BAR),
+        *_off("log-probs", _distance(known_T, dense.logprobs_T), BAR),
         *_off("scores", _distance(scores.logprobs, dense.logprobs_T), BAR),
     ]
+    faults += _off("NaN", float((stats.logprobs.isnan() != away_T).sum()), 0.0)
     assert scores.entropies is not None
     faults += _off("entropies", _distance(scores.entropies, dense.entropies_T), BAR)
     unit = max(norm, CANCELLED * dense.origin) * case.scale
@@ -169,9 +174,9 @@ def _compare(case: Case, gradient_bar: float) -> Outcome:
     return Outcome(
         faults=tuple(faults),
         gradient_error=max(errors.values()) / (unit or 1.0),
-        logprob_error=_distance(stats.logprobs, dense.logprobs_T),
+        logprob_error=_distance(known_T, dense.logprobs_T),
         cancelled=norm <= CANCELLED * dense.origin,
-        saved_tokens=plan.logical_tokens - len(batch) - plan.computed_tokens,
+        saved_tokens=plan.dense.tokens - plan.computed_tokens,
         depth=max(depths, default=0),
     )
 

@@ -26,6 +26,7 @@ from transformers import CONFIG_MAPPING
 
 from forkpoint import RolloutBatch
 from forkpoint.hosts.families import FAMILIES
+from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.testing import dense_run, lifted_upcasts
 from integration.sabotage import (
     ACROSS_MICROBATCHES,
@@ -236,6 +237,8 @@ def test_every_shape_of_rollouts_is_drawn() -> None:
         seen["temperatures"] += len(set(case.batch.temperatures)) > 1
         seen["an edge at several temperatures"] += _has_an_edge_at_several(case.batch)
         seen["weights"] += case.batch.weights is not None
+        zero = zero_rollouts(case.loss, case.batch).tolist()
+        seen["left out"] += any(z and m.any() for z, m in zip(zero, trained, strict=True))
         seen["no groups"] += None in case.batch.group_ids
         seen["several groups"] += case.batch.group_index.max() > 0
         seen["nothing shared"] += len({tokens[0] for tokens in rollouts}) == len(rollouts) > 1

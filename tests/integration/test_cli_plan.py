@@ -23,6 +23,7 @@ from forkpoint.plan import make_plan
 from forkpoint.testing import tiny_model
 
 PLAN_FIELDS = {
+    "left_out",
     *("command", "file", "rollouts", "groups", "logical_tokens", "group_tokens", "unique_tokens"),
     *(
         "computed_tokens",

@@ -34,7 +34,7 @@ def test_what_bfloat16_would_lose_is_kept() -> None:
     parameter.grad = None
     sums = GradientSums([parameter])
     with Changes() as changes:
-        sums.collect(changes)
+        sums.collect(changes, [parameter])
         for _ in range(1000):
             parameter.sum().backward()
     assert parameter.grad is None

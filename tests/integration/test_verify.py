@@ -472,7 +472,7 @@ def test_it_works_where_gradients_are_switched_off() -> None:
 
 def unshared(rollouts: int = 3) -> RolloutBatch:
     return RolloutBatch(
-        [Rollout([n, 2, 3, 4, 5 + n], [0, 0, 1, 1, 1], 1.0 - n) for n in range(rollouts)]
+        [Rollout([n, 2, 3, 4, 5 + n], [0, 0, 1, 1, 1], 1.5 - n) for n in range(rollouts)]
     )
 
 

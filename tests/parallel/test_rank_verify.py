@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import forkpoint
 from forkpoint import RolloutBatch
-from forkpoint.engine.engine import Engine
+from forkpoint.engine.loss_gradients import LossGradients, LossPart
 from forkpoint.errors import RankError, RolloutError, UnsupportedError
 from forkpoint.hosts.whole_copies import copy_in
 from forkpoint.losses import GRPO, GSPO, Loss
@@ -126,18 +126,13 @@ def test_ranks_verify_in_every_way(case: str) -> None:
 def sabotaged(wrap: Any) -> str:
     """The gradients of one rank's backwards, a little too large."""
     if dist.get_rank() == 1:
-        own = Engine._token_loss
+        own = LossGradients.of
 
-        def louder(self: Engine, loss: Any, views: Any) -> Any:
-            made = own(self, loss, views)
+        def louder(self: LossGradients, *args: Any, **kwargs: Any) -> LossPart:
+            part = own(self, *args, **kwargs)
+            return replace(part, gradients={n: 1.000001 * g for n, g in part.gradients.items()})
 
-            def called(inputs: Any, outputs: Any) -> Any:
-                value = made(inputs, outputs)
-                return None if value is None else 1.000001 * value
-
-            return called
-
-        Engine._token_loss = louder  # type: ignore[method-assign]
+        LossGradients.of = louder  # type: ignore[method-assign]
     policy = forkpoint.wrap(wrap(model()))
     return policy.verify(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO()).verdict
 

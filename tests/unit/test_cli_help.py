@@ -35,8 +35,8 @@ OPTIONS = {
         *("--steps", "--lr", "--seed", "--output", "--json"),
     },
     "plan": {
-        *("--model", "--loss", "--details", "--batch", "--ranks", "--limit", "--json"),
-        *(*READING, *BATCHING, *PLANNING, *MEMORY, *DEVICE),
+        *("--model", "--loss", "--all-logprobs", "--details", "--batch", "--ranks", "--limit"),
+        *("--json", *READING, *BATCHING, *PLANNING, *MEMORY, *DEVICE),
     },
     "replay": {
         *("--model", "--limit", "--json", *READING),

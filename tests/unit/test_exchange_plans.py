@@ -15,6 +15,7 @@ from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.exchanging import align_exchanging
 from forkpoint.plan.gathering import RankCosts
 from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, RETURN, SCORE, SHARE
+from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_trunks import shared_trunks, trunks_of, worth_pricing
 from forkpoint.plan.splitting import LinkSizes, cannot_exchange, choose_split, link_cost
 from forkpoint.plan.trunks import untrained_prefix
@@ -143,8 +144,12 @@ def test_trunks_of_a_batch() -> None:
             rollout([8, 8, 8], [], "d"),  # trains on nothing
         ]
     )
-    (trunk,) = trunks_of(batch).values()
+    (trunk,) = trunks_of(batch, run_lengths(batch)).values()
     assert trunk.edges == 2 and trunk.rollouts == (0, 1, 2)
+    # Rollouts that a loss leaves out are not in it.
+    zero = np.array([True, False, False, False, False])
+    (trunk,) = trunks_of(batch, run_lengths(batch, zero)).values()
+    assert trunk.edges == 2 and trunk.rollouts == (1, 2)
 
 
 def test_owners_are_those_with_least_to_do() -> None:

@@ -23,6 +23,8 @@ def totals_table(totals: Totals, groups: int) -> Table:
     add("rollouts, groups", f"{totals.rollouts:,}, {groups:,}")
     add("logical tokens (as given)", f"{totals.logical_tokens:,}")
     add("unique tokens (once in each batch)", f"{totals.unique_tokens:,}")
+    if totals.left_out.tokens:
+        add("tokens without gradient, not run", f"{totals.left_out.tokens:,}")
     add("computed tokens (edges run)", f"{totals.computed_tokens:,}")
     if totals.padding:
         add("padding run besides", f"{totals.padding:,}")
@@ -81,6 +83,8 @@ def mode_table(estimate: Estimate, name: str) -> Table:
         )
     unit = "tokens" if estimate.shape is None else "FLOPs"
     table.caption = f"forward and backward; at most that speed-up, counted in {unit}"
+    if dense < estimate.logical_tokens - estimate.rollouts:
+        table.caption += "; tokens without gradient are run by none of them"
     return table
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from tyro.conf import DisallowNone, arg
 
 from forkpoint.argument_names import Spelling, is_known, meaning
@@ -195,3 +196,20 @@ def coupling(name: LossName, batch: RolloutBatch) -> IntArray | None:
     if name == "gspo":
         return np.arange(len(batch))
     return batch.group_index if name in ("dpo", "simpo") else None
+
+
+def zero_rollouts(name: LossName, batch: RolloutBatch) -> NDArray[np.bool_]:
+    """Rollouts whose terms the loss of that name declares to be 0, with its own defaults, bool [N].
+
+    Needs no torch; the losses themselves say the same.
+    """
+    if name in ("dpo", "simpo"):
+        return np.zeros(len(batch), bool)
+    nothing_T = np.zeros(batch.logical_tokens, bool)
+    weightless_T = nothing_T if batch.weights is None else batch.weights == 0
+    if name not in OF_ADVANTAGES:
+        return batch.where_all_trained(weightless_T)
+    flat_T = batch.advantages == 0
+    if name != "gspo":
+        return batch.where_all_trained(flat_T | weightless_T)
+    return batch.where_all_trained(flat_T) | batch.where_all_trained(weightless_T)

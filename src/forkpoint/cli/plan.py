@@ -21,7 +21,7 @@ from forkpoint.cli.estimate import (
     totals_table,
 )
 from forkpoint.cli.last_resort import working_on
-from forkpoint.cli.losses import LossName, coupling
+from forkpoint.cli.losses import LossName, coupling, zero_rollouts
 from forkpoint.cli.model_config import device_of, read_shape
 from forkpoint.cli.options import (
     Count,
@@ -47,6 +47,7 @@ from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.splitting import cannot_exchange
 from forkpoint.plan.trunks import Trunk
 from forkpoint.rollouts import Rollout, RolloutBatch
@@ -94,6 +95,8 @@ class Plan:
             with it FLOPs and bytes are counted, not only tokens.
         loss: The loss it is for. Losses that couple the tokens of a rollout (gspo) or the rollouts
             of a pair (dpo, simpo) can cost another forward.
+        all_logprobs: Run rollouts that the loss gives no gradient as well, such as those of groups
+            whose advantages are all 0; so does a loss with a KL divergence or an entropy bonus.
         details: Show the whole plan as well: its microbatches and its tree, what was looked at, how
             rollouts share, and what is lost where a batch is cut.
         batch: Show the plan of batch N, counted from 0: its microbatches and its tree.
@@ -107,6 +110,7 @@ class Plan:
     file: File
     model: AnyModel = None
     loss: LossName = "grpo"
+    all_logprobs: Flag = False
     details: Flag = False
     batch: WhichBatch = None
     ranks: WhichBatch = None
@@ -132,13 +136,14 @@ class Plan:
             for batch in self._batches(source):
                 make = partial(
                     self._plan,
+                    rewarded=source.rewarded,
                     number=totals.batches,
                     shape=shape,
                     calibration=calibration,
                     device=device,
                 )
                 plan = make(batch)
-                estimate.add(batch)
+                estimate.add(batch, plan.run_lengths)
                 if totals.batches == (self.batch or 0):
                     shown = plan
                 if (plan.predicted_peak_bytes or 0) > (totals.predicted_peak_bytes or -1):
@@ -158,7 +163,7 @@ class Plan:
         remedies: list[str] = []
         if device is not None and not device.fits(totals.predicted_peak_bytes or 0):
             assert worst is not None and shape is not None
-            remedies = self._remedies(device, worst, shape, calibration)
+            remedies = self._remedies(device, worst, shape, calibration, source.rewarded)
         lines = plan_lines(shown, totals, estimate, self.file, self.model, device, remedies)
         out.show(*lines, *(ranks.lines(LABEL) if ranks else ()))
         self._show_details(out, shown, totals, estimate)
@@ -173,6 +178,7 @@ class Plan:
         batch: RolloutBatch,
         shape: ModelShape,
         calibration: Calibration | None,
+        rewarded: bool,
     ) -> list[str]:
         """Settings with which the batch that needs most fits, each by itself."""
         found = []
@@ -181,7 +187,7 @@ class Plan:
             # A calibration is of one dtype.
             known = calibration if narrow == shape else None
             if milder.budget_bytes is not None:
-                plan = self._plan(batch, 0, narrow, known, milder)
+                plan = self._plan(batch, 0, narrow, known, milder, rewarded=rewarded)
                 if milder.fits(plan.predicted_peak_bytes or 0):
                     found.append(words)
         return found
@@ -219,9 +225,17 @@ class Plan:
         calibration: Calibration | None,
         device: DeviceMemory | None,
         *,
+        rewarded: bool,
         trunks: tuple[Trunk, ...] | None = None,
     ) -> MadePlan:
-        """The plan of a batch; errors of batches that are not the first say which it is."""
+        """The plan of a batch; errors of batches that are not the first say which it is.
+
+        `rewarded`: whether rollouts have rewards in the place of advantages, so that it is not
+        known which give no gradient.
+        """
+        zero = None
+        if not rewarded and not self.all_logprobs:
+            zero = zero_rollouts(self.loss, batch)
         try:
             if shape is not None:
                 batch.check_vocabulary(shape.vocab)
@@ -233,6 +247,7 @@ class Plan:
                 calibration=calibration,
                 measured_budget_bytes=None if device is None else device.budget_bytes,
                 trunks=trunks,
+                runs=run_lengths(batch, zero),
             )
         except ForkpointError as error:
             if not number:
@@ -272,6 +287,7 @@ class Plan:
             "logical_tokens": estimate.logical_tokens,
             "group_tokens": estimate.group_tokens,
             "unique_tokens": estimate.unique_tokens,
+            "left_out": asdict(totals.left_out),
             "computed_tokens": totals.computed_tokens,
             "trained_tokens": estimate.trained_tokens,
             "microbatches": totals.microbatches,

@@ -22,7 +22,8 @@ def plan_lines(
     device: DeviceMemory | None = None,
     remedies: Sequence[str] = (),
 ) -> list[str]:
-    """Answers, each a line: what shares, what that saves, what runs, memory, why, what next.
+    """Answers, each a line: what shares, what that saves, what runs, memory, why, what next; and
+    what gives no gradient, where there is any.
 
     Args:
         plan: of the one batch, or of one of several, all planned with the same settings.
@@ -35,6 +36,7 @@ def plan_lines(
     """
     answers = {
         "shares": _shares(totals),
+        **_left_out(totals, estimate.groups),
         "speed-up": _speed_up(totals),
         "microbatches": _microbatches(plan, totals, estimate.groups),
         "memory": _memory(totals, device),
@@ -49,10 +51,25 @@ def plan_lines(
 def _shares(totals: Totals) -> str:
     ways = {kind.partition(" ")[0] for kind in totals.kinds} - {"none"}
     if not ways:
-        return f"nothing: {totals.logical_tokens:,} tokens given"
+        return f"nothing: {totals.logical_tokens - totals.left_out.tokens:,} tokens"
     where = " or ".join(text for way, text in _WHERE.items() if way in ways)
-    run, given = totals.computed_tokens, totals.logical_tokens
+    # Leaving out is no sharing.
+    run, given = totals.computed_tokens, totals.logical_tokens - totals.left_out.tokens
     return f"{where}: {run:,} of {given:,} tokens run ({run / given:.0%})"
+
+
+def _left_out(totals: Totals, groups: int) -> dict[str, str]:
+    """A line on tokens that give no gradient; none where all do."""
+    away = totals.left_out
+    if not away.tokens:
+        return {}
+    tokens = f"{away.tokens:,} of {totals.logical_tokens:,} tokens"
+    if not away.rollouts:
+        return {"left out": f"{tokens}, after the last trained token of their rollout"}
+    rollouts = _count(away.rollouts, "rollout")
+    return {
+        "left out": f"{tokens}: {rollouts} ({away.groups:,} of {groups:,} groups) without gradient"
+    }
 
 
 def _speed_up(totals: Totals) -> str:

@@ -96,7 +96,7 @@ class Ranks:
             make: makes the plan of a part of them.
         """
         groups, count = batch.group_index, self.ranks
-        paths = Paths.of_batch(batch)
+        paths = Paths.of_batch(batch, alone.run_lengths)
         placed = {
             "forkpoint": place_paths(
                 paths,

@@ -303,8 +303,9 @@ def show_report(out: Output, report: "ReplayReport") -> None:
 
 def _summary(values: dict) -> str:
     given, run = values["logical_tokens"], values["computed_tokens"]
+    away = f"; {values['left_out_tokens']:,} give no gradient and are left out"
     lines = [
-        f"tokens run: {run:,} of {given:,} given",
+        f"tokens run: {run:,} of {given:,} given" + away * bool(values["left_out_tokens"]),
         f"time, planning and optimizer included: shared {values['shared_ms']:,.0f} ms "
         f"(median step {values['shared_median_ms']:,.0f})",
     ]

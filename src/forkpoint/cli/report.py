@@ -27,6 +27,7 @@ from forkpoint.cli.output import Output, options
 from forkpoint.cli.plan import AnyModel
 from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.runs import run_lengths
 from forkpoint.report.chapters import replay_chapter, rollouts_chapter
 from forkpoint.report.figure import Chapter
 from forkpoint.report.page import render_page
@@ -167,7 +168,9 @@ class Report:
         def planned(batch: RolloutBatch) -> tuple[RolloutBatch, Plan, Plan]:
             if shape is not None:
                 batch.check_vocabulary(shape.vocab)
-            return batch, made(batch, config=config), made(batch, config=dense)
+            # Of no known loss: what has no trained tokens is left out.
+            some = partial(made, batch, runs=run_lengths(batch))
+            return batch, some(config=config), some(config=dense)
 
         # Batches of a trace are those of optimizer steps, which share nothing with each other.
         recorded = is_trace(path) and self.limit is None

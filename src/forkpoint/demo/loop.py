@@ -103,8 +103,9 @@ class Loop:
         self.optimizer: torch.optim.Optimizer = optimizer
         self.task: Task = task
         self.loss: GRPO = GRPO(entropy=ENTROPY_BONUS)
-        self.shared: Policy = wrap(model)
-        self.dense = wrap(model, Config(sharing="none"))
+        # Log-probs of all rollouts are compared with the sampler's.
+        self.shared: Policy = wrap(model, Config(all_logprobs=True))
+        self.dense = wrap(model, Config(sharing="none", all_logprobs=True))
         self._random = np.random.default_rng(seed)
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -139,7 +140,7 @@ class Loop:
         group = batch.select(batch.groups()[0].tolist())
         longest = int(np.diff(group.offsets).max())
         limits = [None if n is None else n * longest for n in DENSE_ROLLOUTS_PER_ROW]
-        tried = [wrap(self.model, Config(sharing="none", max_microbatch_tokens=n)) for n in limits]
+        tried = [self.dense.with_config(max_microbatch_tokens=n) for n in limits]
         self._gradient(tried[0], group)
         times = [[self._gradient(policy, group)[1] for policy in tried] for _ in range(TRIALS)]
         self.dense: Policy = tried[int(np.min(times, axis=0).argmin())]

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
@@ -25,9 +26,24 @@ class Distributed(Protocol):
     """Whether weights can be gathered for a whole step."""
     reduces: bool
     """Whether backwards reduce gradients; otherwise `reduce` does so after them."""
+    listens: bool
+    """Whether it takes any backward that reaches the model's parameters for that of its last stock
+    forward, so that a step's backwards must reach others (`gradient_sums.twins`)."""
 
     param_dtypes: frozenset[torch.dtype]
     """Dtypes that parameters are cast to for forwards; empty where they are used as they are."""
+
+    @property
+    def meshes(self) -> Sequence[DeviceMesh]:
+        """The device meshes that it is known to hold the model over."""
+        ...
+
+    def check(self, model: nn.Module, *, training: bool) -> None:
+        """The wrapper's settings of this moment have been shown exact.
+
+        Raises UnsupportedError.
+        """
+        ...
 
     def apart(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Those of the parameters whose gradients `reduce` sums, once all backwards are done."""
@@ -62,11 +78,17 @@ class Distributed(Protocol):
 
     def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
         """Reduce nothing until `last`, until the changes are undone. Collective where weights are
-        gathered for the step. `blocks`: of the decoder, in their order."""
+        gathered for the step. `blocks`: of the decoder, in their order. Gradients that stock
+        backwards have left on the ranks are out of reach meanwhile."""
         ...
 
     def reduce_held(self) -> None:
         """Reduce what a step's backwards have left on the ranks. Collective."""
+        ...
+
+    def reduce_earlier(self) -> None:
+        """Once a step has succeeded, reduce what stock backwards before it have left on the ranks,
+        if the wrapper's settings let it. Collective where there is any."""
         ...
 
     def last(self) -> None:
@@ -88,6 +110,6 @@ class Distributed(Protocol):
         """Give every parameter the form in which the optimizer has it."""
         ...
 
-    def reset(self) -> None:
-        """A step has failed: drop what is left of it."""
+    def reset(self, *, lost: bool) -> None:
+        """A step has failed: drop what is left of it, and with `lost` what was there before it."""
         ...

@@ -11,21 +11,21 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from forkpoint.config import Config
-from forkpoint.device import on_device
 from forkpoint.engine.activations import Activations
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.gathered_scores import loss_inputs
-from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.guard import GradientGuard, Step
-from forkpoint.engine.host import HeadOutputs, Host
+from forkpoint.engine.guarding import guard_gradients
+from forkpoint.engine.host import Host
 from forkpoint.engine.idling import idle_inputs
-from forkpoint.engine.loss_calls import called, names_of
+from forkpoint.engine.loss_calls import names_of
+from forkpoint.engine.loss_gradients import LossGradients
+from forkpoint.engine.microbatch_losses import MicrobatchLoss, MicrobatchLosses, weighted
 from forkpoint.engine.microbatches import (
     KernelOptions,
     MicrobatchInputs,
@@ -38,11 +38,11 @@ from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.step_result import StepResult, after
 from forkpoint.engine.timing import PhaseTimer
+from forkpoint.engine.token_values import TokenValues
 from forkpoint.engine.trunk_exchange import TrunkExchange
 from forkpoint.engine.untrained import add_zero_gradients
-from forkpoint.forest import IntArray
-from forkpoint.losses.base import Denominators, Loss, LossBatch, LossOutputs
-from forkpoint.losses.views import LossViews, outputs_of
+from forkpoint.losses.base import Denominators, Loss
+from forkpoint.losses.views import LossViews
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import (
@@ -57,8 +57,6 @@ from forkpoint.plan.program import (
     phase_of,
 )
 from forkpoint.rollouts import RolloutBatch
-
-MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], Tensor | None]
 
 
 class Engine:
@@ -122,11 +120,12 @@ class Engine:
         """
         views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
         mark = step.changes.mark
-        self._begin(step)
+        gradients = LossGradients(self.host, self._begin(step), self.ranks, scale)
+        losses = MicrobatchLosses(self.host, self.config, loss, views, gradients)
         prepared = self._prepare(plan, batch)
-        constant = None
+        constant = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         if plan.program.has_scores or (self.ranks is not None and self.ranks.parts):
-            result = self._replay(step, plan, batch, loss, views, prepared, scale)
+            result = self._replay(step, plan, batch, losses, prepared)
         else:
             before = None
             if plan.program.scores:
@@ -136,10 +135,11 @@ class Engine:
             if self.routing is not None:
                 self.routing.gather(self.ranks)
             if loss.decomposition == "token":
-                microbatch_loss = self._token_loss(loss, views)
+                microbatch_loss = losses.by_tokens()
             else:
-                coupling = loss.coupling(batch)
-                microbatch_loss, constant = self._whole_loss(loss, views, coupling, prepared)
+                microbatch_loss, of_untrained = losses.by_rollouts(plan, prepared)
+                with self._kept_failure():
+                    constant = of_untrained()
             result = self._pass(
                 step,
                 plan,
@@ -148,12 +148,11 @@ class Engine:
                 plan.program.training,
                 entropy=loss.needs_entropy,
                 microbatch_loss=microbatch_loss,
-                scale=scale,
+                scale=gradients.factor,
             )
             if before is not None:
                 result = after(before, result)
-        if constant is not None:
-            result = replace(result, loss=result.loss + constant)
+        result = replace(result, loss=result.loss + constant)
         return self._ended(step, mark, prepared, result)
 
     def backward(
@@ -173,24 +172,11 @@ class Engine:
         result = self._weighted(step, plan, batch, prepared, weights)
         return self._ended(step, mark, prepared, result)
 
-    def _begin(self, step: Step) -> None:
+    def _begin(self, step: Step) -> GradientGuard:
         """Prepare gradients and model for backwards, until the changes are undone."""
-        parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
-        group = self.host.group
-        wide = self.config.grad_accumulation_dtype == "float32"
-        apart = parameters if wide else group.apart(parameters) if group is not None else []
-        guard = step.guard = GradientGuard(
-            parameters,
-            restore=self.config.restore_grads,
-            sums=GradientSums(apart, wide=wide) if apart else None,
-        )
-        if group is not None:
-            guard.reset = group.reset
-            guard.held = lambda: group.gathered
-            guard.missing = group.missing_bytes if group.reduces else None
-        if guard.sums is not None:
-            guard.sums.collect(step.changes)
+        guard = guard_gradients(step, self.host, self.config)
         self._enter(step)
+        return guard
 
     def _ended(
         self, step: Step, mark: int, prepared: list[MicrobatchInputs], result: StepResult
@@ -212,6 +198,8 @@ class Engine:
             guard.touched = True
             group.reduce_held()
             step.changes.undo(mark)
+        if group is not None:
+            group.reduce_earlier()
         self._end(guard, prepared)
         return result
 
@@ -238,84 +226,33 @@ class Engine:
         tempers = self.host.head == "logprobs"
         return prepare_microbatches(plan, batch, self.host.device, tempers=tempers)
 
-    # How a loss is applied to one microbatch
-    # ------------------------------------------------------------
-
-    def _token_loss(self, loss: Loss, views: LossViews) -> MicrobatchLoss:
-        """Token-additive: each microbatch's trained tokens, once for every rollout that owns
-        them."""
-
-        def microbatch_loss(inputs: MicrobatchInputs, outputs: HeadOutputs) -> Tensor | None:
-            if not len(inputs.trained_tokens):
-                return None
-            entries = self._entries(inputs.trained_entry)
-            here = outputs_of(outputs.per_token, entries)
-            return self._call(loss, here, views.of_tokens(inputs.trained_tokens))
-
-        return microbatch_loss
-
-    def _whole_loss(
-        self, loss: Loss, views: LossViews, coupling: IntArray, prepared: list[MicrobatchInputs]
-    ) -> tuple[MicrobatchLoss, Tensor]:
-        """Coupled rollouts together, in the microbatch that holds all of their trained tokens.
-
-        Also returns the part of the loss of classes that train on nothing: a constant.
-        """
-        trained_classes = {
-            inputs.microbatch.index: np.unique(coupling[views.rollout_of[inputs.trained_tokens]])
-            for inputs in prepared
-        }
-
-        def microbatch_loss(inputs: MicrobatchInputs, outputs: HeadOutputs) -> Tensor | None:
-            if not len(inputs.trained_tokens):
-                return None
-            view, tokens = views.of_rollouts(
-                np.isin(coupling, trained_classes[inputs.microbatch.index])
-            )
-            entries = np.full(len(tokens), -1, np.int64)
-            entries[np.searchsorted(tokens, inputs.trained_tokens)] = inputs.trained_entry
-            return self._call(loss, outputs_of(outputs.per_token, self._entries(entries)), view)
-
-        every = np.concatenate([*trained_classes.values(), np.zeros(0, np.int64)])
-        untrained = ~np.isin(coupling, every)
-        constant = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
-        if untrained.any():
-            view, tokens = views.of_rollouts(untrained)
-            zeros = {
-                name: constant.new_zeros(len(tokens))
-                for name in names_of(self.host.head, self.config, loss.needs_entropy)
-            }
-            with torch.no_grad():
-                constant = self._call(loss, LossOutputs(**zeros), view).to(constant.dtype)
-        return microbatch_loss, constant
-
     def _replay(
         self,
         step: Step,
         plan: Plan,
         batch: RolloutBatch,
-        loss: Loss,
-        views: LossViews,
+        losses: MicrobatchLosses,
         prepared: list[MicrobatchInputs],
-        scale: float,
     ) -> StepResult:
+        """Scores, the loss of the whole batch, then the plan with its gradients as weights."""
+        needs_entropy = losses.loss.needs_entropy
         with torch.no_grad():
             program = plan.program.scores
-            scored = self._pass(step, plan, batch, prepared, program, entropy=loss.needs_entropy)
+            scored = self._pass(step, plan, batch, prepared, program, entropy=needs_entropy)
         if self.routing is not None:
             self.routing.gather(self.ranks)
-        given = loss_inputs(self.ranks, scored.per_token, views)
-        view, _ = given.views.of_rollouts(np.ones(len(given.views.batch), bool))
-        leaves = {name: x_T.requires_grad_() for name, x_T in given.per_token.items()}
-        by_name: dict[str, Tensor | None] = dict.fromkeys(leaves)
+        shown = losses.shown(plan)
+        given = loss_inputs(self.ranks, scored.per_token, losses.views, shown)
         value = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
-        with self._kept_failure(), torch.enable_grad():
-            value = self._call(loss, LossOutputs(**leaves), view)
-            weights = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-            own = (None if weight is None else weight[given.own] for weight in weights)
-            by_name = dict(zip(leaves, own, strict=True))
-        result = self._weighted(step, plan, batch, prepared, by_name, scale)
-        value = value.detach() if given.counts else torch.zeros_like(value)
+        weights: dict[str, Tensor | None] = dict.fromkeys(given.per_token)
+        # Rollouts all of which are left out have a loss of 0.
+        if given.shown.any() or not len(given.shown):
+            with self._kept_failure():
+                part = losses.of_scores(given)
+                value = part.value
+                weights |= part.gradients
+        scale = losses.gradients.factor
+        result = self._weighted(step, plan, batch, prepared, weights, scale)
         return replace(after(scored, result), loss=value)
 
     @contextmanager
@@ -341,21 +278,10 @@ class Engine:
         weights: Mapping[str, Tensor | None],
         scale: float = 1.0,
     ) -> StepResult:
-        """Run forwards and backwards of sum(weight * value) over trained tokens."""
-        dtype, device = self.host.loss_dtype, self.host.device
+        """Run forwards and backwards of sum(weight * value) over trained tokens.
 
-        def microbatch_loss(inputs: MicrobatchInputs, outputs: HeadOutputs) -> Tensor | None:
-            if not len(inputs.trained_tokens):
-                return None
-            entries = self._entries(inputs.trained_entry)
-            tokens = self._entries(inputs.trained_tokens)
-            here = outputs_of(outputs.per_token, entries)
-            total = torch.zeros((), dtype=dtype, device=device)
-            for name, weight in weights.items():
-                if weight is not None:
-                    total = total + (weight[tokens] * here.per_token[name]).sum()
-            return total
-
+        scale: a factor on other losses' gradients, such as the routers'.
+        """
         return self._pass(
             step,
             plan,
@@ -363,15 +289,9 @@ class Engine:
             prepared,
             plan.program.training,
             entropy="entropies" in weights,
-            microbatch_loss=microbatch_loss,
+            microbatch_loss=weighted(weights),
             scale=scale,
         )
-
-    def _call(self, loss: Loss, outputs: LossOutputs, view: LossBatch) -> Tensor:
-        return called(loss, outputs, view, self.host.head)
-
-    def _entries(self, values: IntArray) -> Tensor:
-        return on_device(values, self.host.device)
 
     # The schedule --------------------------------------------------------------------------------
 
@@ -392,10 +312,8 @@ class Engine:
         training = microbatch_loss is not None
         device, dtype = self.host.device, self.host.loss_dtype
         cache = PrefixCache(plan.cache_tokens, gradients=training, cache_states=plan.cache_states)
-        per_token = {
-            name: torch.zeros(plan.logical_tokens, dtype=dtype, device=device)
-            for name in names_of(self.host.head, self.config, entropy)
-        }
+        names = names_of(self.host.head, self.config, entropy)
+        values = TokenValues(names, plan, batch, dtype, device)
         total = torch.zeros((), dtype=dtype, device=device)
         kernels = KernelOptions(
             attention=self.config.attention_kernel,
@@ -457,26 +375,27 @@ class Engine:
                 if self.routing is not None:
                     self.routing.end(inputs)
                 # A forward that is repeated computes its loss then.
-                value = None
+                part = None
                 if microbatch_loss and instruction.records and not idle and not self._failure:
                     with self._kept_failure():
-                        value = microbatch_loss(inputs, outputs)
+                        part = microbatch_loss(inputs, outputs)
                 more = self.routing.root(instruction, inputs, scale) if self.routing else None
             if instruction.records or not training:
                 if not instruction.idle:
-                    self._collect(inputs, outputs, per_token)
-                if value is not None:
-                    total += value.detach()
+                    values.collect(inputs, outputs)
+                if part is not None:
+                    total += part.value
                 if training:
-                    roots[instruction.slot] = roots_of(value, outputs.roots, scale, more)
-            del outputs, value, state
+                    gradients = {} if part is None else part.gradients
+                    roots[instruction.slot] = roots_of(gradients, outputs, more)
+            del outputs, part, state
         step.changes.undo(mark)
         if self.host.group is not None:
             self.host.group.settle()
         timer.mark(LEAF)
         return StepResult(
             loss=total,
-            per_token=per_token,
+            per_token=values.by_name,
             events=tuple(events),
             phase_ms=timer.totals_ms(),
             event_ms=timer.each_ms(),
@@ -488,13 +407,3 @@ class Engine:
         events.append(event)
         if self.observer is not None:
             self.observer(event)
-
-    def _collect(
-        self, inputs: MicrobatchInputs, outputs: HeadOutputs, per_token: dict[str, Tensor]
-    ) -> None:
-        if not len(inputs.trained_tokens):
-            return
-        tokens = self._entries(inputs.trained_tokens)
-        entries = self._entries(inputs.trained_entry)
-        for name, values_T in per_token.items():
-            values_T[tokens] = outputs.per_token[name].detach()[entries]

@@ -1,11 +1,28 @@
 """Gradients of a step's backwards summed apart from `.grad`, and added to it once."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
+
+
+def twins(
+    model: nn.Module, parameters: Sequence[nn.Parameter], changes: Changes
+) -> list[nn.Parameter]:
+    """Parameters of the same weights, which forwards use until the changes are undone.
+
+    Nothing that waits for gradients of the model's own sees backwards that reach these.
+    """
+    made = {parameter: nn.Parameter(parameter.detach()) for parameter in parameters}
+    for module in model.modules():
+        held: dict[str, Any] = module._parameters
+        for name, parameter in held.items():
+            if parameter in made:
+                changes.set(held, name, made[parameter])
+    return [made[parameter] for parameter in parameters]
 
 
 class GradientSums:
@@ -21,25 +38,28 @@ class GradientSums:
         self.parameters = parameters
         self.wide: bool = wide
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._of_leaf: dict[Tensor, nn.Parameter] = {}
         self._dropped = False
 
-    def collect(self, changes: Changes) -> None:
+    def collect(self, changes: Changes, leaves: Sequence[nn.Parameter]) -> None:
         """Collect what backwards leave, until the changes are undone.
 
-        Gradients are then as they were before, and what was summed up is still here.
+        Gradients are then as they were before, and what was summed up is still here. `leaves`: by
+        parameter, the one that forwards use: itself, or its twin.
         """
-        for parameter in self.parameters:
-            changes.later(self._leave, parameter, parameter.grad)
-            parameter.grad = None
-            parameter.register_post_accumulate_grad_hook(self._take)
+        for parameter, leaf in zip(self.parameters, leaves, strict=True):
+            self._of_leaf[leaf] = parameter
+            changes.later(self._leave, leaf, leaf.grad)
+            leaf.grad = None
+            leaf.register_post_accumulate_grad_hook(self._take)
 
-    def _leave(self, parameter: nn.Parameter, before: Tensor | None) -> None:
+    def _leave(self, leaf: nn.Parameter, before: Tensor | None) -> None:
         # Not by the handle that the registration returns: an interrupt may have lost that.
-        hooks = parameter._post_accumulate_grad_hooks or {}
+        hooks = leaf._post_accumulate_grad_hooks or {}
         for key in [key for key, hook in hooks.items() if hook == self._take]:
             del hooks[key]
         if not self._dropped:
-            parameter.grad = before
+            leaf.grad = before
 
     def drop(self) -> None:
         """The step has failed, and its gradients have been taken back: sums and gradients from
@@ -52,10 +72,10 @@ class GradientSums:
         missing = (p for p in self.parameters if p not in self._sums)
         return sum(p.numel() * self._dtype(p).itemsize for p in missing)
 
-    def _take(self, parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
+    def _take(self, leaf: nn.Parameter) -> None:
+        gradient, parameter = leaf.grad, self._of_leaf[leaf]
         assert gradient is not None
-        parameter.grad = None
+        leaf.grad = None
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:

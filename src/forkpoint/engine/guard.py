@@ -7,14 +7,15 @@ whole gradient, and a note that says so.
 
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradient_sums import GradientSums
+from forkpoint.engine.leaf_sums import LeafSums
 from forkpoint.engine.thread_state import ThreadState, close_generators
 
 T = TypeVar("T")
@@ -47,8 +48,15 @@ NOTES = {"unchanged": UNCHANGED, "cleared": CLEARED, "added": ADDED}
 ATTEMPTS = 100
 
 
-def _nothing() -> None:
+def _nothing(*, lost: bool) -> None:
     pass
+
+
+class Reset(Protocol):
+    """Drops what a failed step has left besides `.grad`; where `lost`, also what was left there
+    before it. Can be repeated."""
+
+    def __call__(self, *, lost: bool) -> None: ...
 
 
 class StepOutcome:
@@ -80,10 +88,11 @@ class GradientGuard:
         self.copies: list[Tensor | None] | None = None
         if restore:
             self.copies = [None if g is None else g.detach().clone() for g in self.before]
+        self.others: LeafSums = LeafSums()
+        """Gradients of leaves that the loss reads and that no wrapper reduces."""
         self.touched: bool = False
         """Whether gradients may have been added to."""
-        self.reset: Callable[[], None] = _nothing
-        """Drops what a failed step has left besides gradients; it can be repeated."""
+        self.reset: Reset = _nothing
         self.held: Callable[[], bool] = bool
         """Whether backwards leave gradients elsewhere than in `.grad`, until they are reduced."""
         self.missing: Callable[[], int] | None = None
@@ -95,8 +104,15 @@ class GradientGuard:
         here = self.sums is None or len(self.sums.parameters) < len(self.parameters)
         self.touched = self.touched or (here and not self.held())
 
+    def begin_loss(self, leaves: Iterable[Tensor]) -> None:
+        """A backward of the loss is about to add to gradients of these leaves."""
+        summed = set() if self.sums is None else set(self.sums.parameters)
+        here = set(self.parameters) - summed
+        self.touched = self.touched or any(leaf in here for leaf in leaves)
+
     def add_sums(self) -> None:
         """All backwards are done: what was summed up apart from `.grad` joins it."""
+        self.others.add_to_gradients()
         if self.sums is not None:
             self.touched = True
             self.sums.add_to_gradients()
@@ -115,12 +131,13 @@ class GradientGuard:
 
         Where gradients were there before and no copy of them was kept, all are set to None.
         """
-        self.reset()
+        lost = self.touched and self.copies is None and any(g is not None for g in self.before)
+        self.reset(lost=lost)
+        self.others.restore(lost=lost)
         if not self.touched:
             return "unchanged"
         if self.sums is not None:
             self.sums.drop()
-        lost = self.copies is None and any(g is not None for g in self.before)
         copies = self.copies or [None] * len(self.before)
         for parameter, before, copy in zip(self.parameters, self.before, copies, strict=True):
             if before is None or copy is None:

@@ -169,8 +169,8 @@ def prepare_microbatches(
     edge_offsets = forest.edge_offsets
     token_edge = forest.token_edges(batch.offsets)
 
-    trained = np.flatnonzero(batch.loss_mask)
     entries = entries_of(forest.edges, token_edge, batch, tempers=tempers)
+    trained = entries.trained
     temperature = np.ones(entries.numbers)
     rollout_of = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))
     temperature[entries.of_trained] = batch.temperatures[rollout_of[trained]]

@@ -3,8 +3,12 @@
 An ordinary loop multiplies the loss of every token by the loss mask. Where the mask is zero
 everywhere, each parameter that the model's forward reads gets a gradient of zeros and not None. An
 optimizer tells the two apart: it skips a parameter without a gradient, and otherwise applies
-momentum and weight decay. A step without trained tokens ends its forwards early, so it does not
-reach all of these parameters by itself.
+momentum and weight decay. A step without trained tokens does not run rollouts for which nothing
+else asks, so it does not reach these parameters by itself; nor does a step whose loss is declared
+to be zero everywhere (`Loss.zero_rollouts`).
+
+A step that trains on any token reaches all of them. In supported models no parameter is read for
+some tokens alone: experts of a mixture lie in one parameter together.
 """
 
 import torch

@@ -4,13 +4,14 @@ Both are used as they are. What a step tells them is when to reduce gradients, w
 last backward.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,11 +20,16 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Distributed
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.fsdp_versions import (
+    divisor,
     end_backwards_themselves,
     groups_of,
     policies_of,
+    present_in,
+    reduces_by,
     takes_any_gradient,
+    trained_of,
 )
+from forkpoint.hosts.modules import every_parameter
 from forkpoint.hosts.sharded_weights import ShardedWeights
 from forkpoint.parallel.ranks import DataRanks, ranks_of_group, ranks_of_mesh
 
@@ -79,6 +85,7 @@ class FullySharded:
     lockstep: bool = True
     gathers: bool = True
     reduces: bool = True
+    listens: bool = False
 
     def __init__(self, model: FSDPModule, experts: Collection[nn.Module] = ()) -> None:
         """`experts`: modules that transformers shards over a mesh of their own (expert
@@ -93,8 +100,6 @@ class FullySharded:
             for g in groups_of(m)
             if m not in experts
         }
-        for group in groups:
-            _check_group(group)
         if not meshes:
             raise UnsupportedError("the model is sharded by fully_shard and has no parameters.")
         if len({tuple(m.mesh.flatten().tolist()) for m in meshes.values()}) > 1:
@@ -107,17 +112,22 @@ class FullySharded:
         self.ranks: DataRanks = ranks_of_mesh(mesh)
         self.gather: Gather = "microbatch"
         self._weights = ShardedWeights(model, self.ranks)
+        self._entered = False
+        """Whether a step runs, so that what lies on the ranks is its own."""
         self.param_dtypes: frozenset[torch.dtype] = frozenset(
             policy.param_dtype
             for group in groups
             for policy in policies_of(group)
             if policy.param_dtype is not None
         )
-        self._divisors = {_divisor(g, self.ranks.size) for g in groups}
 
     @property
     def gathered(self) -> bool:
         return self._weights.gathered
+
+    @property
+    def meshes(self) -> Sequence[DeviceMesh]:
+        return (self._mesh,)
 
     def use(self, gather: Gather, changes: Changes) -> None:
         changes.set(vars(self), "gather", gather)
@@ -136,15 +146,33 @@ class FullySharded:
         return self._weights.whole()
 
     def factor(self, *, mean: bool) -> float:
-        if mean:
-            return 1.0
-        if len(self._divisors) > 1:
+        return 1.0 if mean else max(self._divisors(), default=1.0)
+
+    def _divisors(self) -> set[float]:
+        """The numbers by which parts of the model divide summed gradients."""
+        trained = (g for g in self._weights.groups() if trained_of(g))
+        return {divisor(group, self.ranks.size) for group in trained}
+
+    def check(self, model: nn.Module, *, training: bool) -> None:
+        for group in self._weights.groups():
+            _check_group(group)
+        if not training:
+            return
+        for group in self._weights.groups():
+            if (by := reduces_by(group)) is not None:
+                raise UnsupportedError(
+                    f"the model is sharded by fully_shard, and {by}, which has not been shown "
+                    "exact. Leave it out; with a mesh of two dimensions fully_shard reduces over "
+                    "replicas itself."
+                )
+        if len(divisors := self._divisors()) > 1:
             raise UnsupportedError(
-                f"parts of the model divide gradients by different factors ({self._divisors}); "
+                f"parts of the model divide gradients by different factors ({sorted(divisors)}); "
                 "forkpoint's losses need one. Call set_gradient_divide_factor with one number on "
                 "every sharded module."
             )
-        return next(iter(self._divisors))
+        held = {p for group in self._weights.groups() for p in present_in(group)}
+        _check_held(model, "fully_shard", lambda _, parameter: parameter in held)
 
     def apart(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         return []
@@ -163,8 +191,14 @@ class FullySharded:
         ]
 
     def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
-        changes.later(self.model.set_requires_gradient_sync, True)
-        changes.later(self.model.set_is_last_backward, True)
+        self._weights.set_aside(changes)
+        changes.set(vars(self), "_entered", True)  # undone before these gradients come back
+        for group in self._weights.groups():
+            changes.set(vars(group), "reduce_grads", False)
+            changes.set(vars(group), "all_reduce_grads", False)
+        changes.set(
+            vars(cast(Any, self.model)._get_fsdp_state()._state_ctx), "is_last_backward", False
+        )
         end_backwards_themselves(self.model, changes)
         for module in self._weights.modules():
             # Around the head it would round log-probs, where in ordinary training it meets logits
@@ -177,8 +211,6 @@ class FullySharded:
             self._weights.gather(changes)
         elif self.gather == "microbatch":
             self._weights.prefetch(blocks, changes)
-        self.model.set_requires_gradient_sync(False)
-        self.model.set_is_last_backward(False)
 
     def last(self) -> None:
         if self.gathered:  # they are reduced when all ranks have come to the end
@@ -188,6 +220,9 @@ class FullySharded:
 
     def reduce_held(self) -> None:
         self._weights.reduce()
+
+    def reduce_earlier(self) -> None:
+        self._weights.reduce_earlier()
 
     def reduce(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
@@ -201,8 +236,11 @@ class FullySharded:
     def settle(self) -> None:
         self._weights.shard()
 
-    def reset(self) -> None:
-        self._weights.forget()
+    def reset(self, *, lost: bool) -> None:
+        if lost:
+            self._weights.lose()
+        elif self._entered:
+            self._weights.forget()
 
 
 def _check_group(group: Any) -> None:
@@ -226,10 +264,15 @@ def _check_group(group: Any) -> None:
         )
 
 
-def _divisor(group: Any, size: int) -> float:
-    """The number that summed gradients are divided by."""
-    given = getattr(group, "gradient_divide_factor", None)
-    return float(size if given is None else given)
+def _check_held(model: nn.Module, wrapper: str, holds: Callable[[str, nn.Parameter], bool]) -> None:
+    """Every parameter that trains is one that the wrapper reduces gradients of."""
+    for name, parameter in every_parameter(model):
+        if parameter.requires_grad and not holds(name, parameter):
+            raise UnsupportedError(
+                f"parameter {name} trains, and {wrapper} leaves its gradient unreduced: it is to "
+                f"ignore the parameter, or the parameter was made after {wrapper} was called. "
+                "Freeze it (requires_grad_(False)), or let the wrapper have it."
+            )
 
 
 class Replicated:
@@ -239,7 +282,9 @@ class Replicated:
     lockstep: bool = False
     gathers: bool = False
     reduces: bool = False
+    listens: bool = True
     gathered: bool = False
+    meshes: Sequence[DeviceMesh] = ()  # of one that is a part of another it sets hooks, refused
     param_dtypes: frozenset[torch.dtype] = frozenset()
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -249,13 +294,21 @@ class Replicated:
                 "DistributedDataParallel has mixed_precision, which has not been shown exact. "
                 "Leave it out, and use torch.autocast."
             )
-        if getattr(wrapper, "_comm_hooks", None):
-            raise UnsupportedError(
-                "DistributedDataParallel has a communication hook, which forkpoint would pass by. "
-                "Leave register_comm_hook out."
-            )
+        self._wrapper = wrapper
         self.group: dist.ProcessGroup = wrapper.process_group
         self.ranks: DataRanks = ranks_of_group(self.group)
+
+    def check(self, model: nn.Module, *, training: bool) -> None:
+        if not training:
+            return
+        ignored = self._wrapper.parameters_to_ignore
+        _check_held(model, "DistributedDataParallel", lambda name, _: name not in ignored)
+        hook = self._wrapper._get_ddp_logging_data().get("comm_hook")
+        if hook:
+            raise UnsupportedError(
+                f"DistributedDataParallel has a communication hook ({hook}), which forkpoint would "
+                "pass by. Leave register_comm_hook out."
+            )
 
     def factor(self, *, mean: bool) -> float:
         return 1.0
@@ -282,6 +335,9 @@ class Replicated:
         pass
 
     def reduce_held(self) -> None:
+        pass
+
+    def reduce_earlier(self) -> None:
         pass
 
     def reduce(
@@ -311,7 +367,7 @@ class Replicated:
     def settle(self) -> None:
         pass
 
-    def reset(self) -> None:
+    def reset(self, *, lost: bool) -> None:
         pass
 
 

@@ -26,6 +26,35 @@ def policies_of(group: Any) -> list[Any]:
     return list(dict.fromkeys(parameter.mp_policy for parameter in group.fsdp_params))
 
 
+def present_in(group: Any) -> list[torch.nn.Parameter]:
+    """The parameters that modules have now in the places of a group's: its shards, whole ones, or
+    others that were loaded since."""
+    places = (parameter._module_info for parameter in group.fsdp_params)
+    return [getattr(place.module, place.param_name) for place in places]
+
+
+def trained_of(group: Any) -> list[Any]:
+    """The parameters of a group that train."""
+    return [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+
+
+def divisor(group: Any, size: int) -> float:
+    """The number that a group's gradients, summed over `size` ranks, are divided by."""
+    given = getattr(group, "gradient_divide_factor", None)
+    return float(size if given is None else given)
+
+
+def reduces_by(group: Any) -> str | None:
+    """The user's code that gathers or reduces for a group; None where torch's does."""
+    if group._all_reduce_hook is not None:
+        return "set_all_reduce_hook has given it a function for gradients"
+    for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+        kind = type(getattr(group, name, None))
+        if not kind.__module__.startswith(("torch.", "builtins")):
+            return f"collectives of its own are set ({kind.__module__}.{kind.__qualname__})"
+    return None
+
+
 def compute_dtype(parameter: Any) -> torch.dtype:
     """The dtype in which forwards have the whole parameter."""
     return parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
@@ -65,14 +94,41 @@ def set_zeros(parameter: Any) -> None:
         whole.grad = zeros
 
 
-def drop_gradients(group: Any) -> None:
-    """Drop gradients of whole parameters that were not reduced."""
+def left_in(group: Any) -> list[tuple[Any, str, Any]]:
+    """Gradients of a group that backwards have left without reducing them, or reduced over one of
+    two mesh dimensions: objects, attributes and values."""
+    places = [(group, "_partial_reduce_output")]
     for parameter in group.fsdp_params:
         if _keeps_beside(parameter):
-            parameter.unsharded_accumulated_grad = None
+            places.append((parameter, "unsharded_accumulated_grad"))
         whole = getattr(parameter, "_unsharded_param", None)
         if whole is not None:
-            whole.grad = None
+            places.append((whole, "grad"))
+    found = ((place, name, getattr(place, name)) for place, name in places)
+    return [(place, name, value) for place, name, value in found if value is not None]
+
+
+def is_due(group: Any) -> bool:
+    """Whether a backward would reduce now what others have left."""
+    whole = group.reduce_grads and any(map(has_gradient, group.fsdp_params))
+    return whole or (group.all_reduce_grads and group._partial_reduce_output is not None)
+
+
+def add_zeros_to_partial(group: Any) -> None:
+    """Give a group gradients of zeros where it has nothing but what was reduced in part: that is
+    reduced along with the next gradients of the same parameters."""
+    partial, trained = group._partial_reduce_output, trained_of(group)
+    if partial is None or any(map(has_gradient, group.fsdp_params)):
+        return
+    if sum(p.padded_sharded_param_size.numel() for p in trained) == partial.numel():
+        for parameter in trained:
+            set_zeros(parameter)
+
+
+def drop_gradients(group: Any) -> None:
+    """Drop gradients of a group that were not reduced, or in part."""
+    for place, name, _ in left_in(group):
+        setattr(place, name, None)
 
 
 def reset(root: Any, modules: list[Any]) -> None:

@@ -14,14 +14,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.fsdp_versions import (
+    add_zeros_to_partial,
     compute_dtype,
     drop_gradients,
     gradient_dtype,
     groups_of,
     has_gradient,
+    is_due,
+    left_in,
     reduce_gradients,
     reset,
     set_zeros,
+    trained_of,
 )
 from forkpoint.parallel.ranks import DataRanks
 
@@ -37,6 +41,8 @@ class ShardedWeights:
         self.ranks: DataRanks = ranks
         self.gathered: bool = False
         """Whether every weight is whole on this rank until the step ends."""
+        self._aside: list[tuple[Any, str, Any]] = []
+        """Objects, attributes, and gradients that were there before a step."""
 
     def modules(self) -> list[Any]:
         """Its sharded modules, the outermost first."""
@@ -49,8 +55,7 @@ class ShardedWeights:
         return list({id(group): group for group in found}.values())
 
     def _trained(self) -> list[Any]:
-        parameters = chain.from_iterable(group.fsdp_params for group in self.groups())
-        return [p for p in parameters if p.sharded_param.requires_grad]
+        return list(chain.from_iterable(map(trained_of, self.groups())))
 
     # Sizes
     # ------------------------------------------------------------
@@ -78,6 +83,26 @@ class ShardedWeights:
                 found = getattr(parameter, "_unsharded_param", None)
                 if found is not None:
                     yield found
+
+    # Gradients that were not reduced
+    # ------------------------------------------------------------
+
+    def set_aside(self, changes: Changes) -> None:
+        """Take away what stock backwards have left unreduced, until the changes are undone."""
+        self._aside = [each for group in self.groups() for each in left_in(group)]
+        changes.later(self._put_back)
+        for place, name, _ in self._aside:
+            setattr(place, name, None)
+
+    def _put_back(self) -> None:
+        for place, name, gradient in self._aside:
+            setattr(place, name, gradient)
+        self._aside = []
+
+    def lose(self) -> None:
+        """Drop all gradients that were not reduced, those that were set aside as well."""
+        self._aside = []
+        self.forget()
 
     # Whole for a step
     # ------------------------------------------------------------
@@ -121,6 +146,15 @@ class ShardedWeights:
         self.model.set_requires_gradient_sync(True)
         self.model.set_is_last_backward(True)
         reduce_gradients(self.model)
+
+    def reduce_earlier(self) -> None:
+        """Reduce what backwards without synchronisation have left, where a backward would do so
+        now. Collective if there is any, which is the same on all ranks."""
+        due = [group for group in self.groups() if is_due(group)]
+        for group in due:
+            add_zeros_to_partial(group)
+        if due:
+            reduce_gradients(self.model)
 
     def forget(self) -> None:
         """Drop gradients that were not reduced and all that a failed pass has left, and shard."""

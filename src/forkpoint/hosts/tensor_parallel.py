@@ -70,6 +70,7 @@ class ModelParallel:
     lockstep: bool = True
     gathers: bool = False
     gathered: bool = False
+    listens: bool = False
 
     def __init__(self, model: nn.Module, splits: Sequence[Split]) -> None:
         """Collective over the default group."""
@@ -102,6 +103,15 @@ class ModelParallel:
             (dist.get_rank(),) if self.data is None else self.data.ranks.global_ranks
         )
         self.ranks: DataRanks = _all_ranks(self.data_ranks, self.tensor_ranks, self.expert_ranks)
+
+    @property
+    def meshes(self) -> Sequence[DeviceMesh]:
+        data = () if self.data is None else self.data.meshes
+        return (self.splits[0][2].tensor_mesh, *data)
+
+    def check(self, model: nn.Module, *, training: bool) -> None:
+        if self.data is not None:
+            self.data.check(model, training=training)
 
     def _summed(self) -> set[nn.Parameter]:
         """Parameters whose gradients are parts on each rank of the tensor-parallel group."""
@@ -136,6 +146,10 @@ class ModelParallel:
 
     def reduce_held(self) -> None:
         pass
+
+    def reduce_earlier(self) -> None:
+        if self.data is not None:
+            self.data.reduce_earlier()
 
     def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
         # Those of this moment: within the step all factors are one.
@@ -188,9 +202,9 @@ class ModelParallel:
         if self.data is not None:
             self.data.settle()
 
-    def reset(self) -> None:
+    def reset(self, *, lost: bool) -> None:
         if self.data is not None:
-            self.data.reset()
+            self.data.reset(lost=lost)
 
 
 def _members(mesh: DeviceMesh) -> tuple[int, ...]:

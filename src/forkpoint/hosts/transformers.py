@@ -183,6 +183,8 @@ class TransformersHost:
         """Routers that a step takes statistics of."""
         self._check_idle()
         self._check_model()
+        if self._group is not None:
+            self._group.check(self.model, training=True)
         refusals.check_rotary_buffers(self.causal)  # here alone: it waits for the device
         if isinstance(self._group, ModelParallel):
             compile_blocks = check_compile_blocks(compile_blocks)
@@ -287,6 +289,8 @@ class TransformersHost:
             self._checked = found
         refusals.check_parameters(self.model, sharded=self._is_sharded)
         refusals.check_rope(self.causal, int(batch.lengths.max(initial=0)))
+        if self._group is not None:
+            self._group.check(self.model, training=training)
         if training:
             refusals.check_trainable(self.model)
             refusals.check_parameter_hooks(self.model)

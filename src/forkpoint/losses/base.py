@@ -209,6 +209,18 @@ class Loss:
         count = len(batch.rollout_ids)
         return np.zeros(count, np.int64) if self.decomposition == "joint" else np.arange(count)
 
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        """Rollouts whose terms are 0, and have gradients of 0, whatever the model computes.
+
+        A step leaves them out, so that a rollout that is declared wrongly is not trained on;
+        `policy.verify` finds that. Of rollouts that the loss couples, all or none are left out. A
+        subclass that defines `__call__` or another method anew declares for itself: what its base
+        class declares then counts for nothing.
+
+        Returns bool [N], from numpy arrays of the batch alone; here none.
+        """
+        return np.zeros(len(batch), bool)
+
 
 LossFunction = Callable[[LossOutputs, LossBatch], Tensor]
 

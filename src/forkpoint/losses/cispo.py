@@ -3,11 +3,14 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import LossBatch
 from forkpoint.losses.policy_loss import PolicyLoss, check_clips, log_ratios, ratios
+from forkpoint.rollouts import RolloutBatch
 
 
 @explains_arguments
@@ -43,3 +46,6 @@ class CISPO(PolicyLoss):
         high = self.clip if self.clip_high is None else self.clip_high
         weights_T = weights_T.clamp(1 - self.clip, 1 + high)
         return weights_T * batch.trained(batch.advantages) * logprobs_T
+
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        return self.where_zero(batch, batch.advantages == 0)

@@ -4,11 +4,14 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import Decomposition, Loss, LossBatch, LossOutputs, check_choice
 from forkpoint.losses.policy_loss import check_clips, clipped_surrogate, log_ratios, ratios
+from forkpoint.rollouts import RolloutBatch
 
 
 @explains_arguments
@@ -65,3 +68,8 @@ class Distillation(Loss):
         if batch.weights is not None:
             terms_T = terms_T * batch.trained(batch.weights)
         return batch.total(terms_T, self.normalize)
+
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        if batch.weights is None:
+            return np.zeros(len(batch), bool)
+        return batch.where_all_trained(batch.weights == 0)

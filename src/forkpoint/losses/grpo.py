@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
@@ -15,6 +17,7 @@ from forkpoint.losses.policy_loss import (
     log_ratios,
     ratios,
 )
+from forkpoint.rollouts import RolloutBatch
 
 
 @explains_arguments
@@ -63,6 +66,9 @@ class GRPO(PolicyLoss):
             self.clip_high,
             self.dual_clip,
         )
+
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        return self.where_zero(batch, batch.advantages == 0)
 
 
 @explains_arguments
@@ -128,3 +134,6 @@ class DrGRPO(GRPO):
     def reduce(self, terms_T: Tensor, batch: LossBatch) -> Tensor:
         total = batch.trained(terms_T).sum()
         return divide(total, batch.denominators.rollouts * self.max_tokens)
+
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        return self.where_zero(batch, batch.advantages == 0)

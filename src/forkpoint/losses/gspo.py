@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.losses.arguments import explains_arguments
@@ -14,6 +16,7 @@ from forkpoint.losses.policy_loss import (
     log_ratios,
     ratios,
 )
+from forkpoint.rollouts import RolloutBatch
 
 
 @explains_arguments
@@ -59,6 +62,14 @@ class GSPO(PolicyLoss):
         else:
             advantages_T = _of_tokens(batch.rollout_mean(batch.advantages), batch)
         return clipped_surrogate(ratios(log_ratios_T), advantages_T, self.clip, self.clip_high)
+
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        found = self.where_zero(batch, batch.advantages == 0)
+        if self.level == "sequence" and batch.weights is not None:
+            # The objective of each token has the advantages of all.
+            flat = batch.where_all_trained(batch.advantages == 0)
+            found &= flat | batch.where_all_trained(batch.weights == 0)
+        return found
 
 
 def _of_tokens(values_n: Tensor, batch: LossBatch) -> Tensor:

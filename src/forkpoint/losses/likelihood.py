@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import Decomposition, Loss, LossBatch, LossOutputs, check_choice
+from forkpoint.rollouts import RolloutBatch
 
 
 @explains_arguments
@@ -39,6 +42,11 @@ class LogLikelihood(Loss):
         if batch.weights is not None:
             terms_T = terms_T * batch.trained(batch.weights)
         return batch.total(terms_T, self.normalize)
+
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        if batch.weights is None:
+            return np.zeros(len(batch), bool)
+        return batch.where_all_trained(batch.weights == 0)
 
 
 SFT = LogLikelihood

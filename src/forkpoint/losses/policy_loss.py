@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.losses.base import (
@@ -14,6 +16,7 @@ from forkpoint.losses.base import (
     check_choice,
     check_number,
 )
+from forkpoint.rollouts import RolloutBatch
 
 LARGEST_LOG_RATIO = 20.0
 """Bound of a log-ratio from above, a ratio of 5e8: beyond it, exp would soon be infinite in
@@ -94,6 +97,18 @@ class PolicyLoss(Loss):
             assert outputs.entropies is not None, "the loss has needs_entropy"
             terms_T = terms_T - self.entropy * outputs.entropies
         return self.reduce(terms_T, batch)
+
+    def where_zero(self, batch: RolloutBatch, zero_T: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """For `zero_rollouts`: where a token's objective is 0, or its weight, in all of a rollout.
+
+        None with a KL divergence or an entropy bonus. `zero_T` (bool [T]) says where a token's
+        objective is 0 and has a gradient of 0, whatever its log-prob.
+        """
+        if self.kl or self.entropy:
+            return np.zeros(len(batch), bool)
+        if batch.weights is not None:
+            zero_T = zero_T | (batch.weights == 0)
+        return batch.where_all_trained(zero_T)
 
 
 def log_ratios(logprobs_T: Tensor, batch: LossBatch) -> Tensor:

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import LossBatch, check_number
 from forkpoint.losses.policy_loss import PolicyLoss, log_ratios, ratios
+from forkpoint.rollouts import RolloutBatch
 
 
 @explains_arguments
@@ -45,3 +48,6 @@ class SAPO(PolicyLoss):
         tau_T = tau_T.masked_fill(advantages_T > 0, self.tau_pos)
         ratios_T = ratios(log_ratios(logprobs_T, batch))
         return 4 / tau_T * torch.sigmoid(tau_T * (ratios_T - 1)) * advantages_T
+
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        return self.where_zero(batch, batch.advantages == 0)

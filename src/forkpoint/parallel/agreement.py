@@ -40,6 +40,8 @@ class Proposal:
     """The memory budget that the program was planned for; None is no limit."""
     compiler_failure: str | None = None
     """Why this rank runs blocks eagerly that it was to compile."""
+    trains: bool = False
+    """Whether this rank's plan trains on any token."""
     trained_tokens: int = 0
     rollouts: int = 0
     groups: NDArray[np.uint64] | None = None
@@ -73,6 +75,8 @@ class Agreement:
     """Of all ranks' rollouts as one batch."""
     split_groups: int
     """Groups that have rollouts on several ranks."""
+    trains: bool
+    """Whether any rank's plan trains on any token."""
     sample: RolloutBatch | None
     parts: tuple[RolloutBatch, ...] = ()
     """By rank, its rollouts, where the loss is computed from those of all ranks."""
@@ -97,10 +101,9 @@ class Agreement:
                 for i in self.program.instructions
             )
             digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
-        trains = self.counts.tokens > 0
         return StepOfRanks(
             ranks,
-            trains=trains,
+            trains=self.trains,
             mean=mean,
             lockstep=self.lockstep,
             digest=digest,
@@ -189,6 +192,7 @@ def agreed(
             groups=float(distinct),
         ),
         split_groups=len(every) - distinct,
+        trains=any(proposal.trains for proposal in proposals),
         sample=sample,
         parts=tuple(p.gathered for p in proposals if p.gathered is not None),
         splitting=splitting,

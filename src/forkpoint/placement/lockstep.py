@@ -121,7 +121,10 @@ def exchange_plans(
     Raises:
         PlanError: the settings have no such plan.
     """
-    own = [trunks_of(batch) if batch else {} for batch in batches]
+    own = [
+        trunks_of(batch, plan.run_lengths) if batch and plan else {}
+        for batch, plan in zip(batches, plans, strict=True)
+    ]
     edges = [{name: trunk.edges for name, trunk in each.items()} for each in own]
     tokens = [float(plan.computed_tokens) if plan else 0.0 for plan in plans]
     shared = shared_trunks(edges, tokens)

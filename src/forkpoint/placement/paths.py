@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
+from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest
 from forkpoint.placement.rates import Rates
+from forkpoint.plan.runs import run_lengths, sort_running
 from forkpoint.rollouts import RolloutBatch
 
 
@@ -32,12 +33,14 @@ class Paths:
         return len(self.groups)
 
     @classmethod
-    def of_batch(cls, batch: RolloutBatch) -> "Paths":
-        """The paths of a batch."""
-        one_class = np.zeros(len(batch), np.int64)
-        order = sort_rollouts(batch.token_ids, batch.offsets, one_class, routes=batch.route_index)
+    def of_batch(cls, batch: RolloutBatch, runs: IntArray | None = None) -> "Paths":
+        """The paths of a batch.
+
+        runs: int64 [N], how many edges of each rollout run, from its first; None: all.
+        """
+        runs = run_lengths(batch, whole=True) if runs is None else runs
         return cls(
-            order,
+            sort_running(batch, np.zeros(len(batch), np.int64), runs),
             batch.group_index,
             batch.offsets[:-1],
             np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)]),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,7 +21,11 @@ from forkpoint.placement.shapes import reshaped
 from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.runs import run_lengths
 from forkpoint.rollouts import Rollout, RolloutBatch, short
+
+if TYPE_CHECKING:
+    from forkpoint.losses.base import Loss
 
 Model = ModelShape | Mapping[str, Any] | str | Path | None
 
@@ -63,6 +67,7 @@ def place(
     max_microbatch_tokens: int | None = None,
     calibration: Calibration | str | Path | None = None,
     split: Literal["auto", "replicate"] = "auto",
+    loss: "Loss | None" = None,
 ) -> list[list[int]]:
     """Place the rollouts of one step on data-parallel ranks.
 
@@ -87,6 +92,9 @@ def place(
         split: what the ranks' `Config(split=...)` lets a step do about prompts that several of them
             have: "auto" is replicating or exchanging, whichever is cheaper. Split models and
             options that keep ranks from exchanging (docs/ranks.md) take "replicate".
+        loss: that of the step, whose rollouts without gradient are not run and cost nothing, nor do
+            tokens after the last trained one. None, and what is right with a router loss or
+            Config(all_logprobs=True): all tokens are run.
 
     Returns:
         For each rank the positions of its rollouts, ascending. Each rollout is on one rank. A rank
@@ -95,7 +103,8 @@ def place(
     Raises:
         RolloutError: there are no rollouts, or other things among them.
         ConfigError: ranks or max_microbatch_tokens is no whole number of at least 1; split is
-            another word; the model is not known; the calibration is of another model.
+            another word; the loss is no Loss; the model is not known; the calibration is of another
+            model.
         PlanError: there is a calibration and no model.
     """
     check_ranks(ranks)
@@ -113,7 +122,7 @@ def place(
     if shape is not None and calibration is not None and not isinstance(model, ModelShape):
         # A name does not say the dtype; the calibration does.
         shape = replace(shape, dtype_bytes=calibration.shape.dtype_bytes)
-    paths = Paths.of_batch(batch)
+    paths = Paths.of_batch(batch, None if loss is None else _runs(batch, loss))
     rates = Rates.of(shape, calibration)
     rank = place_paths(
         paths,
@@ -125,6 +134,17 @@ def place(
         exchange=ExchangePrices.of(shape, rates, calibration) if split == "auto" else None,
     )
     return lists_of(rank, ranks)
+
+
+def _runs(batch: RolloutBatch, loss: "Loss") -> IntArray:
+    """How many edges of each rollout a step of the loss runs: int64 [N]. Imports torch."""
+    from forkpoint.losses.base import as_loss
+    from forkpoint.losses.zeros import zero_rollouts
+
+    known = as_loss(loss)
+    # Rollouts of other ranks may be coupled with those that are zero on theirs.
+    zero = None if known.across_ranks else zero_rollouts(known, batch)
+    return run_lengths(batch, zero)
 
 
 def check_ranks(ranks: int) -> None:

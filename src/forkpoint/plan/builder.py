@@ -9,7 +9,7 @@ import numpy as np
 from forkpoint.byte_sizes import exactly
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
-from forkpoint.forest import Forest, SortedRollouts, build_forest, sort_rollouts
+from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
 from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.packing import (
@@ -24,6 +24,7 @@ from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_wor
 from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, Meter
 from forkpoint.plan.pricing.prices import Prices
 from forkpoint.plan.program import Program
+from forkpoint.plan.runs import LeftOut, labels_run, run_lengths, sort_running
 from forkpoint.plan.trunks import Trunk, classes_of, cut_below
 from forkpoint.rollouts import RolloutBatch
 
@@ -64,9 +65,11 @@ class Builder:
         capabilities: Capabilities | None = None,
         measured_budget: int | None = None,
         trunks: tuple[Trunk, ...] | None = None,
+        runs: IntArray | None = None,
     ) -> None:
         """`measured_budget`: the bytes that a memory_budget of "auto" stands for, if any. `trunks`:
-        of a step whose ranks exchange them; None where ranks do not, or there is one."""
+        of a step whose ranks exchange them; None where ranks do not, or there is one. `runs`: as
+        `make_plan` takes it."""
         batch, shape, calibration = prices.batch, prices.shape, prices.calibration
         self.batch: RolloutBatch = batch
         self.capabilities: Capabilities = capabilities or Capabilities()
@@ -95,22 +98,20 @@ class Builder:
         self._forests: dict[str, Forest] = {}
         self.windows: tuple[int, ...] = shape.windows if shape else ()
         self.last_tokens: bool = prices.routers is not None and prices.routers.last_tokens
-        edges = np.diff(batch.offsets) - (0 if self.last_tokens else 1)
-        self.dense_work: Work = dense_work(edges, int(batch.loss_mask.sum()), self.windows)
+        if runs is None:
+            runs = run_lengths(batch, whole=True, last_tokens=self.last_tokens)
+        self.runs: IntArray = runs
+        self.left_out: LeftOut = LeftOut.of(batch, runs)
+        trained = int((batch.loss_mask & labels_run(batch.offsets, runs)).sum())
+        self.dense_work: Work = dense_work(runs, trained, self.windows)
         one_class = np.zeros(len(batch), np.int64)
         order = sort_rollouts(batch.token_ids, batch.offsets, one_class, routes=batch.route_index)
         firsts = np.unique(batch.token_ids[batch.offsets[:-1]])
         self.unique_tokens: int = int(order.new_edges.sum()) + len(firsts)
         self.tree_order: SortedRollouts = order
         self.trunks: tuple[Trunk, ...] | None = trunks
-        if self.last_tokens or trunks:
-            self.tree_order = sort_rollouts(
-                batch.token_ids,
-                batch.offsets,
-                classes_of(trunks or (), one_class),
-                last_tokens=self.last_tokens,
-                routes=batch.route_index,
-            )
+        if self.last_tokens or trunks or self.left_out.tokens:
+            self.tree_order = self._sorted(one_class)
         self.longest: int = int(self.tree_order.edges.max(initial=1))
         self.orders: dict[str, SortedRollouts] = {"tree": self.tree_order}
         # Then sharing within groups is sharing over the batch.
@@ -124,14 +125,12 @@ class Builder:
                 every = np.ones(len(self.tree_order.rollouts), bool)
                 self.orders[sharing] = self.tree_order.cut(every)
             else:
-                self.orders[sharing] = sort_rollouts(
-                    self.batch.token_ids,
-                    self.batch.offsets,
-                    classes_of(self.trunks or (), self.batch.group_index),
-                    last_tokens=self.last_tokens,
-                    routes=self.batch.route_index,
-                )
+                self.orders[sharing] = self._sorted(self.batch.group_index)
         return self.orders[sharing]
+
+    def _sorted(self, classes: IntArray) -> SortedRollouts:
+        classes = classes_of(self.trunks or (), classes)
+        return sort_running(self.batch, classes, self.runs, last_tokens=self.last_tokens)
 
     def forest(self, sharing: str) -> Forest:
         """The forest of an order that is cut nowhere: the same whatever the microbatches'
@@ -370,6 +369,7 @@ class Builder:
             rollouts=len(self.batch),
             logical_tokens=int(self.batch.offsets[-1]),
             unique_tokens=self.unique_tokens,
+            left_out=self.left_out,
             counts_first=False,
             last_tokens=self.last_tokens,
             labelled=labelled,

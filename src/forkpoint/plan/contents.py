@@ -26,11 +26,13 @@ from forkpoint.plan.program import (
     step_program,
     waits_for,
 )
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.plan.runs import LeftOut
+from forkpoint.rollouts import RolloutBatch, short
 
-JSON_VERSION = 10
-READ_VERSIONS = (9, JSON_VERSION)
-"""Versions that are read; 9 has shapes without what mixtures of experts keep."""
+JSON_VERSION = 11
+READ_VERSIONS = (9, 10, JSON_VERSION)
+"""Versions that are read; 9 has shapes without what mixtures of experts keep, and plans of 9 and 10
+run all tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,13 @@ class PlanContents:
     """Entries of the head: edges whose label some rollout trains on, each as often as there are
     temperatures at which it is trained. A critic's edges have one each."""
     dense: Work
+    """Work of nobody sharing. It leaves out the same as the plan."""
     shared: Work
     fingerprint: str
     capabilities: Capabilities = field(default_factory=Capabilities)
     """Capabilities of the host that the plan was made for."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """Rollouts and tails that are not run, because they give no gradient."""
     counts_first: bool = False
     """Whether the program's scores count experts, for a router loss whose statistics span
     microbatches."""
@@ -126,12 +131,21 @@ class PlanContents:
 
     @property
     def bound(self) -> float:
-        """The counted speed-up over dense: FLOPs where the shape is known, else tokens."""
+        """The counted speed-up over dense: FLOPs where the shape is known, else tokens.
+
+        Both leave out what gives no gradient, so that this counts sharing alone.
+        """
         if not self.shared.tokens:
             return 1.0
         if self.shape is None:
             return self.dense.tokens / self.shared.tokens
         return self.dense.step_flops(self.shape) / self.shared.step_flops(self.shape)
+
+    @cached_property
+    def run_lengths(self) -> IntArray:
+        """How many edges of each rollout run, from its first: int64 [N]."""
+        ends = np.append(self.forest.start + self.forest.length, 0)
+        return ends[self.forest.leaf]
 
     @cached_property
     def cache_of(self) -> dict[int, int]:
@@ -252,6 +266,28 @@ class PlanContents:
                 "plan for this batch."
             )
 
+    def check_runs(self, batch: RolloutBatch, needed: IntArray) -> None:
+        """Refuse a call that needs tokens that this plan leaves out.
+
+        Args:
+            batch: the rollouts that it was made for.
+            needed: int64 [N], how many edges of each rollout the call needs, from its first.
+
+        Raises:
+            PlanError: the plan runs less of some rollout.
+        """
+        lacking = np.flatnonzero(self.run_lengths < needed)
+        if len(lacking):
+            first = int(lacking[0])
+            others = f" and more of {len(lacking) - 1} others" * (len(lacking) > 1)
+            raise PlanError(
+                f"this plan runs {self.run_lengths[first]} tokens of rollout "
+                f"{short(batch.rollout_ids[first])}, and this call needs {needed[first]}{others}: "
+                "the plan leaves out what had no gradient in the call that it was made for. Leave "
+                "plan= out, or make it for this call: policy.plan(batch, loss), and without a loss "
+                "for log-probs."
+            )
+
     def check_host(self, capabilities: Capabilities) -> None:
         """Refuse a host that cannot do what this plan asks for.
 
@@ -328,7 +364,7 @@ class PlanContents:
                 value = [asdict(entry) for entry in value]
             elif item.name == "program":
                 value = [list(instruction) for instruction in value.instructions]
-            elif isinstance(value, Work | ModelShape | Capabilities):
+            elif isinstance(value, Work | ModelShape | Capabilities | LeftOut):
                 value = asdict(value)
             values[item.name] = value
         return json.dumps(values)

@@ -19,8 +19,10 @@ class Entries:
 
     numbers: int
     """Numbers are below this. Where no edge has two entries, an entry has its edge's number."""
+    trained: IntArray
+    """[n] positions of trained tokens in the batch's flat tokens, but of those that do not run."""
     of_trained: IntArray
-    """[n] the entry that each trained token of the batch reads, in the order of its flat tokens."""
+    """[n] the entry that each of them reads."""
     count: NDArray[np.bool_] | IntArray
     """[E] how many entries each edge has."""
     first: IntArray | None
@@ -58,7 +60,7 @@ def entries_of(
         batch: the rollouts.
         tempers: whether the head's outputs depend on temperatures; those of a critic do not.
     """
-    trained = np.flatnonzero(batch.loss_mask)
+    trained = np.flatnonzero(batch.loss_mask & (token_edge >= 0))
     trained_edge = token_edge[trained]
     temperatures, classes = np.unique(batch.temperatures, return_inverse=True)
     if tempers and len(temperatures) > 1:
@@ -68,7 +70,7 @@ def entries_of(
         )
         count = np.bincount(pairs // len(temperatures), minlength=edges)
         if count.max(initial=0) > 1:
-            return Entries(len(pairs), of_trained, count, np.cumsum(count) - count)
+            return Entries(len(pairs), trained, of_trained, count, np.cumsum(count) - count)
     labelled = np.zeros(edges, bool)
     labelled[trained_edge] = True
-    return Entries(edges, trained_edge, labelled, None)
+    return Entries(edges, trained, trained_edge, labelled, None)

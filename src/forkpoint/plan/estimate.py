@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
+from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest
 from forkpoint.plan.entries import entries_of
 from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
+from forkpoint.plan.runs import labels_run, run_lengths, sort_running
 from forkpoint.rollouts import RolloutBatch
 
 MODES = ("none", "group", "tree")
@@ -106,27 +107,30 @@ class Estimate:
             split: {"group": 0, "tree": 0} for split in SPLITS
         }
 
-    def add(self, batch: RolloutBatch) -> None:
-        """Count one batch: what one optimizer step trains on."""
-        one_class = np.zeros(len(batch), np.int64)
-        routes = batch.route_index
-        orders = {
-            "group": sort_rollouts(
-                batch.token_ids, batch.offsets, batch.group_index, routes=routes
-            ),
-            "tree": sort_rollouts(batch.token_ids, batch.offsets, one_class, routes=routes),
-        }
+    def add(self, batch: RolloutBatch, runs: IntArray | None = None) -> None:
+        """Count one batch: what one optimizer step trains on.
+
+        runs: int64 [N], how many edges of each rollout run, from its first; None: all. `work` and
+            `split_tokens` are of these alone.
+        """
+        whole = run_lengths(batch, whole=True)
+        runs = whole if runs is None else runs
+        classes = {"group": batch.group_index, "tree": np.zeros(len(batch), np.int64)}
+        given = {mode: sort_running(batch, of, whole) for mode, of in classes.items()}
+        orders = given
+        if (runs < whole).any():
+            orders = {mode: sort_running(batch, of, runs) for mode, of in classes.items()}
         forests = {mode: build_forest(order, len(batch)) for mode, order in orders.items()}
         windows = self.shape.windows if self.shape else ()
-        dense = dense_work(batch.lengths - 1, batch.trained_tokens, windows)
-        self.work["none"] += dense
+        trained = int((batch.loss_mask & labels_run(batch.offsets, runs)).sum())
+        self.work["none"] += dense_work(runs, trained, windows)
         for mode, forest in forests.items():
             self.work[mode] += forest_work(forest, _labelled(forest, batch), windows)
         firsts = batch.token_ids[batch.offsets[:-1]]
         pairs = np.stack([batch.group_index, firsts])
         group_firsts = np.unique(pairs, axis=1).shape[1]
-        self.group_tokens += int(orders["group"].new_edges.sum()) + group_firsts
-        self.unique_tokens += int(orders["tree"].new_edges.sum()) + len(np.unique(firsts))
+        self.group_tokens += int(given["group"].new_edges.sum()) + group_firsts
+        self.unique_tokens += int(given["tree"].new_edges.sum()) + len(np.unique(firsts))
         self.logical_tokens += batch.logical_tokens
         self.trained_tokens += batch.trained_tokens
         self.rollouts += len(batch)
@@ -134,9 +138,12 @@ class Estimate:
         sizes = np.bincount(batch.group_index)
         self.groups += len(sizes)
         self.group_size.add(sizes)
-        self.prefix_ratio.add(_shared_steps(orders["group"]))
+        self.prefix_ratio.add(_shared_steps(given["group"]))
         for mode, depths in (("group", self.group_depth), ("tree", self.tree_depth)):
-            depths.add(_depths(forests[mode]))
+            forest = forests[mode]
+            depths.add(
+                _depths(forest if orders is given else build_forest(given[mode], len(batch)))
+            )
         for split, tokens in self.split_tokens.items():
             parts = split.parts(len(batch))
             for mode, order in orders.items():

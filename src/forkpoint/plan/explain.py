@@ -49,6 +49,12 @@ def _summary(plan: PlanContents) -> Table:
     add("rollouts", f"{plan.rollouts:,}")
     add("logical tokens (as given)", f"{plan.logical_tokens:,}")
     add("unique tokens (once in the whole batch)", f"{plan.unique_tokens:,}")
+    away = plan.left_out
+    if away.tokens:
+        found = f"{away.rollouts:,} ({away.groups:,})"
+        add("rollouts (whole groups) without gradient, not run", found)
+        add("their tokens, not run", f"{away.rollout_tokens:,}")
+        add("tokens after rollouts' last trained ones, not run", f"{away.tail_tokens:,}")
     if plan.last_tokens:
         ends = int(np.unique(plan.forest.leaf[plan.forest.leaf >= 0]).size)
         add("last tokens run for routers, among those computed", f"{ends:,}")
@@ -60,7 +66,8 @@ def _summary(plan: PlanContents) -> Table:
     add("prefix cache held at once, tokens", f"{plan.cache_tokens:,}")
     if plan.shape is not None:
         dense, shared = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
-        add("FLOPs of a dense step", flops_text(dense))
+        same = ", which leaves out the same" * bool(away.tokens)
+        add(f"FLOPs of a dense step{same}", flops_text(dense))
         add("FLOPs of this step", flops_text(shared))
         again = shared + plan.shared.forward_flops(plan.shape)
         add("FLOPs with policy.logprobs besides", flops_text(again))
@@ -140,6 +147,8 @@ def _microbatches(plan: PlanContents) -> Table:
 def _tree(plan: PlanContents) -> Tree | Text:
     forest = plan.forest
     if len(forest) == 0:
+        if plan.left_out.rollouts:
+            return Text("no edges: no rollout gives a gradient")
         return Text("no edges: every rollout is one token long")
     microbatch_of = {
         segment: microbatch.index

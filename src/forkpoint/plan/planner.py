@@ -36,6 +36,7 @@ def make_plan(
     tempers: bool = True,
     routers: RouterDemand | None = None,
     trunks: tuple[Trunk, ...] | None = None,
+    runs: IntArray | None = None,
 ) -> Plan:
     """Plan a batch.
 
@@ -58,6 +59,8 @@ def make_plan(
         routers: demands of routers' statistics; None where there are no such statistics.
         trunks: of a step in which ranks exchange trunks, those of this rank, none of them too; the
             configuration must allow it (`plan.trunks.can_exchange`). None where they do not.
+        runs: int64 [N], how many edges of each rollout run, from its first: what
+            `plan.runs.run_lengths` gives. None: all.
 
     Raises:
         PlanError: no combination fits the limits; every reason is named. Or there is a budget in
@@ -70,7 +73,7 @@ def make_plan(
     if capabilities is None:
         capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
     prices = Prices(batch, shape, coupling, calibration, tempers=tempers, routers=routers)
-    builder = Builder(prices, config, capabilities, measured_budget_bytes, trunks)
+    builder = Builder(prices, config, capabilities, measured_budget_bytes, trunks, runs)
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
     if trunks:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forkpoint.forest import IntArray
 from forkpoint.plan.trunks import Trunk, untrained_prefix
 from forkpoint.rollouts import RolloutBatch
 
@@ -34,17 +35,19 @@ class SharedTrunk:
     """Indices of those that have rollouts of it, the owner's among them."""
 
 
-def trunks_of(batch: RolloutBatch) -> dict[str, OwnTrunk]:
+def trunks_of(batch: RolloutBatch, runs: IntArray) -> dict[str, OwnTrunk]:
     """By digest of its tokens, what the rollouts of each group share before any trained token.
 
-    Groups that share the same belong together. Groups that train on nothing are left out.
+    Groups that share the same belong together. Rollouts that do not run are left out.
+
+    Args:
+        batch: the rollouts.
+        runs: int64 [N], how many edges of each run; none run beyond the last trained token.
     """
     found: dict[str, OwnTrunk] = {}
     mask = np.asarray(batch.loss_mask) != 0
-    for number in np.unique(batch.group_index).tolist():
-        rollouts = np.flatnonzero(batch.group_index == number)
-        if not any(mask[batch.offsets[r] : batch.offsets[r + 1]].any() for r in rollouts):
-            continue
+    for number in np.unique(batch.group_index[runs > 0]).tolist():
+        rollouts = np.flatnonzero((batch.group_index == number) & (runs > 0))
         tokens = untrained_prefix(batch.token_ids, batch.offsets, mask, rollouts)
         if tokens < 2:
             continue

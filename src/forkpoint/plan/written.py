@@ -30,6 +30,7 @@ from forkpoint.plan.pricing.cost import ModelShape, Work
 from forkpoint.plan.pricing.sizes import MOST_LAYERS
 from forkpoint.plan.program import ENDS, IDLE, OPERATIONS, Instruction, Program
 from forkpoint.plan.program_checks import REMEDY, check_program
+from forkpoint.plan.runs import LeftOut
 from forkpoint.rollouts import short
 from forkpoint.schema import (
     SchemaError,
@@ -131,6 +132,9 @@ SHAPE = record(
     # Plans of version 9 counted none of these.
     optional=("expert_layers", "expert_activations", "router_bytes"),
 )
+LEFT_OUT = record(
+    dict.fromkeys(("rollouts", "groups", "rollout_tokens", "tail_tokens"), whole(0, MOST_TOKENS))
+)
 COST = number(0, 1e60)
 CANDIDATE = record(
     {"sharing": text, "boundary": text, "cost": or_null(COST), "refused": or_null(text)}
@@ -155,6 +159,7 @@ PLAN = record(
         "shared": WORK,
         "fingerprint": FINGERPRINT,
         "capabilities": CAPABILITIES,
+        "left_out": LEFT_OUT,
         **dict.fromkeys(("counts_first", "last_tokens"), flag),
         "shape": or_null(SHAPE),
         "cost": COST,
@@ -169,7 +174,8 @@ PLAN = record(
         "gather_reason": text,
         "split": one_of("", *get_args(Split)),
         "split_reason": text,
-    }
+    },
+    optional=("left_out",),
 )
 
 
@@ -183,7 +189,8 @@ def read_plan(given: Any, kind: type[P]) -> P:
         found = given.get("version") if isinstance(given, Mapping) else type(given).__name__
         raise PlanError(
             f"this JSON has version {short(found)} and this forkpoint reads plans of version "
-            f"{' and '.join(map(str, READ_VERSIONS))}; make the plan again."
+            f"{', '.join(map(str, READ_VERSIONS[:-1]))} and {READ_VERSIONS[-1]}; make the plan "
+            "again."
         )
     try:
         return plan_of(given, "", kind)
@@ -217,6 +224,7 @@ def _values(given: dict[str, Any]) -> dict[str, Any]:
     values["program"] = Program(tuple(instructions))
     able = values["capabilities"]
     values["capabilities"] = Capabilities(**{**able, "checkpoints": tuple(able["checkpoints"])})
+    values["left_out"] = LeftOut(**values.get("left_out", {}))
     values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
     for name in ("dense", "shared"):
         values[name] = Work(**values[name])
@@ -260,7 +268,7 @@ def _check_forest(plan: PlanContents) -> None:
     ends = np.flatnonzero(forest.leaf >= 0)
     _require(
         np.array_equal(np.sort(forest.order), ends),
-        "forest.order does not have each rollout of two or more tokens once",
+        "forest.order does not have each rollout that runs once",
     )
     parent, number_of = forest.parent, np.arange(segments)
     _require((parent < number_of).all(), "in the forest, a segment comes before its parent")
@@ -396,15 +404,21 @@ def _check_places(plan: PlanContents) -> None:
 def _check_counts(plan: PlanContents) -> None:
     """Counts agree with the forest, and pairs are counted for every window."""
     forest = plan.forest
-    ends = forest.leaf[forest.leaf >= 0]
-    dense = int((forest.start[ends] + forest.length[ends]).sum())
+    dense, away = int(plan.run_lengths.sum()), plan.left_out
+    given = dense + away.tokens + (0 if plan.last_tokens else plan.rollouts)
     for name, found, wanted in (
-        ("logical_tokens", plan.logical_tokens, dense + (0 if plan.last_tokens else plan.rollouts)),
+        ("logical_tokens", plan.logical_tokens, given),
         ("dense.tokens", plan.dense.tokens, dense),
         ("shared.tokens", plan.shared.tokens, plan.computed_tokens),
         ("shared.labelled", plan.shared.labelled, plan.labelled),
     ):
         _require(found == wanted, f"{name} is {found}, and its forest has {wanted}")
+    still = int((plan.run_lengths == 0).sum())
+    _require(
+        away.groups <= away.rollouts <= min(still, away.rollout_tokens),
+        f"left_out has {away.rollouts} rollouts in {away.groups} groups with "
+        f"{away.rollout_tokens} tokens, and {still} rollouts have no edge in the forest",
+    )
     # An edge has an entry for each temperature of its rollouts.
     paths = forest.length * forest.multiplicity
     _require(

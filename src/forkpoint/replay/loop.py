@@ -173,7 +173,9 @@ def replay(
         for index in range(len(done), steps):
             given = batches.at(index)
             if team is not None:
-                given = replace(given, batch=placed(team, given.batch, shared.policy, loss))
+                whole = config.all_logprobs or shared.routers.active
+                mine = placed(team, given.batch, shared.policy, loss, runs_all=whole)
+                given = replace(given, batch=mine)
             row, plans = _step(shared, dense, given, loss, index, start)
             if team is not None:
                 row = replace(row, others=tuple(team.exchange(row.share)[1:]))
@@ -234,6 +236,10 @@ class _Routers:
 
     loss: RouterLoss | None
     counts: bool
+
+    @property
+    def active(self) -> bool:
+        return self.loss is not None or self.counts
 
     def check(self, host: Host, batches: Batches, steps: int) -> None:
         """Refuse before the first step what `Policy.forward_backward` would refuse."""
@@ -384,6 +390,7 @@ def _step(
         rollouts=len(given.batch),
         logical_tokens=given.batch.logical_tokens,
         unique_tokens=plan.unique_tokens,
+        left_out_tokens=plan.left_out.tokens,
         dense_flops=plan.dense.step_flops(plan.shape),
         shared=record,
         dense=other,

@@ -33,14 +33,20 @@ def check_same(team: Team, replay: Mapping[str, Any]) -> None:
                 )
 
 
-def placed(team: Team, batch: RolloutBatch, policy: Policy, loss: Loss) -> RolloutBatch:
-    """This rank's rollouts of a batch. The first rank, which writes rows, has some."""
+def placed(
+    team: Team, batch: RolloutBatch, policy: Policy, loss: Loss, *, runs_all: bool
+) -> RolloutBatch:
+    """This rank's rollouts of a batch. The first rank, which writes rows, has some.
+
+    `runs_all`: whether rollouts without gradient are run as well.
+    """
     parts = place(
         batch,
         ranks=team.size,
         model=policy.host.shape,
         whole_groups=loss.decomposition != "token",
         max_microbatch_tokens=policy.config.max_microbatch_tokens,
+        loss=None if runs_all else loss,
     )
     return batch.select(sorted(parts, key=lambda part: not part)[team.index])
 

@@ -183,6 +183,7 @@ def _check_step(
             ("rollouts", step.rollouts, plan.rollouts),
             ("logical_tokens", step.logical_tokens, plan.logical_tokens),
             ("unique_tokens", step.unique_tokens, plan.unique_tokens),
+            ("left_out_tokens", step.left_out_tokens, plan.left_out.tokens),
             ("dense_flops", step.dense_flops, plan.dense.step_flops(shape)),
         ):
             same = found == wanted

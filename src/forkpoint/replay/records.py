@@ -80,6 +80,7 @@ class RankShare:
     microbatches: int
     dense_flops: float
     flops: float
+    left_out_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +97,13 @@ class ReplayStep:
     logical_tokens: int
     unique_tokens: int
     dense_flops: float
-    """Counted FLOPs of running every rollout on its own."""
+    """Counted FLOPs of running every rollout on its own; it leaves out the same."""
     shared: StepRecord
     dense: StepRecord | None
     difference: ParameterDifference | None
     """After this step; None without a baseline."""
+    left_out_tokens: int = 0
+    """Tokens that give no gradient and are not run, on both sides."""
     others: tuple[RankShare, ...] = ()
     """On several ranks the parts of all but the first, whose own is this step. Losses and
     gradients' norms are of all ranks."""
@@ -116,6 +119,7 @@ class ReplayStep:
             microbatches=self.shared.microbatches,
             dense_flops=self.dense_flops,
             flops=self.shared.flops,
+            left_out_tokens=self.left_out_tokens,
         )
 
     def total(self, name: str) -> Any:
@@ -197,6 +201,7 @@ class ReplayReport:
             "rollouts": sum(step.total("rollouts") for step in self.steps),
             "logical_tokens": sum(step.total("logical_tokens") for step in self.steps),
             "unique_tokens": sum(step.total("unique_tokens") for step in self.steps),
+            "left_out_tokens": sum(step.total("left_out_tokens") for step in self.steps),
             "computed_tokens": sum(step.total("computed_tokens") for step in self.steps),
             "microbatches": sum(step.total("microbatches") for step in self.steps),
             "plans": sorted({f"{record.sharing} + {record.boundary}" for record in shared}),

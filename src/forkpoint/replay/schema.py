@@ -177,7 +177,9 @@ _SHARE = record(
         **dict.fromkeys(("rollouts", "logical_tokens", "unique_tokens"), TOKENS),
         **dict.fromkeys(("computed_tokens", "microbatches"), TOKENS),
         **dict.fromkeys(("dense_flops", "flops"), FLOPS),
-    }
+        "left_out_tokens": TOKENS,
+    },
+    optional=("left_out_tokens",),
 )
 STEP = record(
     {
@@ -198,9 +200,10 @@ STEP = record(
                 }
             )
         ),
+        "left_out_tokens": TOKENS,
         "others": array(_SHARE),
     },
-    optional=("others",),
+    optional=("left_out_tokens", "others"),
 )
 
 # Plans -------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def rollouts_chapter(
             tile
             for tile in (
                 predicted_speed_tile(totals),
-                tokens_tile(totals.computed_tokens, totals.logical_tokens),
+                tokens_tile(totals.computed_tokens, totals.logical_tokens, totals.left_out.tokens),
                 peak.tile(device_memory_bytes),
                 Tile(
                     value=f"{totals.rollouts:,} rollouts",
@@ -171,6 +171,11 @@ def _counts_figure(totals: Totals, groups: int, trained: int, reason: str) -> Fi
             f"tokens once in {'each' if several else 'the whole'} batch (unique)",
             totals.unique_tokens,
         ),
+        *(
+            [("tokens without gradient, not run", totals.left_out.tokens)]
+            if totals.left_out.tokens
+            else []
+        ),
         ("tokens run (edges)", totals.computed_tokens),
         ("trained tokens", trained),
         ("microbatches", totals.microbatches),
@@ -200,7 +205,7 @@ def replay_tiles(run: Run, totals: dict[str, Any], memory: Tile | None) -> tuple
     tiles = [
         gradients_tile(steps, run.manifest),
         measured_speed_tile(totals["speedup"], totals["bound"]),
-        tokens_tile(totals["computed_tokens"], totals["logical_tokens"]),
+        tokens_tile(totals["computed_tokens"], totals["logical_tokens"], totals["left_out_tokens"]),
     ]
     if memory is not None:
         tiles.append(memory)

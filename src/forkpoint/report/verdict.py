@@ -152,12 +152,15 @@ def predicted_speed_tile(totals: Totals) -> Tile:
     )
 
 
-def tokens_tile(computed: int, given: int) -> Tile:
-    """Tokens computed of those given."""
+def tokens_tile(computed: int, given: int, left_out: int) -> Tile:
+    """Tokens computed of those given that give a gradient."""
+    what = f"{given:,} given"
+    if left_out:
+        what = f"{given - left_out:,} that give a gradient ({given:,} given)"
     return Tile(
-        value=f"{computed / given:.1%}",
+        value=f"{computed / max(1, given - left_out):.1%}",
         label="of the tokens computed",
-        remark=f"{computed:,} of {given:,} given. The rest are shared, and computed once.",
+        remark=f"{computed:,} of {what}. The rest are shared, and computed once.",
     )
 
 

@@ -71,6 +71,7 @@ class RolloutFile:
     format: the name of the format, None before the first record.
     skipped: records left out.
     notes: what has to be known of these rollouts, such as where advantages are from.
+    rewarded: whether some of the rollouts had no advantage, and have their reward in its place.
     memory: the limit on memory, and what is held of it. A rollout is the caller's own once it is
         given; one that counts towards the limit is charged with `memory.keep`, as `read` does.
     trace: where the file is the folder of a trace, the trace as it was opened.
@@ -97,6 +98,7 @@ class RolloutFile:
             raise _no_text(path, "trace")
         self.skipped = Skipped()
         self.notes: tuple[str, ...] = ()
+        self.rewarded: bool = False
         self._asked, self._on_error, self._limit = format, on_error, limit
         self._tokenizer = tokenizer
         self._rewarded: set[int] | None = None
@@ -119,7 +121,7 @@ class RolloutFile:
     def _limited(self) -> Iterator[Rollout]:
         self.format = self._asked
         self.skipped: Skipped = Skipped()
-        self.notes = ()
+        self.notes, self.rewarded = (), False
         self.memory = self.memory.again()
         count = 0
         for item in self._trace() if self.container == "trace" else self._items():
@@ -193,6 +195,7 @@ class RolloutFile:
                         if twice is not None:
                             yield twice
                             continue
+                        self.rewarded = self.rewarded or item.rewarded
                         if item.rewarded and self._rewarded is not None:
                             self._rewarded.add(count)
                         count += 1

@@ -98,7 +98,7 @@ FOLDERS = (
         lambda: lines("rows.jsonl", lambda row: row.update(energy_j=4)),
         message="out/rows.jsonl, line 1: energy_j is no field of this schema, which has step, "
         "fingerprint, lr, rollouts, logical_tokens, unique_tokens, dense_flops, shared, dense, "
-        f"difference, others; a newer forkpoint may have written it. {CHANGED}",
+        f"difference, left_out_tokens, others; a newer forkpoint may have written it. {CHANGED}",
         means="It would be left out of the report, silently.",
         remedy="Use the forkpoint that wrote the folder; its manifest.json says which.",
     ),

@@ -166,7 +166,7 @@ PLANS = (
         "A plan of another version",
         lambda: Plan.from_json(written(version=0)),
         message="this JSON has version 0 and this forkpoint reads plans of version "
-        f"9 and {JSON_VERSION}; make the plan again.",
+        f"9, 10 and {JSON_VERSION}; make the plan again.",
         means="Another version of forkpoint wrote it.",
         remedy="Make the plan again; it takes little time.",
     ),

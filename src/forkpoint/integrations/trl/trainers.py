@@ -1,5 +1,6 @@
 """TRL's trainers, made to compute every shared token once."""
 
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -45,7 +46,8 @@ class _SharedTrainer(Base):
             raise ConfigError(
                 f"keep_groups is {short(keep_groups)}; allowed are True, False, None."
             )
-        self.sharing = ReferenceSharing(self, config)
+        # TRL's metrics read log-probs of all rollouts.
+        self.sharing = ReferenceSharing(self, replace(config, all_logprobs=True))
         self._grouping = Grouping(keep_groups)
         super().__init__(*args, **kwargs)
         check_options(self)

@@ -100,7 +100,7 @@ class SharedEngine:
 
     def _build_model_optimizer(self) -> None:
         cast(Any, super())._build_model_optimizer()
-        config = self.settings.config
+        config = replace(self.settings.config, all_logprobs=True)
         if self.engine_config.forward_only:
             config = replace(config, optimizer_bytes_per_parameter=0)
         # What has not been shown exact is refused here, before the first step.

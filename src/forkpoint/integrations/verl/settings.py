@@ -16,8 +16,10 @@ from forkpoint.rollouts import short
 
 VARIABLE = "FORKPOINT_VERL_CONFIG"
 Decomposition = Literal["auto", "joint"]
-CONFIG_KEYS = [f.name for f in fields(Config) if f.name != "head_statistics"]
-"""Keys of the table `config`; verl reads no statistics of the head."""
+FIXED_KEYS = ("head_statistics", "all_logprobs")
+CONFIG_KEYS = [f.name for f in fields(Config) if f.name not in FIXED_KEYS]
+"""Keys of the table `config`. verl reads no statistics of the head, and its metrics read log-probs
+of all rollouts."""
 NO_VALUE = "none"
 """The text that stands for None, which TOML does not have."""
 

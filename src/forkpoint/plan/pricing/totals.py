@@ -4,6 +4,7 @@ from collections import Counter
 
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import ModelShape, Work
+from forkpoint.plan.runs import LeftOut
 
 
 class Totals:
@@ -12,7 +13,8 @@ class Totals:
     batches, rollouts, microbatches: how many.
     logical_tokens, unique_tokens, computed_tokens: as in each plan.
     padding: places that are run besides.
-    dense, shared: the work of nobody sharing, and of the plans.
+    left_out: what gives no gradient, and is not run.
+    dense, shared: the work of nobody sharing, which leaves out the same, and of the plans.
     kinds: how many batches each "sharing + boundary" was taken for.
     predicted_ms: of all steps; None without a calibration.
     predicted_peak_bytes: the largest of any batch; None without a model's shape.
@@ -27,6 +29,7 @@ class Totals:
         self.unique_tokens: int = 0
         self.computed_tokens: int = 0
         self.padding: int = 0
+        self.left_out: LeftOut = LeftOut()
         self.dense: Work | None = None
         self.shared: Work | None = None
         self.kinds: Counter[str] = Counter()
@@ -46,6 +49,7 @@ class Totals:
         self.unique_tokens += plan.unique_tokens
         self.computed_tokens += plan.computed_tokens
         self.padding += plan.run_tokens - plan.computed_tokens
+        self.left_out += plan.left_out
         self.dense = plan.dense if self.dense is None else self.dense + plan.dense
         self.shared = plan.shared if self.shared is None else self.shared + plan.shared
         self.kinds[f"{plan.sharing} + {plan.boundary}"] += 1

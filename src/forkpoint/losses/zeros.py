@@ -1,0 +1,50 @@
+"""Rollouts that a loss declares to have neither value nor gradient, as far as a step uses that."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.errors import ConfigError
+from forkpoint.losses.base import Loss
+from forkpoint.rollouts import RolloutBatch, short
+
+
+def zero_rollouts(loss: Loss, batch: RolloutBatch) -> NDArray[np.bool_]:
+    """The rollouts that a step of this loss may leave out: bool [N].
+
+    Of rollouts that the loss couples, all or none.
+
+    Raises ConfigError where the loss declares something else than bool [N].
+    """
+    nothing = np.zeros(len(batch), bool)
+    # Advantages that were not given are zeros, which such a loss refuses.
+    if not _declares(type(loss)) or (loss.uses_advantages and not batch.has_advantages):
+        return nothing
+    found = loss.zero_rollouts(batch)
+    if not isinstance(found, np.ndarray) or found.dtype != bool or found.shape != nothing.shape:
+        what = short(found)
+        if isinstance(found, np.ndarray):
+            what = f"{found.dtype} of shape {found.shape}"
+        raise ConfigError(
+            f"zero_rollouts of the loss {loss!r} returned {what}; it must return a numpy array of "
+            f"bool, one entry for each of the {len(batch)} rollouts."
+        )
+    if loss.decomposition == "token":
+        return found
+    coupling = loss.coupling(batch)
+    return found & ~np.isin(coupling, coupling[~found])
+
+
+def _declares(kind: type[Loss]) -> bool:
+    """Whether what a class declares is about the terms that it computes.
+
+    It is not where a method is defined below the class that declares: that class knew other terms.
+    """
+    for each in kind.__mro__:
+        names = vars(each)
+        if "zero_rollouts" in names:
+            return each is not Loss
+        for name, value in names.items():
+            is_method = callable(value) or isinstance(value, property | classmethod | staticmethod)
+            if is_method and (name == "__call__" or not name.startswith("__")):
+                return False
+    return False

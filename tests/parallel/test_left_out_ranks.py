@@ -1,0 +1,161 @@
+"""Rollouts without gradient are left out on ranks as well, and every rank joins what others do."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from processes import run_ranks
+from scenarios_of_ranks import (
+    BAR,
+    UNEQUAL,
+    Scenario,
+    distance,
+    gradients,
+    group,
+    model_of,
+    on_ranks,
+    replicated,
+)
+from test_ranks import lora, mamba, with_experts
+from test_trunks import MIXED, TWO
+from torch import Tensor
+
+from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.losses import GRPO, GSPO, Loss
+from forkpoint.testing import dense_run, lifted_upcasts
+from lanes import slow_besides
+
+
+def zero(rollouts: list[Rollout], *which: int) -> list[Rollout]:
+    """The rollouts, those at these positions (or all) with an advantage of 0, and each with a tail
+    that is not trained."""
+    found = []
+    for position, rollout in enumerate(rollouts):
+        advantage = 0.0 if not which or position in which else rollout.advantage
+        ids = np.append(rollout.token_ids, [3, 1, 4])
+        mask = np.append(rollout.loss_mask, [False] * 3)
+        found.append(replace(rollout, token_ids=ids, loss_mask=mask, advantage=advantage))
+    return found
+
+
+def against_dense(scenario: Scenario, before: bool = False) -> dict[str, Any]:
+    """A step on this rank beside ordinary training in one process with all rollouts."""
+    rank = dist.get_rank()
+    model, other = model_of(scenario), model_of(scenario)
+    names = [name for name, _ in model.named_parameters()]
+    with lifted_upcasts(model), lifted_upcasts(other):
+        policy = on_ranks(scenario.wrap(model), scenario.config, scenario.gather)
+        own = RolloutBatch(scenario.rollouts[rank])
+        whole = RolloutBatch([r for part in scenario.rollouts for r in part])
+        if before:  # a step that has something to train
+            first = RolloutBatch(UNEQUAL[rank])
+            policy.forward_backward(first, scenario.loss)
+        stats = policy.forward_backward(own, scenario.loss)
+        found = gradients(model)
+        dense = dense_run(other, whole, scenario.loss)
+        wanted = dense.gradients
+        if before:
+            both = RolloutBatch([r for part in UNEQUAL for r in part])
+            more = dense_run(other, both, scenario.loss).gradients
+            wanted = {n: _sum(wanted[n], more[n]) for n in wanted}
+    same = all((found[n] is None) == (wanted[n] is None) for n in names)
+    return {
+        "error": distance(found, wanted, names),
+        "kinds": same,
+        "loss": abs(stats.loss - dense.loss),
+        "computed": stats.computed_tokens,
+        "left out": stats.plan.left_out,
+        "split": stats.plan.split,
+        "events": len(stats.events),
+    }
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
+FIRST = (zero(UNEQUAL[0]), zero(UNEQUAL[1], 1, 2))
+NOTHING = tuple(zero(part) for part in UNEQUAL)
+UNTRAINED = ([replace(r, loss_mask=r.loss_mask & False) for r in UNEQUAL[0]], UNEQUAL[1])
+SCENARIOS = {
+    "fully_shard, a rank without": Scenario(rollouts=FIRST),
+    "fully_shard, some on each": Scenario(rollouts=(zero(UNEQUAL[0], 0, 4, 5), FIRST[1])),
+    "fully_shard, all": Scenario(rollouts=NOTHING),
+    "fully_shard, nothing trained on one": Scenario(rollouts=UNTRAINED),
+    "fully_shard, GSPO": Scenario(rollouts=FIRST, loss=GSPO()),
+    "fully_shard, GSPO, all": Scenario(rollouts=NOTHING, loss=GSPO()),
+    "fully_shard, gathered once": Scenario(rollouts=FIRST, gather="step"),
+    "fully_shard, gathered once, all": Scenario(rollouts=NOTHING, gather="step"),
+    "fully_shard, gathered once, GSPO": Scenario(rollouts=FIRST, gather="step", loss=GSPO()),
+    "fully_shard, experts": Scenario(rollouts=FIRST, make=with_experts),
+    "fully_shard, Mamba-2": Scenario(rollouts=FIRST, make=mamba),
+    "fully_shard, as the planner likes": Scenario(rollouts=FIRST, config=Config(), gather="auto"),
+    "DistributedDataParallel, a rank without": Scenario(wrap=replicated, rollouts=FIRST),
+    "DistributedDataParallel, all": Scenario(wrap=replicated, rollouts=NOTHING),
+    "DistributedDataParallel, GSPO": Scenario(wrap=replicated, rollouts=FIRST, loss=GSPO()),
+    "DistributedDataParallel, LoRA": Scenario(wrap=replicated, rollouts=FIRST, make=lora),
+    "DistributedDataParallel, all, LoRA": Scenario(wrap=replicated, rollouts=NOTHING, make=lora),
+}
+
+
+@pytest.mark.parametrize("name", slow_besides(("fully_shard, a rank without",), SCENARIOS))
+def test_gradients_are_those_of_ordinary_training(name: str) -> None:
+    scenario = SCENARIOS[name]
+    for rank, found in enumerate(run_ranks(2, against_dense, scenario)):
+        assert found["error"] < BAR and found["loss"] < BAR, (rank, found)
+        assert found["kinds"], rank
+        lengths = [len(r) for r in scenario.rollouts[rank]]
+        away = found["left out"].tokens
+        assert away > 0 or scenario.rollouts[rank] is UNEQUAL[1]
+        assert found["computed"] <= sum(lengths) - len(lengths) - away
+        if scenario.rollouts in (NOTHING,) or (scenario.rollouts is FIRST and rank == 0):
+            assert found["computed"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["fully_shard, a rank without", "fully_shard, all", "DistributedDataParallel, all"]
+)
+def test_gradients_that_are_there_are_kept(name: str) -> None:
+    for found in run_ranks(2, against_dense, SCENARIOS[name], True):
+        assert found["error"] < BAR and found["kinds"], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [GRPO(clip=0.2), GSPO()], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("gather", ["microbatch", "step"])
+def test_prompts_are_exchanged_of_what_runs(loss: Any, gather: Any) -> None:
+    """Rank 1 runs no rollout of one prompt, and one of another, of which rank 0 leaves out one."""
+    first, second = zero(TWO[0], 3), zero(TWO[1], 0, 1, 3)
+    assert [r.group_id for r in second] == ["group 0"] * 2 + ["group 1"] * 2 + ["group 2"]
+    assert first[3].group_id == "group 1"
+    scenario = Scenario(config=MIXED, rollouts=(first, second), loss=loss, gather=gather)
+    for found in run_ranks(2, against_dense, scenario):
+        assert found["split"] == "exchange"
+        assert found["error"] < BAR and found["loss"] < BAR and found["kinds"], found
+
+
+@dataclass(frozen=True)
+class OfAllRanks(Loss):
+    """Couples rollouts of all ranks, and declares some to be zero that are not for others."""
+
+    decomposition = "joint"
+    across_ranks = True
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        sums = batch.rollout_sum(batch.trained(outputs.logprobs * batch.advantages))
+        return sums.square().sum() + outputs.logprobs.sum() * sums.sum()
+
+    def zero_rollouts(self, batch: RolloutBatch) -> Any:
+        return batch.where_all_trained(batch.advantages == 0)
+
+
+@pytest.mark.slow
+def test_rollouts_coupled_over_ranks_all_run() -> None:
+    """Of the first rank alone all terms would seem to be zero."""
+    scenario = Scenario(rollouts=(zero(group(0, 2, 9, 5)), group(1, 2, 9, 5)), loss=OfAllRanks())
+    for found in run_ranks(2, against_dense, scenario):
+        assert found["error"] < BAR and found["loss"] < BAR, found
+        assert found["left out"].rollouts == 0 and found["computed"] > 0

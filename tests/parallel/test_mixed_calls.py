@@ -1,0 +1,242 @@
+"""Steps of ours beside stock losses of the same wrapped model, in every order."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from mixed_calls import MixedCalls, mixed, own_function, stock
+from processes import run_ranks
+from scenarios_of_ranks import BAR, EMPTY, Scenario, hybrid_mesh, replicated, sharded
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from forkpoint.errors import UnsupportedError
+from lanes import slow_besides
+
+TOGETHER = ("sum", "sum_of_stock_first", "unsynced sum synced sum")
+PENDING = (
+    "forward function backward",
+    "forward logprobs backward",
+    "forward loss score backward",
+    "dropped logprobs stock",
+    "logprobs stock function stock",
+    "logprobs stock logprobs stock",
+)
+UNSYNCED = (
+    "unsynced stock score logprobs_dropped synced stock",
+    "unsynced stock fails synced stock",
+    "unsynced stock fails synced sum",
+    "unsynced stock function logprobs stock synced stock",
+)
+REDUCED_BY_A_STEP = ("unsynced stock synced function", "unsynced stock fails synced logprobs")
+"""fully_shard's: a step reduces what was left unreduced, where a stock backward would."""
+
+
+def kept_gathered(model: Any) -> nn.Module:
+    return sharded(model, reshard_after_forward=False)
+
+
+def hybrid(model: Any) -> nn.Module:
+    """Two replicas of one shard."""
+    return sharded(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "shard")))
+
+
+def hybrid_without_all_reduce(model: Any) -> nn.Module:
+    return hybrid(model)
+
+
+def static(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, static_graph=True)
+
+
+def unused(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def bucket_views(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+SHARDED = (sharded, kept_gathered, hybrid, hybrid_without_all_reduce)
+REPLICATED = (replicated, static, unused, bucket_views)
+CASES = {
+    **{
+        f"{wrap.__name__}, {gather}": (
+            Scenario(wrap=wrap, gather=gather),  # type: ignore[arg-type]
+            (*TOGETHER, *PENDING, *UNSYNCED, *REDUCED_BY_A_STEP),
+        )
+        for wrap in SHARDED
+        for gather in ("microbatch", "step")
+    },
+    **{wrap.__name__: (Scenario(wrap=wrap), (*TOGETHER, *PENDING)) for wrap in REPLICATED},
+    "replicated, unsynced": (Scenario(wrap=replicated), UNSYNCED),
+    "sharded, a rank without rollouts": (
+        Scenario(rollouts=EMPTY),
+        (*TOGETHER, *PENDING, *UNSYNCED),
+    ),
+    "replicated, a rank without rollouts": (
+        Scenario(wrap=replicated, rollouts=EMPTY),
+        (*TOGETHER, *PENDING),
+    ),
+}
+IN_CORE: dict[str, tuple[Scenario, tuple[str, ...]]] = {
+    "sharded": (Scenario(), ("sum", "unsynced stock fails score synced stock")),
+    "replicated": (
+        Scenario(wrap=replicated),
+        ("forward function backward", "forward logprobs backward sum"),
+    ),
+}
+
+
+class WithoutAllReduce(MixedCalls):
+    """Where others do not synchronise at all, gradients are reduced over shards alone."""
+
+    def _synchronise(self, now: bool) -> None:
+        self.model.set_requires_all_reduce(now)
+
+
+def in_partial_sums(scenario: Scenario, sequences: tuple[str, ...]) -> dict[str, float]:
+    return {calls: WithoutAllReduce(scenario).run(calls.split()) for calls in sequences}
+
+
+@pytest.mark.parametrize("name", slow_besides(IN_CORE, {**IN_CORE, **CASES}))
+def test_gradients_are_those_of_dense_training(name: str) -> None:
+    scenario, sequences = {**IN_CORE, **CASES}[name]
+    work = in_partial_sums if scenario.wrap is hybrid_without_all_reduce else mixed
+    for errors in run_ranks(2, work, scenario, sequences, limit_s=240):
+        assert max(errors.values()) < BAR, errors
+
+
+def whole_hybrid(model: Any) -> nn.Module:
+    return sharded(model, mesh=hybrid_mesh())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", [mixed, in_partial_sums])
+def test_four_ranks_of_a_hybrid_mesh(work: Any) -> None:
+    rollouts = (*Scenario().rollouts, [], Scenario().rollouts[0][:3])
+    scenario = Scenario(wrap=whole_hybrid, rollouts=rollouts)
+    sequences = ("sum", *UNSYNCED, *REDUCED_BY_A_STEP)
+    for errors in run_ranks(4, work, scenario, sequences, limit_s=240):
+        assert max(errors.values()) < BAR, errors
+
+
+def in_another_dtype(gather: Any) -> float:
+    """Gradients that are not reduced lie beside the parameters where these have another dtype."""
+
+    def wrap(model: Any) -> nn.Module:
+        return sharded(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+
+    calls = MixedCalls(Scenario(wrap=wrap, gather=gather))
+    return calls.run(["unsynced", "stock", "fails", "score", "synced", "stock"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["microbatch", "step"])
+def test_unreduced_gradients_of_another_dtype_are_kept(gather: str) -> None:
+    assert max(run_ranks(2, in_another_dtype, gather)) < 1e-6
+
+
+def lost() -> tuple[float, list[str]]:
+    """A step that cannot put accumulated gradients back leaves none, unreduced ones neither."""
+    calls = MixedCalls(Scenario())
+    calls.policy = calls.policy.with_config(restore_grads=False)
+    calls.run(["stock", "unsynced", "stock", "fails", "synced"])
+    assert all(p.grad is None for p in calls.inner.parameters())
+    for parameter in calls.other.parameters():
+        parameter.grad = None
+    return calls.run(["stock"]), calls.outcomes
+
+
+@pytest.mark.slow
+def test_what_is_lost_is_lost_as_a_whole() -> None:
+    for error, outcomes in run_ranks(2, lost):
+        assert error < BAR and outcomes == ["cleared"]
+
+
+def settings_of_the_user(gather: Any) -> list[bool]:
+    """Whether they are as they were after a step: no synchronisation, and not the last backward."""
+    calls = MixedCalls(Scenario(gather=gather))
+    calls.run(["unsynced"])
+    calls.model.set_is_last_backward(False)
+    calls.run(["score", "function", "fails", "logprobs"])
+    states = [m._get_fsdp_state() for m in calls.model.modules() if hasattr(m, "_get_fsdp_state")]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    return [not state._state_ctx.is_last_backward for state in states[:1]] + [
+        not group.reduce_grads and not group.all_reduce_grads for group in groups
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["microbatch", "step"])
+def test_settings_are_put_back(gather: str) -> None:
+    for found in run_ranks(2, settings_of_the_user, gather):
+        assert len(found) > 2 and all(found)
+
+
+# Failures within one backward
+# ------------------------------------------------------------
+
+
+def failing_beside_stock(wrap: Any) -> tuple[str, str, float]:
+    """The plan fails at the end of a backward whose stock term has succeeded."""
+    calls = MixedCalls(replace(Scenario(), wrap=wrap, gather="step"))
+
+    def fail(event: str) -> None:
+        if event.startswith("backward "):
+            raise KeyboardInterrupt
+
+    value = calls._own() + stock(calls.model, calls.rank)
+    calls.policy.observer = fail
+    try:
+        value.backward()
+    except KeyboardInterrupt as error:
+        notes = " ".join(error.__notes__)
+    calls.policy.observer = None
+    calls._wanted_stock()
+    assert calls.policy.last_step is not None
+    return notes, calls.policy.last_step.gradients, calls.run([])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [sharded, replicated])
+def test_a_plan_that_fails_leaves_the_stock_term(wrap: Any) -> None:
+    for notes, gradients, error in run_ranks(2, failing_beside_stock, wrap):
+        assert gradients == "unchanged" and error < BAR
+        assert "what else the loss" in notes
+
+
+def refused_beside_stock() -> tuple[str, bool]:
+    calls = MixedCalls(Scenario(wrap=replicated))
+    value = calls._own()
+    (value + stock(calls.model, calls.rank)).backward(retain_graph=True)
+    before = [p.grad.clone() for p in calls.inner.parameters()]
+    try:
+        value.backward()
+    except UnsupportedError as error:
+        said = str(error)
+    same = [torch.equal(p.grad, g) for p, g in zip(calls.inner.parameters(), before, strict=True)]
+    return said, all(same)
+
+
+@pytest.mark.slow
+def test_a_second_backward_is_refused() -> None:
+    for said, same in run_ranks(2, refused_beside_stock):
+        assert "ran already" in said and same
+
+
+def verified_meanwhile() -> tuple[str, float]:
+    """A stock backward after verify, whose own dense training is none of DDP's."""
+    calls = MixedCalls(Scenario(wrap=static))
+    calls.run(["stock", "forward"])
+    report = calls.policy.verify(calls._batch, own_function)
+    return report.verdict, calls.run(["backward", "stock"])
+
+
+@pytest.mark.slow
+def test_verify_leaves_the_reducer_alone() -> None:
+    for verdict, error in run_ranks(2, verified_meanwhile):
+        assert verdict == "passed" and error < BAR
