@@ -6,37 +6,24 @@ forward read. Features do the rest, such as offloading between the two (engine/f
 is decided here.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from forkpoint.device import on_device
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.idling import idle_inputs
+from forkpoint.engine.microbatch_losses import MicrobatchLoss
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.engine.roots import Root, roots_of
+from forkpoint.engine.token_values import TokenValues
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, RECOMPUTE, Instruction
-
-MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], Tensor | None]
-"""The loss of one microbatch, a scalar; None where it has none."""
-
-
-@dataclass(frozen=True, eq=False)
-class PassResult:
-    """Results of one pass. T is the batch's tokens; entries that are not trained are 0."""
-
-    loss: Tensor
-    """The sum over microbatches."""
-    per_token: dict[str, Tensor]
-    """[T] by name."""
 
 
 class Executor:
@@ -65,28 +52,29 @@ class Executor:
     def run(
         self,
         instructions: Sequence[Instruction],
+        values: TokenValues,
         *,
-        names: Sequence[str],
+        entropy: bool,
         loss: MicrobatchLoss | None = None,
         scale: float = 1.0,
         graph: bool = False,
-    ) -> PassResult:
+    ) -> Tensor:
         """Run one pass.
 
         Args:
             instructions: of the pass; backwards need a `loss`.
-            names: of the head's values to collect.
+            values: collects the head's values of each token.
+            entropy: whether the head gives entropies as well.
             loss: of each microbatch.
-            scale: a factor on every gradient.
+            scale: a factor on the gradients of features' roots.
             graph: whether forwards record a graph in a pass without backwards; it is dropped.
+
+        Returns the sum of the microbatches' losses, a scalar.
         """
         training = loss is not None
-        plan, device, dtype = self.plan, self.host.device, self.host.loss_dtype
+        plan = self.plan
         cache = PrefixCache(plan.cache_tokens, gradients=training, cache_states=plan.cache_states)
-        per_token = {
-            name: torch.zeros(plan.logical_tokens, dtype=dtype, device=device) for name in names
-        }
-        total = torch.zeros((), dtype=dtype, device=device)
+        total = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         for feature in self.features:
             feature.begin_pass(cache)
         for instruction in instructions:
@@ -101,21 +89,23 @@ class Executor:
             captures = instruction.operation != RECOMPUTE
             state = MicrobatchState(source, inputs.microbatch, cache, captures=captures)
             with torch.set_grad_enabled(training or graph):
-                outputs = self._forward(instruction, inputs, state, "entropies" in per_token)
+                outputs = self._forward(instruction, inputs, state, entropy)
                 # Of a forward that is repeated the second computes the loss.
-                value = None
+                part = None
                 if loss is not None and instruction.records and not instruction.idle:
-                    value = loss(inputs, outputs)
+                    part = loss(inputs, outputs)
                 more = self._more_roots(instruction, inputs, scale)
             if instruction.records or not training:
                 if not instruction.idle:
-                    _collect(inputs, outputs, per_token)
-                if value is not None:
-                    total += value.detach()
+                    values.collect(inputs, outputs)
+                if part is not None:
+                    total += part.value
                 if training:
-                    self._roots[instruction.slot] = roots_of(value, outputs.roots, scale, more)
-            del outputs, value, state, more
-        return PassResult(total, per_token)
+                    gradients = {} if part is None else part.gradients
+                    self._roots[instruction.slot] = roots_of(gradients, outputs, more)
+                    del gradients
+            del outputs, part, state, more
+        return total
 
     def _inputs(self, instruction: Instruction) -> tuple[Plan, MicrobatchInputs]:
         """The microbatch to run, and the plan that it is of."""
@@ -156,15 +146,3 @@ class Executor:
         self.host.backward(tensors, gradients, last=instruction.last_backward)
         for feature in self.features:
             feature.after_backward(instruction)
-
-
-def _collect(
-    inputs: MicrobatchInputs, outputs: HeadOutputs, per_token: dict[str, Tensor]
-) -> None:
-    if not len(inputs.trained_tokens):
-        return
-    device = next(iter(per_token.values())).device
-    tokens = on_device(inputs.trained_tokens, device)
-    entries = on_device(inputs.trained_entry, device)
-    for name, values_T in per_token.items():
-        values_T[tokens] = outputs.per_token[name].detach()[entries]
