@@ -14,6 +14,7 @@ from benchmarks.steps.options import Split, Steps
 from benchmarks.steps.step_grid import chosen_splits
 from benchmarks.steps.stepper import DENSE, GROUP, Dense, Stepper, Timed, repeats_for
 from forkpoint.cli.options import Count
+from forkpoint.engine.timing import Event
 from forkpoint.plan.program import LEAF, PHASES, PREFIX_FORWARD, phase_of
 from forkpoint.policy import Policy
 from forkpoint.rollouts import RolloutBatch
@@ -162,11 +163,11 @@ def _peaks(
     seen: list[tuple[str, int]] = []
     phase = PREFIX_FORWARD
 
-    def observe(event: str) -> None:
+    def observe(event: Event) -> None:
         nonlocal phase
         seen.append((phase, torch.cuda.max_memory_allocated()))
         torch.cuda.reset_peak_memory_stats()
-        phase = phases[event]
+        phase = phases[event.text]
 
     stepper.repeat(policy, batch, repeats=repeats - 1, into=timed)
     policy.observer = observe

@@ -234,7 +234,8 @@ class JointStep:
         if self.agreement.trunks:
             assert self.ranks is not None
             trunks = self.agreement.trunks
-            self.exchange = TrunkExchange(self.ranks, trunks, own, plan, self.host.model)
+            host = self.host
+            self.exchange = TrunkExchange(self.ranks, trunks, own, plan, host.model, host.device)
         return plan
 
     def _give_up_compiling(self, proposals: Sequence[Proposal]) -> None:

@@ -15,7 +15,10 @@ from forkpoint.engine.engine import Engine
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step, StepOutcome
 from forkpoint.engine.host import Host
+from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
+from forkpoint.engine.timing import Observer
+from forkpoint.engine.trunk_exchange import TrunkExchange
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.forest import IntArray
 from forkpoint.hosts.tensor_parallel import ModelParallel
@@ -34,6 +37,7 @@ from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import batch_denominators, check_range
 from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.parallel.statistics import RouterEnd
+from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import run_lengths
@@ -92,7 +96,7 @@ class PolicySteps:
             )
         self.host: Host = host
         self.config: Config = config
-        self.observer: Callable[[str], None] | None = None
+        self.observer: Observer | None = None
         """Called with each event of a step before it runs: for measurements."""
         self.last_step: StepOutcome | None = None
         """The effect on `.grad` of the last call of `forward_backward` that began to run: another
@@ -235,13 +239,11 @@ class PolicySteps:
         if announced:
             step.notes = True
             self.last_step = step.outcome
-        engine = Engine(
-            self.host, self._restoring(), self._kept.staging_of(plan, self.host, self.config)
+        routing = work.routing(plan, self.host, joint.statistics) if work else None
+        replay = route_replay(self.host, plan, batch)
+        engine = self._engine(
+            plan, ranks=joint.ranks, routing=routing, replay=replay, exchange=joint.exchange
         )
-        engine.observer = self.observer
-        engine.ranks, engine.exchange = joint.ranks, joint.exchange
-        routing = engine.routing = work.routing(plan, self.host, joint.statistics) if work else None
-        replay = engine.replay = route_replay(self.host, plan, batch)
         joint.check_sample()
         result = engine.forward_backward(step, plan, batch, known, known_counts, factor)
         self.host.compiling.proven = self.host.compiles
@@ -287,14 +289,9 @@ class PolicySteps:
                 aligned = replace(aligned, program=joint.agreement.program)
             step.notes = True
             self.last_step = step.outcome
-            engine = Engine(
-                self.host, self._restoring(), self._kept.staging_of(plan, self.host, self.config)
-            )
-            engine.observer = self.observer
-            engine.ranks = joint.ranks
-            engine.replay = route_replay(self.host, plan, batch)
-            if routing is not None and weight is not None:
-                engine.routing = routing.again(weight)
+            again = None if routing is None or weight is None else routing.again(weight)
+            replay = route_replay(self.host, plan, batch)
+            engine = self._engine(plan, ranks=joint.ranks, routing=again, replay=replay)
             joint.check_sample()
             engine.backward(step, aligned, batch, weights)
             self.host.compiling.proven = self.host.compiles
@@ -302,6 +299,27 @@ class PolicySteps:
                 torch.cuda.synchronize(self.host.device)  # what the device fails at is raised here
 
         self._run(work, plan)
+
+    def _engine(
+        self,
+        plan: Plan,
+        *,
+        ranks: StepOfRanks | None,
+        routing: Routing | None,
+        replay: RouteReplay | None,
+        exchange: TrunkExchange | None = None,
+    ) -> Engine:
+        """The engine of a step with backwards."""
+        return Engine(
+            self.host,
+            self._restoring(),
+            self._kept.staging_of(plan, self.host, self.config),
+            ranks=ranks,
+            routing=routing,
+            replay=replay,
+            exchange=exchange,
+            observers=() if self.observer is None else (self.observer,),
+        )
 
     def _restoring(self) -> Config:
         """The configuration, with gradients restored while a compiled backward may yet fail."""
@@ -361,10 +379,9 @@ class PolicySteps:
         )
         program = joint.agreement.program if joint.agreement is not None else None
         joint.check_sample()
-        engine = Engine(self.host, self.config)
         routing = work.routing(chosen, self.host, joint.statistics) if work else None
-        engine.routing = routing
-        replay = engine.replay = route_replay(self.host, chosen, batch)
+        replay = route_replay(self.host, chosen, batch)
+        engine = Engine(self.host, self.config, routing=routing, replay=replay)
         if routing is not None:
             routing.sums = router is not None
         result = engine.score(step, chosen, batch, entropy=entropy, program=program)

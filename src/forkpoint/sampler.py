@@ -19,14 +19,14 @@ from forkpoint.engine.engine import Engine
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
 from forkpoint.engine.microbatches import microbatch_tokens
+from forkpoint.engine.timing import Observer
 from forkpoint.errors import ForkpointError, UnsupportedError
 from forkpoint.forest import IntArray
 from forkpoint.hosts.arguments import CONTEXT_ARGUMENT
 from forkpoint.hosts.coverings import autocasts_of
 from forkpoint.hosts.foreign_calls import keep_to_this_thread
 from forkpoint.hosts.modules import ATTENTION_NAME, add_hook, configurations
-from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers
-from forkpoint.hosts.routes import microbatch_tokens as routed_tokens
+from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, following
 from forkpoint.plan import Plan, make_plan
 from forkpoint.rollouts import RolloutBatch, short
 
@@ -124,14 +124,12 @@ class Sampler:
 
     def shared(self) -> Tensor:
         """Values by forkpoint."""
-        engine, mark = Engine(self.host, self.config), self.changes.mark
+        mark = self.changes.mark
+        observers: tuple[Observer, ...] = ()
         run = self.routed(record=True)
         if run is not None:
-            names = zip(
-                self.plan.microbatch_names, routed_tokens(self.plan, self.sample), strict=True
-            )
-            tokens = dict(names)
-            engine.observer = lambda event: run.at(tokens[event.partition(" ")[2]])
+            observers = (following(run, self.plan, self.sample),)
+        engine = Engine(self.host, self.config, observers=observers)
         try:
             result = engine.score(
                 self.step,

@@ -19,6 +19,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.gradient_sums import twins
 from forkpoint.engine.guard import Step
+from forkpoint.engine.timing import Event
 from forkpoint.errors import PlanError
 from forkpoint.forest import IntArray
 from forkpoint.hosts.modules import forget_lists
@@ -307,7 +308,7 @@ def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradien
     unchecked = policy.with_config(self_check=False)
     whole, done = len(plan.events()) or 1, 0
 
-    def observe(event: str) -> None:
+    def observe(event: Event) -> None:
         nonlocal done
         work.clock.at(entry.kind, done / whole)
         done += 1

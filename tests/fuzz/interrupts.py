@@ -55,7 +55,7 @@ WITHOUT = (
 # Where a step begins and ends, changes what outlives it, and undoes that.
 CONTROL = {
     *(f"/engine/{name}.py" for name in ("changes", "engine", "gradient_sums", "guard", "offload")),
-    *(f"/engine/{name}.py" for name in ("activations", "staging", "thread_state")),
+    *(f"/engine/{name}.py" for name in ("activations", "executor", "staging", "thread_state")),
     *(f"/hosts/{name}.py" for name in ("checkpointing", "compiled", "linear_attention")),
     *(f"/hosts/{name}.py" for name in ("modules", "transformers", "upcasts")),
     "/policy.py",

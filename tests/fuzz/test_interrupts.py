@@ -25,7 +25,7 @@ from torch.utils import checkpoint as checkpoints
 
 from forkpoint.engine import guard
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.engine import Engine
+from forkpoint.engine.executor import Executor
 from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.thread_state import ThreadState
@@ -142,10 +142,10 @@ CHECKPOINT = getattr(checkpoints, "_checkpoint_impl", checkpoints.checkpoint)
 BUGS: dict[str, tuple[Any, str, Callable, str, Callable, int]] = {
     # What is replaced by what; in which case and function, and at which of the function's
     # bytecodes, interrupts arrive: one of so many.
-    "a half": (GradientGuard, "take_back", leaves_a_half, "accumulated", Engine._pass, 99),
-    "a lie": (GradientGuard, "take_back", says_unchanged, "accumulated", Engine._pass, 99),
-    "hooks": (GradientSums, "_leave", does_nothing, "sums", Engine._pass, 99),
-    "no note": (Step, "_note", does_nothing, "plain", Engine._pass, 99),
+    "a half": (GradientGuard, "take_back", leaves_a_half, "accumulated", Executor.run, 99),
+    "a lie": (GradientGuard, "take_back", says_unchanged, "accumulated", Executor.run, 99),
+    "hooks": (GradientSums, "_leave", does_nothing, "sums", Executor.run, 99),
+    "no note": (Step, "_note", does_nothing, "plain", Executor.run, 99),
     "one level": (Step, "run", with_one_level, "failing", Step._put_back, 1),
     "a late record": (Changes, "set", records_last, "plain", records_last, 1),
     "a lost state": (ThreadState, "restore", does_nothing, "offload", hooks.__enter__, 1),

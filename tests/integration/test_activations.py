@@ -6,7 +6,6 @@ parameter's gradient within 1e-10 of ordinary training; and what is moved is wha
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -31,8 +30,10 @@ from forkpoint.engine import activations as activations_module
 from forkpoint.engine.activations import Activations, is_copy_of_leaf
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.guard import Step
+from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.errors import UnsupportedError
+from forkpoint.plan.program import Instruction
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from hybrids import tiny_hybrid
 from lanes import slow_besides
@@ -237,16 +238,16 @@ def watched_step(transfers: Watched, limit: int | None = None):
 def test_what_is_offloaded_leaves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     transfers = Watched()
     alive: list[float] = []
-    forward = Activations.before_backward
+    begin = Activations.before
 
-    def before(self: Activations, microbatch: int, missing_bytes: Callable[[], int]) -> None:
+    def before(self: Activations, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         # The parents' own storages, as long as only children have run backwards.
-        if not alive:
+        if not alive and instruction.operation == "backward":
             dead = sum(ref.expired() for ref in transfers.sources)
             alive.append(1 - dead / len(transfers.sources))
-        return forward(self, microbatch, missing_bytes)
+        return begin(self, instruction, inputs)
 
-    monkeypatch.setattr(Activations, "before_backward", before)
+    monkeypatch.setattr(Activations, "before", before)
     model, stats, _ = watched_step(transfers)
     # What else holds a few: tensors that roots are, and the keys and values of what is running.
     assert alive[0] < 0.1

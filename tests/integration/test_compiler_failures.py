@@ -121,7 +121,9 @@ def test_a_step_falls_back(
     """At the first graph, and at the third: those of the fourth microbatch are compiled anew."""
     state = model_state(model)
     policy = wrap(model, replace(COMPILED, self_check=False))
-    policy.observer = lambda event: torch._dynamo.reset() if event == "forward leaf 3" else None
+    policy.observer = lambda event: (
+        torch._dynamo.reset() if event.text == "forward leaf 3" else None
+    )
     compiled = failing(monkeypatch, backward=backward, after=after)
     check_exact(policy, dense, accumulated)
     assert len(compiled) > after, "nothing has failed"

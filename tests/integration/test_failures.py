@@ -31,7 +31,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.guard import CLEARED, UNCHANGED, GradientGuard
 from forkpoint.engine.staging import PlainTransfers
 from forkpoint.engine.thread_state import ThreadState
-from forkpoint.engine.timing import PhaseTimer
+from forkpoint.engine.timing import Timing
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.losses.base import LossBatch, LossOutputs
@@ -72,7 +72,7 @@ class Injector:
         self.target: tuple[str, int] | None = None
         self.error: type[BaseException] = ModelError
         self.alive: list[weakref.ref[Any]] = []
-        mark, buffers = PhaseTimer.mark, PrefixCache.buffers
+        mark, buffers = Timing._mark, PrefixCache.buffers
         mlp = model.get_submodule("model.layers.1.mlp")
         forward = type(mlp).forward
 
@@ -85,7 +85,7 @@ class Injector:
                     x.register_hook(lambda _: self.reach("backward"))
             return forward(module, x)
 
-        def counting_mark(timer: PhaseTimer, phase: str) -> None:
+        def counting_mark(timer: Timing, phase: str) -> None:
             mark(timer, phase)
             self.marks += 1
             self.reach("between")
@@ -97,7 +97,7 @@ class Injector:
 
         # Not a hook: around hooked modules torch keeps tensors in closures, these in tracebacks.
         monkeypatch.setattr(type(mlp), "forward", watched_forward)
-        monkeypatch.setattr(PhaseTimer, "mark", counting_mark)
+        monkeypatch.setattr(Timing, "_mark", counting_mark)
         monkeypatch.setattr(PrefixCache, "buffers", remembering_buffers)
 
     def arm(self, place: str, event: int, error: type[BaseException]) -> None:

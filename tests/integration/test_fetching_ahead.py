@@ -115,7 +115,7 @@ def logged_step(
 ) -> tuple[Log, OffloadStats | None, dict[str, Tensor | None], Plan]:
     log, policy = Log(), wrap(model, config)
     policy._kept.staging = Staging(Logged(log))
-    policy.observer = log.entries.append
+    policy.observer = lambda event: log.entries.append(event.text)
     layer_of = {layer.mlp: index for index, layer in enumerate(model.model.layers)}
     kind = type(model.model.layers[0].mlp)
     forward = kind.forward
@@ -285,7 +285,7 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
 
     monkeypatch.setattr(GivenBack, "_new", counted)
     policy._kept.staging = Staging(Counted(torch.device("cpu")))
-    policy.observer = note
+    policy.observer = lambda event: note(event.text)
     clear_gradients(model)
     if exist:
         for parameter in model.parameters():

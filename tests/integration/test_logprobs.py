@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forkpoint import Config, RolloutBatch, UnsupportedError, losses, wrap
+from forkpoint.engine.timing import Event
 from forkpoint.testing import lifted_upcasts
 from lanes import slow_besides
 
@@ -314,8 +315,8 @@ def test_a_failed_backward_leaves_gradients() -> None:
     policy = wrap(model, MODES[0])
     loss = policy.logprobs(BATCH).sum()
 
-    def fail(event: str) -> None:
-        if event.startswith("backward "):
+    def fail(event: Event) -> None:
+        if event.operation == "backward":
             raise ZeroDivisionError
 
     policy.observer = fail

@@ -481,7 +481,7 @@ def test_sharing_within_and_across_microbatches_is_compared() -> None:
     model = tiny_model("qwen3")
     seen: list[str] = []
     policy = wrap(model)
-    policy.observer = seen.append
+    policy.observer = lambda event: seen.append(event.text)
     report = policy.verify(forked_batch(), LOSS)
     assert report.verdict == "passed" and report.left_out == ()
     within, across = report.plans

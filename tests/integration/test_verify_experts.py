@@ -381,12 +381,12 @@ def test_model_and_policy_are_as_before() -> None:
     model = expert_model("gpt_oss")
     policy = wrap(model, ACROSS)
     seen: list[str] = []
-    policy.observer = seen.append
+    observe = policy.observer = lambda event: seen.append(event.text)
     before = model_state(model)
     policy.verify(expert_batch(), LOSS)
     assert model_state(model) == before
     assert all("forward" not in vars(module) for module in model.modules())
-    assert policy.observer == seen.append
+    assert policy.observer is observe
     assert seen, "the policy's own observer still saw the step"
 
 

@@ -10,6 +10,7 @@ import torch
 from cases_trl import ACROSS, OURS, STOCK, Pair
 
 from forkpoint import Config
+from forkpoint.engine.timing import Event
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -86,8 +87,8 @@ def test_a_step_that_raises_leaves_trainer_and_model_usable(
     forward = vars(trainer.model)["forward"]
     policy, events = trainer.sharing.policy(trainer.model), []
 
-    def fails(event: str) -> None:
-        events.append(event)
+    def fails(event: Event) -> None:
+        events.append(event.text)
         if len(events) == 5:
             raise RuntimeError("a device fails")
 

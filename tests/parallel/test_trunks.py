@@ -211,7 +211,7 @@ def failed_and_repeated(wrap: Any, gather: Any, moment: str) -> tuple[str, float
     assert first.plan.split == "exchange"
     assert first.events[0].startswith("forward prefix") == (dist.get_rank() == 1)
     model.zero_grad()
-    policy.observer = events.append
+    policy.observer = lambda event: events.append(event.text)
     failing, found = dist.get_rank() == rank, ""
     try:
         policy.forward_backward(own, Fails(rank=rank if moment == "loss" else -1))

@@ -20,6 +20,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from forkpoint.engine.boundary import PrefixCache
+from forkpoint.engine.feature import Feature
 from forkpoint.engine.given_back import GivenBack, Pack, Unpack, storage_id
 from forkpoint.engine.host import Host
 from forkpoint.engine.microbatches import MicrobatchInputs
@@ -33,7 +34,7 @@ from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, Instruction
 COPIES = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 
 
-class Activations:
+class Activations(Feature):
     """Places of the activations of a pass with backwards: kept, offloaded or dropped."""
 
     def __init__(
@@ -41,14 +42,22 @@ class Activations:
         plan: Plan,
         prepared: list[MicrobatchInputs],
         host: Host,
-        cache: PrefixCache,
         staging: Staging | None,
+        missing_bytes: Callable[[], int],
     ) -> None:
-        """`staging` may be None where the plan offloads no microbatch."""
+        """
+        Args:
+            plan: of the step.
+            prepared: its microbatches as tensors.
+            host: the model.
+            staging: may be None where the plan offloads no microbatch.
+            missing_bytes: gives the size of gradients that do not exist yet.
+        """
         self.microbatches: tuple[Microbatch, ...] = plan.microbatches
         self.layers: int = host.shape.layers
         self._follower = _followers(plan)
-        self._cache = cache
+        self._cache: PrefixCache | None = None
+        self._missing_bytes = missing_bytes
         self._staging = staging
         self._open: dict[int, OffloadedMicrobatch] = {}
         self._giving: dict[int, GivenBack] = {}
@@ -79,8 +88,10 @@ class Activations:
         self._staging.release((0, 0))
         self.stats.host_bytes = self._staging.held_bytes
 
-    def hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
-        """The hooks that saved tensors of a forward or a recompute pass through."""
+    def begin_pass(self, cache: PrefixCache) -> None:
+        self._cache = cache
+
+    def saved_tensor_hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
         if not instruction.records:
             return _drop, _dropped
         if instruction.idle:
@@ -99,10 +110,9 @@ class Activations:
             return offloaded.hooks(given_back)
         return None if given_back is None else given_back.counted()
 
-    def end_forward(self, microbatch: int) -> None:
-        """The forward that the hooks were for is over."""
-        if microbatch in self._open:
-            self._open[microbatch].end_forward()
+    def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
+        if instruction.microbatch in self._open:
+            self._open[instruction.microbatch].end_forward()
 
     def _telling_follower(
         self, microbatch: int, offloaded: OffloadedMicrobatch | None
@@ -125,22 +135,22 @@ class Activations:
 
         These are parameters, their copies that autocast keeps, inputs, and prefix cache.
         """
+        assert self._cache is not None
         held = storage_id(tensor) in self._held or self._cache.holds(tensor)
         return held or is_copy_of_leaf(tensor)
 
-    def before_backward(self, microbatch: int, missing_bytes: Callable[[], int]) -> None:
-        """Fetch ahead what the backward before has not: it may have given back too little.
+    def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
+        """Fetch ahead what the backward before has not: it may have freed too little."""
+        if instruction.operation != BACKWARD:
+            return
+        if instruction.microbatch in self._open:
+            self._open[instruction.microbatch].prefetch()
+        if instruction.microbatch in self._giving:
+            self._giving[instruction.microbatch].grows_bytes = self._missing_bytes()
 
-        missing_bytes: what gradients will take that do not exist yet.
-        """
-        if microbatch in self._open:
-            self._open[microbatch].prefetch()
-        if microbatch in self._giving:
-            self._giving[microbatch].grows_bytes = missing_bytes()
-
-    def after_backward(self, microbatch: int) -> None:
-        self._giving.pop(microbatch, None)
-        offloaded = self._open.pop(microbatch, None)
+    def after_backward(self, instruction: Instruction) -> None:
+        self._giving.pop(instruction.microbatch, None)
+        offloaded = self._open.pop(instruction.microbatch, None)
         if offloaded is not None:
             offloaded.close()
 

@@ -1,43 +1,37 @@
-"""The interpreter of a plan's program.
+"""Passes of a step: scores, the loss, and forwards and backwards, with what ends them.
 
-It runs one instruction after the other (plan/program.py). A forward reads the prefix cache of the
-microbatches above and captures its own. A backward is rooted in the microbatch's loss, and adds to
-the gradients of the prefix cache that its forward read. Between the two, activations are where the
-plan says (engine/activations.py). Nothing is decided here.
+Each pass is run by the executor (engine/executor.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from forkpoint.config import Config
 from forkpoint.engine.activations import Activations
-from forkpoint.engine.boundary import PrefixCache
+from forkpoint.engine.executor import Executor
+from forkpoint.engine.feature import Feature
 from forkpoint.engine.gathered_scores import loss_inputs
 from forkpoint.engine.guard import GradientGuard, Step
 from forkpoint.engine.guarding import guard_gradients
-from forkpoint.engine.host import Host
-from forkpoint.engine.idling import idle_inputs
+from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.loss_calls import names_of
-from forkpoint.engine.loss_gradients import LossGradients
+from forkpoint.engine.loss_gradients import LossGradients, LossPart
 from forkpoint.engine.microbatch_losses import MicrobatchLoss, MicrobatchLosses, weighted
 from forkpoint.engine.microbatches import (
     KernelOptions,
     MicrobatchInputs,
-    MicrobatchState,
     prepare_microbatches,
 )
-from forkpoint.engine.roots import roots_of
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.step_result import StepResult, after
-from forkpoint.engine.timing import PhaseTimer
+from forkpoint.engine.timing import Observer, Timing
 from forkpoint.engine.token_values import TokenValues
 from forkpoint.engine.trunk_exchange import TrunkExchange
 from forkpoint.engine.untrained import add_zero_gradients
@@ -46,15 +40,8 @@ from forkpoint.losses.views import LossViews
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import (
-    BACKWARD,
-    LEAF,
-    PREFIX_BACKWARD,
-    PREFIX_FORWARD,
-    RECOMPUTE,
-    SHARE,
     Instruction,
     Program,
-    phase_of,
 )
 from forkpoint.rollouts import RolloutBatch
 
@@ -62,22 +49,38 @@ from forkpoint.rollouts import RolloutBatch
 class Engine:
     """Runs plans on a host."""
 
-    def __init__(self, host: Host, config: Config, staging: Staging | None = None) -> None:
-        """`staging` is where plans that offload microbatches put them."""
+    def __init__(
+        self,
+        host: Host,
+        config: Config,
+        staging: Staging | None = None,
+        *,
+        ranks: StepOfRanks | None = None,
+        routing: Routing | None = None,
+        replay: RouteReplay | None = None,
+        exchange: TrunkExchange | None = None,
+        observers: tuple[Observer, ...] = (),
+    ) -> None:
+        """
+        Args:
+            host: the model.
+            config: its kernels and how gradients are summed.
+            staging: where plans that offload microbatches put them.
+            ranks: their agreement on this step; None where this rank is alone.
+            routing: the statistics of routers that this step computes, if any.
+            replay: the experts that routers are held to; None where they choose.
+            exchange: the trunks that ranks exchange in this step, if any.
+            observers: called with each event before it runs, for measurements.
+        """
         self.host: Host = host
         self.config: Config = config
         self.staging: Staging | None = staging
-        self.observer: Callable[[str], None] | None = None
-        """Called with each event before it runs: for measurements of what lies between."""
+        self.ranks: StepOfRanks | None = ranks
+        self.routing: Routing | None = routing
+        self.replay: RouteReplay | None = replay
+        self.observers: tuple[Observer, ...] = observers
+        self.features: tuple[Feature, ...] = tuple(f for f in (exchange, replay) if f is not None)
         self._failure: BaseException | None = None
-        self.ranks: StepOfRanks | None = None
-        """The agreement of the ranks on this step; None where this rank is alone."""
-        self.exchange: TrunkExchange | None = None
-        """The trunks that ranks exchange in this step; None where they exchange none."""
-        self.routing: Routing | None = None
-        """The statistics of routers that this step computes; None where it computes none."""
-        self.replay: RouteReplay | None = None
-        """The experts that routers are held to; None where they choose."""
 
     def score(
         self,
@@ -293,8 +296,6 @@ class Engine:
             scale=scale,
         )
 
-    # The schedule --------------------------------------------------------------------------------
-
     def _pass(
         self,
         step: Step,
@@ -309,101 +310,55 @@ class Engine:
         graph: bool = False,
     ) -> StepResult:
         """Run the instructions of one pass; those with backwards need a loss."""
-        training = microbatch_loss is not None
-        device, dtype = self.host.device, self.host.loss_dtype
-        cache = PrefixCache(plan.cache_tokens, gradients=training, cache_states=plan.cache_states)
-        names = names_of(self.host.head, self.config, entropy)
-        values = TokenValues(names, plan, batch, dtype, device)
-        total = torch.zeros((), dtype=dtype, device=device)
-        kernels = KernelOptions(
-            attention=self.config.attention_kernel,
-            recurrence=self.config.recurrence_kernel,
-            head_chunk_tokens=self.config.head_chunk_tokens,
-            head_statistics=self.config.head_statistics,
-        )
-        timer = PhaseTimer(device)
-        events: list[str] = []
-        roots: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        """By slot: what its backward starts from."""
+        host, config = self.host, self.config
         mark = step.changes.mark
+        timing = Timing(plan, host.device, self.observers)
+        features: list[Feature] = [timing, *self.features]
         activations = None
-        if training:
-            activations = Activations(plan, prepared, self.host, cache, self.staging)
+        if microbatch_loss is not None:
+            assert step.guard is not None
+            activations = Activations(plan, prepared, host, self.staging, step.guard.missing_bytes)
             step.changes.later(activations.close)
-        for instruction in instructions:
-            if instruction.exchanges:
-                timer.mark(PREFIX_FORWARD if instruction.operation == SHARE else PREFIX_BACKWARD)
-                self._note(events, plan.event(instruction))
-                assert self.exchange is not None
-                self.exchange.run(instruction, cache, device)
-                continue
-            idle = instruction.idle  # such a slot runs one token of a plan of its own
-            if idle:
-                source, inputs = idle_inputs(device, plan.capabilities.length_multiple)
-            else:
-                source, inputs = plan, prepared[instruction.microbatch]
-            timer.mark(phase_of(instruction.operation, inputs.microbatch))
-            self._note(events, plan.event(instruction))
-            if self.replay is not None:
-                self.replay.at(instruction, inputs)
-            if instruction.operation == BACKWARD:
-                assert step.guard is not None and activations is not None
-                tensors, gradients = roots.pop(instruction.slot)
-                activations.before_backward(instruction.microbatch, step.guard.missing_bytes)
-                # Frozen layers under a microbatch without trained tokens leave it nothing to do.
-                if tensors:
-                    step.guard.begin()
-                self.host.backward(tensors, gradients, last=instruction.last_backward)
-                activations.after_backward(instruction.microbatch)
-                del tensors, gradients
-                continue
-            captures = instruction.operation != RECOMPUTE
-            state = MicrobatchState(source, inputs.microbatch, cache, captures=captures)
-            hooks = activations.hooks(instruction) if activations else None
-            if self.routing is not None:
-                self.routing.begin(instruction)
-            with torch.set_grad_enabled(training or graph):
-                with saved_tensors_hooks(*hooks) if hooks else nullcontext():
-                    outputs = self.host.forward(
-                        instruction, inputs, state, kernels, entropy=entropy
-                    )
-                if activations is not None:
-                    activations.end_forward(instruction.microbatch)
-                state.end_forward()
-                if self.replay is not None:
-                    self.replay.end_forward()
-                if self.routing is not None:
-                    self.routing.end(inputs)
-                # A forward that is repeated computes its loss then.
-                part = None
-                if microbatch_loss and instruction.records and not idle and not self._failure:
-                    with self._kept_failure():
-                        part = microbatch_loss(inputs, outputs)
-                more = self.routing.root(instruction, inputs, scale) if self.routing else None
-            if instruction.records or not training:
-                if not instruction.idle:
-                    values.collect(inputs, outputs)
-                if part is not None:
-                    total += part.value
-                if training:
-                    gradients = {} if part is None else part.gradients
-                    roots[instruction.slot] = roots_of(gradients, outputs, more)
-            del outputs, part, state
+            features.append(activations)
+        if self.routing is not None:
+            features.append(self.routing)
+        kernels = KernelOptions(
+            attention=config.attention_kernel,
+            recurrence=config.recurrence_kernel,
+            head_chunk_tokens=config.head_chunk_tokens,
+            head_statistics=config.head_statistics,
+        )
+        names = names_of(host.head, config, entropy)
+        values = TokenValues(names, plan, batch, host.loss_dtype, host.device)
+        loss = Executor(step, host, plan, prepared, kernels, features).run(
+            instructions,
+            values,
+            entropy=entropy,
+            loss=None if microbatch_loss is None else self._holding(microbatch_loss),
+            scale=scale,
+            graph=graph,
+        )
         step.changes.undo(mark)
-        if self.host.group is not None:
-            self.host.group.settle()
-        timer.mark(LEAF)
+        if host.group is not None:
+            host.group.settle()
+        timing.end()
         return StepResult(
-            loss=total,
+            loss=loss,
             per_token=values.by_name,
-            events=tuple(events),
-            phase_ms=timer.totals_ms(),
-            event_ms=timer.each_ms(),
-            event_memory_bytes=timer.allocated_bytes(),
+            events=tuple(timing.events),
+            phase_ms=timing.totals_ms(),
+            event_ms=timing.each_ms(),
+            event_memory_bytes=timing.allocated_bytes(),
             offload=activations.stats if activations else None,
         )
 
-    def _note(self, events: list[str], event: str) -> None:
-        events.append(event)
-        if self.observer is not None:
-            self.observer(event)
+    def _holding(self, loss: MicrobatchLoss) -> MicrobatchLoss:
+        """The loss, whose errors are kept until the program has ended; see `_kept_failure`."""
+
+        def held(inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
+            if self._failure is None:
+                with self._kept_failure():
+                    return loss(inputs, outputs)
+            return None
+
+        return held

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import on_device
+from forkpoint.engine.feature import Feature
 from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
 from forkpoint.errors import UnsupportedError
 from forkpoint.layout import token_steps
@@ -41,7 +42,7 @@ class ReplayedRoutes:
         return int(self.elsewhere_L.sum()) / decisions if decisions else 0.0
 
 
-class RouteReplay:
+class RouteReplay(Feature):
     """The experts given for the tokens of one step, microbatch by microbatch."""
 
     def __init__(self, plan: Plan, batch: RolloutBatch, device: torch.device) -> None:
@@ -63,8 +64,8 @@ class RouteReplay:
         """Of all that has run."""
         return ReplayedRoutes(self._decisions_L, self._elsewhere_L)
 
-    def at(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """An operation begins; a backward may run its microbatch's blocks again."""
+    def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
+        """Hold routers to the microbatch's experts; a backward may run its blocks again."""
         self._counts, self._open = False, None
         if instruction.idle:
             self._here = None
@@ -74,8 +75,7 @@ class RouteReplay:
         if instruction.operation != BACKWARD and instruction.is_noted:
             self._counts, self._open = index not in self._counted, index
 
-    def end_forward(self) -> None:
-        """A forward has ended: what runs again from here on is not counted."""
+    def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         if self._open is not None:
             self._counted.add(self._open)
         self._counts, self._open = False, None

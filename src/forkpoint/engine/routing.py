@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import on_device
+from forkpoint.engine.feature import Feature
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.roots import Root
 from forkpoint.errors import ConfigError, UnsupportedError
@@ -22,7 +23,7 @@ from forkpoint.layout import token_steps
 from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.program import SCORE, Instruction
+from forkpoint.plan.program import BACKWARD, SCORE, Instruction
 from forkpoint.plan.routing import paths
 
 
@@ -75,11 +76,11 @@ class RouterTerms:
     [N, L, E]."""
 
 
-class Routing:
+class Routing(Feature):
     """Counts of the experts that routers choose in one step, and the routers' loss.
 
-    The host reports each router of each forward by `note`. `begin` and `end` are called around a
-    forward, and nothing is noted outside of them: not when checkpointed blocks run again.
+    The host reports each router of each forward by `note`. Nothing is noted outside of forwards:
+    not when checkpointed blocks run again.
     """
 
     def __init__(
@@ -173,10 +174,10 @@ class Routing:
     # Around a forward
     # ------------------------------------------------------------
 
-    def begin(self, instruction: Instruction) -> None:
-        """A forward begins. One that is repeated for its activations is noted then."""
+    def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
+        """A forward that is repeated for its activations is noted then."""
         self._scores = instruction.operation == SCORE
-        self._open = instruction.is_noted
+        self._open = instruction.operation != BACKWARD and instruction.is_noted
 
     def note(self, layer: int, logits_TE: Tensor, chosen_Tk: Tensor) -> None:
         """A router has run, of the layer with this number among those that have one."""
@@ -185,8 +186,7 @@ class Routing:
             flat_TE = logits_TE.reshape(-1, logits_TE.shape[-1])
             self._found[layer] = flat_TE, chosen_Tk.detach().reshape(len(flat_TE), -1)
 
-    def end(self, inputs: MicrobatchInputs) -> None:
-        """A forward has ended."""
+    def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         if not self._open:
             return
         self._open = False
@@ -240,10 +240,7 @@ class Routing:
     # ------------------------------------------------------------
 
     def root(self, instruction: Instruction, inputs: MicrobatchInputs, scale: float) -> Root | None:
-        """The microbatch's part of the loss, and the gradient there. None where it has none.
-
-        Called after a forward that is followed by a backward, with autograd on.
-        """
+        """The microbatch's part of the loss, and the gradient there. None where it has none."""
         found = [self._found.pop(layer)[0] for layer in sorted(self._found)]
         terms, scores = self.terms, instruction.operation == SCORE
         if scores or not instruction.is_noted or not (terms.load_balancing or terms.z):

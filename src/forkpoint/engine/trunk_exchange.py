@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forkpoint.engine.boundary import Key, PrefixCache
+from forkpoint.engine.feature import Feature
+from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.parallel.ranks import Phase
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.program import SHARE, Instruction
+from forkpoint.plan.program import RETURN, SHARE, Instruction
 from forkpoint.plan.shared_trunks import SharedTrunk
 from forkpoint.plan.trunks import Trunk
 
@@ -25,7 +27,7 @@ Run = tuple[int, int]
 """First place, and one past the last."""
 
 
-class TrunkExchange:
+class TrunkExchange(Feature):
     """The trunks of one step, as this rank sends and receives them."""
 
     def __init__(
@@ -35,6 +37,7 @@ class TrunkExchange:
         own: Sequence[Trunk],
         plan: Plan,
         model: nn.Module,
+        device: torch.device,
     ) -> None:
         """
         Args:
@@ -43,6 +46,7 @@ class TrunkExchange:
             own: those that this rank has rollouts of.
             plan: this rank's.
             model: the same on all ranks, but for its weights.
+            device: of the model.
         """
         self.step: StepOfRanks = step
         self._modules: dict[str, nn.Module] = dict(model.named_modules())
@@ -62,18 +66,24 @@ class TrunkExchange:
                     self._received.setdefault(trunk.owner, []).append(number)
         self._segments: dict[int, list[int]] = {t.number: t.segments(plan.forest) for t in own}
         self._plan = plan
+        self._device = device
         self._layout: Layout = {}
+        self._cache: PrefixCache | None = None
 
-    def run(self, instruction: Instruction, cache: PrefixCache, device: torch.device) -> None:
+    def begin_pass(self, cache: PrefixCache) -> None:
+        self._cache = cache
+
+    def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         """Exchange prefix caches, or their gradients. Collective.
 
         Raises RankError where another rank has failed before it came to this.
         """
+        assert self._cache is not None
         with torch.no_grad():
             if instruction.operation == SHARE:
-                self._share(cache, device)
-            else:
-                self._return(cache, device)
+                self._share(self._cache, self._device)
+            elif instruction.operation == RETURN:
+                self._return(self._cache, self._device)
 
     def _share(self, cache: PrefixCache, device: torch.device) -> None:
         given = self._named(cache) if self._sent else {}

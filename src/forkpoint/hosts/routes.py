@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from forkpoint.engine import microbatches
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.timing import Event, Observer
 from forkpoint.errors import UnsupportedError
 from forkpoint.forest import IntArray, build_forest, sort_rollouts
 from forkpoint.hosts.modules import add_hook, configurations
@@ -45,7 +46,7 @@ TOPK = (torch.topk, torch.Tensor.topk)
 class Observed(Protocol):
     """A policy, which tells its observer of every forward and backward before it runs."""
 
-    observer: Callable[[str], None] | None
+    observer: Observer | None
 
 
 @dataclass(frozen=True)
@@ -237,15 +238,20 @@ def follow(
     run: RoutedRun, policy: Observed, plan: Plan, batch: RolloutBatch, changes: Changes
 ) -> None:
     """Tell `run` which tokens each microbatch of the plan runs, when the policy runs it."""
-    tokens = dict(zip(plan.microbatch_names, microbatch_tokens(plan, batch), strict=True))
-    before = policy.observer
+    before, at = policy.observer, following(run, plan, batch)
 
-    def observe(event: str) -> None:
-        run.at(tokens[event.partition(" ")[2]])
+    def observe(event: Event) -> None:
+        at(event)
         if before is not None:
             before(event)
 
     changes.set(vars(policy), "observer", observe)
+
+
+def following(run: RoutedRun, plan: Plan, batch: RolloutBatch) -> Observer:
+    """An observer that tells `run` which tokens each microbatch of the plan runs."""
+    tokens = microbatch_tokens(plan, batch)
+    return lambda event: run.at(tokens[event.microbatch])
 
 
 def microbatch_tokens(plan: Plan, batch: RolloutBatch) -> list[IntArray]:

@@ -1,0 +1,148 @@
+"""The executor: runs the instructions of one pass in order.
+
+A forward reads the prefix cache of the microbatches above and captures its own (plan/program.py). A
+backward starts from the microbatch's loss, and adds to the gradients of the prefix cache that its
+forward read. Features do the rest, such as offloading between the two (engine/feature.py). Nothing
+is decided here.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from forkpoint.engine.boundary import PrefixCache
+from forkpoint.engine.feature import Feature
+from forkpoint.engine.guard import Step
+from forkpoint.engine.host import HeadOutputs, Host
+from forkpoint.engine.idling import idle_inputs
+from forkpoint.engine.microbatch_losses import MicrobatchLoss
+from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
+from forkpoint.engine.roots import Root, roots_of
+from forkpoint.engine.token_values import TokenValues
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.program import BACKWARD, RECOMPUTE, Instruction
+
+
+class Executor:
+    """Runs passes of one step of a plan."""
+
+    def __init__(
+        self,
+        step: Step,
+        host: Host,
+        plan: Plan,
+        prepared: Sequence[MicrobatchInputs],
+        kernels: KernelOptions,
+        features: Iterable[Feature],
+    ) -> None:
+        """`prepared`: by microbatch of the plan, as tensors. `step`: its guard is set where a pass
+        has backwards."""
+        self.step = step
+        self.host = host
+        self.plan = plan
+        self.prepared = prepared
+        self.kernels = kernels
+        self.features: tuple[Feature, ...] = tuple(features)
+        self._roots: dict[int, list[Root]] = {}
+        """By slot: where its backward starts."""
+
+    def run(
+        self,
+        instructions: Sequence[Instruction],
+        values: TokenValues,
+        *,
+        entropy: bool,
+        loss: MicrobatchLoss | None = None,
+        scale: float = 1.0,
+        graph: bool = False,
+    ) -> Tensor:
+        """Run one pass.
+
+        Args:
+            instructions: of the pass; backwards need a `loss`.
+            values: collects the head's values of each token.
+            entropy: whether the head gives entropies as well.
+            loss: of each microbatch.
+            scale: a factor on the gradients of features' roots.
+            graph: whether forwards record a graph in a pass without backwards; it is dropped.
+
+        Returns the sum of the microbatches' losses, a scalar.
+        """
+        training = loss is not None
+        plan = self.plan
+        cache = PrefixCache(plan.cache_tokens, gradients=training, cache_states=plan.cache_states)
+        total = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
+        for feature in self.features:
+            feature.begin_pass(cache)
+        for instruction in instructions:
+            source, inputs = self._inputs(instruction)
+            for feature in self.features:
+                feature.before(instruction, inputs)
+            if instruction.exchanges:
+                continue
+            if instruction.operation == BACKWARD:
+                self._backward(instruction)
+                continue
+            captures = instruction.operation != RECOMPUTE
+            state = MicrobatchState(source, inputs.microbatch, cache, captures=captures)
+            with torch.set_grad_enabled(training or graph):
+                outputs = self._forward(instruction, inputs, state, entropy)
+                # Of a forward that is repeated the second computes the loss.
+                part = None
+                if loss is not None and instruction.records and not instruction.idle:
+                    part = loss(inputs, outputs)
+                more = self._more_roots(instruction, inputs, scale)
+            if instruction.records or not training:
+                if not instruction.idle:
+                    values.collect(inputs, outputs)
+                if part is not None:
+                    total += part.value
+                if training:
+                    gradients = {} if part is None else part.gradients
+                    self._roots[instruction.slot] = roots_of(gradients, outputs, more)
+                    del gradients
+            del outputs, part, state, more
+        return total
+
+    def _inputs(self, instruction: Instruction) -> tuple[Plan, MicrobatchInputs]:
+        """The microbatch to run, and the plan that it is of."""
+        if instruction.idle:
+            return idle_inputs(self.host.device, self.plan.capabilities.length_multiple)
+        return self.plan, self.prepared[instruction.microbatch]
+
+    def _forward(
+        self,
+        instruction: Instruction,
+        inputs: MicrobatchInputs,
+        state: MicrobatchState,
+        entropy: bool,
+    ) -> HeadOutputs:
+        hooks = [h for f in self.features if (h := f.saved_tensor_hooks(instruction)) is not None]
+        with saved_tensors_hooks(*hooks[0]) if hooks else nullcontext():
+            outputs = self.host.forward(instruction, inputs, state, self.kernels, entropy=entropy)
+        state.end_forward()
+        for feature in self.features:
+            feature.after_forward(instruction, inputs)
+        return outputs
+
+    def _more_roots(
+        self, instruction: Instruction, inputs: MicrobatchInputs, scale: float
+    ) -> list[Root]:
+        found = (feature.root(instruction, inputs, scale) for feature in self.features)
+        return [root for root in found if root is not None]
+
+    def _backward(self, instruction: Instruction) -> None:
+        guard = self.step.guard
+        assert guard is not None
+        roots = self._roots.pop(instruction.slot)
+        # Frozen layers under a microbatch without trained tokens leave it nothing to do.
+        if roots:
+            guard.begin()
+        tensors, gradients = [tensor for tensor, _ in roots], [gradient for _, gradient in roots]
+        del roots
+        self.host.backward(tensors, gradients, last=instruction.last_backward)
+        for feature in self.features:
+            feature.after_backward(instruction)

@@ -1,0 +1,38 @@
+"""Interface of what a pass does besides forwards and backwards, such as offloading or counting.
+
+The executor calls every feature of a step at the same moments and knows none of them by name.
+"""
+
+from forkpoint.engine.boundary import PrefixCache
+from forkpoint.engine.given_back import Pack, Unpack
+from forkpoint.engine.microbatches import MicrobatchInputs
+from forkpoint.engine.roots import Root
+from forkpoint.plan.program import Instruction
+
+
+class Feature:
+    """A feature that does nothing. Subclasses override the moments that they need.
+
+    `inputs` are those of the instruction's microbatch. Where the rank has none they are of one
+    token that trains on nothing.
+    """
+
+    def begin_pass(self, cache: PrefixCache) -> None:
+        """A pass begins, with this prefix cache."""
+
+    def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
+        """An instruction begins. Instructions that exchange prefix caches run in this call."""
+
+    def saved_tensor_hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
+        """Hooks for what autograd saves in a forward. At most one feature of a step has any."""
+        return None
+
+    def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
+        """A forward has ended. Blocks that run again from here on are recomputed by checkpoints."""
+
+    def root(self, instruction: Instruction, inputs: MicrobatchInputs, scale: float) -> Root | None:
+        """A further root of the microbatch's backward, after a forward with a graph."""
+        return None
+
+    def after_backward(self, instruction: Instruction) -> None:
+        """A backward has ended."""
