@@ -204,7 +204,13 @@ def test_stats_say_what_ran() -> None:
         for rollout, group in zip(batch, batch.group_index.tolist(), strict=True)
         for end in range(1, len(rollout) + 1)
     ]
-    edges = [path for path in paths if len(path[1]) > 1]
+    # What runs of each rollout: up to its last trained token.
+    ends = [int(r.loss_mask.nonzero()[0].max(initial=0)) + 1 for r in batch]
+    edges = [
+        (group, tuple(rollout.token_ids[:end].tolist()))
+        for rollout, group, run in zip(batch, batch.group_index.tolist(), ends, strict=True)
+        for end in range(2, run + 1)
+    ]
     computed = {
         "none": len(edges),
         "group": len(set(edges)),
