@@ -125,7 +125,7 @@ def synchronize() -> None:
 class Spent:
     """Milliseconds of each optimizer step, and the most memory of any.
 
-    update: from the window's first `compute_loss` to the end of its last backward.
+    update: from the inputs of the window's first loss to the end of its last backward.
     scores: log-probs of earlier weights, where the options ask for them.
     optimizer: the optimizer's own step, without clipping.
     whole: from Trainer's `on_step_begin` to `on_step_end`: all of these, rewards, advantages,
@@ -154,11 +154,12 @@ class Clocked(Base):
         synchronize()
         getattr(self.spent, name)[-1] += (time.perf_counter() - begin) * 1e3
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        if self._began is None:
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._prepare_inputs(*args, **kwargs)
+        if self._began is None and self.model.training:
             synchronize()
             self._began = time.perf_counter()
-        return super().compute_loss(*args, **kwargs)
+        return found
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         found = super().training_step(*args, **kwargs)
@@ -168,11 +169,20 @@ class Clocked(Base):
             self._began = None
         return found
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        if self._began is not None:
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        with self._adding("scores"):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        name = "_get_per_token_logps_and_entropies"
+        scored = getattr(self, name)
+
+        def timed(*inner: Any, **names: Any) -> Any:
+            with self._adding("scores"):
+                return scored(*inner, **names)
+
+        # For the passes before losses alone: of a loss forkpoint wants TRL's own methods.
+        setattr(self, name, timed)
+        try:
+            return super()._generate_and_score_completions(*args, **kwargs)
+        finally:
+            delattr(self, name)
 
 
 class Watch(TrainerCallback):

@@ -84,13 +84,17 @@ class Clocked:
     """Time of losses and backwards, in the trainer that it is put before."""
 
     update_s = 0.0
+    began = 0.0
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.update_s += time.perf_counter() - begin
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        self.began = time.perf_counter()
+        return found
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self.update_s += time.perf_counter() - self.began
+        return found
 
 
 def train(cls: type, model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -122,14 +126,6 @@ def train(cls: type, model: Any, tokenizer: Any, options: argparse.Namespace) ->
             train_dataset=dataset(options),
             processing_class=tokenizer,
         )
-        backward = trainer.accelerator.backward
-
-        def timed(*parts: Any, **names: Any) -> None:
-            begin = time.perf_counter()
-            backward(*parts, **names)
-            trainer.update_s += time.perf_counter() - begin
-
-        trainer.accelerator.backward = timed
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         logs = [log for log in trainer.state.log_history if "reward" in log]

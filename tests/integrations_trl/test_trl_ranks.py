@@ -14,7 +14,7 @@ import setups_trl as setups
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from cases_trl import ACROSS, OURS, STOCK, TIMES
-from changes_trl import backwards, counted, scaled, squared
+from changes_trl import backwards, counted, pulled, scaled, squared
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trl.trainer import utils
@@ -106,6 +106,20 @@ def test_subclasses(
 def test_a_load_balancing_loss_that_is_scaled(tmp_path: Path) -> None:
     made = {"model": setups.mixture()}
     _check(run_ranks(2, _work, "dpo", False, {}, made, tmp_path, scaled, limit_s=120.0))
+
+
+def _pulled(folder: Path) -> str:
+    """The error of a loss with a term of parameters."""
+    _begin()
+    trainer = setups.trainer("grpo", pulled(OURS["grpo"]), folder)
+    with pytest.raises(UnsupportedError) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+def test_a_term_of_parameters_is_refused(tmp_path: Path) -> None:
+    for error in run_ranks(2, _pulled, tmp_path, limit_s=120.0):
+        assert "such as those of a term of parameters" in error
 
 
 def _other_head(sharded: bool, folder: Path) -> str:

@@ -29,7 +29,8 @@ class Arrivals:
         """Whether a step has run with them."""
         self._parameters = [p for p in parameters if p.requires_grad]
         self._reached = reached
-        self._versions = self._now()
+        self._versions = _versions(self._parameters)
+        self._gradients = self._now()
         self._steps = OptimizerSteps(self._parameters)
 
     def at(self, *values: Tensor) -> tuple[Tensor, ...]:
@@ -42,8 +43,8 @@ class Arrivals:
     def arrived(self) -> bool:
         return any(gradient is not None for gradient in self.gradients)
 
-    def _now(self) -> list[tuple[int, int]]:
-        return [(id(p), p._version) for p in self._parameters]
+    def _now(self) -> list[tuple[int, int] | None]:
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
 
     def receive(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep what a backward brings; it may come in several.
@@ -77,12 +78,26 @@ class Arrivals:
 
     def check_weights(self) -> None:
         """Raises UnsupportedError where weights are not those that the loss was computed with."""
-        if self._steps.count or self._now() != self._versions:
+        if self._steps.count or _versions(self._parameters) != self._versions:
             raise UnsupportedError(
                 "weights have changed between compute_loss and the last backward of its optimizer "
                 "step (another optimizer step, or loaded weights), so that the gradients would "
                 "belong to another loss. Change weights between optimizer steps."
             )
+
+    def check_gradients(self) -> None:
+        """Raises UnsupportedError where something else has added to `.grad` meanwhile."""
+        if self._now() != self._gradients:
+            raise UnsupportedError(
+                "gradients have been added between compute_loss and the last backward of its "
+                "optimizer step, such as those of a term of parameters in the loss. On several "
+                "ranks they would not be reduced as those of log-probs are. Leave the term out, or "
+                "train in one process."
+            )
+
+
+def _versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    return [(id(p), p._version) for p in parameters]
 
 
 class _Arriving(torch.autograd.Function):

@@ -59,6 +59,8 @@ class MicroBatch:
     syncs: bool
     """Whether it is the last one before the optimizer's step."""
     settings: Settings
+    steps: int
+    """How many windows had run when it came."""
     arrivals: Arrivals
 
 
@@ -72,6 +74,8 @@ class Call:
     """Of what gradients arrive at."""
     expert_counts: Tensor | None
     """int64 [rows, layers, experts], where it was asked for the load-balancing loss."""
+    steps: int
+    """How many windows had run when it came."""
     arrivals: Arrivals
 
     def weight(self, name: str) -> Tensor:
@@ -102,6 +106,8 @@ class Sharing:
         """Whether a loss is to be computed with those of its window."""
         self._value: Tensor | None = None
         """The losses of the window that has run in this training step."""
+        self._steps = 0
+        """Windows that have run."""
         self._warned = False
         self._temperature: float | None = None
         self._heads = HeadChecks()
@@ -207,7 +213,7 @@ class Sharing:
         syncs = bool(trainer.accelerator.sync_gradients)
         arrivals = self._arrivals(policy, lambda: found, rows, syncs=syncs)
         found = MicroBatch(
-            compute, model, inputs, num_items, rows, syncs, Settings(trainer), arrivals
+            compute, model, inputs, num_items, rows, syncs, Settings(trainer), self._steps, arrivals
         )
         return arrivals.at(torch.ones((), device=rows.input_ids.device))[0]
 
@@ -241,8 +247,11 @@ class Sharing:
         window, self._window = self._window, []
         if not window:  # it has run, for another value of the same backward
             return
+        steps, self._steps = self._steps, self._steps + 1
         for one in window:
             one.arrivals.check_weights()
+            if one.steps == steps and self.policy(one.model).host.group is not None:
+                one.arrivals.check_gradients()
             one.arrivals.used = True
         batches = [one for one in window if isinstance(one, MicroBatch)]
         calls = [one for one in window if isinstance(one, Call)]
@@ -503,7 +512,7 @@ class Sharing:
             given[ROUTERS] = routers
         syncs = bool(self.trainer.accelerator.sync_gradients)
         arrivals = self._arrivals(self.policy(model), lambda: call, rows, syncs=syncs)
-        call = Call(model, rows, tuple(given), expert_counts, arrivals)
+        call = Call(model, rows, tuple(given), expert_counts, self._steps, arrivals)
         found = dict(zip(given, arrivals.at(*given.values()), strict=True))
         routers = found.pop(ROUTERS, None)
         return values | found, routers
