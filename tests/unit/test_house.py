@@ -15,7 +15,6 @@ SOURCE = ROOT / "src" / "forkpoint"
 BENCHMARKS = ROOT / "benchmarks"
 MODULES = sorted(SOURCE.rglob("*.py"))
 EVERY_FILE = [*MODULES, *sorted(BENCHMARKS.rglob("*.py"))]
-MOST_LINES = 500
 
 # What each part of the core may import of forkpoint, besides itself. What is not listed is the
 # outside (the public object, the CLI, hosts, reports): it may import anything, and no part of the
@@ -120,12 +119,6 @@ def offences(found: Iterable[tuple[Path, Collection[str]]]) -> str:
     return "\n".join(
         f"{relative(p)} imports {', '.join(sorted(names))}" for p, names in found if names
     )
-
-
-def test_files_are_short() -> None:
-    lengths = {relative(path): len(text_of(path).splitlines()) for path in EVERY_FILE}
-    long = [f"{file} has {lines} lines" for file, lines in lengths.items() if lines > MOST_LINES]
-    assert not long, "\n".join([f"at most {MOST_LINES} lines; split by ideas:", *long])
 
 
 def test_imports_point_one_way() -> None:

@@ -19,7 +19,7 @@ from forkpoint.weight_changes import OptimizerSteps
 
 
 class Arrivals:
-    """What a backward brings to some values, and whether it may still be used."""
+    """Gradients that a backward brings to some values, and whether they may still be used."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], reached: Callable[[], None]) -> None:
         """`parameters`: those that the values depend on. `reached` is called in the backward."""

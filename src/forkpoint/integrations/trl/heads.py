@@ -91,7 +91,7 @@ def _compared(
     temperature: float,
     answered: Callable[[Rows, float], HeadAnswer],
 ) -> str:
-    """What differs, as a sentence; empty where nothing does."""
+    """The difference, as a sentence; empty where there is none."""
     ours = answered(rows, temperature)
     # On every rank, whether it is needed or not: it is collective.
     at_one = ours if temperature == 1.0 else answered(rows, 1.0)

@@ -101,7 +101,7 @@ class Sharing:
         self.counts: Counts = Counts(config)
         self.last_plan: Plan | None = None
         self._window: list[MicroBatch | Call] = []
-        """What a backward has reached."""
+        """Micro-batches, or calls of the model, that a backward has reached."""
         self._gathers = False
         """Whether a loss is to be computed with those of its window."""
         self._value: Tensor | None = None
@@ -187,7 +187,7 @@ class Sharing:
         return_outputs: bool,
         num_items: Any,
     ) -> Any:
-        """What TRL's `compute_loss` gives, of log-probs that forkpoint computes."""
+        """The result of TRL's `compute_loss`, from log-probs that forkpoint computes."""
         if self._gathers and torch.is_grad_enabled() and not return_outputs:
             return self._gathered(compute, model, inputs, num_items)
         with self.evaluating():
@@ -286,7 +286,7 @@ class Sharing:
         """Run a step with the gradients that have arrived at a model's log-probs."""
         policy = self.policy(model)
         packed = PackedRows([one.rows for one in calls], self.temperature)
-        weights = {
+        weights: dict[str, Tensor] = {
             name: torch.cat([one.weight(name) for one in calls])
             for name in dict.fromkeys(name for one in calls for name in one.names)
             if name != ROUTERS
