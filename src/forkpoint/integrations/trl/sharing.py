@@ -295,7 +295,8 @@ class Sharing:
         if any(one.rows.routed for one in calls):
             factor = one_factor([one.weight(ROUTERS) for one in calls])
             router = router_loss(packed, factor * len(calls))
-            counts = torch.cat([one.expert_counts for one in calls])
+            found = [one.expert_counts for one in calls if one.expert_counts is not None]
+            counts = torch.cat(found)
         begin = time.perf_counter()
         stats = weighted_step(policy, packed, weights, router=router, router_counts=counts)
         self._count(stats, packed, begin)
