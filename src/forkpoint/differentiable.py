@@ -9,45 +9,127 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from forkpoint.device import on_device
+from forkpoint.engine.host import Settings
 from forkpoint.errors import UnsupportedError
-from forkpoint.weight_changes import OptimizerSteps
+from forkpoint.plan import Plan
+from forkpoint.weight_changes import Weights
 
-Weights = dict[str, Tensor | None]
+GivenWeights = dict[str, Tensor | None]
+"""Gradients of a loss by name of the values that it was computed from."""
 
 
-def sizes_of(weights: Weights) -> list[float]:
+def sizes_of(weights: GivenWeights) -> list[float]:
     """The norm of each of the weights; ranks with the same batch have the same."""
     return [0.0 if w is None else float(w.double().norm()) for w in weights.values()]
 
 
+MOST = {torch.bfloat16: 0.5, torch.float16: 0.1}
+"""By dtype of computation: the most that rounding makes of the difference of two runs' values (root
+mean square)."""
+MOST_OTHERWISE = 1e-3
+
+
+@dataclass(eq=False)
+class FirstHalf:
+    """The forward of `logprobs`, as far as its backward needs it."""
+
+    plan: Plan
+    values_T: Tensor
+    """Of the head."""
+    loss_mask_T: NDArray[np.bool_]
+    dtype: torch.dtype
+    """The narrowest that the model computes in."""
+    settings: Settings
+    weights: Weights
+    done: bool = False
+    """Whether a backward has begun to run."""
+
+    def check_settings(self, now: Settings) -> None:
+        """Raises UnsupportedError where the model computes something else than it did."""
+        changed = self.settings.changed(now)
+        if changed is not None:
+            raise UnsupportedError(
+                f"the model has changed between policy.logprobs and its backward ({changed}), so "
+                "that the gradients would belong to other log-probs. Call loss.backward() before "
+                "adapters, modules or settings change, or policy.logprobs again."
+            )
+
+    def check_weights(self) -> None:
+        """Raises UnsupportedError where weights have changed since."""
+        changed = self.weights.changed()
+        if changed is not None:
+            raise UnsupportedError(
+                f"weights have changed between policy.logprobs and its backward ({changed}), so "
+                "that the gradients would belong to other log-probs. Call loss.backward() before "
+                "weights change, or policy.logprobs again."
+            )
+        frozen = self.weights.frozen_or_freed()
+        if frozen is not None:
+            raise UnsupportedError(
+                "parameters were frozen or unfrozen between policy.logprobs and its backward "
+                f"({frozen}). Call loss.backward() before that, or policy.logprobs again."
+            )
+
+    def check_values(self, now_T: Tensor) -> None:
+        """Raises UnsupportedError where the second run gives other values than the first.
+
+        Both run one plan, so that they differ by less than two plans do. This finds what nothing
+        counts, such as writes to `parameter.data`.
+        """
+        trained = on_device(np.flatnonzero(self.loss_mask_T), now_T.device)
+        difference = (now_T - self.values_T)[trained].double()
+        apart = float(difference.square().mean().sqrt()) if len(difference) else 0.0
+        most = MOST.get(self.dtype, MOST_OTHERWISE)
+        if apart > most:
+            raise UnsupportedError(
+                "the model gives other values than policy.logprobs has given: they differ by "
+                f"{apart:.3g}, where rounding explains at most {most}. Weights or code have "
+                "changed in between (parameter.data, say). Call loss.backward() before that, or "
+                "policy.logprobs again."
+            )
+
+
 class Pending:
-    """A backward that is to come: what it needs, and whether it may still run.
+    """A backward that is to come, and whether it may still run.
 
     It holds the batch, the plan and the policy, and no activations.
     """
 
     def __init__(
-        self, names: tuple[str, ...], parameters: list[nn.Parameter], run: Callable[[Weights], None]
+        self,
+        names: tuple[str, ...],
+        weights: Weights,
+        first: FirstHalf,
+        run: Callable[[GivenWeights], None],
     ) -> None:
-        """`run` adds the gradients of the weighted sum to `.grad`."""
+        """
+        Args:
+            names: of the values that gradients arrive at.
+            weights: of the model, as they were when the values were computed.
+            first: the forward.
+            run: adds the gradients of the weighted sum to `.grad`, once it has checked that nothing
+                has changed since.
+        """
         self.names = names
-        self.parameters = parameters
+        self.parameters: list[nn.Parameter] = [p for _, p in weights.parameters if p.requires_grad]
+        self._first = first
         self._run = run
-        self._versions = [(id(p), p._version) for p in parameters]
-        self._steps = OptimizerSteps(parameters)
-        self._device = parameters[0].device.type
+        self._device = self.parameters[0].device.type
         self._autocast = (
             torch.is_autocast_enabled(self._device),
             torch.get_autocast_dtype(self._device),
             torch.is_autocast_cache_enabled(),
         )
-        self._done = False
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Run the plan with the gradients as weights.
@@ -61,25 +143,18 @@ class Pending:
                 "and it has none: gradients of gradients are not computed. Call loss.backward() "
                 "without create_graph."
             )
-        if not all(map(_accumulates, self.parameters)):
+        # Those that were frozen since have no node to ask for; the first half names them.
+        if not all(_accumulates(p) for p in self.parameters if p.requires_grad):
             raise UnsupportedError(
                 "gradients of some parameters were asked for (torch.autograd.grad, or "
                 "backward(inputs=...)), and the backward of policy.logprobs adds to .grad of all "
                 "of them. Call loss.backward(), and read .grad."
             )
-        if self._done:
+        if self._first.done:
             raise UnsupportedError(
                 "the backward of policy.logprobs ran already, and its gradients are in .grad. A "
                 "second one would count them twice: add the losses, or call policy.logprobs again."
             )
-        versions = [(id(p), p._version) for p in self.parameters]
-        if self._steps.count or self._versions != versions:
-            raise UnsupportedError(
-                "weights have changed between policy.logprobs and its backward (an optimizer step, "
-                "or loaded weights), so that the gradients would belong to other log-probs. Call "
-                "loss.backward() before the optimizer's step, or policy.logprobs again."
-            )
-        self._done = True
         with ExitStack() as stack:
             # Backwards run outside of the caller's autocast, on CUDA in another thread.
             enabled, dtype, cache = self._autocast
