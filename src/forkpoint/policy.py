@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from forkpoint.differentiable import Differentiable, Pending, Weights
+from forkpoint.differentiable import Differentiable, FirstHalf, Pending
 from forkpoint.engine.guard import Step
 from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.errors import ConfigError, UnsupportedError
@@ -19,7 +19,9 @@ from forkpoint.results import Scores as Scores
 from forkpoint.results import StepStats as StepStats
 from forkpoint.rollouts import RolloutBatch
 from forkpoint.router_steps import move_biases, router_work
+from forkpoint.sampler import compute_dtype
 from forkpoint.verify import VerifyProgress, VerifyReport, verify
+from forkpoint.weight_changes import Weights
 
 
 class Policy(PolicySteps):
@@ -176,7 +178,7 @@ class Policy(PolicySteps):
         torch leaves it out of a backward that is asked for gradients of some tensors alone.
         """
         training = torch.is_grad_enabled()
-        scored, routing = self._run(
+        scored, routing, settings = self._run(
             lambda step: self._score(
                 step,
                 batch,
@@ -193,13 +195,25 @@ class Policy(PolicySteps):
         if routing is not None:
             names, values = (*names, ROUTER), (*values, routing.value())
         if training:
-            parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
-
-            def run(weights: Weights) -> None:
-                self._backward(batch, scored.plan, weights, routing)
-
+            assert settings is not None
+            weights = Weights(self.host.named_parameters(), self.host.named_buffers())
+            first = FirstHalf(
+                scored.plan,
+                # Others than those that are given away, which callers may write to.
+                scored.per_token[self.host.head].clone(),
+                batch.loss_mask,
+                compute_dtype(self.host),
+                settings,
+                weights,
+            )
             group = self.host.group
-            pending = Pending(names, parameters, run, listens=group is not None and group.listens)
+            pending = Pending(
+                names,
+                weights,
+                first,
+                lambda given: self._backward(batch, first, given, routing),
+                listens=group is not None and group.listens,
+            )
             values = Differentiable.apply(pending, len(values), *values, *pending.leaves)
         return values if len(values) > 1 else next(iter(values))
 
@@ -221,7 +235,7 @@ class Policy(PolicySteps):
         """
 
         def work(step: Step) -> Scores:
-            scores, _ = self._score(
+            scores, _, _ = self._score(
                 step, batch, entropy, plan, training=False, routers=(router, expert_counts)
             )
             return scores

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import Config
-from forkpoint.differentiable import Weights, sizes_of
+from forkpoint.differentiable import FirstHalf, GivenWeights, sizes_of
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step, StepOutcome
-from forkpoint.engine.host import Host
+from forkpoint.engine.host import Host, Settings
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
 from forkpoint.engine.timing import Observer
@@ -268,17 +268,26 @@ class PolicySteps:
         )
 
     def _backward(
-        self, batch: RolloutBatch, plan: Plan, weights: Weights, routing: Routing | None
+        self,
+        batch: RolloutBatch,
+        first: FirstHalf,
+        weights: GivenWeights,
+        routing: Routing | None,
     ) -> None:
         """The second half of `logprobs`; `routing` is that of the first."""
         given = dict(weights)
+        plan = first.plan
         weight = weights.pop(ROUTER, None)
 
         def work(step: Step) -> None:
             self.host.prepare(step.changes)
 
             def looked_at() -> tuple[Plan, int]:
-                return plan, self.host.check(batch, training=True, routed=routing is not None)
+                first.check_settings(self.host.settings())
+                first.check_weights()
+                found = self.host.check(batch, training=True, routed=routing is not None)
+                first.done = True
+                return plan, found
 
             joint = self._joint(step, training=True)
             call = f"backward of logprobs, entropies {'entropies' in weights}"
@@ -293,7 +302,7 @@ class PolicySteps:
             replay = route_replay(self.host, plan, batch)
             engine = self._engine(plan, ranks=joint.ranks, routing=again, replay=replay)
             joint.check_sample()
-            engine.backward(step, aligned, batch, weights)
+            engine.backward(step, aligned, batch, weights, first.check_values)
             self.host.compiling.proven = self.host.compiles
             if self.host.device.type == "cuda":
                 torch.cuda.synchronize(self.host.device)  # what the device fails at is raised here
@@ -337,12 +346,14 @@ class PolicySteps:
         training: bool,
         routers: tuple[RouterLoss | None, bool] = (None, False),
         valued: bool = False,
-    ) -> tuple[Scores, Routing | None]:
-        """The work of `score`, for `step.run`; with `training` what a step refuses is refused.
+    ) -> tuple[Scores, Routing | None, Settings | None]:
+        """The work of `score`, for `step.run`; with `training` what a step refuses is refused, and
+        the model's settings come along.
         `valued`: whether the value of the router loss is asked for."""
         self.host.prepare(step.changes)
         router, counted = routers
         demands: list[RouterDemand | None] = []
+        computed: list[Settings] = []
 
         def looked_at() -> tuple[Plan, int, RouterWork | None]:
             self._check_batch(batch)
@@ -356,6 +367,8 @@ class PolicySteps:
                     "the policy for them, or leave entropy=True out."
                 )
             fingerprint = self.host.check(batch, training=training, routed=router is not None)
+            if training:
+                computed.append(self.host.settings())
             if valued and has_several_batches(self.host.group):
                 raise UnsupportedError(
                     "policy.logprobs was given router= on several ranks, where a loss computed "
@@ -402,7 +415,7 @@ class PolicySteps:
             experts=routing.counts(end) if routing else None,
             routes=replay.routes if replay else None,
         )
-        return scores, routing
+        return scores, routing, computed[-1] if training else None
 
     def _joint(self, step: Step, again: Again | None = None, *, training: bool) -> JointStep:
         """`again` makes the plan within another memory budget, unless it was given."""

@@ -88,8 +88,7 @@ class Sampler:
         self.trained_NW: Tensor = torch.as_tensor(
             sample.loss_mask.reshape(ids.shape).copy(), device=host.device
         )
-        cast = host.group.param_dtypes if host.group is not None else frozenset()
-        self.dtype: torch.dtype = compute_dtype(host.model, host.device, cast)
+        self.dtype: torch.dtype = compute_dtype(host)
         # Norms of float64 models are computed in float32, as transformers writes them.
         widest = torch.promote_types(self.dtype, torch.float32) == torch.float64
         self.eps: float = torch.finfo(torch.float32 if widest else self.dtype).eps
@@ -284,13 +283,11 @@ def keep_random_state(device: torch.device, changes: Changes) -> None:
         changes.later(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
 
 
-def compute_dtype(
-    model: nn.Module, device: torch.device, cast: frozenset[torch.dtype] = frozenset()
-) -> torch.dtype:
-    """The dtype a step computes in: the narrowest of the parameters, or autocast's, if narrower.
-
-    cast: dtypes that a wrapper casts parameters to.
-    """
+def compute_dtype(host: Host) -> torch.dtype:
+    """The dtype a step computes in: the narrowest of the parameters, or autocast's, if narrower."""
+    model, device = host.model, host.device
+    # A wrapper may cast parameters.
+    cast = host.group.param_dtypes if host.group is not None else frozenset()
     dtypes = {*cast} or {p.dtype for p in model.parameters()}
     # Autocast leaves float64 alone.
     if dtypes != {torch.float64}:

@@ -136,8 +136,7 @@ def _verify(
     host = policy.host
     joint = together(host.group, host.model, loss)
     host.prepare(changes)
-    cast = host.group.param_dtypes if host.group is not None else frozenset()
-    dtype = compute_dtype(host.model, host.device, cast)
+    dtype = compute_dtype(host)
     reference_dtype = torch.float32 if dtype.itemsize < 4 else torch.float64
     for p in host.model.parameters():
         changes.later(setattr, p, "grad", p.grad)

@@ -3,7 +3,7 @@
 Each pass is run by the executor (engine/executor.py).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -159,12 +159,18 @@ class Engine:
         return self._ended(step, mark, prepared, result)
 
     def backward(
-        self, step: Step, plan: Plan, batch: RolloutBatch, weights: Mapping[str, Tensor | None]
+        self,
+        step: Step,
+        plan: Plan,
+        batch: RolloutBatch,
+        weights: Mapping[str, Tensor | None],
+        look: Callable[[Tensor], None],
     ) -> StepResult:
         """Add the gradients of sum(weight * value) over the batch's trained tokens to `.grad`.
 
         weights: [T] for each name that the head gives, None for those without a gradient. Entries
             of tokens that are not trained are not read.
+        look: called with the head's values [T] before the step ends; what it raises ends it.
 
         This is the second half of a loss that is computed from the values of `score`: with the
         loss's gradients by these values as weights the sum has the loss's gradient (chain rule).
@@ -173,6 +179,8 @@ class Engine:
         self._begin(step)
         prepared = self._prepare(plan, batch)
         result = self._weighted(step, plan, batch, prepared, weights)
+        with self._kept_failure():
+            look(result.per_token[self.host.head])
         return self._ended(step, mark, prepared, result)
 
     def _begin(self, step: Step) -> GradientGuard:

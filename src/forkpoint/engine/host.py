@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,14 @@ class RouterSet(Protocol):
         ...
 
 
+class Settings(Protocol):
+    """What decides, besides weights, what a model computes, at one moment."""
+
+    def changed(self, later: Any) -> str | None:
+        """The name of a setting that is another later; None where there is none."""
+        ...
+
+
 class Host(Protocol):
     """A model that the engine can run microbatches through, forward and backward.
 
@@ -108,6 +116,10 @@ class Host(Protocol):
         """A number that stays the same while nothing but the model's weights changes."""
         ...
 
+    def settings(self) -> Settings:
+        """The model's present settings. Called after `prepare`."""
+        ...
+
     @property
     def compiles(self) -> bool:
         """Whether what it runs is compiled: such microbatches take other times."""
@@ -127,6 +139,10 @@ class Host(Protocol):
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that are saved with the model; others are made of its configuration."""
+        ...
 
     @property
     def group(self) -> Distributed | None:

@@ -33,6 +33,7 @@ from forkpoint.hosts.arguments import (
 )
 from forkpoint.hosts.checkpointing import checkpoint_blocks, has_mlp
 from forkpoint.hosts.compiled import CompiledBlocks
+from forkpoint.hosts.computation import Computation, Computations
 from forkpoint.hosts.coverings import Coverings, entered, set_forward, uncompiled
 from forkpoint.hosts.distributed import unwrapped
 from forkpoint.hosts.early_end import EarlyEnd, end_in_last_block
@@ -55,6 +56,7 @@ from forkpoint.hosts.local_shapes import local_shape
 from forkpoint.hosts.modules import (
     ATTENTION_NAME,
     configurations,
+    every_module,
     every_parameter,
     list_once,
     plain_class,
@@ -190,6 +192,7 @@ class TransformersHost:
             ValueHead(self.causal) if critic else LogprobHead(self.causal, self.family)
         )
         self._fingerprint = Fingerprint(model)
+        self._computations = Computations(model)
         self._checked: tuple[int, bool, bool] | None = None
         self._watched: Routers | None = None
         """Routers that a step takes statistics of."""
@@ -268,6 +271,12 @@ class TransformersHost:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(every_parameter(self.model))
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for where, module in every_module(self.model):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{where}.{name}", buffer
+
     def prepare(self, changes: Changes) -> None:
         if self._group is not None:
             self._group.settle()  # a forward of the user's may have left weights gathered
@@ -315,6 +324,9 @@ class TransformersHost:
     def fingerprint(self) -> int:
         """A number that stays the same while nothing but the model's weights changes."""
         return self._fingerprint.now()
+
+    def settings(self) -> Computation:
+        return self._computations.of(self.fingerprint())
 
     def _check_model(self) -> None:
         """Refuse what does not depend on the batch or on the values of parameters."""

@@ -97,8 +97,7 @@ def _compared(
     at_one = ours if temperature == 1.0 else answered(rows, 1.0)
     theirs = _run(model, rows)
     host = policy.host
-    cast = host.group.param_dtypes if host.group is not None else frozenset()
-    dtype = compute_dtype(host.model, host.device, cast)
+    dtype = compute_dtype(host)
     widest = torch.promote_types(dtype, torch.float32) == torch.float64
     eps = torch.finfo(torch.float32 if widest else dtype).eps
     with Changes() as changes:

@@ -1,0 +1,260 @@
+"""Changes of a model between `policy.logprobs` and its backward."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from router_losses import routed_model
+from steps import ACROSS, clear_gradients, forked_batch, gradients, small_model
+from test_logprobs import apart
+from torch import nn
+
+from forkpoint import UnsupportedError, wrap
+from forkpoint.testing import Watching, lifted_upcasts
+from lanes import slow_besides
+
+BATCH = forked_batch()
+LAYER = "model.layers.0"
+pytestmark = [
+    pytest.mark.usefixtures("without_sample"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*no longer merged:UserWarning"),
+]
+
+
+def with_adapters() -> Any:
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+    torch.manual_seed(0)
+    model = get_peft_model(small_model("qwen3"), config)
+    model.add_adapter("other", config)
+    model.set_adapter("default")
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model.double()
+
+
+def with_biases() -> Any:
+    model = routed_model("deepseek_v3")
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias.normal_(std=0.1)
+    return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: small_model("qwen3").train(),
+    "adapters": with_adapters,
+    "biases": with_biases,
+}
+
+
+def layer_of(model: Any) -> Any:
+    return model.get_submodule(LAYER)
+
+
+def lora_of(model: Any) -> Any:
+    return model.base_model.model.model.layers[1].self_attn.v_proj
+
+
+def disable(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def merge(model: Any) -> None:
+    model.merge_adapter()
+
+
+def rescale(model: Any) -> None:
+    lora_of(model).scaling["default"] *= 3
+
+
+def other_data(model: Any) -> None:
+    weight = layer_of(model).mlp.up_proj.weight
+    weight.data = weight.data * 1.5
+
+
+def averaged(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+
+
+def one_written(model: Any) -> None:
+    layer_of(model).self_attn.v_proj.weight.data.mul_(1.5)
+
+
+def replaced(model: Any) -> None:
+    layer_of(model).mlp = copy.deepcopy(layer_of(model).mlp)
+
+
+def other_parameter(model: Any) -> None:
+    layer_of(model).mlp.up_proj.weight = nn.Parameter(layer_of(model).mlp.up_proj.weight * 1.5)
+
+
+def epsilon(model: Any) -> None:
+    layer_of(model).input_layernorm.variance_epsilon = 0.1
+
+
+def configured(model: Any) -> None:
+    model.config.hidden_act = "gelu"
+
+
+def frozen(model: Any) -> None:
+    layer_of(model).mlp.up_proj.weight.requires_grad_(False)
+
+
+def freed(model: Any) -> None:
+    layer_of(model).input_layernorm.requires_grad_(True)
+
+
+def frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def biased(model: Any) -> None:
+    counts = torch.arange(8).repeat(wrap(model).host.routers.layers, 1)
+    wrap(model).update_router_biases(counts, rate=0.5)
+
+
+REFUSED: dict[str, tuple[str, Callable[[Any], object], str, bool]] = {
+    "another adapter": ("adapters", lambda m: m.set_adapter("other"), "active_adapter", False),
+    "adapters disabled": ("adapters", disable, "q_proj._disable_adapters", False),
+    "adapters merged": ("adapters", merge, "merged|other data", False),
+    "a scale of an adapter": ("adapters", rescale, "v_proj.scaling", False),
+    "other data": ("qwen3", other_data, "mlp.up_proj.weight was written to or has", False),
+    "averaged weights": ("qwen3", averaged, "gives other values", True),
+    "one weight written by data": ("qwen3", one_written, "gives other values", True),
+    "another module": ("qwen3", replaced, rf"\({LAYER}.mlp\)", False),
+    "another parameter": ("qwen3", other_parameter, "up_proj.weight", False),
+    "an attribute": ("qwen3", epsilon, "variance_epsilon", False),
+    "the configuration": ("qwen3", configured, "hidden_act", False),
+    "a parameter frozen": ("qwen3", frozen, "up_proj.weight does not require", False),
+    "a parameter unfrozen": ("qwen3", freed, "input_layernorm.weight requires", False),
+    "a buffer": ("qwen3", frequencies, "gives other values", True),
+    "biases of routers": ("biases", biased, "e_score_correction_bias was written", False),
+}
+IN_CORE = (
+    *("another adapter", "adapters merged", "a scale of an adapter", "other data"),
+    *("averaged weights", "another module", "an attribute", "a parameter frozen"),
+)
+
+
+@pytest.mark.parametrize("what", slow_besides(IN_CORE, REFUSED))
+def test_changes_are_refused_by_name(what: str) -> None:
+    kind, change, message, runs = REFUSED[what]
+    model = MODELS[kind]()
+    if what == "a parameter unfrozen":
+        layer_of(model).input_layernorm.requires_grad_(False)
+    policy, events = wrap(model, ACROSS), []
+    loss = policy.logprobs(BATCH).sum()
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    policy = policy.with_config(restore_grads=True)
+    change(model)
+    policy.observer = events.append
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        loss.backward()
+    assert "policy.logprobs again" in str(caught.value) and "rank" not in str(caught.value)
+    assert runs or not events
+    if not runs:
+        assert all(bool((p.grad == 1).all()) for p in parameters if p.grad is not None)
+    after = policy.last_step
+    assert after is None or after.gradients != "added"
+
+
+def stock_forward(model: Any) -> None:
+    model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+
+
+def generated(model: Any) -> None:
+    ids, options = torch.tensor([[1, 2, 3]]), {"max_new_tokens": 2, "pad_token_id": 0}
+    model.generate(ids, do_sample=False, **options)
+    model.generate(ids, do_sample=False, cache_implementation="static", **options)
+
+
+def checkpointed(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+
+
+def watched(model: Any) -> None:
+    layer_of(model).register_forward_hook(Watching(lambda *_: None))
+
+
+def other_attention(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def cached(model: Any) -> None:
+    model.config.use_cache = not model.config.use_cache
+
+
+def stepped(model: Any) -> None:
+    other = wrap(model, ACROSS)
+    before = gradients(model)
+    other.logprobs(BATCH).sum().backward()
+    other.score(BATCH)
+    for name, parameter in model.named_parameters():
+        parameter.grad = before[name]
+
+
+def added(model: Any) -> None:
+    model.add_adapter("third", LoraConfig(target_modules=["q_proj"], r=2))
+    model.set_adapter("default")
+    model.double()
+
+
+def there_and_back(model: Any) -> None:
+    model.set_adapter("other")
+    model.set_adapter("default")
+
+
+ALLOWED: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "evaluation": ("qwen3", lambda m: m.eval()),
+    "evaluation with adapters": ("adapters", lambda m: m.eval()),
+    "checkpointing": ("qwen3", checkpointed),
+    "a stock forward": ("qwen3", stock_forward),
+    "generation": ("qwen3", generated),
+    "a hook that watches": ("qwen3", watched),
+    "another stock attention": ("qwen3", other_attention),
+    "the cache": ("qwen3", cached),
+    "other calls": ("qwen3", stepped),
+    "compiled from outside": ("qwen3", lambda m: m.compile(backend="eager")),
+    "an adapter there and back": (
+        "adapters",
+        lambda m: (m.set_adapter("other"), m.set_adapter("default")),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "what", slow_besides(("evaluation", "checkpointing", "generation", "other calls"), ALLOWED)
+)
+def test_what_changes_no_value_may_change(what: str) -> None:
+    kind, change = ALLOWED[what]
+    model = MODELS[kind]()
+    policy = wrap(model, ACROSS)
+    with lifted_upcasts(model):
+        policy.logprobs(BATCH).sum().backward()
+        wanted = gradients(model)
+        clear_gradients(model)
+        loss = policy.logprobs(BATCH).sum()
+        change(model)
+        loss.backward()
+    assert apart(gradients(model), wanted) < 1e-10
+
+
+def test_log_probs_may_be_written_to() -> None:
+    """What a backward compares with is not what callers have."""
+    model = small_model("qwen3")
+    policy = wrap(model, ACROSS)
+    logprobs = policy.logprobs(BATCH)
+    loss = logprobs.sum()
+    logprobs.detach().zero_()
+    loss.backward()
+    assert policy.last_step is not None and policy.last_step.gradients == "added"
