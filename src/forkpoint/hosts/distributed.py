@@ -26,6 +26,7 @@ from forkpoint.hosts.fsdp_versions import (
     is_within_backward,
     policies_of,
     present_in,
+    reduce_nothing,
     reduces_by,
     shard_after_forward,
     takes_any_gradient,
@@ -201,12 +202,7 @@ class FullySharded:
     def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
         self._weights.set_aside(changes)
         changes.set(vars(self), "_entered", True)  # undone before these gradients come back
-        for group in self._weights.groups():
-            changes.set(vars(group), "reduce_grads", False)
-            changes.set(vars(group), "all_reduce_grads", False)
-        changes.set(
-            vars(cast(Any, self.model)._get_fsdp_state()._state_ctx), "is_last_backward", False
-        )
+        reduce_nothing(self.model, self._weights.groups(), changes)
         end_backwards_themselves(self.model, changes)
         for module in self._weights.modules():
             # Around the head it would round log-probs, where in ordinary training it meets logits

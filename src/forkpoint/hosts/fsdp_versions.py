@@ -150,6 +150,15 @@ def reset(root: Any, modules: list[Any]) -> None:
             parameter.grad = grad
 
 
+def reduce_nothing(root: Any, groups: Iterable[Any], changes: Changes) -> None:
+    """Let backwards reduce nothing, over no mesh dimension, until the changes are undone or
+    settings made anew."""
+    for group in groups:
+        changes.set(vars(group), "reduce_grads", False)
+        changes.set(vars(group), "all_reduce_grads", False)
+    changes.set(vars(root._get_fsdp_state()._state_ctx), "is_last_backward", False)
+
+
 def shard_after_forward(group: Any) -> None:
     """Shard a group's weights where fully_shard does so after forwards, but for those within a
     backward."""
@@ -159,7 +168,9 @@ def shard_after_forward(group: Any) -> None:
 
 def is_within_backward(root: Any) -> bool:
     """Whether a backward is under way, or has failed: then fully_shard ends no other one."""
-    return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+    context = root._get_fsdp_state()._state_ctx
+    by_hand = getattr(context, "manual_backward_finalization", False)  # torch 2.15 and later
+    return context.post_backward_final_callback_queued and not by_hand
 
 
 def reduce_gradients(root: Any) -> None:
