@@ -41,7 +41,8 @@ class Policy(PolicySteps):
             batch: the rollouts.
             loss: the loss it is for. A plan for one that couples rollouts (GSPO, DPO) begins with
                 a pass of scores where these lie in several microbatches, and `forward_backward`
-                takes no other plan for it. None: a token-additive loss, scores, or log-probs.
+                takes no other plan for it. Rollouts whose terms the loss declares to be 0 are left
+                out. None: a token-additive loss, scores, or log-probs, of all rollouts.
             router: the router loss that it is for. Where its statistics span microbatches the plan
                 begins with a pass of scores, which counts experts.
             router_counts: as in `forward_backward`; then no such pass is needed.
@@ -79,6 +80,9 @@ class Policy(PolicySteps):
         expert_counts: bool = False,
     ) -> StepStats:
         """Add to `.grad` exactly what dense training on the batch would.
+
+        Rollouts that give no gradient do not run, nor do tokens after the last trained one of a
+        rollout; see docs/losses.md.
 
         Args:
             batch: the rollouts.

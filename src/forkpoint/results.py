@@ -84,7 +84,8 @@ class StepStats(PerToken, WithExperts):
     peak_memory_bytes: int | None
     """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
     per_token: Mapping[str, Tensor]
-    """[T] by name; entries outside the loss mask are 0."""
+    """[T] by name; entries outside the loss mask are 0. Those of rollouts that the loss declares to
+    be zero are NaN where the step has left them out: see `Config.all_logprobs`."""
     offload: OffloadStats | None = None
     """Copies to the host's memory and back; None where the plan offloads nothing."""
     router_loss: float | None = None

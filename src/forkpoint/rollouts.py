@@ -340,7 +340,7 @@ class RolloutBatch(FromTensors):
 
         A rollout without trained tokens is among them. `condition_T` is bool [T].
         """
-        missed = np.concatenate([[0], np.cumsum(self.loss_mask & ~condition_T)])
+        missed = np.concatenate([[0], np.cumsum(self.loss_mask & np.logical_not(condition_T))])
         return missed[self.offsets[1:]] == missed[self.offsets[:-1]]
 
     def check_vocabulary(self, vocab_size: int) -> None:

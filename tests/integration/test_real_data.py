@@ -13,7 +13,9 @@ from yardstick import Truth, label, measure, own_logprobs, step_faults
 from forkpoint import Config, Rollout, RolloutBatch, load_rollouts, wrap
 from forkpoint.forest import IntArray
 from forkpoint.losses import GRPO, GSPO
+from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.plan import make_plan
+from forkpoint.plan.runs import LeftOut, run_lengths
 from forkpoint.testing import lifted_upcasts, tiny_model
 from lanes import slow_besides
 
@@ -51,6 +53,23 @@ def test_token_counts_of_whole_files(
         assert group.computed_tokens + by_group == once_by_group
         dense = make_plan(batch, config=Config(sharing="none", boundary=boundary))
         assert dense.computed_tokens == logical - len(batch)
+
+
+def test_conversations_without_gradient(shared_data: Find) -> None:
+    """14 of 25 tasks were solved in all trials or in none."""
+    batch = RolloutBatch(load_rollouts(shared_data("airline.jsonl")))
+    runs = run_lengths(batch, zero_rollouts(GRPO(), batch))
+    plan = make_plan(batch, config=Config(sharing="tree", boundary="mixed"), runs=runs)
+    assert plan.left_out == LeftOut(56, 14, rollout_tokens=208_159, tail_tokens=847)
+    assert plan.dense.tokens == 378_424 - 100 - plan.left_out.tokens
+    assert plan.computed_tokens == 113_644
+    few = batch.select(range(24))
+    zero = zero_rollouts(GRPO(), few)
+    some, every = (
+        make_plan(few, config=Config(sharing="tree", boundary="mixed"), runs=run_lengths(few, of))
+        for of in (zero, None)
+    )
+    assert (some.computed_tokens, every.computed_tokens) == (30_545, 78_923)
 
 
 def take(rollout: Rollout, tokens: IntArray) -> Rollout:

@@ -74,7 +74,8 @@ class LossBatch:
     """A view of the batch: T tokens of n rollouts, flat, the rollouts one after another.
 
     A view of a token-additive loss may hold any of the batch's tokens, one of a rollout-additive
-    loss holds whole rollouts, one of a joint loss all rollouts that are coupled. Tensors lie on the
+    loss holds whole rollouts, one of a joint loss all rollouts that are coupled. Rollouts that the
+    loss has declared to be zero (`Loss.zero_rollouts`) may be in none. Tensors lie on the
     device of the outputs, and floats have their dtype.
 
     offsets: int64 [n + 1]; rollout i has the view's tokens `offsets[i] : offsets[i + 1]`.

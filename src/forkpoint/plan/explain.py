@@ -70,7 +70,8 @@ def _summary(plan: PlanContents) -> Table:
         add(f"FLOPs of a dense step{same}", flops_text(dense))
         add("FLOPs of this step", flops_text(shared))
         again = shared + plan.shared.forward_flops(plan.shape)
-        add("FLOPs with policy.logprobs besides", flops_text(again))
+        if not away.rollouts:  # of which it would give log-probs as well
+            add("FLOPs with policy.logprobs besides", flops_text(again))
         if plan.counts_first:
             add("FLOPs with the pass that counts experts", flops_text(again))
             add("bound with that pass", f"{dense / again:.2f}x")
