@@ -250,7 +250,7 @@ def test_what_changes_no_value_may_change(what: str) -> None:
 
 
 def test_log_probs_may_be_written_to() -> None:
-    """What a backward compares with is not what callers have."""
+    """A backward compares with a copy that callers do not have."""
     model = small_model("qwen3")
     policy = wrap(model, ACROSS)
     logprobs = policy.logprobs(BATCH)

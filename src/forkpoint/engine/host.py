@@ -76,7 +76,7 @@ class RouterSet(Protocol):
 
 
 class Settings(Protocol):
-    """What decides, besides weights, what a model computes, at one moment."""
+    """Settings that decide, besides weights, what a model computes, at one moment."""
 
     def changed(self, later: Any) -> str | None:
         """The name of a setting that is another later; None where there is none."""
