@@ -52,7 +52,7 @@ class ReferenceSharing(Sharing):
         before = trainer.ref_model
 
         def score(rows: Rows) -> HeadAnswer:
-            packed = PackedRows([rows], self._temperature)
+            packed = PackedRows([rows], self.temperature)
             trainer.ref_model = before
             try:
                 found = self._references(packed)
