@@ -79,6 +79,17 @@ def test_a_head_that_is_set_during_training(tmp_path: Path) -> None:
     assert trainer.state.global_step == 1
 
 
+def test_a_model_whose_results_depend_on_padding(tmp_path: Path) -> None:
+    """HunYuan normalizes queries after their rotation, so that positions count by themselves: TRL
+    counts padding on the left, and rollouts have none."""
+    made = {"model": setups.model("hunyuan_v1_dense")}
+    trainer = setups.trainer("grpo", OURS["grpo"], tmp_path, made=made)
+    with pytest.raises(UnsupportedError, match=BOTH):
+        trainer.train()
+    pair = Pair("dpo", tmp_path / "dpo", made=made)
+    assert pair.apart < 2e-6
+
+
 STATEFUL = """
 def _compute_loss(self, model, inputs):
     if not hasattr(self, "new_tensor"):
@@ -114,7 +125,8 @@ def test_a_loss_of_another_formula(
 ) -> None:
     source = """
     def _compute_loss(self, model, inputs):
-        return known(self, model, {**inputs, "advantages": inputs["advantages"] ** 3})
+        inputs["advantages"] = inputs["advantages"] ** 3
+        return known(self, model, inputs)
     """
     replace_method(monkeypatch, trl.GRPOTrainer, "_compute_loss", source)
     with caplog.at_level(logging.WARNING, "forkpoint"):

@@ -13,6 +13,7 @@ import torch
 import trl
 from cases_trl import ACROSS, LATER, OURS, STOCK, Pair
 from changes_trl import backwards, counted, inner, outputs, pulled, scaled, squared, twice
+from peft import LoraConfig
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.trl import shared_trainer
@@ -61,6 +62,16 @@ def test_the_load_balancing_loss_is_scaled_as_well(kind: str, tmp_path: Path) ->
     pair.check_metrics()
     with pytest.raises(UnsupportedError, match=r"factors, 0, .*router_aux_loss_coef=0\.0"):
         setups.run(setups.trainer(kind, counted(OURS[kind]), tmp_path / "counted", made=made))
+
+
+@pytest.mark.parametrize(("kind", "options"), [("grpo", {"beta": 0.1}), ("dpo", {})])
+def test_adapters(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    stock, shared = counted(STOCK[kind]), shared_trainer(counted(STOCK[kind]))
+    made = {"peft_config": lora}
+    pair = Pair(kind, tmp_path, stock=stock, shared=shared, made=made, max_steps=2, **options)
+    assert pair.apart < BAR
+    pair.check_metrics()
 
 
 def test_the_scale_of_fp16_and_clipping(tmp_path: Path) -> None:

@@ -2,19 +2,28 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from bad_inputs.kind import Kind
+from forkpoint import Config, wrap
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.integrations.trl import shared_trainer
-from forkpoint.integrations.trl.options import check_options
+from forkpoint.integrations.trl import heads, shared_trainer
+from forkpoint.integrations.trl.arrivals import Arrivals
+from forkpoint.integrations.trl.options import check_known, check_options, check_trainer
+from forkpoint.integrations.trl.routers import one_factor
 from forkpoint.integrations.trl.rows import PackedRows, Rows
-from forkpoint.integrations.trl.stand_ins import Recorder
+from forkpoint.integrations.trl.sharing import Call, MicroBatch, Sharing
+from forkpoint.integrations.trl.stand_ins import HeadAnswer, Recorder
 from forkpoint.integrations.trl.trainers import _SharedTrainer
+from forkpoint.integrations.trl.undo import LossState
+from forkpoint.testing import tiny_model
 
 
 class GRPOConfig(SimpleNamespace):
@@ -33,8 +42,101 @@ class GRPOTrainer(SimpleNamespace):
     model: Any = torch.nn.Identity()
 
 
-def checked(*, options: dict[str, Any] | None = None, **trainer: Any) -> Callable[[], object]:
-    return lambda: check_options(GRPOTrainer(args=GRPOConfig(**(options or {})), **trainer))
+@dataclass
+class NewerConfig:
+    """A configuration of a later TRL."""
+
+    invented: float = 0.0
+
+
+NewerConfig.__module__ = "trl.trainer.grpo_config"
+
+
+def checked(**options: Any) -> Callable[[], object]:
+    return lambda: check_options(GRPOTrainer, GRPOConfig(**options))
+
+
+def with_images() -> object:
+    return check_trainer(GRPOTrainer(args=GRPOConfig(), _is_vlm=True))
+
+
+def arrived(then: Callable[[Arrivals, torch.Tensor, nn.Parameter], object]) -> Callable[[], object]:
+    """What `then` does with values and what arrives at them, and with a parameter."""
+
+    def call() -> object:
+        parameter = nn.Parameter(torch.ones(()))
+        arrivals = Arrivals([parameter], lambda: None)
+        (loss,) = arrivals.at(torch.ones(()))
+        return then(arrivals, loss, parameter)
+
+    return call
+
+
+def again(arrivals: Arrivals, loss: torch.Tensor, _: nn.Parameter) -> None:
+    arrivals.used = True
+    loss.backward()
+
+
+def changed(arrivals: Arrivals, _: torch.Tensor, parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(2)
+    arrivals.check_weights()
+
+
+def added(arrivals: Arrivals, _: torch.Tensor, parameter: nn.Parameter) -> None:
+    parameter.square().backward()
+    arrivals.check_gradients()
+
+
+def sharing() -> Sharing:
+    return Sharing(GRPOTrainer(args=GRPOConfig()), Config())
+
+
+def factors() -> object:
+    made = [
+        SimpleNamespace(arrivals=SimpleNamespace(gradients=[torch.tensor(x)])) for x in (0.0, 2.0)
+    ]
+    return sharing()._finish_batches(made)  # type: ignore[arg-type]
+
+
+def unfinished() -> object:
+    found = sharing()
+    found._window = [SimpleNamespace(), SimpleNamespace()]  # type: ignore[list-item]
+    return found.check_finished()
+
+
+def replaced() -> object:
+    found = sharing()
+    nothing = SimpleNamespace(check_weights=lambda: None)
+    rows = Rows(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2))
+    model: Any = tiny_model("llama")
+    some: Any = None
+    found._window = [
+        MicroBatch(some, model, some, some, rows, False, some, 1, nothing),  # type: ignore[arg-type]
+        Call(model, rows, (), None, 1, nothing),  # type: ignore[arg-type]
+    ]
+    return found._finish(lambda: nullcontext())
+
+
+def written() -> object:
+    trainer = SimpleNamespace(window=torch.zeros(1 << 19))
+    state = LossState(trainer)
+    trainer.window += 1
+    return state.restore()
+
+
+def newer_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(__version__="1.17.0"))  # type: ignore[arg-type]
+
+
+def other_head() -> object:
+    ids = torch.tensor([[5, 7, 9]])
+    rows = Rows(ids, present=ids > 0, scored=ids > 5)
+    model: Any = lambda **_: HeadAnswer(torch.full((1, 2), -1.0))  # noqa: E731
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(gather=lambda told: told))
+    policy = wrap(tiny_model("llama", dtype=torch.float32))
+    answer = HeadAnswer(torch.full((1, 2), -2.0))
+    return heads.HeadChecks().check(trainer, policy, model, rows, 0.9, lambda *_: answer)
 
 
 def called(**arguments: Any) -> Callable[[], object]:
@@ -57,7 +159,7 @@ TRL = (
     Kind(
         name="An option of TRL that forkpoint's trainers do not take",
         error=UnsupportedError,
-        call=checked(options={"activation_offloading": True}),
+        call=checked(activation_offloading=True),
         message="GRPOConfig has activation_offloading=True, which forkpoint's GRPOTrainer does not "
         "take: activations are offloaded by forkpoint itself: pass forkpoint=Config("
         "activations='offload').",
@@ -68,11 +170,135 @@ TRL = (
     Kind(
         name="Images in TRL",
         error=UnsupportedError,
-        call=checked(_is_vlm=True),
+        call=with_images,
         message="GRPOTrainer was given images or a processor for them, which forkpoint does not "
         "compute yet: train a language model on text.",
         means="Log-probs of text that follows images have not been shown exact.",
         remedy="Use TRL's own trainer.",
+    ),
+    Kind(
+        name="An option of TRL that forkpoint does not know",
+        error=UnsupportedError,
+        call=lambda: check_known(GRPOTrainer, NewerConfig(invented=0.5)),
+        message="NewerConfig has invented=0.5, an option that forkpoint's GRPOTrainer does not "
+        "know, so that nothing shows that it is honoured. Leave it out, or install a TRL that has "
+        "been tested: pip install 'trl<1.17'.",
+        means="A later TRL has options that no comparison was made with. At its default an option "
+        "is let pass, and one of a configuration class of your own is a warning.",
+        remedy="Do as the message says.",
+    ),
+    Kind(
+        name="A TRL whose log-probs are others",
+        error=UnsupportedError,
+        prepare=newer_trl,
+        call=other_head,
+        message="TRL's own forward gives other log_probs than forkpoint computes, by 1 (root mean "
+        "square of 2 tokens), where rounding in float32 explains 4.77e-07; of one token TRL's is "
+        "-1 and forkpoint's, at temperature 0.9, -2. TRL 1.17.0 is installed; 1.15 and 1.16 are "
+        "tested. Config(self_check=False) turns this comparison off.",
+        means="Before a training's first step one or two rows are compared. A later TRL may divide "
+        "logits by something else, and a model whose results depend on padding differs, too.",
+        remedy="Install a TRL that has been tested, or use TRL's own trainer.",
+    ),
+    Kind(
+        name="Micro-batches in TRL whose backwards have different factors",
+        error=UnsupportedError,
+        call=factors,
+        message="the backwards of one optimizer step's micro-batches have multiplied their losses "
+        "by different factors, 0, 2. Let a compute_loss of your own class do it, and train with "
+        "shared_trainer(YourClass).",
+        means="Losses of TRL's own code are computed together, with one factor for all.",
+        remedy="Do as the message says: a loss of your own code has a factor for each micro-batch.",
+    ),
+    Kind(
+        name="An optimizer step in TRL before its gradients",
+        error=UnsupportedError,
+        call=unfinished,
+        message="the optimizer steps, and the gradients of 2 micro-batches have not been computed: "
+        "this is done in the backward of an optimizer step's last micro-batch, and that had none. "
+        "Call backward for each, of loss * 0 where it is to be left out.",
+        means="A training_step has left the last micro-batch out.",
+        remedy="Do as the message says.",
+    ),
+    Kind(
+        name="A compute_loss in TRL that is replaced within an optimizer step",
+        error=UnsupportedError,
+        call=replaced,
+        message="the trainer's compute_loss was replaced between the micro-batches of an optimizer "
+        "step. Replace it between optimizer steps.",
+        means="Losses of TRL's own code and others are computed at different times.",
+        remedy="Do as the message says.",
+    ),
+    Kind(
+        name="A backward of a loss in TRL with a graph",
+        error=UnsupportedError,
+        call=arrived(lambda _, loss, __: loss.backward(create_graph=True)),
+        message="the backward of a loss was asked for a graph of its own (create_graph), and "
+        "gradients of gradients are not computed. Call loss.backward() without create_graph, or "
+        "use TRL's own trainer.",
+        means="The loss has no graph of the model.",
+        remedy="Do as the message says.",
+    ),
+    Kind(
+        name="Gradients of a loss in TRL by some tensors",
+        error=UnsupportedError,
+        call=arrived(lambda _, loss, parameter: torch.autograd.grad(loss, parameter)),
+        message="gradients of some tensors were asked for (torch.autograd.grad, or "
+        "backward(inputs=...)), and the backward of a loss adds to .grad of all trainable "
+        "parameters. Call loss.backward(), and read .grad after the optimizer step's last "
+        "micro-batch.",
+        means="Gradients are computed when the last micro-batch's backward is done.",
+        remedy="Do as the message says.",
+    ),
+    Kind(
+        name="A second backward of a loss in TRL",
+        error=UnsupportedError,
+        call=arrived(again),
+        message="the backward of this loss ran already, and its gradients are in .grad. A second "
+        "one would count them twice: add the losses, or call compute_loss again.",
+        means="The step of the loss has run.",
+        remedy="Do as the message says.",
+    ),
+    Kind(
+        name="Weights that change within an optimizer step of TRL",
+        error=UnsupportedError,
+        call=arrived(changed),
+        message="weights have changed between compute_loss and the last backward of its optimizer "
+        "step (another optimizer step, or loaded weights), so that the gradients would belong to "
+        "another loss. Change weights between optimizer steps.",
+        means="Gradients are computed when all micro-batches are there.",
+        remedy="Do as the message says.",
+    ),
+    Kind(
+        name="A term of parameters in a loss of TRL, on several ranks",
+        error=UnsupportedError,
+        call=arrived(added),
+        message="gradients have been added between compute_loss and the last backward of its "
+        "optimizer step, such as those of a term of parameters in the loss. On several ranks they "
+        "would not be reduced as those of log-probs are. Leave the term out, or train in one "
+        "process.",
+        means="In one process such a term is exact.",
+        remedy="Do as the message says.",
+    ),
+    Kind(
+        name="Load-balancing losses in TRL with different factors",
+        error=UnsupportedError,
+        call=lambda: one_factor([torch.tensor(0.5), torch.tensor(0.25)]),
+        message="the loss gives the load-balancing losses of one optimizer step's micro-batches "
+        "different factors, 0.25, 0.5, and a step takes one. Give all micro-batches the same "
+        "weight, or set router_aux_loss_coef=0.0.",
+        means="A step adds the mean over its micro-batches.",
+        remedy="Do as the message says.",
+    ),
+    Kind(
+        name="A loss in TRL that writes into a large tensor",
+        error=UnsupportedError,
+        call=written,
+        message="the loss writes into the trainer's window, a tensor of 2,097,152 bytes, which is "
+        "too large to be put back when the loss is computed again. Assign a new tensor to it.",
+        means="Losses of TRL's own code may be computed several times, and what they have written "
+        "is put back. Tensors above 1 MiB are not copied for it.",
+        remedy="Do as the message says.",
     ),
     Kind(
         name="A trainer of TRL that does not share",

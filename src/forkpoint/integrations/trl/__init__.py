@@ -9,10 +9,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from forkpoint.integrations.trl.trainers import NAMES, found_trainer
+from forkpoint.integrations.trl.trainers import found_trainer
 from forkpoint.integrations.trl.trainers import shared_trainer as shared_trainer
 
-__all__ = [*NAMES, "shared_trainer"]
+__all__ = ["DPOTrainer", "GRPOTrainer", "RLOOTrainer", "shared_trainer"]
 
 
 if TYPE_CHECKING:

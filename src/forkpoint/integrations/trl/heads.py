@@ -6,7 +6,7 @@ another in a later TRL, and no argument of the call would say so.
 
 import math
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from forkpoint.sampler import (
     round_embeddings,
 )
 
-MOST_ROWS = 2
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs")
 """Outputs of TRL's head that losses read."""
 TOLD_APART = 0.02
@@ -67,7 +66,9 @@ class HeadChecks:
         if known or not policy.config.self_check:
             return
         counts_B = (rows.scored & rows.present).sum(1)
-        chosen = counts_B.topk(min(MOST_ROWS, len(counts_B))).indices
+        # The one with the most tokens, and that which begins last: results may depend on padding.
+        begins_B = rows.present.int().argmax(1) * (counts_B > 0)
+        chosen = torch.stack([counts_B.argmax(), begins_B.argmax()]).unique()
         few = Rows(rows.input_ids[chosen], rows.present[chosen], rows.scored[chosen])
         found = _compared(policy, model, few, temperature, answered)
         told = torch.tensor(
@@ -77,7 +78,7 @@ class HeadChecks:
         if differs:
             raise UnsupportedError(
                 (found or "another rank has found that TRL's own log-probs are not forkpoint's.")
-                + f" TRL {version('trl')} is installed; 1.15 and 1.16 are tested. "
+                + f" TRL {import_module('trl').__version__} is installed; 1.15 and 1.16 are tested. "
                 "Config(self_check=False) turns this comparison off."
             )
         if count:

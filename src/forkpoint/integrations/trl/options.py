@@ -255,7 +255,7 @@ def check_arguments(trainer: type, given: Iterable[object]) -> None:
     for value in given:
         if isinstance(value, TrainingArguments):
             check_options(trainer, value)
-            _check_unknown(trainer, value)
+            check_known(trainer, value)
         if isinstance(value, ProcessorMixin):
             raise _images(trainer)
 
@@ -267,7 +267,7 @@ def check_options(trainer: type, args: Any) -> None:
             raise _refused(trainer, args, name)
 
 
-def _check_unknown(trainer: type, args: Any) -> None:
+def check_known(trainer: type, args: Any) -> None:
     """Refuse options of TRL that are not in the lists and have been set, and warn of a subclass's.
 
     Raises UnsupportedError.

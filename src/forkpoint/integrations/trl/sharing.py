@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -18,28 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forkpoint.config import HEAD_STATISTICS, Config
+from forkpoint.config import Config
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
+from forkpoint.integrations.trl.answering import Answering
 from forkpoint.integrations.trl.arrivals import Arrivals, after_this_backward, autocast_as_now
 from forkpoint.integrations.trl.counts import Counts
-from forkpoint.integrations.trl.heads import HeadChecks
-from forkpoint.integrations.trl.ranks import additive, in_two_halves, ranks_of, weighted_step
+from forkpoint.integrations.trl.ranks import additive, in_two_halves, weighted_step
 from forkpoint.integrations.trl.routers import check_routers, factor_of, one_factor, router_loss
 from forkpoint.integrations.trl.rows import PackedRows, Rows
-from forkpoint.integrations.trl.stand_ins import Answer, HeadAnswer, Recorded, Recorder, Scorer
+from forkpoint.integrations.trl.stand_ins import Answer, HeadAnswer, Recorded, Recorder
 from forkpoint.integrations.trl.terms import TokenTerms, streams
 from forkpoint.integrations.trl.trust import foreign_method
 from forkpoint.integrations.trl.undo import LossState, Settings
 from forkpoint.losses.base import FunctionLoss, Loss, LossBatch, LossOutputs
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy, StepStats
-from forkpoint.wrapping import wrap
 
 _log = logging.getLogger("forkpoint")
 
-NAMES = {"logprobs": "log_probs", "entropies": "entropy"} | {x: x for x in HEAD_STATISTICS}
-"""Names that TRL's head has for what forkpoint's gives."""
 ROUTERS = "routers"
 """The name of a load-balancing loss among what gradients arrive at."""
 
@@ -86,16 +84,15 @@ class Call:
         return torch.zeros(shape, device=self.rows.input_ids.device) if found is None else found
 
 
-class Sharing:
-    """The part of a trainer of ours that is not TRL's: policies, and the window so far.
+class Sharing(Answering):
+    """The part of a trainer of ours that is not TRL's, with the window so far.
 
     A window is what an optimizer step is made of: micro-batches whose losses are computed together,
     or calls of the model by losses that have been computed already.
     """
 
     def __init__(self, trainer: Any, config: Config) -> None:
-        self.trainer: Any = trainer
-        self.config: Config = config
+        super().__init__(trainer, config)
         self.streams: bool | None = None
         """Whether steps are streamed; None until the first one has looked at the options."""
         self.counts: Counts = Counts(config)
@@ -109,37 +106,6 @@ class Sharing:
         self._steps = 0
         """Windows that have run."""
         self._warned = False
-        self._temperature: float | None = None
-        self._heads = HeadChecks()
-        self._policies: dict[tuple[int, type], tuple[nn.Module, Policy]] = {}
-
-    def policy(self, model: nn.Module) -> Policy:
-        """The policy of a model, as accelerate has prepared it or as it was made."""
-        key = (id(model), type(model))  # fully_shard changes the class
-        known = self._policies.get(key)
-        if known is None:
-            known = self._policies[key] = (model, wrap(model, self.config))
-        return known[1]
-
-    @property
-    def temperature(self) -> float:
-        """Of the head that TRL has fused: its sampling temperature, 1 in DPO.
-
-        TRL reads it once, when it makes the head.
-        """
-        if self._temperature is None:
-            self._temperature = float(getattr(self.trainer, "temperature", 1.0))
-        return self._temperature
-
-    @property
-    def _statistics(self) -> tuple[str, ...]:
-        """Numbers of the head that the loss or its metrics read besides log-probs and entropies."""
-        return ()
-
-    def _reading(self, model: nn.Module) -> Policy:
-        """The policy of a model with all that a loss reads."""
-        policy = self.policy(model)
-        return policy.with_config(head_statistics=self._statistics) if self._statistics else policy
 
     def forget(self) -> None:
         """Drop a window that was not run, such as that of a training that was interrupted."""
@@ -295,8 +261,7 @@ class Sharing:
         if any(one.rows.routed for one in calls):
             factor = one_factor([one.weight(ROUTERS) for one in calls])
             router = router_loss(packed, factor * len(calls))
-            found = [one.expert_counts for one in calls if one.expert_counts is not None]
-            counts = torch.cat(found)
+            counts = torch.cat([x for x in (one.expert_counts for one in calls) if x is not None])
         begin = time.perf_counter()
         stats = weighted_step(policy, packed, weights, router=router, router_counts=counts)
         self._count(stats, packed, begin)
@@ -305,22 +270,11 @@ class Sharing:
         self.last_plan = stats.plan
         self.counts.add(stats.plan, len(packed.batch), (time.perf_counter() - begin) * 1e3)
 
-    def _check_head(self, model: nn.Module, rows: Rows) -> None:
-        """Compare TRL's own head on a model, where that is due. Collective."""
-
-        def answered(few: Rows, temperature: float) -> HeadAnswer:
-            packed = PackedRows([few], temperature)
-            scores = self._reading(model).score(packed.batch, entropy=True)
-            return self._answers(packed, scores.per_token)[0]
-
-        policy = self.policy(model)
-        self._heads.check(self.trainer, policy, model, rows, self.temperature, answered)
-
     def _recorded(
         self, compute: ComputeLoss, model: nn.Module, inputs: Any, num_items: Any
     ) -> Rows:
         try:
-            compute(Recorder(model), inputs, num_items_in_batch=num_items)
+            compute(Recorder(model), copy(inputs), num_items_in_batch=num_items)
         except Recorded as recorded:
             return recorded.rows
         raise UnsupportedError(
@@ -429,7 +383,7 @@ class Sharing:
                 values.append(
                     one.compute(
                         Answer(one.model, one.rows, answer),
-                        one.inputs,
+                        copy(one.inputs),
                         num_items_in_batch=one.num_items,
                     )
                 )
@@ -452,53 +406,6 @@ class Sharing:
             if reference is not None:
                 trainer.ref_model = model
 
-    def _answers(
-        self, packed: PackedRows, per_token: Mapping[str, Tensor], routers: Tensor | None = None
-    ) -> list[HeadAnswer]:
-        """Answers of TRL's head for each of the calls, from outputs [T] by forkpoint's names, with
-        the mean of their load-balancing losses."""
-        found: list[dict[str, Tensor]] = [{} for _ in packed.calls]
-        for name, values_T in per_token.items():
-            for answer, x_BW in zip(found, packed.unpacked(values_T), strict=True):
-                answer[NAMES[name]] = x_BW.bool() if name == "is_top1" else x_BW
-        return [HeadAnswer(**answer, aux_loss=routers) for answer in found]
-
-    def _references(self, packed: PackedRows) -> list[HeadAnswer] | None:
-        """Of a window, where the loss asks a reference model itself; else None."""
-        return None
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within it a loss is computed at once; see ReferenceSharing."""
-        yield
-
-    # Scores --------------------------------------------------------------------------------------
-
-    def scorer(self, model: nn.Module, *, entropy: bool) -> Scorer:
-        """A stand-in for a model that computes log-probs.
-
-        They have no graph of the model. Where gradients are enabled, what arrives at them in a
-        backward becomes a step.
-        """
-
-        def score(rows: Rows) -> HeadAnswer:
-            packed = PackedRows([rows], self.temperature)
-            self._check_head(model, rows)
-            policy = self._reading(model) if entropy else self.policy(model)
-            router = router_loss(packed, 1.0) if rows.routed else None
-            found = policy.score(packed.batch, entropy=entropy, router=router)
-            values, routers = dict(found.per_token), None
-            if found.own_router_loss is not None:
-                # This rank's part of the mean over ranks, which have one call each.
-                own = found.own_router_loss * ranks_of(policy)
-                routers = torch.tensor(own, device=packed.cells.device)
-            if torch.is_grad_enabled():
-                counts = found.rollout_expert_counts
-                values, routers = self._reachable(model, rows, values, routers, counts)
-            return self._answers(packed, values, routers)[0]
-
-        return Scorer(model, score)
-
     def _reachable(
         self,
         model: nn.Module,
@@ -507,7 +414,6 @@ class Sharing:
         routers: Tensor | None,
         expert_counts: Tensor | None,
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Outputs of a call, with a graph at whose end gradients are kept for the step."""
         given = {name: values[name] for name in ("logprobs", "entropies") if name in values}
         if routers is not None:
             given[ROUTERS] = routers
