@@ -19,6 +19,7 @@ from forkpoint.dense_routers import DenseRouters
 from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
 from forkpoint.losses.leaves import leaves_of
+from forkpoint.losses.missing import computed
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.rollouts import RolloutBatch
 
@@ -109,7 +110,7 @@ def dense_run(
             per_token[name].requires_grad_()
         views = LossViews(batch, denominators or batch_denominators(batch), weight.device, dtype)
         view, _ = views.of_rollouts(np.ones(len(batch), bool))
-        value = loss(LossOutputs(**{name: per_token[name] for name in wanted}), view)
+        value = computed(loss, LossOutputs(**{name: per_token[name] for name in wanted}), view)
         if value.requires_grad:
             known = {*parameters.values(), *per_token.values()}
             others = [leaf for leaf in leaves_of(value) if leaf not in known]

@@ -9,6 +9,7 @@ from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
+from forkpoint.ratios import Ratios
 from forkpoint.sample_checks import SampleChecks
 
 
@@ -25,6 +26,7 @@ class Kept:
         """Whether it was looked at who reduces gradients."""
         self.checks: SampleChecks = SampleChecks()
         self.budgets: MemoryBudgets = MemoryBudgets()
+        self.ratios: Ratios = Ratios()
 
     def calibration(self, host: Host, config: Config) -> Calibration | None:
         """The one that the configuration names or, without, the one of this device and model."""

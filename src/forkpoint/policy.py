@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -10,11 +10,13 @@ from torch import Tensor
 from forkpoint.differentiable import Differentiable, FirstHalf, Pending
 from forkpoint.engine.guard import Step
 from forkpoint.engine.guard import StepOutcome as StepOutcome
+from forkpoint.engine.host import Settings
+from forkpoint.engine.routing import Routing
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
-from forkpoint.policy_steps import ROUTER, PolicySteps, finite
+from forkpoint.policy_steps import ROUTER, PolicySteps, Rollouts, as_batch, finite
 from forkpoint.results import Scores as Scores
 from forkpoint.results import StepStats as StepStats
 from forkpoint.rollouts import RolloutBatch
@@ -29,7 +31,7 @@ class Policy(PolicySteps):
 
     def plan(
         self,
-        batch: RolloutBatch,
+        batch: Rollouts,
         loss: Loss | LossFunction | None = None,
         *,
         router: RouterLoss | None = None,
@@ -38,7 +40,7 @@ class Policy(PolicySteps):
         """Make the plan of a batch.
 
         Args:
-            batch: the rollouts.
+            batch: the rollouts, as a RolloutBatch or a list.
             loss: the loss it is for. A plan for one that couples rollouts (GSPO, DPO) begins with
                 a pass of scores where these lie in several microbatches, and `forward_backward`
                 takes no other plan for it. Rollouts whose terms the loss declares to be 0 are left
@@ -50,6 +52,7 @@ class Policy(PolicySteps):
         Raises:
             PlanError: nothing fits the limits of the configuration.
         """
+        batch = as_batch(batch)
         self._check_batch(batch)
         work = router_work(self.host, batch, router, router_counts)
         return self._make_plan(batch, loss, work.demand() if work else None)
@@ -69,7 +72,7 @@ class Policy(PolicySteps):
 
     def forward_backward(
         self,
-        batch: RolloutBatch,
+        batch: Rollouts,
         loss: Loss | LossFunction,
         *,
         denominators: Denominators | None = None,
@@ -85,7 +88,7 @@ class Policy(PolicySteps):
         rollout; see docs/losses.md.
 
         Args:
-            batch: the rollouts.
+            batch: the rollouts, as a RolloutBatch or a list.
             loss: one of `forkpoint.losses`, or a function of (outputs, batch).
             denominators: what the loss's means are taken over where a step has several calls or
                 ranks; by default the batch's own counts.
@@ -116,7 +119,7 @@ class Policy(PolicySteps):
         return self._run(
             lambda step: self._run_step(
                 step,
-                batch,
+                as_batch(batch),
                 loss,
                 denominators,
                 scale,
@@ -129,18 +132,18 @@ class Policy(PolicySteps):
 
     @overload
     def logprobs(
-        self, batch: RolloutBatch, *, entropy: Literal[False] = False, plan: Plan | None = None
+        self, batch: Rollouts, *, entropy: Literal[False] = False, plan: Plan | None = None
     ) -> Tensor: ...
 
     @overload
     def logprobs(
-        self, batch: RolloutBatch, *, entropy: Literal[True], plan: Plan | None = None
+        self, batch: Rollouts, *, entropy: Literal[True], plan: Plan | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
     @overload
     def logprobs(
         self,
-        batch: RolloutBatch,
+        batch: Rollouts,
         *,
         entropy: bool = False,
         plan: Plan | None = None,
@@ -149,7 +152,7 @@ class Policy(PolicySteps):
 
     def logprobs(
         self,
-        batch: RolloutBatch,
+        batch: Rollouts,
         *,
         entropy: bool = False,
         plan: Plan | None = None,
@@ -165,7 +168,7 @@ class Policy(PolicySteps):
         the same model, are in `.grad`; if it fails, these stay there.
 
         Args:
-            batch: the rollouts.
+            batch: the rollouts, as a RolloutBatch or a list.
             entropy: whether to give entropies (nats) as well.
             plan: one that `plan` made for this batch; by default it is made here.
             router: an auxiliary loss of a mixture's routers, to give as well.
@@ -182,18 +185,22 @@ class Policy(PolicySteps):
         torch leaves it out of a backward that is asked for gradients of some tensors alone.
         """
         training = torch.is_grad_enabled()
-        scored, routing, settings = self._run(
-            lambda step: self._score(
+        made: list[RolloutBatch] = []
+
+        def work(step: Step) -> tuple[Scores, Routing | None, Settings | None]:
+            made[:] = [as_batch(batch)]
+            return self._score(
                 step,
-                batch,
+                made[0],
                 entropy,
                 plan,
                 training=training,
                 routers=(router, False),
                 valued=router is not None,
-            ),
-            plan,
-        )
+            )
+
+        scored, routing, settings = self._run(work, plan)
+        rollouts = made[0]
         names = (self.host.head, "entropies") if entropy else (self.host.head,)
         values = tuple(scored.per_token[name] for name in names)
         if routing is not None:
@@ -205,7 +212,7 @@ class Policy(PolicySteps):
                 scored.plan,
                 # Others than those that are given away, which callers may write to.
                 scored.per_token[self.host.head].clone(),
-                batch.loss_mask,
+                rollouts.loss_mask,
                 compute_dtype(self.host),
                 settings,
                 weights,
@@ -215,7 +222,7 @@ class Policy(PolicySteps):
                 names,
                 weights,
                 first,
-                lambda given: self._backward(batch, first, given, routing),
+                lambda given: self._backward(rollouts, first, given, routing),
                 listens=group is not None and group.listens,
             )
             values = Differentiable.apply(pending, len(values), *values, *pending.leaves)
@@ -223,7 +230,7 @@ class Policy(PolicySteps):
 
     def score(
         self,
-        batch: RolloutBatch,
+        batch: Rollouts,
         *,
         entropy: bool = False,
         plan: Plan | None = None,
@@ -240,7 +247,12 @@ class Policy(PolicySteps):
 
         def work(step: Step) -> Scores:
             scores, _, _ = self._score(
-                step, batch, entropy, plan, training=False, routers=(router, expert_counts)
+                step,
+                as_batch(batch),
+                entropy,
+                plan,
+                training=False,
+                routers=(router, expert_counts),
             )
             return scores
 
@@ -268,7 +280,7 @@ class Policy(PolicySteps):
 
     def verify(
         self,
-        batch: RolloutBatch,
+        batch: Rollouts,
         loss: Loss | LossFunction,
         *,
         denominators: Denominators | None = None,
@@ -285,6 +297,7 @@ class Policy(PolicySteps):
 
         See `forkpoint.verify.verify`.
         """
+        batch = as_batch(batch)
         self._check_batch(batch)
         if batch.routed_experts is not None:
             raise UnsupportedError(
@@ -300,6 +313,17 @@ class Policy(PolicySteps):
             router=router,
             hold_routes=hold_routes,
             progress=progress,
+        )
+
+    def __copy__(self) -> "Policy":
+        return self.with_config()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raises UnsupportedError, for copy.deepcopy and for pickle."""
+        raise UnsupportedError(
+            "a policy belongs to a model in this process, and is neither copied (copy.deepcopy) "
+            "nor pickled. Copy or save the model, and wrap that: "
+            "forkpoint.wrap(copy.deepcopy(model), policy.config)."
         )
 
     def with_config(self, **changes: object) -> "Policy":

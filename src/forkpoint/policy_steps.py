@@ -1,7 +1,7 @@
 """The work of a policy's calls, within a step that can be undone."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -44,7 +44,7 @@ from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.trunks import Trunk
 from forkpoint.rank_plans import Again, Ways
 from forkpoint.results import Scores, StepStats
-from forkpoint.rollouts import RolloutBatch, short
+from forkpoint.rollouts import Rollout, RolloutBatch, short
 from forkpoint.router_steps import (
     RouterWork,
     called,
@@ -58,6 +58,10 @@ from forkpoint.router_steps import (
 T = TypeVar("T")
 ROUTER = "router_loss"
 """The name of a router loss among what gradients are computed by."""
+
+
+Rollouts = RolloutBatch | Sequence[Rollout]
+"""What calls of a policy take: a batch, or the rollouts of one."""
 
 
 class PolicySteps:
@@ -249,8 +253,9 @@ class PolicySteps:
         self.host.compiling.proven = self.host.compiles
         cuda = self.host.device.type == "cuda"
         # What a device has failed at is raised here at the latest: it is waited for.
+        value = self._kept.ratios.read(result.loss, result.per_token.get("logprobs"), batch)
         return StepStats(
-            loss=float(result.loss),
+            loss=value,
             logical_tokens=plan.logical_tokens,
             unique_tokens=plan.unique_tokens,
             computed_tokens=plan.computed_tokens,
@@ -429,13 +434,7 @@ class PolicySteps:
             check_reduced(self.host.model, self.host.group)
             self._kept.reduced = True
 
-    def _check_batch(self, batch: object) -> None:
-        if not isinstance(batch, RolloutBatch):
-            raise RolloutError(
-                f"the batch is {short(batch)} of type {type(batch).__name__}; it takes a "
-                "RolloutBatch. Make one of a list of rollouts with "
-                "forkpoint.RolloutBatch(rollouts)."
-            )
+    def _check_batch(self, batch: RolloutBatch) -> None:
         if not len(batch) and self.host.group is None:
             raise RolloutError(
                 "There are no rollouts; a batch takes at least one, but for a rank that has none "
@@ -472,6 +471,21 @@ class PolicySteps:
             work.check_plan(plan, scored=scored)
         plan.check_runs(batch, self._runs(batch, loss, work.demand() if work else None))
         return plan
+
+
+def as_batch(given: object) -> RolloutBatch:
+    """A batch itself, or the batch of a list of rollouts.
+
+    Raises RolloutError for anything else.
+    """
+    if isinstance(given, RolloutBatch):
+        return given
+    if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        return RolloutBatch(given)
+    raise RolloutError(
+        f"the batch is {short(given)} of type {type(given).__name__}; it takes a RolloutBatch, or "
+        "a list of Rollout objects."
+    )
 
 
 def _loss_of(routing: Routing, end: RouterEnd | None) -> float:

@@ -6,6 +6,7 @@ from torch import Tensor
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.losses.base import Loss, LossBatch, LossOutputs
+from forkpoint.losses.missing import computed
 
 
 def names_of(head: str, config: Config, entropy: bool) -> tuple[str, ...]:
@@ -31,9 +32,10 @@ def called(loss: Loss, outputs: LossOutputs, view: LossBatch, head: str) -> Tens
         view: a part of the batch.
         head: the name of the outputs that a loss is computed from.
 
-    Raises ConfigError where it is no scalar, or has no graph where the outputs have one.
+    Raises ConfigError where it is no scalar, has no graph where the outputs have one, or reads what
+    is None.
     """
-    value = loss(outputs, view)
+    value = computed(loss, outputs, view)
     given = outputs.per_token.values()
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():

@@ -19,14 +19,23 @@ def explains_arguments(loss: C) -> C:
     """Class decorator for a loss, above `@dataclass`.
 
     Its constructor raises ArgumentError for an argument that the loss does not have, and says
-    which argument is meant where TRL or verl has one of that name. Its signature stays.
+    which argument is meant where TRL or verl has one of that name; also for arguments without
+    names, where it takes them by name alone. Its signature stays.
     """
     made: Callable[..., None] = loss.__init__
-    takes = tuple(inspect.signature(loss).parameters)
+    signature = inspect.signature(loss).parameters
+    takes = tuple(signature)
+    by_name = all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in signature.values())
     TAKES[loss.__name__] = takes
 
     @functools.wraps(made)
     def __init__(self: object, *args: object, **kwargs: object) -> None:
+        if args and by_name:
+            raise ArgumentError(
+                f"{loss.__name__} takes arguments by name, and got {', '.join(map(repr, args))} "
+                f"without one. Write {loss.__name__}(name=value); its names are "
+                f"{', '.join(takes) or 'none: it has no arguments'}."
+            )
         check_arguments(loss.__name__, takes, kwargs)
         made(self, *args, **kwargs)
 

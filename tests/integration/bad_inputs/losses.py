@@ -82,6 +82,15 @@ def detached(outputs: Any, batch: Any) -> Any:
     return outputs.logprobs.detach().sum()
 
 
+def bonus(outputs: Any, batch: Any) -> Any:
+    return -(outputs.logprobs + 0.01 * outputs.entropies).sum()
+
+
+def ratio(outputs: Any, batch: Any) -> Any:
+    return -(outputs.logprobs - batch.old_logprobs).exp().sum()
+
+
+WITHOUT = RolloutBatch([Rollout([1, 2, n], [0, 0, 1], n) for n in range(2)])
 WEIGHTED = RolloutBatch(
     [
         Rollout([1, 2, n], [0, 0, 1], n, reference_logprobs=[0, 0, -1], weights=2.0, group_id="g")
@@ -90,6 +99,33 @@ WEIGHTED = RolloutBatch(
 )
 
 LOSSES = (
+    loss_kind(
+        "An argument without its name",
+        lambda: losses.GRPO(0.2),  # type: ignore[misc]
+        error=ArgumentError,
+        message="GRPO takes arguments by name, and got 0.2 without one. Write GRPO(name=value); "
+        "its names are kl, kl_estimator, entropy, normalize, clip, clip_high, dual_clip.",
+        means="A number alone does not say whether it is a clip or a coefficient.",
+        remedy="losses.GRPO(clip=0.2).",
+    ),
+    loss_kind(
+        "A function that reads entropies and does not ask for them",
+        trained(bonus),
+        message="the loss bonus reads outputs.entropies, which is None because it does not ask for "
+        "them. Give losses.FunctionLoss(function, needs_entropy=True), or set needs_entropy = True "
+        "in its class.",
+        means="Entropies take time, so they are computed for losses that ask for them.",
+        remedy="losses.FunctionLoss(function, needs_entropy=True).",
+    ),
+    loss_kind(
+        "A function that reads what the rollouts do not have",
+        trained(ratio, WITHOUT),
+        message="the loss ratio reads batch.old_logprobs, which is None because the rollouts have "
+        "none. Give every Rollout its old_logprobs; policy.score(batch) computes log-probs under a "
+        "model.",
+        means="Fields of a batch are None where no rollout has them.",
+        remedy="Give the rollouts old_logprobs, or let the function do without them.",
+    ),
     loss_kind(
         "An argument of TRL or verl",
         lambda: losses.GRPO(epsilon=0.2, loss_agg_mode="seq-mean-token-mean"),  # type: ignore[call-arg]

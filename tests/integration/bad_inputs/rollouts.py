@@ -342,13 +342,12 @@ ROLLOUTS = (
         argv=("plan", "bad.jsonl"),
     ),
     value_kind(
-        "A list in place of a batch",
-        lambda: policy().forward_backward([rollout()], losses.GRPO()),  # type: ignore[arg-type]
-        message="the batch is [Rollout(rollout_id='a', group_id=None, 3 tokens, 2 trained)] of "
-        "type list; it takes a RolloutBatch. Make one of a list of rollouts with "
-        "forkpoint.RolloutBatch(rollouts).",
-        means="Steps, scores, plans and verify take a RolloutBatch, which has been validated.",
-        remedy="RolloutBatch(rollouts).",
+        "A rollout in place of a batch",
+        lambda: policy().forward_backward(rollout(), losses.GRPO()),  # type: ignore[arg-type]
+        message="the batch is Rollout(rollout_id='a', group_id=None, 3 tokens, 2 trained) of type "
+        "Rollout; it takes a RolloutBatch, or a list of Rollout objects.",
+        means="Steps, scores, plans and verify take a RolloutBatch, or make one of a list.",
+        remedy="RolloutBatch([rollout]), or [rollout].",
     ),
     value_kind(
         "A token id beyond the model's vocabulary",

@@ -1,5 +1,6 @@
 """States of a wrapped model, and surroundings, in which a step is refused before anything runs."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -365,6 +366,15 @@ STATES: tuple[Kind, ...] = (
         "by a copy of the model (copy.deepcopy).",
         means="That attention function runs microbatches, and ordinary calls have none.",
         remedy='model.set_attn_implementation("sdpa"), say.',
+    ),
+    call_kind(
+        "A copy of a policy",
+        lambda: copy.deepcopy(wrap(tiny_model("llama"))),
+        message="a policy belongs to a model in this process, and is neither copied "
+        "(copy.deepcopy) nor pickled. Copy or save the model, and wrap that: "
+        "forkpoint.wrap(copy.deepcopy(model), policy.config).",
+        means="A policy refers to its model, and to what its steps keep on the device.",
+        remedy="forkpoint.wrap(copy.deepcopy(model)).",
     ),
     call_kind(
         "A call of the model within a step",
