@@ -271,8 +271,8 @@ MODELS: tuple[Kind, ...] = (
     Kind(
         name="DistributedDataParallel with a communication hook",
         error=UnsupportedError,
-        message="DistributedDataParallel has a communication hook (allreduce_hook), which forkpoint "
-        "would pass by. Leave register_comm_hook out.",
+        message="DistributedDataParallel has a communication hook (allreduce_hook), which "
+        "forkpoint would pass by. Leave register_comm_hook out.",
         means="A step has several backwards; gradients are added up over ranks once, after them.",
         remedy="Make the wrapper without it.",
         call=in_process_group(

@@ -78,8 +78,8 @@ class HeadChecks:
         if differs:
             raise UnsupportedError(
                 (found or "another rank has found that TRL's own log-probs are not forkpoint's.")
-                + f" TRL {import_module('trl').__version__} is installed; 1.15 and 1.16 are tested. "
-                "Config(self_check=False) turns this comparison off."
+                + f" TRL {import_module('trl').__version__} is installed; 1.15 and 1.16 are "
+                "tested. Config(self_check=False) turns this comparison off."
             )
         if count:
             self._known.append((model, head))
