@@ -61,7 +61,7 @@ def with_images() -> object:
 
 
 def arrived(then: Callable[[Arrivals, torch.Tensor, nn.Parameter], object]) -> Callable[[], object]:
-    """What `then` does with values and what arrives at them, and with a parameter."""
+    """Call `then` with values and what arrives at them, and with a parameter."""
 
     def call() -> object:
         parameter = nn.Parameter(torch.ones(()))
