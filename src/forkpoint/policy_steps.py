@@ -61,7 +61,7 @@ ROUTER = "router_loss"
 
 
 Rollouts = RolloutBatch | Sequence[Rollout]
-"""What calls of a policy take: a batch, or the rollouts of one."""
+"""Argument of a policy's calls: a batch, or the rollouts of one."""
 
 
 class PolicySteps:

@@ -1,4 +1,4 @@
-"""What calls of a policy take, and what they say besides results."""
+"""Arguments of a policy's calls, and messages besides results."""
 
 import copy
 import logging
