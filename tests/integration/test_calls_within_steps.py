@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
 from forkpoint import Config, losses, wrap
+from forkpoint.engine.timing import Event
 from forkpoint.errors import ForkpointError
 from forkpoint.losses import LossBatch, LossOutputs
 from forkpoint.testing import Watching
@@ -132,7 +133,7 @@ def test_calls_are_refused_and_the_step_goes_on(kind: str, where: str) -> None:
             messages.extend(map(refused, calls.values()))
         return losses.GRPO()(outputs, batch)
 
-    def watch(event: str) -> None:
+    def watch(event: Event) -> None:
         if "event" in where:
             messages.extend(refused(lambda c=c: from_a_thread(c)) for c in calls.values())
 
@@ -192,7 +193,7 @@ def test_a_thread_that_entered_the_decoder_before_the_step() -> None:
     policy, messages = wrap(model, ACROSS), []
     config = model.model.config
 
-    def watch(event: str) -> None:
+    def watch(event: Event) -> None:
         here = model.model.config
         messages.append(refused(lambda: from_a_thread(lambda: here._attn_implementation)))
         assert here.hidden_size == config.hidden_size

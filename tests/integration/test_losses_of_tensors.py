@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, losses, wrap
 from forkpoint.engine.loss_gradients import LossGradients, LossPart
+from forkpoint.engine.timing import Event
 from forkpoint.errors import ConfigError
 from forkpoint.losses import FunctionLoss, LossBatch, LossOutputs
 from forkpoint.losses.views import LossViews, batch_denominators
@@ -250,8 +251,8 @@ def test_a_failed_step_takes_every_gradient_back(
         leaf.grad = torch.full_like(leaf, 0.3) if before else None
     held = loss.coefficient.grad
 
-    def fail(event: str) -> None:
-        if event == "backward prefix 0":  # the last one
+    def fail(event: Event) -> None:
+        if event.text == "backward prefix 0":  # the last one
             raise Failed
 
     policy.observer = fail

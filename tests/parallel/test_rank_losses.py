@@ -75,6 +75,14 @@ class Reading:
         return times.exp() * value + offset**2 + pull
 
 
+class OfTheRank(Reading):
+    """Its pull is another on each rank."""
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        times = 1 + batch.advantages.square().sum()
+        return super().__call__(outputs, batch) + times * self.pulled[1][0].square().sum()
+
+
 class Everyones(Reading, Loss):
     """The same as a part of one loss of all ranks, without the pull."""
 
@@ -164,6 +172,13 @@ IN_CORE = [
 def test_gradients_of_every_leaf_are_those_of_one_process(wrap: str, case: str) -> None:
     for errors in run_ranks(2, beside_one_process, wrap, *CASES[case]):
         assert max(errors) < BAR, errors
+
+
+@pytest.mark.parametrize("rollouts", [UNEQUAL, pytest.param(EMPTY, marks=pytest.mark.slow)])
+def test_parameters_that_a_wrapper_reduces_are_averaged(rollouts: Any) -> None:
+    """A rank without rollouts does not call the loss."""
+    found = run_ranks(2, beside_one_process, "DistributedDataParallel", rollouts, OfTheRank)
+    assert max(map(max, found)) < BAR, found
 
 
 @pytest.mark.slow

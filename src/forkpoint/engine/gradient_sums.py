@@ -1,6 +1,6 @@
 """Gradients of a step's backwards summed apart from `.grad`, and added to it once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -72,10 +72,19 @@ class GradientSums:
         missing = (p for p in self.parameters if p not in self._sums)
         return sum(p.numel() * self._dtype(p).itemsize for p in missing)
 
+    @property
+    def leaves(self) -> Collection[Tensor]:
+        """Leaves that forwards use: what a backward adds to them is collected."""
+        return self._of_leaf.keys()
+
     def _take(self, leaf: nn.Parameter) -> None:
-        gradient, parameter = leaf.grad, self._of_leaf[leaf]
+        gradient = leaf.grad
         assert gradient is not None
         leaf.grad = None
+        self.add(self._of_leaf[leaf], gradient)
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient to the sum of a parameter."""
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forkpoint.engine.guard import GradientGuard
 from forkpoint.engine.host import Host
@@ -77,7 +77,7 @@ class LossGradients:
         reached = [leaf for leaf in leaves_of(value) if id(leaf) not in own]
         added, apart = self._of_model(reached)
         # Of the ranks that compute one loss, one adds to gradients that are summed over ranks.
-        added = added if counts else []
+        added = self._beside_twins(value, added) if counts else []
         inputs = [*(x for x in copies.values() if x.requires_grad), *added, *apart]
         if inputs:
             self.guard.begin_loss(added)
@@ -86,6 +86,24 @@ class LossGradients:
             self.guard.others.end(apart, float(counts) / self._reduced)
         found = {name: x.grad for name, x in copies.items() if x.grad is not None}
         return LossPart(value.detach(), found)
+
+    def _beside_twins(self, value: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+        """Add gradients by parameters in whose place forwards use twins; gives the other leaves.
+
+        Their own nodes are not run: a wrapper listens there (DistributedDataParallel).
+        """
+        sums = self.guard.sums
+        if sums is None:
+            return leaves
+        summed = set(sums.parameters)
+        held = [p for p in leaves if p in summed and p not in sums.leaves]
+        if held:
+            scale = torch.full_like(value, self.factor)
+            found = torch.autograd.grad(value, held, scale, retain_graph=True)
+            for parameter, gradient in zip(held, found, strict=True):
+                assert isinstance(parameter, nn.Parameter)
+                sums.add(parameter, gradient)
+        return [leaf for leaf in leaves if all(leaf is not p for p in held)]
 
     def _of_model(self, leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Leaves that are parameters of the model, and the others, which no wrapper reduces.
@@ -112,5 +130,7 @@ class LossGradients:
                         "or run a backward of that term by itself."
                     )
             known |= set(group.whole_parameters())
+        if self.guard.sums is not None:
+            known |= set(self.guard.sums.leaves)
         added = [leaf for leaf in leaves if leaf in known]
         return added, [leaf for leaf in leaves if leaf not in known]
