@@ -32,6 +32,7 @@ class Ratios:
         device = logprobs_T.device
         old_t = on_device(old[trained], device, logprobs_T.dtype)
         apart_t = (logprobs_T.detach()[on_device(trained, device)] - old_t).abs()
+        apart_t = apart_t.nan_to_num(0.0)  # of rollouts that did not run
         found = (loss.detach(), apart_t.max(), (apart_t >= LARGE).sum())
         value, largest, count = torch.stack([x.double() for x in found]).tolist()
         if count:

@@ -165,3 +165,15 @@ def test_large_ratios_are_warned_of_once(shift: float, caplog: pytest.LogCapture
     assert message.startswith(f"{len(BATCH)} of {trained} trained tokens have a ratio of e^5")
     assert "the largest is e^5.5" in message and "temperature" in message
     assert isinstance(stats.loss, float)
+
+
+def test_ratios_of_rollouts_that_did_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of equal rewards have no log-probs; the others are compared."""
+    policy = wrap(small_model("llama"), ACROSS)
+    rollouts = with_old(policy, -6.0)
+    rollouts[:6] = [replace(rollout, advantage=0.0) for rollout in rollouts[:6]]
+    with caplog.at_level(logging.WARNING, logger="forkpoint"):
+        stats = policy.forward_backward(rollouts, losses.GRPO())
+    assert bool(stats.logprobs.isnan().any())
+    (record,) = caplog.records
+    assert record.getMessage().startswith("6 of ") and "e^6.0" in record.getMessage()

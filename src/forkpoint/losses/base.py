@@ -147,7 +147,7 @@ class Loss:
     decomposition: "token" if the loss of the batch is the sum over any split of its tokens into
         views, "rollout" if it is so over any split into whole rollouts, "joint" if coupled rollouts
         (see `coupling`) must be seen together. A loss that claims too much trains on wrong
-        gradients.
+        gradients. Views of a "token" loss may leave out tokens outside the loss mask.
     reads: "logprobs" for a loss of a language model, "values" for one of a critic. With the other
         model it is refused; None, of a plain function, leaves that to what the function reads.
     needs_entropy: whether `outputs.entropies` is wanted, with gradients.
