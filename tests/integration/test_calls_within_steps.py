@@ -114,7 +114,7 @@ WHERE = ("a loss", "each event", "each event, checkpointed")
 @pytest.mark.parametrize(
     ("kind", "where"),
     slow_besides(
-        [("qwen3", "a loss"), ("qwen3", "each event"), ("adapters", "each event")],
+        [("qwen3", "a loss"), ("qwen3", "each event")],
         [(kind, where) for kind in MODELS for where in WHERE],
     ),
 )
@@ -203,7 +203,7 @@ def test_a_thread_that_entered_the_decoder_before_the_step() -> None:
     assert messages and model.model.config is config
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", slow_besides(["qwen3"], ["qwen3", "qwen3_moe"]))
 def test_calls_while_the_model_runs_a_sample(family: str) -> None:
     """Before the first step the stock model runs, with hooks that round and hold experts."""
     options = {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}

@@ -7,6 +7,7 @@ model. Each leaf gets its gradient once, whatever lies in which microbatch.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.losses import FunctionLoss, LossBatch, LossOutputs
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.testing import lifted_upcasts
+from lanes import slow_besides, slow_besides_every
 from pairwise import pairwise
 
 BAR = 1e-10
@@ -134,7 +136,9 @@ def distances(loss: Reading, batch: RolloutBatch, step: Callable[[], float]) -> 
 
 @pytest.mark.parametrize(
     ("mode", "reads", "decomposition", "which"),
-    pairwise(list(MODES), list(READS), ["joint", "rollout", "token"], list(BATCHES)),
+    slow_besides_every(
+        2, pairwise(list(MODES), list(READS), ["joint", "rollout", "token"], list(BATCHES))
+    ),
 )
 def test_every_leaf_gets_its_gradient_once(
     mode: str, reads: str, decomposition: str, which: str
@@ -236,15 +240,21 @@ class Failed(Exception):
     pass
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["gradients before", "none before"])
+FAILING = {
+    "plain": ACROSS,
+    "restoring": replace(ACROSS, restore_grads=True),
+    "float32 sums": MODES["float32 sums"],
+}
+
+
 @pytest.mark.parametrize(
-    "config", [ACROSS, replace(ACROSS, restore_grads=True), MODES["float32 sums"]], ids=str
+    ("decomposition", "mode", "before"),
+    slow_besides_every(3, product(["joint", "token"], FAILING, [True, False])),
 )
-@pytest.mark.parametrize("decomposition", ["joint", "token"])
 def test_a_failed_step_takes_every_gradient_back(
-    decomposition: str, config: Config, before: bool
+    decomposition: str, mode: str, before: bool
 ) -> None:
-    policy = with_options(wrapped(), config)
+    policy = with_options(wrapped(), FAILING[mode])
     loss = Reading(policy.host.model, decomposition, 1.0, 1.0)
     leaves = [*policy.host.model.parameters(), loss.coefficient]
     for leaf in leaves:
@@ -259,7 +269,7 @@ def test_a_failed_step_takes_every_gradient_back(
     with pytest.raises(Failed):
         policy.forward_backward(RolloutBatch(TRAINED), loss.as_loss)
     assert policy.last_step is not None
-    lost = before and config == ACROSS
+    lost = before and mode == "plain"
     assert policy.last_step.gradients == ("cleared" if lost else "unchanged")
     for leaf in leaves:
         if before and not lost:
@@ -302,10 +312,15 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LossGradients, "of", of)
 
 
-@pytest.mark.parametrize("sabotage", [False, True], ids=["sound", "broken"])
+COMPARED = [(torch.float64, "pull"), (torch.float64, "coefficient"), (torch.float32, "both")]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "reads"),
-    [(torch.float64, "pull"), (torch.float32, "both"), (torch.float64, "coefficient")],
+    ("dtype", "reads", "sabotage"),
+    slow_besides(
+        [(torch.float32, "both", False), (torch.float64, "pull", True)],
+        [(*case, sabotage) for case in COMPARED for sabotage in (False, True)],
+    ),
 )
 def test_verify_compares_the_gradients_of_every_leaf(
     dtype: torch.dtype, reads: str, sabotage: bool, monkeypatch: pytest.MonkeyPatch

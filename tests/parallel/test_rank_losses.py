@@ -154,11 +154,7 @@ CASES = {
     "a loss of all ranks, of which one has none": (EMPTY, Everyones),
     "a loss that gathers": (UNEQUAL, Gathered),
 }
-IN_CORE = [
-    ("fully_shard", "trained on one"),
-    ("fully_shard, gathered once", "trained on both"),
-    ("DistributedDataParallel", "trained on one"),
-]
+IN_CORE = [("fully_shard", "trained on one")]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +196,7 @@ def pulled_by_all(wrap: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_shards_in_a_loss_of_all_ranks_are_refused() -> None:
     for message in run_ranks(2, pulled_by_all, "fully_shard"):
         assert "holds a shard" in message and "as a function" in message
@@ -262,9 +259,8 @@ def failing(wrap: str) -> list[bool]:
     return [leaf.grad is not None and bool((local(leaf.grad) == 0.3).all()) for leaf in leaves]
 
 
-@pytest.mark.parametrize(
-    "wrap", [pytest.param(w, marks=() if w == "fully_shard" else pytest.mark.slow) for w in WRAPS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", WRAPS)
 def test_a_failure_on_one_rank_leaves_every_gradient_on_all(wrap: str) -> None:
     for rank in run_ranks(2, failing, wrap):
         assert all(rank)
@@ -282,13 +278,10 @@ def verified(wrap: str, sabotage: bool) -> tuple[bool, list[str], bool]:
     return report.passed, [entry.name for entry in report.worst], clean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "sabotage"),
-    [
-        pytest.param(w, s, marks=() if (w, s) == ("fully_shard", False) else pytest.mark.slow)
-        for w in ("fully_shard", "DistributedDataParallel")
-        for s in (False, True)
-    ],
+    [(w, s) for w in ("fully_shard", "DistributedDataParallel") for s in (False, True)],
 )
 def test_verify_compares_every_leaf_on_ranks(wrap: str, sabotage: bool) -> None:
     for passed, names, clean in run_ranks(2, verified, wrap, sabotage):
