@@ -42,6 +42,7 @@ OPERATIONS: dict[tuple[str, str], Documented] = {
     ("forkpoint.ops.delta_rule", "gated_delta_rule"): Documented(("TGE", "KGDE")),
     ("forkpoint.ops.selective_scan", "selective_scan"): Documented(("TGE", "KGED")),
     ("forkpoint.ops.recurrence", "gathered_inputs"): Documented(("TC", "FWC", "K?C")),
+    ("forkpoint.ops.recurrence", "pairwise_decay"): Documented(("NGCC",)),
     ("forkpoint.ops.recurrence", "short_convolution"): Documented(("TC",)),
     ("forkpoint.ops.head", "token_logprobs"): Documented(("T", "T")),
     ("forkpoint.ops.head", "token_logprobs_reference"): Documented(("T", "T")),

@@ -124,7 +124,7 @@ def test_other_activations_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "outside of forkpoint"),
+        ({}, "called while a step of forkpoint runs it"),
         ({"cu_seq_lens_q": torch.zeros(2)}, "passes cu_seq_lens_q to its recurrence"),
         ({"cache_params": DynamicCache()}, "called with a cache"),
         ({"attention_mask": torch.ones(1, 3)}, "called with an attention mask"),
