@@ -61,7 +61,7 @@ class Watch:
 def read(path: Path, watch: Watch) -> tuple[str, str]:
     """Outcome of a file, and the description of a fault."""
     from forkpoint import RolloutError, load_rollouts
-    from forkpoint.dumps.pickles import load_pickle, load_torch
+    from forkpoint.formats.pickles import load_pickle, load_torch
 
     head = path.read_bytes()[:64]
     loaded, caught = False, None
@@ -181,7 +181,7 @@ def corpus() -> dict[str, bytes]:
 def write_corpus(folder: Path) -> None:
     from hostile_pickles import FIELDS
 
-    from forkpoint.dumps.pickles import NAMES
+    from forkpoint.formats.pickles import NAMES
 
     encoded = {name: base64.b64encode(raw).decode() for name, raw in corpus().items()}
     attacks = [base64.b64encode(v).decode() for v, _ in FIELDS.values() if len(v) < 4096]

@@ -50,8 +50,8 @@ import os, sys, time
 sys.path.insert(0, {folder!r})
 import fuzz_pickles
 from forkpoint import RolloutError
-from forkpoint.dumps import pickle_machine
-from forkpoint.dumps import pickles
+from forkpoint.formats import pickle_machine
+from forkpoint.formats import pickles
 fuzz_pickles.MOST_SECONDS = 1
 opcode = pickle_machine._opcode
 def with_bug(code):

@@ -17,9 +17,9 @@ from bombs import _gzip as gzipped
 from bombs import _zstd as zstded
 from forkpoint import ConfigError, Rollout, RolloutError, load_rollouts
 from forkpoint.byte_sizes import exactly, shown
-from forkpoint.dumps import compressed
-from forkpoint.dumps.json_lines import parse_object
-from forkpoint.dumps.limits import (
+from forkpoint.formats import compressed
+from forkpoint.formats.json_lines import parse_object
+from forkpoint.formats.limits import (
     LEAST_BYTES,
     MIB,
     TIMES_FILE,
@@ -264,7 +264,7 @@ def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def without(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("forkpoint.dumps.containers.parse_object", without)
+    monkeypatch.setattr("forkpoint.formats.containers.parse_object", without)
     with pytest.raises(RolloutError, match="takes more memory than there is for this process"):
         load_rollouts(write(tmp_path, with_value("1")))
 

@@ -33,10 +33,10 @@ from pickle_writer import (
 )
 
 from forkpoint import RolloutError
-from forkpoint.dumps.pickle_machine import Machine
-from forkpoint.dumps.pickles import load_pickle, load_torch
-from forkpoint.dumps.plain_values import PlainValues
-from forkpoint.dumps.torch_tensors import Storage, Tensor
+from forkpoint.formats.pickle_machine import Machine
+from forkpoint.formats.pickles import load_pickle, load_torch
+from forkpoint.formats.plain_values import PlainValues
+from forkpoint.formats.torch_tensors import Storage, Tensor
 from stand_ins import data_proto
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -11,7 +11,7 @@ from hostile_torch_files import FILES
 from pickle_writer import archive
 
 from forkpoint import RolloutError, load_rollouts
-from forkpoint.dumps.pickles import load_pickle
+from forkpoint.formats.pickles import load_pickle
 from lanes import slow_besides
 
 MOST_SECONDS = 60.0

@@ -14,10 +14,10 @@ import pytest
 
 import dumps
 from forkpoint import Rollout, RolloutError
-from forkpoint.dumps.formats import Format, detect
-from forkpoint.dumps.limits import MemoryLimit
-from forkpoint.dumps.record import Record, RecordError
-from forkpoint.dumps.samples import samples
+from forkpoint.formats import Format, detect
+from forkpoint.formats.limits import MemoryLimit
+from forkpoint.formats.record import Record, RecordError
+from forkpoint.formats.samples import samples
 from lanes import slow_besides
 from pairwise import FULL
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import load_rollouts, save_rollouts
-from forkpoint.dumps import compressed
 from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.formats import compressed
 from forkpoint.rollouts import MAX_TOKEN_ID, Rollout, RolloutBatch
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from forkpoint.cli.model_config import config_path, read_config
 from forkpoint.cli.options import Reading
-from forkpoint.dumps.limits import bytes_on_disk, shown
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
+from forkpoint.formats.limits import bytes_on_disk, shown
 
 MOST_TOKENS = 1 << 16
 MOST_PAIRS = 1 << 26

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forkpoint.dumps.json_lines import parse_strictly
-from forkpoint.dumps.limits import MemoryLimit, json_bytes
 from forkpoint.errors import TraceError
+from forkpoint.formats.json_lines import parse_strictly
+from forkpoint.formats.limits import MemoryLimit, json_bytes
 from forkpoint.rollouts import short
 from forkpoint.traces.fields import BATCH, HEADER, Problem, check_counts, check_fields
 

@@ -10,12 +10,12 @@ from typing import Literal
 
 import numpy as np
 
-from forkpoint.dumps.containers import container_of, parts
-from forkpoint.dumps.formats import Format, detect, named, of_another_format
-from forkpoint.dumps.limits import MemoryLimit, MemorySize, shown, size_in_bytes
-from forkpoint.dumps.record import Record, RecordError
-from forkpoint.dumps.samples import samples
 from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.formats import Format, detect, named, of_another_format
+from forkpoint.formats.containers import container_of, parts
+from forkpoint.formats.limits import MemoryLimit, MemorySize, shown, size_in_bytes
+from forkpoint.formats.record import Record, RecordError
+from forkpoint.formats.samples import samples
 from forkpoint.rollout_files import as_path
 from forkpoint.rollouts import Rollout, short
 from forkpoint.traces.trace import Trace, is_trace, refuse_part_of_trace

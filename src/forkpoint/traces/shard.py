@@ -17,10 +17,10 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from forkpoint.dumps import tensors
-from forkpoint.dumps.json_lines import parse_strictly
-from forkpoint.dumps.limits import ROLLOUT_BYTES, MemoryLimit, json_bytes
 from forkpoint.errors import RolloutError, TraceError
+from forkpoint.formats import tensors
+from forkpoint.formats.json_lines import parse_strictly
+from forkpoint.formats.limits import ROLLOUT_BYTES, MemoryLimit, json_bytes
 from forkpoint.rollouts import Rollout, RolloutBatch, short
 from forkpoint.traces.fields import SHARD, Problem, check_fields
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forkpoint.dumps.limits import MemoryLimit, MemorySize, size_in_bytes, tree_bytes
 from forkpoint.errors import RolloutError, TraceError
+from forkpoint.formats.limits import MemoryLimit, MemorySize, size_in_bytes, tree_bytes
 from forkpoint.rollout_files import as_path
 from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.traces import manifest, shard

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint.dumps.budget import Budget, Malformed, Undescribed
-from forkpoint.dumps.pickle_arrays import MOST_DIMENSIONS, MOST_EMPTY_ROWS, checked, checked_shape
-from forkpoint.dumps.pickle_nodes import NODE_BYTES, Builder, Name, Names, Node, Opaque
+from forkpoint.formats.budget import Budget, Malformed, Undescribed
+from forkpoint.formats.pickle_arrays import MOST_DIMENSIONS, MOST_EMPTY_ROWS, checked, checked_shape
+from forkpoint.formats.pickle_nodes import NODE_BYTES, Builder, Name, Names, Node, Opaque
 from forkpoint.rollouts import short
 
 BFLOAT16 = "bfloat16"

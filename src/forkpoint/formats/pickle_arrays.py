@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint.dumps.budget import Budget, Malformed, TooLarge, Unsafe
-from forkpoint.dumps.pickle_nodes import Name, Names, Node
+from forkpoint.formats.budget import Budget, Malformed, TooLarge, Unsafe
+from forkpoint.formats.pickle_nodes import Name, Names, Node
 from forkpoint.rollouts import short
 
 NUMBERS = {

@@ -9,10 +9,11 @@ imported.
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from forkpoint.dumps import pickle_arrays, torch_tensors
-from forkpoint.dumps.budget import Budget, Malformed, Refused, Unsafe
-from forkpoint.dumps.pickle_machine import Machine
-from forkpoint.dumps.pickle_nodes import (
+from forkpoint.errors import RolloutError
+from forkpoint.formats import pickle_arrays, torch_tensors
+from forkpoint.formats.budget import Budget, Malformed, Refused, Unsafe
+from forkpoint.formats.pickle_machine import Machine
+from forkpoint.formats.pickle_nodes import (
     CONTAINER_BYTES,
     ENTRY_BYTES,
     Builder,
@@ -20,7 +21,7 @@ from forkpoint.dumps.pickle_nodes import (
     Names,
     check_keys,
 )
-from forkpoint.dumps.plain_values import (
+from forkpoint.formats.plain_values import (
     Consolidated,
     DataProto,
     Fields,
@@ -29,9 +30,8 @@ from forkpoint.dumps.plain_values import (
     Shell,
     TensorDict,
 )
-from forkpoint.dumps.torch_files import read_storage, read_torch
-from forkpoint.dumps.torch_tensors import Storage
-from forkpoint.errors import RolloutError
+from forkpoint.formats.torch_files import read_storage, read_torch
+from forkpoint.formats.torch_tensors import Storage
 
 DATA_PROTO = 'torch.save({"batch": dict(data.batch.items()), "non_tensor_batch": ' + (
     'data.non_tensor_batch, "meta_info": data.meta_info}, path)'

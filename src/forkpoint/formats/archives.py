@@ -10,8 +10,8 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from forkpoint.dumps.budget import Budget
 from forkpoint.errors import RolloutError
+from forkpoint.formats.budget import Budget
 from forkpoint.rollouts import short
 
 BEGIN = b"PK\x03\x04"

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.dumps.containers import SHARED
-from forkpoint.dumps.formats import Format
-from forkpoint.dumps.limits import MemoryLimit
-from forkpoint.dumps.record import Record, Row, WrongRows, named
+from forkpoint.formats.base import Format
+from forkpoint.formats.containers import SHARED
+from forkpoint.formats.limits import MemoryLimit
+from forkpoint.formats.record import Record, Row, WrongRows, named
 
 _ROW_BYTES = 32
 """Bytes that a row of a table counts as, and each value that all rows share, when a file is checked

@@ -11,8 +11,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from forkpoint.dumps.budget import Budget, Malformed, Unsafe
-from forkpoint.dumps.pickle_nodes import (
+from forkpoint.formats.budget import Budget, Malformed, Unsafe
+from forkpoint.formats.pickle_nodes import (
     ATOMS,
     CONTAINER_BYTES,
     ENTRY_BYTES,

@@ -13,8 +13,8 @@ from typing import Any
 
 import zstandard
 
-from forkpoint.dumps.limits import MIB, MemoryLimit, shown
 from forkpoint.errors import RolloutError
+from forkpoint.formats.limits import MIB, MemoryLimit, shown
 
 BLOCK_BYTES = 1 << 18
 _NOT_BLANK = re.compile(rb"\S[^\n]*")

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from forkpoint.dumps import parquet
-from forkpoint.dumps.compressed import COMPRESSED
-from forkpoint.dumps.json_lines import json_lines, parse_object
-from forkpoint.dumps.limits import MemoryLimit
-from forkpoint.dumps.record import RecordError
-from forkpoint.dumps.tensors import open_tensors
 from forkpoint.errors import RolloutError
+from forkpoint.formats import parquet
+from forkpoint.formats.compressed import COMPRESSED
+from forkpoint.formats.json_lines import json_lines, parse_object
+from forkpoint.formats.limits import MemoryLimit
+from forkpoint.formats.record import RecordError
+from forkpoint.formats.tensors import open_tensors
 from forkpoint.rollouts import short
 
 Part = tuple[str, Mapping[str, Any] | RecordError]
@@ -103,7 +103,7 @@ def parts(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
 
 def _unpickled(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
     """The tables or samples of a torch file or a pickle, built in the memory that is left."""
-    from forkpoint.dumps.pickles import read_file
+    from forkpoint.formats.pickles import read_file
 
     size_bytes = path.stat().st_size
     with memory.holding(size_bytes, "the bytes of the file"):

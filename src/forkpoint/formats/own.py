@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.dumps.formats.base import Format
-from forkpoint.dumps.record import Record, RecordError, WrongRows, field_of
 from forkpoint.errors import RolloutError
+from forkpoint.formats.base import Format
+from forkpoint.formats.record import Record, RecordError, WrongRows, field_of
 from forkpoint.rollout_files import REQUIRED, rollout_of
 from forkpoint.rollouts import Rollout
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.dumps.budget import Budget, Malformed, Unsafe
+from forkpoint.formats.budget import Budget, Malformed, Unsafe
 
 Builder = Callable[[tuple[Any, ...], Budget], Any]
 """Makes the value of a call from its arguments. Raises Refused for arguments that are wrong."""

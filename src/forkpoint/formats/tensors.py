@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint.dumps.json_lines import parse_strictly
-from forkpoint.dumps.limits import MemoryLimit, json_bytes, shown
 from forkpoint.errors import RolloutError
+from forkpoint.formats.json_lines import parse_strictly
+from forkpoint.formats.limits import MemoryLimit, json_bytes, shown
 from forkpoint.rollouts import short
 
 LENGTH_BYTES = 8

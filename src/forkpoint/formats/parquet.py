@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.dumps.limits import KIB, MemoryLimit
-from forkpoint.dumps.parquet_pages import (
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.formats.limits import KIB, MemoryLimit
+from forkpoint.formats.parquet_pages import (
     DATA_PAGE,
     DATA_PAGE_V2,
     DELTA_BYTE_ARRAY,
@@ -23,7 +24,6 @@ from forkpoint.dumps.parquet_pages import (
     pages,
     schema_elements,
 )
-from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts import short
 
 MAGIC = b"PAR1"

@@ -11,9 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.dumps.budget import AGAIN, Budget, Malformed, Refused, TooLarge, Undescribed, Unsafe
-from forkpoint.dumps.pickle_arrays import MOST_DIMENSIONS, Array, Dtype, checked, checked_shape
-from forkpoint.dumps.pickle_nodes import (
+from forkpoint.errors import RolloutError
+from forkpoint.formats.budget import (
+    AGAIN,
+    Budget,
+    Malformed,
+    Refused,
+    TooLarge,
+    Undescribed,
+    Unsafe,
+)
+from forkpoint.formats.pickle_arrays import MOST_DIMENSIONS, Array, Dtype, checked, checked_shape
+from forkpoint.formats.pickle_nodes import (
     CONTAINER_BYTES,
     ENTRY_BYTES,
     NODE_BYTES,
@@ -22,7 +31,7 @@ from forkpoint.dumps.pickle_nodes import (
     Name,
     Node,
 )
-from forkpoint.dumps.torch_tensors import (
+from forkpoint.formats.torch_tensors import (
     BFLOAT16,
     DTYPE_NAMES,
     DTYPES,
@@ -35,7 +44,6 @@ from forkpoint.dumps.torch_tensors import (
     jagged,
     widened,
 )
-from forkpoint.errors import RolloutError
 from forkpoint.rollouts import short
 
 MOST_DEPTH = 64

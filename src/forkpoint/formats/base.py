@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint.dumps.record import Record, make
+from forkpoint.formats.record import Record, make
 from forkpoint.rollouts import Rollout
 
 MEDIA = (

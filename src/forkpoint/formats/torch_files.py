@@ -8,11 +8,11 @@ storage in a pickle is such a stream.
 
 from typing import Any
 
-from forkpoint.dumps.archives import BEGIN, entries_of
-from forkpoint.dumps.budget import Budget, Malformed, Unsafe
-from forkpoint.dumps.pickle_machine import Machine
-from forkpoint.dumps.pickle_nodes import Names
-from forkpoint.dumps.torch_tensors import STORAGE_NAMES, Storage, entry_bytes
+from forkpoint.formats.archives import BEGIN, entries_of
+from forkpoint.formats.budget import Budget, Malformed, Unsafe
+from forkpoint.formats.pickle_machine import Machine
+from forkpoint.formats.pickle_nodes import Names
+from forkpoint.formats.torch_tensors import STORAGE_NAMES, Storage, entry_bytes
 from forkpoint.rollouts import short
 
 _MAGIC = 0x1950A86A20F9469CFC6C

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from forkpoint.dumps.compressed import lines
-from forkpoint.dumps.limits import MemoryLimit, json_bytes
 from forkpoint.errors import RolloutError
+from forkpoint.formats.compressed import lines
+from forkpoint.formats.limits import MemoryLimit, json_bytes
 from forkpoint.rollout_files import REQUIRED
 from forkpoint.rollouts import short
 
