@@ -110,7 +110,7 @@ def _gather_extras(record: dict[str, Any]) -> dict[str, Any]:
 def _all_finite(value: object) -> bool:
     """Whether no number in a tree of dicts and lists is NaN or infinite."""
     waiting = [value]
-    seen: set[int] = set()  # a list of a pickle may hold another one many times
+    seen: set[int] = set()  # a list of a torch file may be in it many times
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict | list):

@@ -12,8 +12,6 @@ from damaged_files import (
     legacy,
     lines,
     parquet,
-    pickled,
-    raw,
     safe,
     torch_file,
     truncated,
@@ -26,7 +24,6 @@ from dumps import tensors, truth, write_torch
 from forkpoint import ForkpointError, RolloutError, load_rollouts
 from forkpoint.traces import open_rollouts
 from lanes import slow_besides
-from stand_ins import verl_pickle
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -59,7 +56,7 @@ def test_a_file_is_named(name: str, tmp_path: Path) -> None:
     assert message.startswith(str(path)) and len(message) < 1500
     for part in said:
         assert part in message, f"{part!r} is not in {message!r}"
-    assert not (tmp_path / "ran").exists(), "code of a pickle was run"
+    assert not (tmp_path / "ran").exists(), "code of the file was run"
 
 
 def test_an_expanded_tensor_is_no_damage(tmp_path: Path) -> None:
@@ -80,9 +77,6 @@ def test_there_are_thirty_kinds_and_more() -> None:
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "torch": torch_file,
     "old torch": lambda f: legacy(f, tensors(VERL(truth()))),
-    "pickle": lambda f: pickled(f, VERL(truth())),
-    "DataProto": lambda f: raw(f, "x.pkl", verl_pickle(truth(), "consolidated")),
-    "DataProto of numpy": lambda f: raw(f, "x.pkl", verl_pickle(truth(), "numpy")),
     "safetensors": safe,
     "parquet": parquet,
     "gzip": lambda f: lines(f, ".gz"),
@@ -93,7 +87,7 @@ CHECKSUMMED = ("torch", "gzip")
 """In all of the file; parquet has checksums of pages, but none of its footer."""
 
 
-KEPT = ("torch", "pickle", "DataProto", "safetensors", "parquet", "gzip", "JSON lines")
+KEPT = ("torch", "safetensors", "parquet", "gzip", "JSON lines")
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch and numpy about what is damaged

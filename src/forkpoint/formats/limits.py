@@ -85,13 +85,15 @@ class MemoryLimit:
         """How much more can be charged."""
         return self.limit_bytes - self.held_bytes
 
-    def hold(self, count: int, what: str) -> None:
-        """Charge `count` bytes before they are allocated; `what` is what they are for.
-
-        Raises RolloutError, naming the limit and the option, where that is more than is left.
-        """
-        if count > self.limit_bytes - self.held_bytes:
+    def check(self, count: int, what: str) -> None:
+        """Raises RolloutError, naming the limit and the option, where `count` bytes are more than
+        is left; `what` is what they are for."""
+        if count > self.left_bytes:
             raise self.refusal(count, what)
+
+    def hold(self, count: int, what: str) -> None:
+        """Charge `count` bytes before they are allocated. Raises as `check` does."""
+        self.check(count, what)
         self.held_bytes += count
 
     def release(self, count: int) -> None:

@@ -28,11 +28,10 @@ def _own(record: Record) -> Iterator[Rollout]:
 
 
 def _plain(value: Any) -> Any:
-    """A number or text as Python has it, where a column gave numpy's; arrays stay, of at most 64
-    bits."""
-    if isinstance(value, np.ndarray) and value.dtype == np.longdouble:
-        with np.errstate(over="ignore"):  # to infinities, which Rollout refuses
-            return value.astype(np.float64)
+    """A number or text as Python has it, where a column gave numpy's, and a copy of an array, which
+    may be a view of a mapped file."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
     return value.item() if isinstance(value, np.generic) else value
 
 

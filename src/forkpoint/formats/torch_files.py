@@ -1,129 +1,153 @@
-"""Torch files: zip archives, and the streams that torch wrote before 1.6. Imports no torch.
+"""Torch files, read by `torch.load(weights_only=True)`, and their tensors as numpy arrays.
 
-An archive has a pickle, `data.pkl`, and the bytes of each storage as an entry of its own. A stream
-has a magic number, a version, the sizes of the writer's types, the pickle and the keys of its
-storages, each of them a pickle, and then each storage: its number of entries and its bytes. A
-storage in a pickle is such a stream.
+torch is imported when a file is read.
 """
 
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from forkpoint.formats.archives import BEGIN, entries_of
-from forkpoint.formats.budget import Budget, Malformed, Unsafe
-from forkpoint.formats.pickle_machine import Machine
-from forkpoint.formats.pickle_nodes import Names
-from forkpoint.formats.torch_tensors import STORAGE_NAMES, Storage, entry_bytes
+import numpy as np
+
+from forkpoint.errors import RolloutError
+from forkpoint.formats.limits import TIMES_FILE, MemoryLimit
+from forkpoint.formats.record import named
+from forkpoint.rollout_fields import host_values
 from forkpoint.rollouts import short
 
-_MAGIC = 0x1950A86A20F9469CFC6C
-_VERSION = 1001
-_ORDERS = {b"little": False, b"big": True}
+ZIP_MAGIC = b"PK\x03\x04"
+RECIPE = (
+    "Load it with the trainer that wrote it, if you trust it, and torch.save plain values: "
+    "vars(experience) of OpenRLHF; of verl's DataProto {k: v.clone() for k, v in "
+    "data.batch.items()} | {k: v.tolist() for k, v in data.non_tensor_batch.items()} | "
+    "data.meta_info."
+)
+_AGAIN = "Copy or write the file again."
+_MOST_DEPTH = 64
+_MOST_REASON = 160
 
 
-def read_torch(content: bytes, where: str, names: Names, budget: Budget) -> tuple[Any, set[int]]:
-    """The value of a torch file, with nodes for tensors, and the ids of what may be shared in it.
+def refuse_pickle(path: Path) -> RolloutError:
+    """The error for a pickle."""
+    return RolloutError(
+        f"{path} is a pickle, which can run code when it is loaded, and is not read. {RECIPE}"
+    )
 
-    Args:
-        content: the whole file.
-        where: names it in messages.
-        names: the globals that it may name.
-        budget: what is built is taken from it.
 
-    Raises Refused; and RolloutError for an archive that is damaged.
+def read_torch(path: Path, memory: MemoryLimit) -> Any:
+    """The value that torch.save wrote: dicts, lists, numbers, text, and numpy arrays for tensors.
+
+    Arrays are views of the mapped file where it is an archive, as torch.save has written it since
+    1.6. Older files are loaded as a whole.
+
+    Raises RolloutError, naming the file, where it is damaged, holds what
+    `torch.load(weights_only=True)` does not build, or has objects that take more memory than is
+    left.
     """
-    if content.startswith(BEGIN):
-        return _read_archive(content, where, names, budget)
-    return _read_stream(content, names, budget)
+    import torch
+
+    with path.open("rb") as file:
+        is_archive = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+    try:
+        parsed_bytes = _check_archive(path) if is_archive else path.stat().st_size
+        memory.check(TIMES_FILE * parsed_bytes, "the objects of the file")
+        with warnings.catch_warnings(action="ignore"):  # of protocols, and of nested tensors
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except (RolloutError, MemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        named_code = re.search(r"GLOBAL (\S+)", str(error))
+        reason = (
+            f"it names {named_code[1]}"
+            if named_code
+            else _first(str(error).rpartition("WeightsUnpickler error:")[2])
+        )
+        raise RolloutError(
+            f"{path} is not read by torch.load(weights_only=True): {reason}. {RECIPE}"
+        ) from None
+    except Exception as error:  # of any kind where a file is damaged
+        reason = f"{type(error).__name__}: {_first(str(error))}"
+        raise RolloutError(f"{path} cannot be read as a torch file: {reason}. {_AGAIN}") from None
+    return plain(value, str(path))
 
 
-def read_storage(content: bytes, where: str, budget: Budget) -> Storage:
-    """The storage that a torch file holds alone. Raises as `read_torch` does."""
-    budget.take(len(content))
-    value, _ = read_torch(content, where, STORAGE_NAMES, budget)
-    if type(value) is not Storage:
-        raise Malformed(f"a storage holds {short(value)}")
-    return value
+def _check_archive(path: Path) -> int:
+    """Bytes of the pickle in an archive whose entries are stored as they are and have the right
+    checksums, neither of which torch checks."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise RolloutError(
+                f"{path} is an archive of compressed entries, and torch.save compresses none. "
+                "Write it with torch.save, and compress the whole file where it is kept."
+            )
+        names = [entry.filename for entry in entries]
+        if not any(name.endswith("/data.pkl") for name in names):
+            raise RolloutError(
+                f"{path} is a zip archive of something else than a torch file: it holds "
+                f"{short(names)}. Arrays are read from safetensors and from what torch.save writes."
+            )
+        damaged = archive.testzip()
+        if damaged is not None:
+            raise RolloutError(f"{path} is damaged: the checksum of {damaged} is wrong. {_AGAIN}")
+        return sum(entry.file_size for entry in entries if entry.filename.endswith("/data.pkl"))
 
 
-class _Storages:
-    """The storages of one file by their keys."""
-
-    def __init__(self, *, big: bool = False) -> None:
-        self.found: dict[str, Storage] = {}
-        self._big = big
-
-    def named(self, key: Any, kind: Any, entries: Any) -> tuple[Storage, bool]:
-        """The storage of a key, and whether it is a new one."""
-        if type(key) is not str:
-            raise Malformed(f"a storage has the key {short(key)}")
-        made = Storage(kind, entries, big=self._big)
-        known = self.found.setdefault(key, made)
-        if (known.dtype, known.size_bytes) != (made.dtype, made.size_bytes):
-            raise Malformed(f"the storage {short(key)} is of two kinds")
-        return known, known is made
+def _first(message: str) -> str:
+    """The first sentence of a message of torch."""
+    line = message.strip().partition("\n")[0].partition(". ")[0]
+    return line[:_MOST_REASON].rstrip(".")
 
 
-def _read_archive(content: bytes, where: str, names: Names, budget: Budget) -> tuple[Any, set[int]]:
-    entries = entries_of(content, where, budget)
-    order = bytes(entries.get("byteorder", b"little")[:16])
-    if order not in _ORDERS:
-        raise Malformed(f"its byte order is {short(order)}")
-    storages = _Storages(big=_ORDERS[order])
+def plain(value: Any, where: str) -> Any:
+    """A value with numpy arrays for its tensors, and lists of arrays for nested ones.
 
-    def storage(saved: Any) -> Storage:
-        match saved:
-            case ("storage", kind, key, str(), count):
-                found, new = storages.named(key, kind, count)
-                if new:
-                    if f"data/{key}" not in entries:
-                        raise Malformed(f"the storage {short(key)} is not in the archive")
-                    found.fill(entries[f"data/{key}"])
-                return found
-        raise Unsafe(f"it has the persistent id {short(saved)}")
-
-    program = entries["data.pkl"]
-    budget.take(len(program))
-    machine = Machine(bytes(program), names, budget, persistent=storage)
-    value = machine.run()
-    if machine.at != len(program):
-        raise Malformed(f"{len(program) - machine.at} bytes follow the end of its pickle")
-    return value, machine.shared
+    Raises RolloutError, naming the place, for tensors whose numbers cannot be read (sparse,
+    quantized), and for lists and dicts that are nested more than 64 deep.
+    """
+    return _Plain().made(value, where, 0)
 
 
-def _read_stream(content: bytes, names: Names, budget: Budget) -> tuple[Any, set[int]]:
-    storages = _Storages()
+class _Plain:
+    """Values by the ids of what they were made of: a file may name one list many times."""
 
-    def storage(saved: Any) -> Storage:
-        match saved:
-            case ("storage", kind, key, str(), count, None):
-                return storages.named(key, kind, count)[0]
-        raise Unsafe(f"it has the persistent id {short(saved)}")
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
 
-    at = 0
-    for expected in (_MAGIC, _VERSION, None):
-        head = Machine(content, {}, budget, begin=at)
-        value, at = head.run(), head.at
-        if expected is not None and value != expected:
-            raise Malformed(f"it begins with {short(value)}, and torch writes {expected}")
-    machine = Machine(content, names, budget, begin=at, persistent=storage)
-    value = machine.run()
-    listing = Machine(content, {}, budget, begin=machine.at)
-    keys, at = listing.run(), listing.at
-    named = sorted(storages.found)
-    if type(keys) is not list or not all(type(key) is str for key in keys) or sorted(keys) != named:
-        raise Malformed(f"it lists the storages {short(keys)}, and names {short(named)}")
-    for key in keys:
-        at = _fill(storages.found[key], content, at)
-    if at != len(content):
-        raise Malformed(f"{len(content) - at} bytes follow its last storage")
-    return value, machine.shared
+    def made(self, value: Any, where: str, depth: int) -> Any:
+        import torch
+
+        if not isinstance(value, Mapping | list | tuple | torch.Tensor):
+            return value
+        if id(value) not in self._made:
+            self._made[id(value)] = self._new(value, where, depth)
+        return self._made[id(value)]
+
+    def _new(self, value: Any, where: str, depth: int) -> Any:
+        if depth > _MOST_DEPTH:
+            raise RolloutError(
+                f"{where}: lists or dicts are nested more than {_MOST_DEPTH} deep. Write each "
+                "rollout as one flat dict."
+            )
+        if isinstance(value, Mapping):
+            return {
+                key: self.made(item, f"{where}, {named(key)}", depth + 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.made(item, where, depth + 1) for item in value]
+        return _array(value, where)
 
 
-def _fill(storage: Storage, content: bytes, at: int) -> int:
-    """Sets the bytes of a storage, which come after their number of entries; gives their end."""
-    count = int.from_bytes(content[at : at + 8], "little", signed=True)
-    if count * entry_bytes(storage.dtype) != storage.size_bytes:
-        raise Malformed(f"a storage has {count} entries, and declares {storage.size_bytes} bytes")
-    end = at + 8 + storage.size_bytes
-    storage.fill(memoryview(content)[at + 8 : end])
-    return end
+def _array(tensor: Any, where: str) -> Any:
+    """A tensor as an array; a nested one as a list of them."""
+    if tensor.is_nested:
+        return [_array(row, where) for row in tensor.unbind()]
+    array = host_values(where, "the tensor", tensor)
+    if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
+        raise RolloutError(f"{where} has a boolean whose byte is neither 0 nor 1. {_AGAIN}")
+    return array

@@ -274,8 +274,8 @@ def load_rollouts(
     """The rollouts of a file in their order.
 
     Args:
-        path: JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file, a pickle, or
-            the folder of a recorded trace. Which it is is seen from the content.
+        path: JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file, or the folder
+            of a recorded trace. The content tells which it is.
         format: how its fields are named, one of `forkpoint.traces.FORMATS`; None sees it from the
             first record.
         on_error: "raise" stops at the first record that cannot be read; "skip" leaves such records
@@ -291,7 +291,7 @@ def load_rollouts(
 
     Raises RolloutError, naming the file, record and field, for anything that is not a rollout, for
     a rollout_id that is there twice, for a file that is missing, empty, damaged, of no known
-    format, or a pickle that could run code, and for one that takes more memory than the limit; and
+    format, a pickle or a torch file that names code, and for one that takes more memory than the limit; and
     ConfigError for arguments that are not allowed.
     """
     return open_rollouts(

@@ -2,15 +2,21 @@
 
 import gzip
 import io
+import os
+import pickle
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 import zstandard
 from tokenizers import Tokenizer, models
 
 from bad_inputs.kind import GOOD, Kind, file_kind, with_field
 from forkpoint import Rollout, load_rollouts, save_rollouts
 from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.formats.torch_files import RECIPE
 
 ROLLOUT = Rollout([1, 2], [0, 1], 1.0, rollout_id="b")
 TWO = f"{GOOD}\n{GOOD}\n".encode()
@@ -19,6 +25,21 @@ TWO = f"{GOOD}\n{GOOD}\n".encode()
 def numpy_archive() -> bytes:
     content = io.BytesIO()
     np.savez(content, input_ids=np.ones(3, np.int64))
+    return content.getvalue()
+
+
+def saved(value: Any) -> bytes:
+    """A torch file."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+
+
+def compressed() -> bytes:
+    """A torch file whose entries are compressed."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bad/data.pkl", pickle.dumps([], 2))
     return content.getvalue()
 
 
@@ -149,7 +170,7 @@ FILES = (
         "A file of another kind",
         b"\x93NUMPY\x01\x00v\x00{'descr': '<i8'}",
         message="bad.npy is of no kind that is read: it begins with b'\\x93NUMPY\\x01\\x00'. Give "
-        "JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file or a pickle.",
+        "JSON lines (plain, gzip or zstd), parquet, safetensors or a torch file.",
         means="The file is binary, and of none of these kinds.",
         remedy="Write what it holds with torch.save or safetensors, under a trainer's names.",
         file="bad.npy",
@@ -166,10 +187,50 @@ FILES = (
     file_kind(
         "A torch file that is cut short",
         b"PK\x03\x04" + bytes(60),
-        message="bad.pt is cut short: it begins as an archive, as torch files do, and the archive "
-        "has no end. Copy or write the file again.",
+        message="bad.pt cannot be read as a torch file: BadZipFile: File is not a zip file. Copy "
+        "or write the file again.",
         means="The end of the archive is missing, and with it the list of what it holds.",
         remedy="Copy it again; look whether the disk was full when it was written.",
+        file="bad.pt",
+    ),
+    file_kind(
+        "A pickle",
+        pickle.dumps([1]),
+        message=f"bad.pkl is a pickle, which can run code when it is loaded, and is not read. "
+        f"{RECIPE}",
+        means="A pickle is a program, and loading it runs the program.",
+        remedy="Convert files that you trust; docs/rollouts.md has the lines for each trainer. Do "
+        "not load a pickle of a stranger to find out what is in it.",
+        file="bad.pkl",
+    ),
+    file_kind(
+        "A torch file that names code",
+        saved(os.system),
+        message="bad.pt is not read by torch.load(weights_only=True): it names posix.system. "
+        f"{RECIPE}",
+        means="Such a file could run code. Objects of trainers and numpy arrays name code as well.",
+        remedy="Save tensors, lists, dicts, numbers and text alone: arrays with .tolist(), objects "
+        "with vars().",
+        file="bad.pt",
+    ),
+    file_kind(
+        "A torch file whose entries are compressed",
+        compressed(),
+        message="bad.pt is an archive of compressed entries, and torch.save compresses none. Write "
+        "it with torch.save, and compress the whole file where it is kept.",
+        means="A small file could otherwise take any amount of memory.",
+        remedy="Write it with torch.save.",
+        file="bad.pt",
+    ),
+    file_kind(
+        "A sparse tensor",
+        saved({"prompt_ids": torch.eye(2).to_sparse()}),
+        message="bad.pt, prompt_ids: the tensor is a Tensor of torch.float32, torch.sparse_coo, on "
+        "cpu, whose numbers cannot be read. Give an ordinary tensor of this rollout alone: "
+        ".to_dense() of a sparse one, .dequantize() of a quantized one, .full_tensor() of a "
+        "distributed one, one part of a nested one.",
+        means="Columns of rollouts are rows of numbers.",
+        remedy="Write it with .to_dense().",
         file="bad.pt",
     ),
     Kind(
