@@ -315,13 +315,6 @@ def test_arguments_that_are_refused(tmp_path: Path) -> None:
     assert set(FORMATS) >= {"forkpoint", "verl", "trl", "openrlhf", "nemo-rl", "prime-rl", "slime"}
 
 
-def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch) -> None:
-    path = dumps.write_parquet(tmp_path / "x.parquet", dumps.own(truth()))
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"pip install 'forkpoint\[parquet\]'"):
-        load_rollouts(path)
-
-
 def test_rollouts_outlive_their_file(tmp_path: Path) -> None:
     """Arrays of a mapped file would change, or end the process, where it is written again."""
     ids, mask = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[0, 1], [0, 1]])

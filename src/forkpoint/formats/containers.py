@@ -9,12 +9,10 @@ from typing import Any
 
 from forkpoint.errors import RolloutError
 from forkpoint.formats import parquet
-from forkpoint.formats.compressed import COMPRESSED
-from forkpoint.formats.json_lines import json_lines, parse_object
+from forkpoint.formats.json_lines import COMPRESSED, json_lines, parse_object
 from forkpoint.formats.limits import MemoryLimit
 from forkpoint.formats.record import RecordError
-from forkpoint.formats.tensors import open_tensors
-from forkpoint.formats.torch_files import ZIP_MAGIC, read_torch, refuse_pickle
+from forkpoint.formats.tensors import ZIP_MAGIC, read_safetensors, read_torch, refuse_pickle
 from forkpoint.rollouts import short
 
 Part = tuple[str, Mapping[str, Any] | RecordError]
@@ -23,8 +21,6 @@ Part = tuple[str, Mapping[str, Any] | RecordError]
 SHARED = "meta_info"
 """A key under which a table has what its samples share."""
 _PICKLE_MAGICS = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""Text, though no JSON lines; the reader of lines says what to do."""
 _TORCH_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
 """Bytes that files of torch before 1.6 hold near their beginning."""
 _MOST_LISTS = 8
@@ -75,7 +71,7 @@ def container_of(path: Path) -> str:
             "their order changes between versions. Decode them with the trainer's own classes and "
             "write each sample as one JSON object a line with msgspec.structs.asdict."
         )
-    if b"\0" in head and not head.startswith((*COMPRESSED, *_UTF_16)):
+    if b"\0" in head and not head.startswith(COMPRESSED):
         raise RolloutError(
             f"{path} is of no kind that is read: it begins with {short(head[:8])}. Give JSON lines "
             "(plain, gzip or zstd), parquet, safetensors or a torch file."
@@ -84,17 +80,17 @@ def container_of(path: Path) -> str:
 
 
 def parts(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
-    """Contents of a file, in its order. Their memory is charged to `memory` while it is used.
+    """Contents of a file, in its order.
 
     Raises RolloutError, naming the file, where the file as a whole cannot be read, or takes more
-    memory than it may.
+    memory than is left.
     """
     if container == "JSON lines":
         yield from _json(path, memory)
     elif container == "parquet":
         yield from parquet.rows(path, memory)
     elif container == "safetensors":
-        yield str(path), open_tensors(path, memory)
+        yield str(path), read_safetensors(path)
     else:
         yield from _tables(read_torch(path, memory), str(path), 0)
 

@@ -40,5 +40,4 @@ FORKPOINT = Format(
     signatures=(frozenset({"token_ids", "loss_mask"}),),
     key=("token_ids",),
     rollouts=_own,
-    shares=True,
 )

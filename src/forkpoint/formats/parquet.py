@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.errors import RolloutError
 from forkpoint.formats.limits import MemoryLimit
+from forkpoint.rollout_files import import_extra
 from forkpoint.rollouts import short
 
 MAGIC = b"PAR1"
-_ROWS = 256
+_ROWS = 64
 """Rows that are decoded at a time."""
-_VALUE_BYTES = 8
+_VALUE_BYTES = 16
+"""Of a value while it is decoded: 64 bits, how deep it lies in lists, and a copy of both."""
 
 
 def rows(path: Path, memory: MemoryLimit) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -23,13 +25,9 @@ def rows(path: Path, memory: MemoryLimit) -> Iterator[tuple[str, Mapping[str, An
     Raises RolloutError, naming the file, where it cannot be read or declares row groups that take
     more memory than is left, and ConfigError where pyarrow is missing.
     """
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise ConfigError(
-            f"{path} is a parquet file, which takes pyarrow to read. Install it: "
-            "pip install 'forkpoint[parquet]'."
-        ) from None
+    import_extra("pyarrow", "parquet", f"{path} is a parquet file, which")
+    from pyarrow.parquet import ParquetFile
+
     row = 0
     try:
         with ParquetFile(path, page_checksum_verification=True) as file:

@@ -1,157 +1,173 @@
-"""The safetensors format, read strictly: what a header declares is checked before it is used.
+"""Torch files, read by `torch.load(weights_only=True)`, and safetensors, as numpy arrays.
 
-Arrays are views of the content, which may be a mapped file, so that reading takes no memory besides
-the header's. Format: https://huggingface.co/docs/safetensors. Imports no torch.
+torch is imported when a file is read.
 """
 
-import math
-import mmap
+import pickle
+import re
+import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forkpoint.errors import RolloutError
-from forkpoint.formats.json_lines import parse_strictly
-from forkpoint.formats.limits import MemoryLimit, json_bytes, shown
+from forkpoint.formats.limits import TIMES_FILE, MemoryLimit
+from forkpoint.formats.record import named
+from forkpoint.rollout_fields import host_values
 from forkpoint.rollouts import short
 
-LENGTH_BYTES = 8
-"""The length of the header stands before it, little-endian."""
-DTYPES: dict[str, str] = {
-    "BOOL": "?",
-    "U8": "u1",
-    "I8": "i1",
-    "I16": "<i2",
-    "U16": "<u2",
-    "I32": "<i4",
-    "U32": "<u4",
-    "I64": "<i8",
-    "U64": "<u8",
-    "F16": "<f2",
-    "F32": "<f4",
-    "F64": "<f8",
-}
-BFLOAT16 = "BF16"
-_METADATA = "__metadata__"
-_MOST_DIMENSIONS = 32
-_MOST_ENTRIES = 2**48
-_KEYS = {"dtype", "shape", "data_offsets"}
-
-Content = NDArray[np.uint8]
-Arrays = dict[str, NDArray[Any]]
+ZIP_MAGIC = b"PK\x03\x04"
+RECIPE = (
+    "Load it with the trainer that wrote it, if you trust it, and torch.save plain values: "
+    "vars(experience) of OpenRLHF; of verl's DataProto {k: v.clone() for k, v in "
+    "data.batch.items()} | {k: v.tolist() for k, v in data.non_tensor_batch.items()} | "
+    "data.meta_info."
+)
+_AGAIN = "Copy or write the file again."
+_MOST_DEPTH = 64
+_MOST_REASON = 160
 
 
-def open_tensors(path: Path, memory: MemoryLimit) -> Arrays:
-    """The arrays of a safetensors file, mapped; bfloat16 as float32, which is charged for good.
+def refuse_pickle(path: Path) -> RolloutError:
+    """The error for a pickle."""
+    return RolloutError(
+        f"{path} is a pickle, which can run code when it is loaded, and is not read. {RECIPE}"
+    )
 
-    Raises RolloutError, naming the file, where it is not as the format has it.
+
+def read_torch(path: Path, memory: MemoryLimit) -> Any:
+    """The value that torch.save wrote: dicts, lists, numbers, text, and numpy arrays for tensors.
+
+    Arrays are views of the mapped file where it is an archive, as torch.save has written it since
+    1.6. Older files are loaded as a whole.
+
+    Raises RolloutError, naming the file, where it is damaged, holds what
+    `torch.load(weights_only=True)` does not build, or has objects that take more memory than is
+    left.
     """
+    import torch
+
     with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        is_archive = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
     try:
-        return decode(np.frombuffer(mapped, np.uint8), memory)[0]
-    except ValueError as error:
-        if isinstance(error, RolloutError):
-            raise
+        parsed_bytes = _check_archive(path) if is_archive else path.stat().st_size
+        memory.check(TIMES_FILE * parsed_bytes, "the objects of the file")
+        with warnings.catch_warnings(action="ignore"):  # of protocols, and of nested tensors
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except (RolloutError, MemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        named_code = re.search(r"GLOBAL (\S+)", str(error))
+        reason = (
+            f"it names {named_code[1]}"
+            if named_code
+            else _first(str(error).rpartition("WeightsUnpickler error:")[2])
+        )
         raise RolloutError(
-            f"{path} is no whole safetensors file: {error}. Copy or write the file again."
+            f"{path} is not read by torch.load(weights_only=True): {reason}. {RECIPE}"
         ) from None
+    except Exception as error:  # of any kind where a file is damaged
+        reason = f"{type(error).__name__}: {_first(str(error))}"
+        raise RolloutError(f"{path} cannot be read as a torch file: {reason}. {_AGAIN}") from None
+    return plain(value, str(path))
 
 
-def decode(content: Content, memory: MemoryLimit) -> tuple[Arrays, dict[str, str]]:
-    """The arrays of a safetensors file's content, and its metadata.
+def read_safetensors(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file by name, as views of the mapped file where numpy has their
+    dtype.
 
-    Raises ValueError, saying what is wrong, for content that is not as the format has it, and
-    RolloutError where the header takes more memory than it may.
+    Raises RolloutError, naming the file, where it is damaged.
     """
-    size = len(content)
-    if size < LENGTH_BYTES:
-        raise ValueError(f"it has {size} bytes, and a header's length alone has {LENGTH_BYTES}")
-    length = int.from_bytes(content[:LENGTH_BYTES].tobytes(), "little")
-    if length > size - LENGTH_BYTES:
-        raise ValueError(f"its header would have {length} bytes, and the file has {size}")
-    if length > memory.left_bytes:
-        raise memory.refusal(length, "the header")
-    header = content[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
-    with memory.holding(json_bytes(header), "the header"):
-        return _arrays(content[LENGTH_BYTES + length :], _parsed(header), memory)
+    from safetensors import safe_open
 
-
-def _parsed(header: bytes) -> dict[str, Any]:
     try:
-        parsed = parse_strictly(header)
-    except ValueError as error:
-        raise ValueError(f"its header is not JSON ({error})") from None
-    if not isinstance(parsed, dict):
-        raise ValueError(f"its header is {short(parsed)}, not an object of tensors by name")
-    return parsed
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except MemoryError:
+        raise
+    except Exception as error:  # of any kind where a file is damaged
+        raise RolloutError(
+            f"{path} cannot be read as safetensors: {_first(str(error))}. {_AGAIN}"
+        ) from None
+    return plain(found, str(path))
 
 
-def _arrays(
-    data: Content, header: dict[str, Any], memory: MemoryLimit
-) -> tuple[Arrays, dict[str, str]]:
-    metadata = header.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError(f"its {_METADATA} is {short(metadata)}, not an object of texts by name")
-    placed = [(_entry(name, entry, len(data)), name) for name, entry in header.items()]
-    end = 0
-    for (begin, stop, *_), name in sorted(placed, key=lambda item: item[0][:2]):
-        if begin != end:
-            raise ValueError(
-                f"data_offsets of {short(name)} begin at {begin}, and those before end at {end}: "
-                "tensors lie one after another"
+def _check_archive(path: Path) -> int:
+    """Bytes of the pickle in an archive whose entries are stored as they are and have the right
+    checksums, neither of which torch checks."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise RolloutError(
+                f"{path} is an archive of compressed entries, and torch.save compresses none. "
+                "Write it with torch.save, and compress the whole file where it is kept."
             )
-        end = stop
-    if end != len(data):
-        raise ValueError(f"its tensors have {end} bytes, and {len(data)} follow the header")
-    return {
-        name: _array(data[begin:stop], dtype, shape, name, memory)
-        for (begin, stop, dtype, shape), name in placed
-    }, metadata
+        names = [entry.filename for entry in entries]
+        if not any(name.endswith("/data.pkl") for name in names):
+            raise RolloutError(
+                f"{path} is a zip archive of something else than a torch file: it holds "
+                f"{short(names)}. Arrays are read from safetensors and from what torch.save writes."
+            )
+        damaged = archive.testzip()
+        if damaged is not None:
+            raise RolloutError(f"{path} is damaged: the checksum of {damaged} is wrong. {_AGAIN}")
+        return sum(entry.file_size for entry in entries if entry.filename.endswith("/data.pkl"))
 
 
-def _entry(name: str, entry: Any, size: int) -> tuple[int, int, str, list[int]]:
-    """Where a tensor begins and ends, its dtype and its shape, as the header declares them."""
-    if not isinstance(entry, Mapping) or entry.keys() != _KEYS:
-        raise ValueError(f"{short(name)} is {short(entry)}, and takes {', '.join(sorted(_KEYS))}")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in (BFLOAT16, *DTYPES):
-        raise ValueError(
-            f"{short(name)} has dtype {short(dtype)}; allowed are {BFLOAT16}, {', '.join(DTYPES)}"
-        )
-    if not _counts(shape) or len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"{short(name)} has the invalid shape {short(shape)}")
-    if not _counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size:
-        raise ValueError(
-            f"{short(name)} has data_offsets {short(offsets)}, and {size} bytes follow the header"
-        )
-    width = 2 if dtype == BFLOAT16 else np.dtype(DTYPES[dtype]).itemsize
-    entries = math.prod(shape)
-    if entries * width != offsets[1] - offsets[0]:
-        raise ValueError(
-            f"invalid shape of {short(name)}: {short(shape)} of {dtype} has {short(entries)} x "
-            f"{width} bytes, and data_offsets have {offsets[1] - offsets[0]}"
-        )
-    if math.prod(max(1, length) for length in shape) > _MOST_ENTRIES:
-        raise ValueError(f"invalid shape of {short(name)}: {short(shape)}")
-    return offsets[0], offsets[1], dtype, shape
+def _first(message: str) -> str:
+    """The first sentence of a message of torch."""
+    line = message.strip().partition("\n")[0].partition(". ")[0]
+    return line[:_MOST_REASON].rstrip(".")
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+def plain(value: Any, where: str) -> Any:
+    """A value with numpy arrays for its tensors, and lists of arrays for nested ones.
+
+    Raises RolloutError, naming the place, for tensors whose numbers cannot be read (sparse,
+    quantized), and for lists and dicts that are nested more than 64 deep.
+    """
+    return _Plain().made(value, where, 0)
 
 
-def _array(
-    raw: Content, dtype: str, shape: list[int], name: str, memory: MemoryLimit
-) -> NDArray[Any]:
-    if dtype == "BOOL" and raw.size and raw.max() > 1:
-        raise ValueError(f"{short(name)} is BOOL and has the byte {raw.max()}, not 0 or 1")
-    if dtype != BFLOAT16:
-        return raw.view(DTYPES[dtype]).reshape(shape)
-    memory.hold(2 * raw.nbytes, f"{short(name)} as float32 ({shown(raw.nbytes)} as bfloat16)")
-    wide = raw.view("<u2").astype(np.uint32)
-    wide <<= 16
-    return wide.view(np.float32).reshape(shape)
+class _Plain:
+    """Values by the ids of what they were made of: a file may name one list many times."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+
+    def made(self, value: Any, where: str, depth: int) -> Any:
+        import torch
+
+        if not isinstance(value, Mapping | list | tuple | torch.Tensor):
+            return value
+        if id(value) not in self._made:
+            self._made[id(value)] = self._new(value, where, depth)
+        return self._made[id(value)]
+
+    def _new(self, value: Any, where: str, depth: int) -> Any:
+        if depth > _MOST_DEPTH:
+            raise RolloutError(
+                f"{where}: lists or dicts are nested more than {_MOST_DEPTH} deep. Write each "
+                "rollout as one flat dict."
+            )
+        if isinstance(value, Mapping):
+            return {
+                key: self.made(item, f"{where}, {named(key)}", depth + 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.made(item, where, depth + 1) for item in value]
+        return _array(value, where)
+
+
+def _array(tensor: Any, where: str) -> Any:
+    """A tensor as an array; a nested one as a list of them."""
+    if tensor.is_nested:
+        return [_array(row, where) for row in tensor.unbind()]
+    array = host_values(where, "the tensor", tensor)
+    if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
+        raise RolloutError(f"{where} has a boolean whose byte is neither 0 nor 1. {_AGAIN}")
+    return array

@@ -10,10 +10,11 @@ from typing import Literal
 
 import numpy as np
 
+from forkpoint.byte_sizes import MemorySize, shown, size_in_bytes
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.formats import Format, detect, named, of_another_format
 from forkpoint.formats.containers import container_of, parts
-from forkpoint.formats.limits import MemoryLimit, MemorySize, shown, size_in_bytes
+from forkpoint.formats.limits import MemoryLimit
 from forkpoint.formats.record import Record, RecordError
 from forkpoint.formats.samples import samples
 from forkpoint.rollout_files import as_path
@@ -120,7 +121,7 @@ class RolloutFile:
         self.format = self._asked
         self.skipped: Skipped = Skipped()
         self.notes = ()
-        self.memory = self.memory.again()
+        self.memory.reset()
         count = 0
         for item in self._trace() if self.container == "trace" else self._items():
             if isinstance(item, RecordError):
@@ -186,7 +187,7 @@ class RolloutFile:
             if self._tokenizer is not None and not format.text:
                 raise _no_text(self.path, format.name)
             self.format, self.notes = format.name, format.notes
-            for item in samples(where, value, format, self._tokenizer, self.memory):
+            for item in samples(where, value, format, self._tokenizer):
                 for made in _rollouts(item, format):
                     if isinstance(made, Rollout):
                         twice = self._seen_before(made, item.where, seen)
@@ -284,15 +285,15 @@ def load_rollouts(
         limit: at most this many rollouts; what lies beyond is not looked at.
         tokenizer: for files that hold text, and refused for others: a function from text to token
             ids, or the path of a tokenizer.json.
-        memory_limit: the most memory for the rollouts and for what is read to make them, as a
-            number of bytes or text such as "8GB". What would take more is refused before it is
-            allocated. None takes 640 MiB, or 16 times what the file has on disk where that is more,
-            and refuses files that inflate more than 128 times.
+        memory_limit: the most memory for the rollouts and for one line, row group or batch that is
+            read to make them, as a number of bytes or text such as "8GB". Sizes are estimated
+            before anything is allocated; docs/security.md says what is not bounded. None takes
+            640 MiB, or 16 times what the file has on disk where that is more.
 
     Raises RolloutError, naming the file, record and field, for anything that is not a rollout, for
     a rollout_id that is there twice, for a file that is missing, empty, damaged, of no known
-    format, a pickle or a torch file that names code, and for one that takes more memory than the limit; and
-    ConfigError for arguments that are not allowed.
+    format, a pickle or a torch file that names code, and for one that takes more memory than the
+    limit; and ConfigError for arguments that are not allowed and for an extra that is missing.
     """
     return open_rollouts(
         path,

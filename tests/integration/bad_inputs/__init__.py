@@ -7,7 +7,6 @@ from bad_inputs.arguments import ARGUMENTS
 from bad_inputs.files import FILES
 from bad_inputs.folders import FOLDERS
 from bad_inputs.kind import Kind
-from bad_inputs.limits import LIMITS
 from bad_inputs.losses import LOSSES
 from bad_inputs.model_files import MODEL_FILES
 from bad_inputs.models import MODELS
@@ -26,7 +25,6 @@ from bad_inputs.verl_options import VERL
 
 TOPICS: dict[str, tuple[Kind, ...]] = {
     "Files of rollouts": FILES,
-    "Memory for files": LIMITS,
     "Rollouts and batches": ROLLOUTS,
     "Batches from tensors": TENSORS,
     "Options": OPTIONS,

@@ -16,10 +16,11 @@ from tokenizers import Tokenizer, models
 from bad_inputs.kind import GOOD, Kind, file_kind, with_field
 from forkpoint import Rollout, load_rollouts, save_rollouts
 from forkpoint.errors import ConfigError, RolloutError
-from forkpoint.formats.torch_files import RECIPE
+from forkpoint.formats.tensors import RECIPE
 
 ROLLOUT = Rollout([1, 2], [0, 1], 1.0, rollout_id="b")
-TWO = f"{GOOD}\n{GOOD}\n".encode()
+OTHER = GOOD.replace('"a"', '"b"')
+TWO = f"{GOOD}\n{OTHER}\n".encode()
 
 
 def numpy_archive() -> bytes:
@@ -126,7 +127,7 @@ FILES = (
         "Text that is not UTF-8",
         GOOD.encode() + b'\n{"a": "\xe9"}',
         message="bad.jsonl, line 2: byte 8 is 0xe9, which is not UTF-8. Save the file as UTF-8, "
-        "plain or compressed with gzip or zstd.",
+        "plain or compressed once with gzip or zstd.",
         means="The file is of another encoding, or of another format than JSON lines, gzip and "
         "zstd.",
         remedy='Write it with encoding="utf-8".',
@@ -295,6 +296,30 @@ FILES = (
         remedy="Give 1 or more.",
         call=lambda: load_rollouts("ok.jsonl", limit=0),
         argv=("plan", "ok.jsonl", "--limit", "0"),
+    ),
+    Kind(
+        name="Rollouts that take more memory than they may",
+        error=RolloutError,
+        message="bad.jsonl needs more memory than it may take: line 1 (its first 63 "
+        "bytes) needs 1008 bytes, and memory_limit is 1000 bytes, as given. Where the file is "
+        "meant to be so large, raise the limit (memory_limit=, --memory-limit), for example to "
+        "8GB; limit= or --limit reads fewer rollouts.",
+        means="What is read, and the rollouts that are kept, are charged to the limit before they "
+        "are allocated. By default it is 640 MiB, or 16 times what the file has on disk.",
+        remedy="Raise the limit to what the machine has, or read a part of the file.",
+        prepare=lambda _: Path("bad.jsonl").write_text(GOOD),
+        call=lambda: load_rollouts("bad.jsonl", memory_limit="1kB"),
+        argv=("plan", "bad.jsonl", "--memory-limit", "1kB"),
+    ),
+    Kind(
+        name="A memory limit that is no size",
+        error=ConfigError,
+        message="memory_limit is '8 gigs'; it takes a number of bytes of at least 1, or text such "
+        "as '8GB', '512MiB'. Leave it out for the default.",
+        means="kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB are powers of 1024.",
+        remedy="Write 8GB.",
+        call=lambda: load_rollouts("ok.jsonl", memory_limit="8 gigs"),
+        argv=("plan", "ok.jsonl", "--memory-limit", "8 gigs"),
     ),
     Kind(
         name="Another suffix when saving",
