@@ -226,7 +226,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "values of fewer rows": (edited(VERL_CRITIC, shorter("values")),
                              [f"values has {COUNT - 1} rows, but responses has {COUNT}"]),
     "values that are whole rows": (edited(VERL_CRITIC, lambda t: t.update(
-        values=t["values"][..., None])), ["values is 6 x 1"]),
+        values=t["values"][..., None])), ["values has 2 dimensions (6 x 1)"]),
     "returns that are text": (edited(lambda r: dumps.listed(VERL_CRITIC(r)), lambda t: t.update(
         returns=[["a"] * 6] * COUNT)), ["returns[0] is 'a'"]),
     "action arrays longer than rows": (edited(OPENRLHF, lambda t: t.update(
@@ -240,7 +240,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         completion_ids=t["completion_ids"].astype(float))), ["completion_ids[0]", "float64"]),
     "ids of NaN": (edited(TRL, at("completion_ids", 0, np.nan, float)), ["completion_ids[0]"]),
     "ids of one dimension too many": (edited(TRL, lambda t: t.update(
-        completion_ids=t["completion_ids"][..., None])), ["completion_ids is 6 x 1"]),
+        completion_ids=t["completion_ids"][..., None])), ["completion_ids has 2 dim"]),
     "no rows": (edited(TRL, lambda t: t.update(
         {k: v[:0] for k, v in t.items() if isinstance(v, np.ndarray)})), ["holds no rollouts"]),
     "positions that jump": (edited(dumps.prime_rl_microbatch, lambda t: t["position_ids"].put(

@@ -107,7 +107,7 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
                            "token_ids"),
     "an id that is missing": (edited(PRIME, at("token_ids", 1, None)), ["token_ids[1] is None"],
                               "token_ids"),
-    "ids that are nested": (edited(PRIME, put("token_ids", [[1, 2], [3]])), ["token_ids is"],
+    "ids that are nested": (edited(PRIME, put("token_ids", [[1, 2], [3]])), ["token_ids[0] is ["],
                             "token_ids"),
     "no ids": (edited(PRIME, put("token_ids", None)), ["there is no token_ids"], "token_ids"),
     "no mask": (edited(lambda r: {"samples": rows_of(dumps.own(r))},

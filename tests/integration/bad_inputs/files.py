@@ -99,9 +99,9 @@ FILES = (
     file_kind(
         "A list of rollouts on one line",
         f"[{GOOD}]",
-        message="bad.jsonl, line 1 is [{'advantage': 0.5, 'loss_mask': [0, 1, 1], 'rollout_id': "
-        "'a', 'token_ids': [1, 2, 3]}]; each line holds one JSON object with the keys "
-        "token_ids, loss_mask, advantage. Write the items of the list one a line.",
+        message="bad.jsonl, line 1 is [{'advantage': 0.5, 'loss_mask': [...], 'rollout_id': "
+        "'a', 'token_ids': [...]}]; each line holds one JSON object with the keys token_ids, "
+        "loss_mask, advantage. Write the items of the list one a line.",
         means="The file is one JSON array, not JSON lines.",
         remedy="Write its entries one a line, without the brackets around them.",
     ),
