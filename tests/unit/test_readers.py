@@ -324,3 +324,20 @@ def test_rollouts_outlive_their_file(tmp_path: Path) -> None:
     path.write_bytes(b"")
     assert [r.token_ids.tolist() for r in found] == ids.tolist()
     assert [r.extras["extra"].tolist() for r in found if r.extras] == ids.tolist()
+
+
+def test_a_url_is_fetched(tmp_path: Path) -> None:
+    """By fsspec, of which the protocol for memory takes no network."""
+    fsspec = pytest.importorskip("fsspec")
+    path = write_json(tmp_path / "x.jsonl", rows_of(dumps.own(truth())))
+    fsspec.filesystem("memory").pipe_file("/folder/x.jsonl", path.read_bytes())
+    file = open_rollouts("memory://folder/x.jsonl")
+    same(file.read(), truth())
+    copy = file.path
+    assert copy.name == "x.jsonl" and copy.exists()
+    del file
+    assert not copy.parent.exists()
+    with pytest.raises(RolloutError, match=r"memory://none cannot be fetched: FileNotFoundError"):
+        load_rollouts("memory://none")
+    with pytest.raises(RolloutError, match="nowhere://x cannot be fetched"):
+        load_rollouts("nowhere://x")

@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from forkpoint.byte_sizes import MIB, shown
 from forkpoint.errors import RolloutError
@@ -53,7 +53,7 @@ def json_lines(path: Path, memory: MemoryLimit) -> Iterator[tuple[int, bytes]]:
         ) from None
 
 
-def _opened(path: Path, memory: MemoryLimit) -> BinaryIO:
+def _opened(path: Path, memory: MemoryLimit) -> io.BufferedIOBase:
     """The content of a file, decompressed."""
     with path.open("rb") as file:
         head = file.read(4)

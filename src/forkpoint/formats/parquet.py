@@ -71,12 +71,12 @@ def _declared_bytes(group: Any) -> int:
 def _values(column: Any) -> list[Any]:
     """The values of an Arrow array; numpy arrays where they are lists of numbers."""
     from pyarrow import types
-    from pyarrow.compute import list_value_length
+    from pyarrow.compute import call_function
 
     kind = column.type
     if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
         return column.to_pylist()
-    ends = np.cumsum(_array(list_value_length(column).fill_null(0))).tolist()
+    ends = np.cumsum(_array(call_function("list_value_length", [column]).fill_null(0))).tolist()
     flat, item = column.flatten(), kind.value_type
     numbers = types.is_integer(item) or types.is_floating(item) or types.is_boolean(item)
     items = _array(flat) if numbers else _values(flat)

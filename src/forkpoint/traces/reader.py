@@ -2,6 +2,9 @@
 
 import logging
 import os
+import shutil
+import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -79,14 +82,15 @@ class RolloutFile:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
         format: str | None,
         on_error: OnError,
         limit: int | None,
         tokenizer: Callable[[str], list[int]] | None,
         memory_limit: int | None,
     ) -> None:
-        self.path = path
+        path = path if isinstance(path, Path) else _downloaded(path, self)
+        self.path: Path = path
         self.container: str = "trace" if is_trace(path) else container_of(path)
         if format is not None and (format == "trace") != (self.container == "trace"):
             raise ConfigError(
@@ -260,7 +264,8 @@ def open_rollouts(
     memory_bytes = size_in_bytes(memory_limit)
     if tokenizer is not None and not callable(tokenizer):
         tokenizer = _tokenizer(Path(tokenizer))
-    return RolloutFile(as_path(path, "a file"), format, on_error, limit, tokenizer, memory_bytes)
+    source = path if isinstance(path, str) and "://" in path else as_path(path, "a file")
+    return RolloutFile(source, format, on_error, limit, tokenizer, memory_bytes)
 
 
 def load_rollouts(
@@ -276,7 +281,8 @@ def load_rollouts(
 
     Args:
         path: JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file, or the folder
-            of a recorded trace. The content tells which it is.
+            of a recorded trace. The content tells which it is. A url that fsspec opens, such as
+            "hf://datasets/NAME/FILE" or "s3://BUCKET/FILE", is fetched as a whole first.
         format: how its fields are named, one of `forkpoint.traces.FORMATS`; None sees it from the
             first record.
         on_error: "raise" stops at the first record that cannot be read; "skip" leaves such records
@@ -303,6 +309,29 @@ def load_rollouts(
         tokenizer=tokenizer,
         memory_limit=memory_limit,
     ).read()
+
+
+def _downloaded(url: str, reader: RolloutFile) -> Path:
+    """A local copy of the file at a url, which is removed when nobody has the reader any more."""
+    folder = tempfile.mkdtemp(prefix="forkpoint-")
+    weakref.finalize(reader, shutil.rmtree, folder, ignore_errors=True)
+    try:
+        from fsspec.core import url_to_fs
+
+        files, remote = url_to_fs(url)
+        copy = Path(folder) / Path(remote).name
+        files.get_file(remote, str(copy))
+    except ImportError as error:
+        raise ConfigError(
+            f"{url} is read by fsspec with the package of its protocol, and one of them is not "
+            f"installed: {error}. Install it, or give the path of a local file."
+        ) from None
+    except Exception as error:  # of any kind: each protocol raises its own
+        raise RolloutError(
+            f"{url} cannot be fetched: {type(error).__name__}: {short(str(error))}. Check the "
+            "address and your access, or give the path of a local file."
+        ) from None
+    return copy
 
 
 def _rollouts(record: Record, format: Format) -> Iterator[Rollout | RecordError]:
