@@ -143,6 +143,18 @@ def test_objects_of_torch_files_take_room(archive: bool, tmp_path: Path) -> None
         load_rollouts(path, memory_limit="100kB")
 
 
+def test_a_tensor_that_repeats_its_numbers(tmp_path: Path) -> None:
+    """A million rollouts in a small file."""
+    ids = torch.ones(1, 2, dtype=torch.int64).expand(10**6, 2)
+    mask = torch.tensor([[0, 1]]).expand(10**6, 2)
+    table = {"token_ids": ids, "loss_mask": mask, "advantage": torch.ones(1).expand(10**6)}
+    path = tmp_path / "x.pt"
+    torch.save(table, path)
+    assert path.stat().st_size < 5000
+    with pytest.raises(RolloutError, match="memory_limit is 976.6 KiB"):
+        load_rollouts(path, memory_limit="1MB")
+
+
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_lines_are_those_of_a_split(data: st.DataObject, tmp_path_factory: Any) -> None:

@@ -68,10 +68,6 @@ def test_an_expanded_tensor_is_no_damage(tmp_path: Path) -> None:
     assert all((r.old_logprobs[r.loss_mask] == -0.5).all() for r in found)  # type: ignore
 
 
-def test_there_are_thirty_kinds_and_more() -> None:
-    assert len(RECORDS) + len(FILES) >= 30
-
-
 # At random ---------------------------------------------------------------------------------------
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
