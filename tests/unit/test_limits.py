@@ -151,7 +151,7 @@ def test_a_tensor_that_repeats_its_numbers(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save(table, path)
     assert path.stat().st_size < 5000
-    with pytest.raises(RolloutError, match="memory_limit is 976.6 KiB"):
+    with pytest.raises(RolloutError, match=r"memory_limit is 976.6 KiB"):
         load_rollouts(path, memory_limit="1MB")
 
 

@@ -57,6 +57,7 @@ def read_torch(path: Path, memory: MemoryLimit) -> Any:
         memory.check(TIMES_FILE * parsed_bytes, "the objects of the file")
         with warnings.catch_warnings(action="ignore"):  # of protocols, and of nested tensors
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+            return plain(value, str(path))
     except (RolloutError, MemoryError):
         raise
     except pickle.UnpicklingError as error:
@@ -72,7 +73,6 @@ def read_torch(path: Path, memory: MemoryLimit) -> Any:
     except Exception as error:  # of any kind where a file is damaged
         reason = f"{type(error).__name__}: {_first(str(error))}"
         raise RolloutError(f"{path} cannot be read as a torch file: {reason}. {_AGAIN}") from None
-    return plain(value, str(path))
 
 
 def read_safetensors(path: Path) -> dict[str, Any]:
@@ -86,13 +86,13 @@ def read_safetensors(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except MemoryError:
+            return plain(found, str(path))
+    except (RolloutError, MemoryError):
         raise
     except Exception as error:  # of any kind where a file is damaged
         raise RolloutError(
             f"{path} cannot be read as safetensors: {_first(str(error))}. {_AGAIN}"
         ) from None
-    return plain(found, str(path))
 
 
 def _check_archive(path: Path) -> int:
