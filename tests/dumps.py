@@ -377,8 +377,11 @@ def rows_of(table: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tensors(table: dict[str, Any]) -> dict[str, Any]:
+    """Columns as tensors, those of text as lists."""
     return {
-        k: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) and v.dtype != object else v
+        k: (v.tolist() if v.dtype == object else torch.from_numpy(v.copy()))
+        if isinstance(v, np.ndarray)
+        else v
         for k, v in table.items()
     }
 

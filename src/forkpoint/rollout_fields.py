@@ -42,8 +42,27 @@ FINITE_LOGPROB = (
     "does, or set loss_mask to 0 at that token."
 )
 
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+_MOST_BITS = 256
+"""Of integers that messages show: the digits of larger ones may exceed Python's limit."""
+_MOST_BYTES = 80
+
+
+class _Short(reprlib.Repr):
+    """Values cut short, without writing out what is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxstring = self.maxother = self.maxlong = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= _MOST_BITS else f"an integer of {x.bit_length()} bits"
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return repr(x) if len(x) <= _MOST_BYTES else f"{len(x)} bytes"
+
+
+_REPR = _Short()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +85,6 @@ Locate = Callable[[int], Place]
 
 def short(value: object) -> str:
     """`value` as an error message shows it: numbers exactly, text and containers cut short."""
-    if isinstance(value, int) and value.bit_length() > 256:  # its digits may exceed Python's limit
-        return f"an integer of {value.bit_length()} bits"
     if isinstance(value, np.generic):
         value = value.item()
     return _REPR.repr(value)

@@ -5,6 +5,7 @@ advantage are required. Blank lines between objects are allowed.
 """
 
 import gzip
+import importlib
 import json
 import math
 import os
@@ -14,8 +15,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import zstandard
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts import Rollout, check_rollouts, short
@@ -33,6 +32,20 @@ def as_path(path: str | os.PathLike[str], of: str) -> Path:
         raise ConfigError(
             f"path is {short(path)} of type {type(path).__name__}; it takes the path of {of}, as "
             "text or a pathlib.Path."
+        ) from None
+
+
+def import_extra(package: str, extra: str, what: str) -> Any:
+    """The module of a package that is an extra; `what` takes it.
+
+    Raises ConfigError, naming the extra, where it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(
+            f"{what} takes {package}, which is not installed. Install it: pip install "
+            f"'forkpoint[{extra}]'."
         ) from None
 
 
@@ -110,7 +123,7 @@ def _gather_extras(record: dict[str, Any]) -> dict[str, Any]:
 def _all_finite(value: object) -> bool:
     """Whether no number in a tree of dicts and lists is NaN or infinite."""
     waiting = [value]
-    seen: set[int] = set()  # a list of a pickle may hold another one many times
+    seen: set[int] = set()  # a list of a torch file may be in it many times
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict | list):
@@ -127,6 +140,7 @@ def _writer(file: BinaryIO, suffix: str) -> AbstractContextManager[Any]:
     if suffix == ".gz":  # no name and no time, so that equal rollouts make equal files
         return gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0)
     if suffix == ".zst":
+        zstandard = import_extra("zstandard", "zstd", "a file that ends in .zst")
         return zstandard.ZstdCompressor(write_checksum=True).stream_writer(file, closefd=False)
     return nullcontext(file)
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import dumps
 from batch_fields import some, split
 from forkpoint import Rollout, RolloutBatch, load_rollouts, losses, record, save_rollouts
-from forkpoint.dumps.record import group_of
 from forkpoint.errors import RolloutError
+from forkpoint.formats.record import group_of
 from forkpoint.plan import make_plan
 from forkpoint.traces import open_trace
 

@@ -1,7 +1,6 @@
 """Files of single trainers besides batches of columns: critics, objects, samples, lines."""
 
 import json
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import dumps
 from dumps import prompt_of, rows_of, same, tensors, truth, write_json, write_torch
 from forkpoint import RolloutBatch, RolloutError, load_rollouts, losses
 from forkpoint.traces import FORMATS, open_rollouts
-from stand_ins import importable
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CRITICS = [dumps.verl_critic, dumps.openrlhf_critic, dumps.nemo_rl_critic, dumps.slime_critic]
@@ -22,12 +20,7 @@ CRITICS = [dumps.verl_critic, dumps.openrlhf_critic, dumps.nemo_rl_critic, dumps
 
 @pytest.mark.parametrize(
     ("make", "container"),
-    [
-        (make, container)
-        for make in CRITICS
-        for container in ("torch", "safetensors", "parquet", "json")
-        if (make, container) != (dumps.slime_critic, "safetensors")  # rows of several lengths
-    ],
+    list(zip(CRITICS, ("torch", "safetensors", "parquet", "json"), strict=True)),
 )
 def test_what_a_critic_gave(make: Any, container: str, tmp_path: Path) -> None:
     """Values and returns stand at the tokens that they are of; padding is not read."""
@@ -92,10 +85,9 @@ def test_a_batch_of_trl() -> None:
     assert [len(group) for group in RolloutBatch(found).groups()] == [3, 3]
 
 
-@pytest.mark.parametrize("suffix", ["pt", "pkl", "jsonl"])
-def test_samples_of_async_trl(suffix: str) -> None:
-    """Objects of TRL 1.16.0's RolloutSample, by torch.save, pickle.dump and as JSON."""
-    file = open_rollouts(FIXTURES / f"trl-async.{suffix}")
+def test_samples_of_async_trl() -> None:
+    """Objects of TRL 1.16.0's RolloutSample, as JSON."""
+    file = open_rollouts(FIXTURES / "trl-async.jsonl")
     found = file.read()
     assert file.format == "trl-async"
     assert [r.token_ids.tolist() for r in found[:2]] == [
@@ -129,18 +121,9 @@ def test_completions_that_are_masked_stay_in_their_group(tmp_path: Path) -> None
 # Other ways of the same formats ------------------------------------------------------------------
 
 
-def test_openrlhf_objects(tmp_path: Path) -> None:
-    """A list of Experience objects, of which the class is not there to be imported."""
-    name = "openrlhf.trainer.ppo_utils.experience"
-    kind = type("Experience", (), {"__module__": name})
-    made = []
-    for part in (truth()[:4], truth()[4:]):
-        one: Any = kind()
-        one.__dict__.update(tensors(dumps.openrlhf(part)))
-        made.append(one)
-    with importable(kind):
-        path = write_torch(tmp_path / "x.pt", made)
-    file = open_rollouts(path)
+def test_several_batches_of_openrlhf(tmp_path: Path) -> None:
+    parts = [tensors(dumps.openrlhf(part)) for part in (truth()[:4], truth()[4:])]
+    file = open_rollouts(write_torch(tmp_path / "x.pt", parts))
     same(file.read(), truth())
     assert file.format == "openrlhf"
 
@@ -159,15 +142,17 @@ def test_openrlhf_samples_of_text_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "media", [np.ones((2, 2)), np.array(1), "a.png", {"pixel_values": [1]}, [None, 0]], ids=repr
+    "media",
+    [torch.ones(2, 2), torch.tensor(1), "a.png", {"pixel_values": [1]}, [None, 0]],
+    ids=repr,
 )
 def test_media_are_refused_in_any_form(media: Any, tmp_path: Path) -> None:
-    path = tmp_path / "x.pkl"
+    path = tmp_path / "x.pt"
     row = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0], "advantage": 1.0}
-    for nothing in (None, [], {}, [None, None], {"pixel_values": None}, np.array([None])):
-        path.write_bytes(pickle.dumps([row | {"mm_kwargs": nothing}]))
+    for nothing in (None, [], {}, [None, None], {"pixel_values": None}, torch.ones(0)):
+        write_torch(path, [row | {"mm_kwargs": nothing}])
         assert len(load_rollouts(path)) == 1
-    path.write_bytes(pickle.dumps([row | {"mm_kwargs": media}]))
+    write_torch(path, [row | {"mm_kwargs": media}])
     with pytest.raises(RolloutError, match="mm_kwargs holds media"):
         load_rollouts(path)
 

@@ -6,18 +6,16 @@ Through the one place where values of a record become arrays, record.py.
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import dumps
-from forkpoint import Rollout, RolloutError
-from forkpoint.dumps.formats import Format, detect
-from forkpoint.dumps.limits import MemoryLimit
-from forkpoint.dumps.record import Record, RecordError
-from forkpoint.dumps.samples import samples
+from forkpoint import Rollout
+from forkpoint.formats import Format, detect
+from forkpoint.formats.record import Record, RecordError
+from forkpoint.formats.samples import samples
 from lanes import slow_besides
 from pairwise import FULL
 
@@ -39,33 +37,21 @@ def shared(depth: int, count: int) -> list[Any]:
     return found
 
 
-def objects(*values: Any) -> np.ndarray:
-    made = np.empty(len(values), object)
-    made[:] = values
-    return made
-
-
 KINDS: dict[str, Any] = {
     "None": None,
     "a number": 3,
-    "a number below 0": -1,
     "a float": 0.5,
     "a boolean": True,
     "text": "abc",
-    "no text": "",
     "text of digits": "9" * 10_000,
     "half a surrogate pair": "\ud800",
     "bytes": b"ab",
-    "a view of bytes": memoryview(b"ab"),
-    "a complex number": 1j,
     "NaN": float("nan"),
     "infinity": float("inf"),
     "a number of 5,000 digits": 10**4999,
     "a number of 65 bits": 2**64,
     "a dict": {"a": 1},
     "a set": {1, 2},
-    "a range": range(3),
-    "an object": object(),
     "nothing in a list": [],
     "ragged lists": [[1, 2], [3]],
     "ragged arrays": [np.ones(2), np.ones(3)],
@@ -74,33 +60,21 @@ KINDS: dict[str, Any] = {
     "a list 2,000 deep": nested(2000),
     "a list of 10**18 items": shared(6, 1000),
     "None in a list": [1, None, 2],
-    "None alone in a list": [None] * 5,
     "text in a list": [1, "a"],
-    "texts": ["a" * 10] * 3,
     "booleans": [True, False],
     "bytes in a list": [b"a"],
     "dicts": [{"a": 1}],
     "NaNs": [float("nan")] * 3,
-    "complex numbers": [1j, 2],
     "floats": [1.0, 2.5],
     "numbers of 71 bits": [2**70, 1],
     "a number beyond floats": [10**400, 1],
-    "a number beyond floats, and a float": [10**400, 0.5],
     "a number of 64 bits": [2**63],
     "a number of 64 bits and one below 0": [-1, 2**63],
     "numpy's numbers": [np.int64(1), np.uint64(2**63)],
-    "numpy's wide floats": [np.longdouble(1)],
     "a tuple": (1, 2, 3),
     "one entry more": "more",
     "one entry less": "less",
     "an array of objects": np.array([1, "a", None], object),
-    "an array of lists": objects([1, 2], [3]),
-    "an array of arrays": objects(np.ones(2), np.ones(2)),
-    "an array of texts": np.array(["a", "b"]),
-    "an array of bytes": np.array([b"a"]),
-    "an array of dates": np.array(["2020-01-01"], "M8[D]"),
-    "an array of structs": np.zeros(2, [("a", "i4")]),
-    "an array of wide floats": np.array([np.longdouble("1e4000")]),
     "an array of half floats": np.ones(3, np.float16),
     "an array of complex numbers": np.ones(3, complex),
     "an array of unsigned numbers": np.array([2**64 - 1], np.uint64),
@@ -153,19 +127,16 @@ def changed(table: dict[str, Any], field: str, kind: str) -> Iterator[dict[str, 
     yield {**whole, field: [value, *rest]}
 
 
-def read(table: dict[str, Any], format: Format, memory: MemoryLimit) -> None:
+def read(table: dict[str, Any], format: Format) -> None:
     """Reads what can be read of a table; what cannot has to say so, and where."""
-    try:
-        for record in samples("x.pkl", table, format, None, memory):
-            try:
-                for rollout in format.rollouts(record):
-                    assert isinstance(rollout, Rollout)
-            except RecordError as error:
-                assert str(error).startswith("x.pkl")
-                # Those of forkpoint's own fields are Rollout's.
-                assert len(str(error)) < 1500 or format.shares
-    except RolloutError as error:
-        assert "inflates" in str(error)
+    for record in samples("x.pt", table, format, None):
+        try:
+            for rollout in format.rollouts(record):
+                assert isinstance(rollout, Rollout)
+        except RecordError as error:
+            assert str(error).startswith("x.pt")
+            # Those of forkpoint's own fields are Rollout's.
+            assert len(str(error)) < 1500 or format.name == "forkpoint"
 
 
 # Formats of three trainers, one of them a critic's.
@@ -173,11 +144,9 @@ KEPT = ("verl", "openrlhf, padded left", "slime, critic")
 
 
 @pytest.mark.parametrize("name", slow_besides(KEPT, TABLES))
-def test_every_field_with_every_kind_of_value(name: str, tmp_path: Path) -> None:
+def test_every_field_with_every_kind_of_value(name: str) -> None:
     table = TABLES[name](dumps.truth(groups=2, rollouts_per_group=2))
     format = detect(table, "x")
-    (tmp_path / "x").write_bytes(bytes(1000))
-    memory = MemoryLimit(tmp_path / "x")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for field in dict.fromkeys([*table, *OTHERS]):
@@ -187,7 +156,7 @@ def test_every_field_with_every_kind_of_value(name: str, tmp_path: Path) -> None
                 turn = zlib.crc32(f"{name} {field}".encode()) + at
                 for given in forms if FULL else forms[turn % max(1, len(forms)) :][:1]:
                     try:
-                        read(given, format, memory)
+                        read(given, format)
                     except Exception as error:
                         error.add_note(f"{field} is {kind}")
                         raise
@@ -200,18 +169,16 @@ def record(**values: Any) -> Record:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ([1, "7"], r"a\[1\] is '7'; it takes whole numbers"),
-        ([1, True], r"a\[1\] is True; it takes whole"),
-        ([1, 2.5], r"a\[1\] is 2.5; it takes whole"),
-        ([[1], [2]], r"a is \[\[1\], \[2\]\]; it takes one row of whole"),
-        ([1, 2**63], rf"a\[1\] is {2**63}, which is more than 64 bits"),
-        (np.array([2**63], np.uint64), rf"a\[0\] is {2**63}, which is more than 64 bits"),
-        (np.ones((3, 4), int), "a is 3 x 4; it takes one row"),
-        (np.ones(2), r"a\[0\] is 1.0 \(float64\); it takes whole"),
-        (np.array(3), "a is 3; it takes one row"),
+        ([1, "7"], r"a\[1\] is '7'; it takes one row of whole numbers"),
+        ([1, True], r"a\[1\] is True; it takes one row"),
+        ([[1], [2]], r"a\[0\] is \[1\]; it takes one row of whole"),
+        ([1, 2**63], rf"a\[1\] is {2**63}; it takes one row of whole numbers of 64 bits"),
+        (np.array([2**63], np.uint64), rf"a\[0\] is {2**63}, which is more than int64"),
+        (np.ones((3, 4), int), r"a has 2 dimensions \(3 x 4\); it takes one row"),
+        (np.ones(2), r"a\[0\] is 1.0 \(float64\); it takes one row"),
         ("12", "a is '12'; it takes one row"),
         (None, r"there is no a; the record has \['a'\]"),
-        (shared(6, 1000), r"a is \[\[\[\.\.\.\], \[\."),
+        (shared(6, 1000), r"a\[0\] is \[\[\[\.\.\.\], \[\."),
         ([b"x" * 10**6], r"a\[0\] is 1000000 bytes; "),
     ],
 )
@@ -233,7 +200,7 @@ def test_one_number(value: Any) -> None:
     assert record(a=value).number("a") == 0.5
 
 
-def test_rows_of_many_objects_take_the_room_of_their_items(tmp_path: Path) -> None:
+def test_rows_of_many_objects_take_the_room_of_their_items() -> None:
     """numpy would make room for the longest text, as many times as there are entries."""
     with pytest.raises(RecordError, match=r"a\[0\] is 'x"):
         record(a=["x" * 10**7, *[1] * 10**6]).ids("a")

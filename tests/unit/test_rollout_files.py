@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import load_rollouts, save_rollouts
-from forkpoint.dumps import compressed
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts import MAX_TOKEN_ID, Rollout, RolloutBatch
 
@@ -254,14 +254,28 @@ def test_real_files(tmp_path, name, rollouts, groups, tokens):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_lines_of_many_blocks(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines end anywhere in a block, and a long one takes time in proportion to its length."""
-    monkeypatch.setattr(compressed, "BLOCK_BYTES", 64)
+def test_a_long_line_takes_time_in_proportion(suffix: str, tmp_path: Path) -> None:
     long = Rollout(range(1, 300_000), [0] + [1] * 299_998, 0.5)
-    rollouts = [*(Rollout(range(1, n), [0] * (n - 1), 0.5) for n in range(2, 60)), long]
     path = tmp_path / f"x{suffix}"
-    save_rollouts(path, [*rollouts, rollouts[7]])
+    save_rollouts(path, [long])
     began = time.process_time()
-    assert load_rollouts(path) == [*rollouts, rollouts[7]]
-    # Each block copying what there is of the line would take ten times as long, and more.
+    assert load_rollouts(path) == [long]
+    # Copying what there is of the line with each block would take ten times as long, and more.
     assert time.process_time() - began < 4
+
+
+@pytest.mark.parametrize("package", ["zstandard", "pyarrow"])
+def test_a_missing_extra_is_named(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.zst"
+    save_rollouts(path, many(1))
+    if package == "pyarrow":
+        path.write_bytes(b"PAR1" + path.read_bytes())
+    monkeypatch.setitem(sys.modules, package, None)
+    extra = {"zstandard": "zstd", "pyarrow": "parquet"}[package]
+    with pytest.raises(ConfigError, match=rf"x\.zst is .*{package}.*'forkpoint\[{extra}\]'"):
+        load_rollouts(path)
+    if package == "zstandard":
+        with pytest.raises(ConfigError, match=r"ends in \.zst takes zstandard.*forkpoint\[zstd\]"):
+            save_rollouts(path, many(1))

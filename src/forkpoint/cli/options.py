@@ -200,8 +200,7 @@ class Reading:
             how many were left out and why.
         tokenizer: A tokenizer.json, for files that hold text; with token ids it is refused.
         memory_limit: The most memory for the rollouts, for what is read to make them and for their
-            plan, such as 8GB. By default 640 MiB, or 16 times what FILE has on disk; files that
-            inflate far more are refused.
+            plan, such as 8GB. By default 640 MiB, or 16 times what FILE has on disk.
     """
 
     format: FormatName = "auto"

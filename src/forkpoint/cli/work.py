@@ -5,11 +5,12 @@ A plan takes time in proportion to tokens, a model far more: attention takes it 
 
 from pathlib import Path
 
+from forkpoint.byte_sizes import shown
 from forkpoint.cli.model_config import config_path, read_config
 from forkpoint.cli.options import Reading
-from forkpoint.dumps.limits import bytes_on_disk, shown
 from forkpoint.errors import ConfigError
 from forkpoint.forest import IntArray
+from forkpoint.formats.limits import bytes_on_disk
 
 MOST_TOKENS = 1 << 16
 MOST_PAIRS = 1 << 26

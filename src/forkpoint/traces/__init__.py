@@ -3,7 +3,7 @@
 Imports no torch; torch files are read without it.
 """
 
-from forkpoint.dumps.formats import FORMATS as FORMATS
+from forkpoint.formats import FORMATS as FORMATS
 from forkpoint.traces.reader import RolloutFile as RolloutFile
 from forkpoint.traces.reader import Skipped as Skipped
 from forkpoint.traces.reader import load_rollouts as load_rollouts

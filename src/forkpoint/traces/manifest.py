@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forkpoint.dumps.json_lines import parse_strictly
-from forkpoint.dumps.limits import MemoryLimit, json_bytes
 from forkpoint.errors import TraceError
+from forkpoint.formats.json_lines import parse_strictly
+from forkpoint.formats.limits import TIMES_FILE, MemoryLimit
 from forkpoint.rollouts import short
 from forkpoint.traces.fields import BATCH, HEADER, Problem, check_counts, check_fields
 
@@ -116,17 +116,17 @@ class Lines:
         with self.path.open("rb") as file:
             for number, raw in enumerate(self._whole(file), start=1):
                 where = f"{self.path}, line {number}"
-                with self._memory.holding(json_bytes(raw), f"line {number} of the manifest"):
-                    try:
-                        line = _parsed(raw, where)
-                        _check_chain(line, where, previous)
-                    except TraceError as error:
-                        self.broken = self._rest(file, raw, error)
-                        if number == 1:
-                            raise
-                        return
-                    _check_line(line, where, number)
-                    yield line
+                self._memory.check(TIMES_FILE * len(raw), f"line {number} of the manifest")
+                try:
+                    line = _parsed(raw, where)
+                    _check_chain(line, where, previous)
+                except TraceError as error:
+                    self.broken = self._rest(file, raw, error)
+                    if number == 1:
+                        raise
+                    return
+                _check_line(line, where, number)
+                yield line
                 self.end, previous = self.end + len(raw), line["checksum"]
 
     def _whole(self, file: Any) -> Iterator[bytes]:
@@ -146,8 +146,8 @@ class Lines:
         batches = {claimed.get("batch")}
         lines = 1
         for later in self._whole(file):
-            with self._memory.holding(json_bytes(later), "a line of the manifest"):
-                found = _claimed(later)
+            self._memory.check(TIMES_FILE * len(later), "a line of the manifest")
+            found = _claimed(later)
             checksum = claimed.get("checksum")
             follows = isinstance(checksum, str) and found.get("previous") == checksum
             if lines == 1 and follows and "has been changed" in str(error):

@@ -2,6 +2,9 @@
 
 import logging
 import os
+import shutil
+import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -10,12 +13,13 @@ from typing import Literal
 
 import numpy as np
 
-from forkpoint.dumps.containers import container_of, parts
-from forkpoint.dumps.formats import Format, detect, named, of_another_format
-from forkpoint.dumps.limits import MemoryLimit, MemorySize, shown, size_in_bytes
-from forkpoint.dumps.record import Record, RecordError
-from forkpoint.dumps.samples import samples
+from forkpoint.byte_sizes import MemorySize, shown, size_in_bytes
 from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.formats import Format, detect, named, of_another_format
+from forkpoint.formats.containers import container_of, parts
+from forkpoint.formats.limits import MemoryLimit
+from forkpoint.formats.record import Record, RecordError
+from forkpoint.formats.samples import samples
 from forkpoint.rollout_files import as_path
 from forkpoint.rollouts import Rollout, short
 from forkpoint.traces.trace import Trace, is_trace, refuse_part_of_trace
@@ -79,14 +83,15 @@ class RolloutFile:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
         format: str | None,
         on_error: OnError,
         limit: int | None,
         tokenizer: Callable[[str], list[int]] | None,
         memory_limit: int | None,
     ) -> None:
-        self.path = path
+        path = path if isinstance(path, Path) else _downloaded(path, self)
+        self.path: Path = path
         self.container: str = "trace" if is_trace(path) else container_of(path)
         if format is not None and (format == "trace") != (self.container == "trace"):
             raise ConfigError(
@@ -122,7 +127,7 @@ class RolloutFile:
         self.format = self._asked
         self.skipped: Skipped = Skipped()
         self.notes, self.rewarded = (), False
-        self.memory = self.memory.again()
+        self.memory.reset()
         count = 0
         for item in self._trace() if self.container == "trace" else self._items():
             if isinstance(item, RecordError):
@@ -188,7 +193,7 @@ class RolloutFile:
             if self._tokenizer is not None and not format.text:
                 raise _no_text(self.path, format.name)
             self.format, self.notes = format.name, format.notes
-            for item in samples(where, value, format, self._tokenizer, self.memory):
+            for item in samples(where, value, format, self._tokenizer):
                 for made in _rollouts(item, format):
                     if isinstance(made, Rollout):
                         twice = self._seen_before(made, item.where, seen)
@@ -262,7 +267,8 @@ def open_rollouts(
     memory_bytes = size_in_bytes(memory_limit)
     if tokenizer is not None and not callable(tokenizer):
         tokenizer = _tokenizer(Path(tokenizer))
-    return RolloutFile(as_path(path, "a file"), format, on_error, limit, tokenizer, memory_bytes)
+    source = path if isinstance(path, str) and "://" in path else as_path(path, "a file")
+    return RolloutFile(source, format, on_error, limit, tokenizer, memory_bytes)
 
 
 def load_rollouts(
@@ -277,8 +283,9 @@ def load_rollouts(
     """The rollouts of a file in their order.
 
     Args:
-        path: JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file, a pickle, or
-            the folder of a recorded trace. Which it is is seen from the content.
+        path: JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file, or the folder
+            of a recorded trace. The content tells which it is. A url that fsspec opens, such as
+            "hf://datasets/NAME/FILE" or "s3://BUCKET/FILE", is fetched as a whole first.
         format: how its fields are named, one of `forkpoint.traces.FORMATS`; None sees it from the
             first record.
         on_error: "raise" stops at the first record that cannot be read; "skip" leaves such records
@@ -287,15 +294,15 @@ def load_rollouts(
         limit: at most this many rollouts; what lies beyond is not looked at.
         tokenizer: for files that hold text, and refused for others: a function from text to token
             ids, or the path of a tokenizer.json.
-        memory_limit: the most memory for the rollouts and for what is read to make them, as a
-            number of bytes or text such as "8GB". What would take more is refused before it is
-            allocated. None takes 640 MiB, or 16 times what the file has on disk where that is more,
-            and refuses files that inflate more than 128 times.
+        memory_limit: the most memory for the rollouts and for one line, row group or batch that is
+            read to make them, as a number of bytes or text such as "8GB". Sizes are estimated
+            before anything is allocated; docs/security.md says what is not bounded. None takes
+            640 MiB, or 16 times what the file has on disk where that is more.
 
     Raises RolloutError, naming the file, record and field, for anything that is not a rollout, for
     a rollout_id that is there twice, for a file that is missing, empty, damaged, of no known
-    format, or a pickle that could run code, and for one that takes more memory than the limit; and
-    ConfigError for arguments that are not allowed.
+    format, a pickle or a torch file that names code, and for one that takes more memory than the
+    limit; and ConfigError for arguments that are not allowed and for an extra that is missing.
     """
     return open_rollouts(
         path,
@@ -305,6 +312,29 @@ def load_rollouts(
         tokenizer=tokenizer,
         memory_limit=memory_limit,
     ).read()
+
+
+def _downloaded(url: str, reader: RolloutFile) -> Path:
+    """A local copy of the file at a url, which is removed when nobody has the reader any more."""
+    folder = tempfile.mkdtemp(prefix="forkpoint-")
+    weakref.finalize(reader, shutil.rmtree, folder, ignore_errors=True)
+    try:
+        from fsspec.core import url_to_fs
+
+        files, remote = url_to_fs(url)
+        copy = Path(folder) / Path(remote).name
+        files.get_file(remote, str(copy))
+    except ImportError as error:
+        raise ConfigError(
+            f"{url} is read by fsspec with the package of its protocol, and one of them is not "
+            f"installed: {error}. Install it, or give the path of a local file."
+        ) from None
+    except Exception as error:  # of any kind: each protocol raises its own
+        raise RolloutError(
+            f"{url} cannot be fetched: {type(error).__name__}: {short(str(error))}. Check the "
+            "address and your access, or give the path of a local file."
+        ) from None
+    return copy
 
 
 def _rollouts(record: Record, format: Format) -> Iterator[Rollout | RecordError]:

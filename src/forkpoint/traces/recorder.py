@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from forkpoint.dumps.limits import MemoryLimit
 from forkpoint.errors import ConfigError, RolloutError, TraceError
+from forkpoint.formats.limits import MemoryLimit
 from forkpoint.rollout_files import as_path, check_extras
 from forkpoint.rollouts import Rollout, RolloutBatch, short
 from forkpoint.traces import manifest, shard

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from forkpoint.dumps import tensors
-from forkpoint.dumps.json_lines import parse_strictly
-from forkpoint.dumps.limits import ROLLOUT_BYTES, MemoryLimit, json_bytes
 from forkpoint.errors import RolloutError, TraceError
+from forkpoint.formats.json_lines import parse_strictly
+from forkpoint.formats.limits import ROLLOUT_BYTES, TIMES_FILE, MemoryLimit
 from forkpoint.rollouts import Rollout, RolloutBatch, short
 from forkpoint.traces.fields import SHARD, Problem, check_fields
 
@@ -28,6 +28,7 @@ LOSS_INPUT = "loss_inputs."
 ARRAYS = frozenset({"token_ids", "offsets", "loss_mask", "temperatures"})
 """Field that every shard has, and no file that is read as rollouts."""
 _METADATA = "forkpoint"
+_LENGTH_BYTES = 8
 _LOGPROBS_AND_VALUES = ("old_logprobs", "reference_logprobs", "old_values")
 Arrays = dict[str, NDArray[Any]]
 
@@ -76,7 +77,7 @@ def bytes_of(size: int, rollouts: int, tokens: int) -> int:
 
     Per token there are at most nine numbers of 8 bytes, in a rollout and again in the batch.
     """
-    return 2 * size + 2 * ROLLOUT_BYTES * rollouts + 144 * tokens
+    return 3 * size + 2 * ROLLOUT_BYTES * rollouts + 144 * tokens
 
 
 def decode(
@@ -88,23 +89,22 @@ def decode(
     metadata takes more memory than is left.
     """
     try:
-        arrays, metadata = tensors.decode(np.frombuffer(content, np.uint8), memory)
-        text = metadata.get(_METADATA, "").encode()
-    except RolloutError:
-        raise
+        arrays = safetensors.numpy.load(content)
+        header = content[_LENGTH_BYTES:][: int.from_bytes(content[:_LENGTH_BYTES], "little")]
+        text = json.loads(header).get("__metadata__", {}).get(_METADATA, "").encode()
+    except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that numpy lacks
+        raise _no_batch(where, str(error)) from None
+    memory.check(TIMES_FILE * len(text), "the metadata of a batch")
+    try:
+        about = parse_strictly(text)
+        check_fields(about, SHARD)
+        _check_arrays(arrays, about)
     except ValueError as error:
         raise _no_batch(where, str(error)) from None
-    with memory.holding(json_bytes(text), "the metadata of a batch"):
-        try:
-            about = parse_strictly(text)
-            check_fields(about, SHARD)
-            _check_arrays(arrays, about)
-        except ValueError as error:
-            raise _no_batch(where, str(error)) from None
-        try:
-            batch = RolloutBatch(_rollouts(arrays, about))
-        except RolloutError as error:
-            raise _no_batch(where, str(error)) from None
+    try:
+        batch = RolloutBatch(_rollouts(arrays, about))
+    except RolloutError as error:
+        raise _no_batch(where, str(error)) from None
     extra = {
         k.removeprefix(LOSS_INPUT): v.copy() for k, v in arrays.items() if k.startswith(LOSS_INPUT)
     }

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forkpoint.dumps.limits import MemoryLimit, MemorySize, size_in_bytes, tree_bytes
+from forkpoint.byte_sizes import MemorySize, size_in_bytes
 from forkpoint.errors import RolloutError, TraceError
+from forkpoint.formats.limits import MemoryLimit, tree_bytes
 from forkpoint.rollout_files import as_path
 from forkpoint.rollouts import RolloutBatch, short
 from forkpoint.traces import manifest, shard
@@ -246,15 +247,15 @@ class Trace:
                         f"says {entry.bytes}. {manifest.AGAIN}"
                     )
                 needed = shard.bytes_of(entry.bytes, entry.rollouts, entry.tokens)
-                with self._memory.holding(needed, f"batch {entry.index}"):
-                    content = file.read()
-                    found = manifest.sha256(content)
-                    if found != entry.sha256:
-                        raise TraceError(
-                            f"{where} is not what was recorded: it has SHA-256 {found}, and the "
-                            f"manifest says {entry.sha256}. {manifest.AGAIN}"
-                        )
-                    return shard.decode(content, str(where), self._memory)
+                self._memory.check(needed, f"batch {entry.index}")
+                content = file.read()
+                found = manifest.sha256(content)
+                if found != entry.sha256:
+                    raise TraceError(
+                        f"{where} is not what was recorded: it has SHA-256 {found}, and the "
+                        f"manifest says {entry.sha256}. {manifest.AGAIN}"
+                    )
+                return shard.decode(content, str(where), self._memory)
         except FileNotFoundError:
             raise TraceError(
                 f"{where} is missing, and the manifest has it as batch {entry.index}. Take a copy "

@@ -7,12 +7,10 @@ from bad_inputs.arguments import ARGUMENTS
 from bad_inputs.files import FILES
 from bad_inputs.folders import FOLDERS
 from bad_inputs.kind import Kind
-from bad_inputs.limits import LIMITS
 from bad_inputs.losses import LOSSES
 from bad_inputs.model_files import MODEL_FILES
 from bad_inputs.models import MODELS
 from bad_inputs.options import OPTIONS
-from bad_inputs.pickles import PICKLES
 from bad_inputs.plans import KERNELS, PLANS
 from bad_inputs.rank_replays import RANK_REPLAYS
 from bad_inputs.recorders import RECORDERS
@@ -27,8 +25,6 @@ from bad_inputs.verl_options import VERL
 
 TOPICS: dict[str, tuple[Kind, ...]] = {
     "Files of rollouts": FILES,
-    "Pickles and torch files": PICKLES,
-    "Memory for files": LIMITS,
     "Rollouts and batches": ROLLOUTS,
     "Batches from tensors": TENSORS,
     "Options": OPTIONS,

@@ -2,23 +2,45 @@
 
 import gzip
 import io
+import os
+import pickle
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 import zstandard
 from tokenizers import Tokenizer, models
 
 from bad_inputs.kind import GOOD, Kind, file_kind, with_field
 from forkpoint import Rollout, load_rollouts, save_rollouts
 from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.formats.tensors import RECIPE
 
 ROLLOUT = Rollout([1, 2], [0, 1], 1.0, rollout_id="b")
-TWO = f"{GOOD}\n{GOOD}\n".encode()
+OTHER = GOOD.replace('"a"', '"b"')
+TWO = f"{GOOD}\n{OTHER}\n".encode()
 
 
 def numpy_archive() -> bytes:
     content = io.BytesIO()
     np.savez(content, input_ids=np.ones(3, np.int64))
+    return content.getvalue()
+
+
+def saved(value: Any) -> bytes:
+    """A torch file."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+
+
+def compressed() -> bytes:
+    """A torch file whose entries are compressed."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bad/data.pkl", pickle.dumps([], 2))
     return content.getvalue()
 
 
@@ -77,9 +99,9 @@ FILES = (
     file_kind(
         "A list of rollouts on one line",
         f"[{GOOD}]",
-        message="bad.jsonl, line 1 is [{'advantage': 0.5, 'loss_mask': [0, 1, 1], 'rollout_id': "
-        "'a', 'token_ids': [1, 2, 3]}]; each line holds one JSON object with the keys "
-        "token_ids, loss_mask, advantage. Write the items of the list one a line.",
+        message="bad.jsonl, line 1 is [{'advantage': 0.5, 'loss_mask': [...], 'rollout_id': "
+        "'a', 'token_ids': [...]}]; each line holds one JSON object with the keys token_ids, "
+        "loss_mask, advantage. Write the items of the list one a line.",
         means="The file is one JSON array, not JSON lines.",
         remedy="Write its entries one a line, without the brackets around them.",
     ),
@@ -105,7 +127,7 @@ FILES = (
         "Text that is not UTF-8",
         GOOD.encode() + b'\n{"a": "\xe9"}',
         message="bad.jsonl, line 2: byte 8 is 0xe9, which is not UTF-8. Save the file as UTF-8, "
-        "plain or compressed with gzip or zstd.",
+        "plain or compressed once with gzip or zstd.",
         means="The file is of another encoding, or of another format than JSON lines, gzip and "
         "zstd.",
         remedy='Write it with encoding="utf-8".',
@@ -149,7 +171,7 @@ FILES = (
         "A file of another kind",
         b"\x93NUMPY\x01\x00v\x00{'descr': '<i8'}",
         message="bad.npy is of no kind that is read: it begins with b'\\x93NUMPY\\x01\\x00'. Give "
-        "JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file or a pickle.",
+        "JSON lines (plain, gzip or zstd), parquet, safetensors or a torch file.",
         means="The file is binary, and of none of these kinds.",
         remedy="Write what it holds with torch.save or safetensors, under a trainer's names.",
         file="bad.npy",
@@ -166,10 +188,50 @@ FILES = (
     file_kind(
         "A torch file that is cut short",
         b"PK\x03\x04" + bytes(60),
-        message="bad.pt is cut short: it begins as an archive, as torch files do, and the archive "
-        "has no end. Copy or write the file again.",
+        message="bad.pt cannot be read as a torch file: BadZipFile: File is not a zip file. Copy "
+        "or write the file again.",
         means="The end of the archive is missing, and with it the list of what it holds.",
         remedy="Copy it again; look whether the disk was full when it was written.",
+        file="bad.pt",
+    ),
+    file_kind(
+        "A pickle",
+        pickle.dumps([1]),
+        message=f"bad.pkl is a pickle, which can run code when it is loaded, and is not read. "
+        f"{RECIPE}",
+        means="A pickle is a program, and loading it runs the program.",
+        remedy="Convert files that you trust; docs/rollouts.md has the lines for each trainer. Do "
+        "not load a pickle of a stranger to find out what is in it.",
+        file="bad.pkl",
+    ),
+    file_kind(
+        "A torch file that names code",
+        saved(os.system),
+        message="bad.pt is not read by torch.load(weights_only=True): it names posix.system. "
+        f"{RECIPE}",
+        means="Such a file could run code. Objects of trainers and numpy arrays name code as well.",
+        remedy="Save tensors, lists, dicts, numbers and text alone: arrays with .tolist(), objects "
+        "with vars().",
+        file="bad.pt",
+    ),
+    file_kind(
+        "A torch file whose entries are compressed",
+        compressed(),
+        message="bad.pt is an archive of compressed entries, and torch.save compresses none. Write "
+        "it with torch.save, and compress the whole file where it is kept.",
+        means="A small file could otherwise take any amount of memory.",
+        remedy="Write it with torch.save.",
+        file="bad.pt",
+    ),
+    file_kind(
+        "A sparse tensor",
+        saved({"prompt_ids": torch.eye(2).to_sparse()}),
+        message="bad.pt, prompt_ids: the tensor is a Tensor of torch.float32, torch.sparse_coo, on "
+        "cpu, whose numbers cannot be read. Give an ordinary tensor of this rollout alone: "
+        ".to_dense() of a sparse one, .dequantize() of a quantized one, .full_tensor() of a "
+        "distributed one, one part of a nested one.",
+        means="Columns of rollouts are rows of numbers.",
+        remedy="Write it with .to_dense().",
         file="bad.pt",
     ),
     Kind(
@@ -234,6 +296,30 @@ FILES = (
         remedy="Give 1 or more.",
         call=lambda: load_rollouts("ok.jsonl", limit=0),
         argv=("plan", "ok.jsonl", "--limit", "0"),
+    ),
+    Kind(
+        name="Rollouts that take more memory than they may",
+        error=RolloutError,
+        message="bad.jsonl needs more memory than it may take: line 1 (its first 63 "
+        "bytes) needs 1008 bytes, and memory_limit is 1000 bytes, as given. Where the file is "
+        "meant to be so large, raise the limit (memory_limit=, --memory-limit), for example to "
+        "8GB; limit= or --limit reads fewer rollouts.",
+        means="What is read, and the rollouts that are kept, are charged to the limit before they "
+        "are allocated. By default it is 640 MiB, or 16 times what the file has on disk.",
+        remedy="Raise the limit to what the machine has, or read a part of the file.",
+        prepare=lambda _: Path("bad.jsonl").write_text(GOOD),
+        call=lambda: load_rollouts("bad.jsonl", memory_limit="1kB"),
+        argv=("plan", "bad.jsonl", "--memory-limit", "1kB"),
+    ),
+    Kind(
+        name="A memory limit that is no size",
+        error=ConfigError,
+        message="memory_limit is '8 gigs'; it takes a number of bytes of at least 1, or text such "
+        "as '8GB', '512MiB'. Leave it out for the default.",
+        means="kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB are powers of 1024.",
+        remedy="Write 8GB.",
+        call=lambda: load_rollouts("ok.jsonl", memory_limit="8 gigs"),
+        argv=("plan", "ok.jsonl", "--memory-limit", "8 gigs"),
     ),
     Kind(
         name="Another suffix when saving",

@@ -7,16 +7,16 @@ Imports no torch.
 
 from collections.abc import Iterable
 
-from forkpoint.dumps.formats.base import Format as Format
-from forkpoint.dumps.formats.nemo_rl import NEMO_RL
-from forkpoint.dumps.formats.openrlhf import OPENRLHF
-from forkpoint.dumps.formats.own import FORKPOINT
-from forkpoint.dumps.formats.prime_rl import PRIME_RL
-from forkpoint.dumps.formats.slime import SLIME
-from forkpoint.dumps.formats.trl import TRL, TRL_ASYNC
-from forkpoint.dumps.formats.verl import VERL, VERL_TEXT
-from forkpoint.dumps.record import RecordError
 from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.formats.base import Format as Format
+from forkpoint.formats.nemo_rl import NEMO_RL
+from forkpoint.formats.openrlhf import OPENRLHF
+from forkpoint.formats.own import FORKPOINT
+from forkpoint.formats.prime_rl import PRIME_RL
+from forkpoint.formats.record import RecordError
+from forkpoint.formats.slime import SLIME
+from forkpoint.formats.trl import TRL, TRL_ASYNC
+from forkpoint.formats.verl import VERL, VERL_TEXT
 from forkpoint.rollouts import short
 
 FORMATS = {

@@ -1,37 +1,28 @@
 """The limit on the memory that reading takes, and the account that readers keep of it.
 
-A reader charges the account before it allocates, gives back what it has streamed, and the rollouts
-that are kept stay charged. Imports no torch.
+A reader estimates what it is about to take and refuses what is more than is left; the rollouts that
+are kept stay charged. Imports no torch.
 """
 
 import os
 import stat
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forkpoint.byte_sizes import GIB as GIB
-from forkpoint.byte_sizes import KIB as KIB
-from forkpoint.byte_sizes import MIB as MIB
-from forkpoint.byte_sizes import MemorySize as MemorySize
-from forkpoint.byte_sizes import shown as shown
-from forkpoint.byte_sizes import size_in_bytes as size_in_bytes
+from forkpoint.byte_sizes import MIB, shown
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts import Rollout
 
 LEAST_BYTES = 640 * MIB
 """The default limit for any file, however small."""
 TIMES_FILE = 16
-"""The default limit for larger files, as a multiple of the bytes that they take on disk. JSON lines
-that are not compressed stay below it: a number of two bytes is read as one of eight, and a line is
-held as bytes, as text and as Python objects."""
-FREE_BYTES = 32 * MIB
-MOST_INFLATION = 128
-"""By default a file may give FREE_BYTES, and beyond that at most so many times the bytes read."""
+"""The default limit for larger files, as a multiple of the bytes that they take on disk; and the
+memory that a line of JSON takes while it is parsed, as a multiple of its bytes. A number of two
+bytes is read as one of eight, and a line is held as bytes, as text and as Python objects."""
 ROLLOUT_BYTES = 512
 """A `Rollout` without the numbers in its arrays."""
 
@@ -74,39 +65,25 @@ class MemoryLimit:
         self.token_bytes: int = 0
         self._kept_bytes: int = 0
 
-    def again(self) -> "MemoryLimit":
-        """The same limit with nothing held."""
-        made = MemoryLimit(self.path, self.given)
-        made.rollout_bytes, made.token_bytes = self.rollout_bytes, self.token_bytes
-        return made
+    def reset(self) -> None:
+        """Give back all that is charged, where a file is read once more."""
+        self.held_bytes = self._kept_bytes = 0
 
     @property
     def left_bytes(self) -> int:
         """How much more can be charged."""
         return self.limit_bytes - self.held_bytes
 
-    def hold(self, count: int, what: str) -> None:
-        """Charge `count` bytes before they are allocated; `what` is what they are for.
-
-        Raises RolloutError, naming the limit and the option, where that is more than is left.
-        """
-        if count > self.limit_bytes - self.held_bytes:
+    def check(self, count: int, what: str) -> None:
+        """Raises RolloutError, naming the limit and the option, where `count` bytes are more than
+        is left; `what` is what they are for."""
+        if count > self.left_bytes:
             raise self.refusal(count, what)
+
+    def hold(self, count: int, what: str) -> None:
+        """Charge `count` bytes before they are allocated. Raises as `check` does."""
+        self.check(count, what)
         self.held_bytes += count
-
-    def release(self, count: int) -> None:
-        """Give back what was charged."""
-        self.held_bytes -= count
-        assert self.held_bytes >= 0, "more was given back than was charged"
-
-    @contextmanager
-    def holding(self, count: int, what: str) -> Iterator[None]:
-        """Charge `count` bytes while the block runs."""
-        self.hold(count, what)
-        try:
-            yield
-        finally:
-            self.release(count)
 
     def keep(self, rollout: Rollout) -> int:
         """Charge a rollout that the caller keeps, with what the caller needs for it, and return how
@@ -120,44 +97,22 @@ class MemoryLimit:
 
     def let_go(self, count: int) -> None:
         """Give back what `keep` charged."""
-        self.release(count)
+        self.held_bytes -= count
         self._kept_bytes -= count
-
-    def check_inflation(self, read: int, given: int, what: str = "content") -> None:
-        """Refuse a file that gives far more than is read of it. A limit that was asked for bounds
-        memory alone, and then nothing is refused here.
-
-        Args:
-            read: bytes read of the file so far.
-            given: bytes of `what` that they gave.
-
-        Raises RolloutError, naming both.
-        """
-        if self.given is not None or given <= FREE_BYTES + MOST_INFLATION * read:
-            return
-        raise RolloutError(
-            f"{self.path} inflates: the first {shown(read)} of it give {shown(given)} of {what}, "
-            f"and by default a file gives at most {shown(FREE_BYTES)} and {MOST_INFLATION} times "
-            "what is read. Where it is meant to, set a limit on memory (memory_limit=, "
-            "--memory-limit), such as 4GB, which is then the only one."
-        )
 
     def refusal(self, count: int, what: str) -> RolloutError:
         """The error for `count` bytes that are not left."""
         origin = "as given"
         if self.given is None:
             origin = f"the default for a file of {shown(self.disk_bytes)}"
+        s = "" if what.startswith("rollouts") else "s"
         held = f" besides the {shown(self.held_bytes)} held" if self.held_bytes else ""
         return RolloutError(
-            f"{self.path} needs more memory than it may take: {what} need{_s(what)} "
+            f"{self.path} needs more memory than it may take: {what} need{s} "
             f"{shown(count)}{held}, and memory_limit is {shown(self.limit_bytes)}, {origin}. Where "
             "the file is meant to be so large, raise the limit (memory_limit=, --memory-limit), "
             "for example to 8GB; limit= or --limit reads fewer rollouts."
         )
-
-
-def _s(what: str) -> str:
-    return "" if what.startswith("rollouts") else "s"
 
 
 def bytes_of(rollout: Rollout, most: int) -> int:
@@ -188,25 +143,3 @@ def tree_bytes(value: Any, most: int) -> int:
         elif isinstance(item, list | tuple):
             waiting.extend(item)
     return count
-
-
-# What CPython 3.11 to 3.14 take at most for what a character of JSON begins or separates: a place
-# in a list, a number, a list with room for its first items, a dict with what it is made of, one
-# pair of it, and half a string.
-_SMALL_LINE = 1 << 14
-_CHARACTER = 48
-_PLACE, _NUMBER, _LIST, _DICT, _PAIR, _QUOTE = 9, 32, 112, 260, 200, 33
-_MARGIN = 1 << 12
-
-
-def json_bytes(line: bytes | bytearray) -> int:
-    """The most bytes that a line of JSON takes while it is parsed, its text included."""
-    size = len(line)
-    if size <= _SMALL_LINE:
-        return _CHARACTER * size
-    text = size if line.isascii() else 4 * size
-    strings = 6 * size if b"\\u" in line else text
-    numbers, lists, dicts = line.count(b",") + 1, line.count(b"["), line.count(b"{")
-    objects = _PLACE * (numbers + lists + dicts) + _NUMBER * numbers + _LIST * lists
-    objects += _DICT * dicts + _PAIR * line.count(b":") + _QUOTE * line.count(b'"')
-    return _MARGIN + size + text + strings + objects

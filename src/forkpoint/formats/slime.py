@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.dumps.formats.base import MEDIA, NO_TEMPERATURE, Format, made
-from forkpoint.dumps.record import Record, group_of, spread
+from forkpoint.formats.base import MEDIA, NO_TEMPERATURE, Format, made
+from forkpoint.formats.record import Record, group_of, spread
 from forkpoint.rollouts import Rollout, short
 
 

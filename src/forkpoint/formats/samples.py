@@ -5,14 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.dumps.containers import SHARED
-from forkpoint.dumps.formats import Format
-from forkpoint.dumps.limits import MemoryLimit
-from forkpoint.dumps.record import Record, Row, WrongRows, named
-
-_ROW_BYTES = 32
-"""Bytes that a row of a table counts as, and each value that all rows share, when a file is checked
-for inflating. Rows may be empty, and then take nothing in the file."""
+from forkpoint.formats.base import Format
+from forkpoint.formats.containers import SHARED
+from forkpoint.formats.record import Record, Row, WrongRows, named
 
 
 def samples(
@@ -20,12 +15,8 @@ def samples(
     table: Mapping[str, Any],
     format: Format,
     tokenizer: Callable[[str], list[int]] | None,
-    memory: MemoryLimit,
 ) -> Iterator[Record]:
-    """The samples of a table, or the one sample that it is.
-
-    Raises RolloutError where it has far more rows than the file has bytes.
-    """
+    """The samples of a table, or the one sample that it is."""
     settings = table.get(SHARED)
     shared: dict[str, Any] = dict(settings) if isinstance(settings, Mapping) else {}
     key = next((name for name in format.key if table.get(name) is not None), None)
@@ -47,9 +38,6 @@ def samples(
                 "lists, each is a rollout, and every other list has as many entries; one rollout "
                 "has one list of ids."
             )
-    # forkpoint's own format gives every row what they share, as extras of its own.
-    each = len(columns) + (len(shared) if format.shares else 1)
-    memory.check_inflation(memory.disk_bytes, count * each * _ROW_BYTES, "rows")
     for row in range(count):
         values = Row({name: column[row] for name, column in columns.items()}, shared)
         yield Record(f"{where}, row {row}", values, tokenizer)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from forkpoint.dumps.formats.base import MEDIA, NO_TEMPERATURE, Format, before_first, made
-from forkpoint.dumps.record import Record, group_of
+from forkpoint.formats.base import MEDIA, NO_TEMPERATURE, Format, before_first, made
+from forkpoint.formats.record import Record, group_of
 from forkpoint.rollouts import Rollout, short
 
 

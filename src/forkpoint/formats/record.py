@@ -6,13 +6,13 @@ Imports no torch.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from reprlib import Repr
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.errors import RolloutError
+from forkpoint.rollout_fields import is_number, read_vector
 from forkpoint.rollouts import Rollout, short
 from forkpoint.rollouts import group_of as group_of
 
@@ -97,9 +97,11 @@ class Record:
 
     def ids(self, name: str) -> NDArray[np.int64]:
         """Token ids [n]; whether they are in range is for Rollout to say."""
-        array = self.row(name, "iu", "whole numbers")
-        if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
-            raise self._beyond(name, int((array > np.iinfo(np.int64).max).argmax()), array.max())
+        array = self.row(name, "iu", "whole numbers of 64 bits")
+        beyond = array > np.iinfo(np.int64).max
+        if beyond.any():
+            at = int(beyond.argmax())
+            raise self.fail(name, f"{name}[{at}] is {array[at]}, which is more than int64 holds.")
         return array.astype(np.int64)
 
     def mask(self, name: str, length: int, of: str) -> NDArray[np.bool_]:
@@ -131,15 +133,13 @@ class Record:
                 value = value.reshape(()).item()
             elif isinstance(value, list | tuple) and len(value) == 1:
                 value = value[0]
-        scalar: Any = value
-        if _kind(type(scalar)) in "biuf":
-            try:
-                number = float(scalar)
-            except OverflowError:  # a whole number of hundreds of digits
-                number = np.inf
+        if isinstance(value, bool | np.bool_) or (
+            not isinstance(value, list | tuple) and is_number(value)
+        ):
+            number = float(value)
             if np.isfinite(number):
                 return number
-        raise self.fail(name, f"{name} is {_short(self.values[name])}; it takes one finite number.")
+        raise self.fail(name, f"{name} is {short(self.values[name])}; it takes one finite number.")
 
     def per_token(self, name: str) -> bool:
         """Whether there is a row of numbers, not one."""
@@ -158,7 +158,7 @@ class Record:
         value = self.values[name]
         if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1):
             return len(value)
-        raise self.fail(name, f"{name} is {_shape(value)}; it takes one row.")
+        raise self.fail(name, f"{name} is {short(value)}; it takes one row.")
 
     def first(self, *names: str) -> str:
         """The first of the names that there is a value for; the first of all if there is none."""
@@ -177,7 +177,7 @@ class Record:
             digits = short(value)  # Python writes no number of thousands of digits: none is a name
             if digits.lstrip("-").isdigit():
                 return digits
-        raise self.fail(name, f"{name} is {_short(value)}; it takes text or a whole number.")
+        raise self.fail(name, f"{name} is {short(value)}; it takes text or a whole number.")
 
     def refuse_media(self, *names: str) -> None:
         """Raises RecordError where there are images and the like: rollouts here are tokens only."""
@@ -194,9 +194,7 @@ class Record:
 
         Args:
             name: the field.
-            kinds: numpy's letters of the kinds that are allowed. Lists are looked at value by
-                value first: numpy would make room for all that lists of lists repeat, and make
-                numbers of booleans and text of numbers.
+            kinds: numpy's letters of the kinds that are allowed.
             what: the kinds in words.
 
         Raises RecordError where the field is missing, is no row, or has other values.
@@ -204,90 +202,20 @@ class Record:
         if not self.has(name):
             keys = sorted(named(key) for key in islice(self.values, _MOST_KEYS))
             raise self.fail(name, f"there is no {name}; the record has {short(keys)}.")
-        value = self.values[name]
-        if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype == object:
-            value = value.tolist()
-        if isinstance(value, list | tuple):
-            return self._listed(name, value, kinds, what)
-        if not isinstance(value, np.ndarray) or value.ndim != 1:
-            raise self.fail(name, f"{name} is {_shape(value)}; it takes one row of {what}.")
-        if not value.size:
-            return np.empty(0, np.int64)
-        if value.dtype.kind not in kinds:
-            raise self.fail(
-                name, f"{name}[0] is {_short(value[0])} ({value.dtype}); it takes {what}."
-            )
-        return value
-
-    def _listed(
-        self, name: str, values: list[Any] | tuple[Any, ...], kinds: str, what: str
-    ) -> Array:
-        refused = {kind for kind in set(map(type, values)) if _kind(kind) not in kinds}
-        if any(issubclass(kind, list | tuple | np.ndarray) for kind in refused):
-            raise self.fail(name, f"{name} is {_short(values)}; it takes one row of {what}.")
-        if refused:
-            at = next(i for i, v in enumerate(values) if type(v) in refused)
-            raise self.fail(name, f"{name}[{at}] is {_short(values[at])}; it takes {what}.")
-        whole, dtype = "f" not in kinds, np.float64 if "f" in kinds else np.int64
+        takes = f"it takes one row of {what}."
         try:
-            return np.array(values if not whole else list(map(int, values)), dtype)
-        except OverflowError:
-            most = 2**63 - 1 if whole else 10**308
-            at = next(i for i, v in enumerate(values) if abs(v) > most)
-            raise self._beyond(name, at, values[at]) from None
-
-    def _beyond(self, name: str, at: int, value: Any) -> RecordError:
-        return self.fail(
-            name, f"{name}[{at}] is {short(value)}, which is more than 64 bits of a number hold."
-        )
+            return read_vector(self.where, name, self.values[name], kinds, takes)
+        except RolloutError as error:
+            raise RecordError.of(error, name) from None
 
     def _check_length(self, name: str, array: Array, length: int, of: str) -> None:
         if len(array) != length:
             raise self.fail(name, f"{name} has {len(array)} entries, but {of} has {length}.")
 
 
-class _Shown(Repr):
-    """Values as messages show them, without writing out what is large."""
-
-    def repr_int(self, x: int, level: int) -> str:
-        return short(x)
-
-    def repr_bytes(self, x: bytes, level: int) -> str:
-        return short(x) if len(x) <= _MOST_SHOWN else f"{len(x)} bytes"
-
-    def repr_ndarray(self, x: Array, level: int) -> str:
-        if x.dtype == object or x.size > _MOST_SHOWN:
-            return f"an array of {_shape(x)} of {x.dtype}"
-        return short(x)
-
-
-_SHOWN = _Shown()
-_SHOWN.maxlevel = 2  # six items of six items are enough
-_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = _MOST_SHOWN
-
-
 def named(name: Any) -> str:
     """A key as messages show it."""
-    return name if isinstance(name, str) and len(name) <= _MOST_SHOWN else _SHOWN.repr(name)
-
-
-def _short(value: Any) -> str:
-    return short(value) if isinstance(value, np.generic) else _SHOWN.repr(value)
-
-
-def _shape(value: Any) -> str:
-    """The shape of an array of several dimensions, and anything else as it is."""
-    if isinstance(value, np.ndarray):
-        return " x ".join(map(str, value.shape)) or short(value.item())
-    return _short(value)
-
-
-def _kind(value_type: type) -> str:
-    """numpy's letter for the kind of a scalar type of Python's or numpy's; "O" for others."""
-    for scalar, letter in ((bool, "b"), (int, "i"), (float, "f")):
-        if issubclass(value_type, scalar):
-            return letter
-    return np.dtype(value_type).kind if issubclass(value_type, np.generic) else "O"
+    return name if isinstance(name, str) and len(name) <= _MOST_SHOWN else short(name)
 
 
 def _is_nothing(value: Any) -> bool:

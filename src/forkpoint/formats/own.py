@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.dumps.formats.base import Format
-from forkpoint.dumps.record import Record, RecordError, WrongRows, field_of
 from forkpoint.errors import RolloutError
+from forkpoint.formats.base import Format
+from forkpoint.formats.record import Record, RecordError, WrongRows, field_of
 from forkpoint.rollout_files import REQUIRED, rollout_of
 from forkpoint.rollouts import Rollout
 
@@ -28,11 +28,10 @@ def _own(record: Record) -> Iterator[Rollout]:
 
 
 def _plain(value: Any) -> Any:
-    """A number or text as Python has it, where a column gave numpy's; arrays stay, of at most 64
-    bits."""
-    if isinstance(value, np.ndarray) and value.dtype == np.longdouble:
-        with np.errstate(over="ignore"):  # to infinities, which Rollout refuses
-            return value.astype(np.float64)
+    """A number or text as Python has it, where a column gave numpy's, and a copy of an array, which
+    may be a view of a mapped file."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -41,5 +40,4 @@ FORKPOINT = Format(
     signatures=(frozenset({"token_ids", "loss_mask"}),),
     key=("token_ids",),
     rollouts=_own,
-    shares=True,
 )

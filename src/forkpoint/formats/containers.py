@@ -1,20 +1,18 @@
-"""Files of records: JSON lines, parquet, safetensors, torch files and pickles, told by content.
+"""Files of records: JSON lines, parquet, safetensors and torch files, told by content.
 
-Each gives the tables or samples that it holds, with where each stands. Imports no torch, and
-pyarrow only for parquet.
+Each gives the tables or samples that it holds, with where each stands.
 """
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from forkpoint.dumps import parquet
-from forkpoint.dumps.compressed import COMPRESSED
-from forkpoint.dumps.json_lines import json_lines, parse_object
-from forkpoint.dumps.limits import MemoryLimit
-from forkpoint.dumps.record import RecordError
-from forkpoint.dumps.tensors import open_tensors
 from forkpoint.errors import RolloutError
+from forkpoint.formats import parquet
+from forkpoint.formats.json_lines import COMPRESSED, json_lines, parse_object
+from forkpoint.formats.limits import MemoryLimit
+from forkpoint.formats.record import RecordError
+from forkpoint.formats.tensors import ZIP_MAGIC, read_safetensors, read_torch, refuse_pickle
 from forkpoint.rollouts import short
 
 Part = tuple[str, Mapping[str, Any] | RecordError]
@@ -22,15 +20,11 @@ Part = tuple[str, Mapping[str, Any] | RecordError]
 
 SHARED = "meta_info"
 """A key under which a table has what its samples share."""
-_ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGICS = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""Text, though no JSON lines; the reader of lines says what to do."""
 _TORCH_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
 """Bytes that files of torch before 1.6 hold near their beginning."""
 _MOST_LISTS = 8
 """How deeply samples or batches may lie in lists of lists."""
-_PART_BYTES = 64
 
 
 def container_of(path: Path) -> str:
@@ -57,16 +51,16 @@ def container_of(path: Path) -> str:
         return "safetensors"
     if head.startswith(parquet.MAGIC):
         return "parquet"
-    if head.startswith(_ZIP_MAGIC):
+    if head.startswith(ZIP_MAGIC) or (head.startswith(_PICKLE_MAGICS) and _TORCH_MAGIC in head):
         return "torch"
-    if head.startswith(_PICKLE_MAGICS):
-        return "torch" if _TORCH_MAGIC in head else "pickle"
+    if head.startswith(_PICKLE_MAGICS) or path.suffix in (".pkl", ".pickle"):
+        raise refuse_pickle(path)
     if path.suffix == ".safetensors":
         raise RolloutError(
             f"{path} is no safetensors file, or cut short: its header would have {length} bytes, "
             f"and the file has {path.stat().st_size}. Copy or write the file again."
         )
-    if path.suffix in (".parquet", ".pt", ".pth", ".pkl", ".pickle"):
+    if path.suffix in (".parquet", ".pt", ".pth"):
         raise RolloutError(
             f"{path} is no {path.suffix[1:]} file: it begins with {short(head[:8])}. Copy or write "
             "the file again."
@@ -77,43 +71,28 @@ def container_of(path: Path) -> str:
             "their order changes between versions. Decode them with the trainer's own classes and "
             "write each sample as one JSON object a line with msgspec.structs.asdict."
         )
-    if b"\0" in head and not head.startswith((*COMPRESSED, *_UTF_16)):
+    if b"\0" in head and not head.startswith(COMPRESSED):
         raise RolloutError(
             f"{path} is of no kind that is read: it begins with {short(head[:8])}. Give JSON lines "
-            "(plain, gzip or zstd), parquet, safetensors, a torch file or a pickle."
+            "(plain, gzip or zstd), parquet, safetensors or a torch file."
         )
     return "JSON lines"
 
 
 def parts(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
-    """Contents of a file, in its order. Their memory is charged to `memory` while it is used.
+    """Contents of a file, in its order.
 
     Raises RolloutError, naming the file, where the file as a whole cannot be read, or takes more
-    memory than it may.
+    memory than is left.
     """
     if container == "JSON lines":
         yield from _json(path, memory)
     elif container == "parquet":
         yield from parquet.rows(path, memory)
     elif container == "safetensors":
-        yield str(path), open_tensors(path, memory)
+        yield str(path), read_safetensors(path)
     else:
-        yield from _unpickled(path, container, memory)
-
-
-def _unpickled(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
-    """The tables or samples of a torch file or a pickle, built in the memory that is left."""
-    from forkpoint.dumps.pickles import read_file
-
-    size_bytes = path.stat().st_size
-    with memory.holding(size_bytes, "the bytes of the file"):
-        loaded, taken_bytes = read_file(path, torch=container == "torch", most=memory.left_bytes)
-        with memory.holding(taken_bytes, "the values in the file"):
-            given = 0
-            for part in _tables(loaded, str(path), 0):
-                given += _PART_BYTES
-                memory.check_inflation(memory.disk_bytes, given, "samples")
-                yield part
+        yield from _tables(read_torch(path, memory), str(path), 0)
 
 
 def _json(path: Path, memory: MemoryLimit) -> Iterator[Part]:

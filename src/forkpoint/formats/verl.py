@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint.dumps.formats.base import MEDIA, NO_TEMPERATURE, Format, made
-from forkpoint.dumps.record import Record, group_of, spread, unpadded
+from forkpoint.formats.base import MEDIA, NO_TEMPERATURE, Format, made
+from forkpoint.formats.record import Record, group_of, spread, unpadded
 from forkpoint.rollouts import Rollout
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint.dumps.record import Record, make
+from forkpoint.formats.record import Record, make
 from forkpoint.rollouts import Rollout
 
 MEDIA = (
@@ -30,7 +30,6 @@ class Format:
     key: fields of which the first that is there tells, by its nesting, a batch from one sample.
     rollouts: the rollouts of one record, almost always one.
     text: whether `key` is text, so that a list of texts is a batch.
-    shares: whether a rollout keeps every field, those that the rows of a batch share included.
     notes: what a reader of the rollouts has to know.
     """
 
@@ -40,7 +39,6 @@ class Format:
     key: tuple[str, ...]
     rollouts: Callable[[Record], Iterator[Rollout]]
     text: bool = False
-    shares: bool = False
     notes: tuple[str, ...] = field(default=())
 
     def matches(self, keys: frozenset[str]) -> bool:

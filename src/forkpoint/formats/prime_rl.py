@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from forkpoint.dumps.formats.base import MEDIA, Format, before_first, made
-from forkpoint.dumps.record import Record, Row, group_of
+from forkpoint.formats.base import MEDIA, Format, before_first, made
+from forkpoint.formats.record import Record, Row, group_of
 from forkpoint.rollouts import Rollout, short
 
 PADDING_ID = 1
