@@ -235,3 +235,11 @@ def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("forkpoint.formats.containers.parse_object", without)
     with pytest.raises(RolloutError, match="takes more memory than there is for this process"):
         load_rollouts(write(tmp_path, GOOD))
+
+
+def test_blank_lines_are_limited(tmp_path: Path) -> None:
+    """A small compressed file may hold any number of them."""
+    path = tmp_path / "blank.jsonl.gz"
+    path.write_bytes(gzip.compress(GOOD + b"\n" * 10**6))
+    with pytest.raises(RolloutError, match="its blank lines need"):
+        load_rollouts(path, memory_limit="5MB")

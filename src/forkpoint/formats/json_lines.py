@@ -34,11 +34,12 @@ def json_lines(path: Path, memory: MemoryLimit) -> Iterator[tuple[int, bytes]]:
     Whether it is plain, gzip or zstd is seen from its content, not from its name. A line may take a
     sixteenth of the memory that is left, because parsing it takes up to 16 times its bytes.
 
-    Raises RolloutError where the file is cut short or damaged, or has a longer line.
+    Raises RolloutError where the file is cut short or damaged, has a longer line, or has as many
+    bytes of blank lines.
     """
     try:
         with _opened(path, memory) as file:
-            number = 0
+            number = blank_bytes = 0
             while line := file.readline((most := memory.left_bytes // TIMES_FILE) + 1):
                 number += 1
                 if len(line) > most:
@@ -47,6 +48,11 @@ def json_lines(path: Path, memory: MemoryLimit) -> Iterator[tuple[int, bytes]]:
                     )
                 if not line.isspace():
                     yield number, line.removesuffix(b"\n")
+                    continue
+                # A small compressed file may hold any number of them.
+                blank_bytes += len(line)
+                if blank_bytes > most:
+                    raise memory.refusal(TIMES_FILE * blank_bytes, "its blank lines")
     except (EOFError, gzip.BadGzipFile, zlib.error, _ZstdDamage) as error:
         raise RolloutError(
             f"{path} is cut short or damaged: {error}. Copy or write the file again."
