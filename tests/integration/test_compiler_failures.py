@@ -62,7 +62,9 @@ def log(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.INFO, "forkpoint")
 
     def lines() -> list[str]:
-        found = [record.getMessage() for record in caplog.records if record.name == "forkpoint"]
+        records = [record for record in caplog.records if record.name == "forkpoint"]
+        # Old log-probs of the batch are not the model's, which has a warning of its own.
+        found = [text for r in records if "have a ratio of e^5" not in (text := r.getMessage())]
         return [line for line in found if not line.startswith("compiling the model's")]
 
     return lines
