@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from forkpoint.engine.timing import Event
 from forkpoint.errors import UnsupportedError
 from lanes import slow_besides
 
@@ -189,8 +190,8 @@ def failing_beside_stock(wrap: Any) -> tuple[str, str, float]:
     """The plan fails at the end of a backward whose stock term has succeeded."""
     calls = MixedCalls(replace(Scenario(), wrap=wrap, gather="step"))
 
-    def fail(event: str) -> None:
-        if event.startswith("backward "):
+    def fail(event: Event) -> None:
+        if event.operation == "backward":
             raise KeyboardInterrupt
 
     value = calls._own() + stock(calls.model, calls.rank)

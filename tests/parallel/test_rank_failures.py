@@ -219,10 +219,11 @@ def comes_late() -> tuple[list[str], float]:
     if dist.get_rank() == 0:
         time.sleep(2.5)
     policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
+    of_the_step = list(said)
     alone = forkpoint.wrap(model_of(Scenario()), DEEP)
     alone.forward_backward(RolloutBatch([r for part in UNEQUAL for r in part]), GRPO())
     names = [name for name, _ in alone.host.model.named_parameters()]
-    return said, distance(gradients(model), gradients(alone.host.model), names)
+    return of_the_step, distance(gradients(model), gradients(alone.host.model), names)
 
 
 @pytest.mark.slow
