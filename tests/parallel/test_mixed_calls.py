@@ -10,11 +10,12 @@ from processes import run_ranks
 from scenarios_of_ranks import BAR, EMPTY, Scenario, hybrid_mesh, replicated, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint.engine.timing import Event
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.fsdp_versions import groups_of
 from lanes import slow_besides
 
 TOGETHER = ("sum", "sum_of_stock_first", "unsynced sum synced sum")
@@ -168,8 +169,9 @@ def settings_of_the_user(gather: Any) -> list[bool]:
     calls.run(["unsynced"])
     calls.model.set_is_last_backward(False)
     calls.run(["score", "function", "fails", "logprobs"])
-    states = [m._get_fsdp_state() for m in calls.model.modules() if hasattr(m, "_get_fsdp_state")]
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    modules = [m for m in calls.model.modules() if isinstance(m, FSDPModule)]
+    states = [module._get_fsdp_state() for module in modules]
+    groups = [group for module in modules for group in groups_of(module)]
     return [not state._state_ctx.is_last_backward for state in states[:1]] + [
         not group.reduce_grads and not group.all_reduce_grads for group in groups
     ]
@@ -236,8 +238,8 @@ def test_a_stock_backward_that_failed_is_noticed() -> None:
 def whole_groups(call: str) -> int:
     """The most groups of weights that are whole when an operation of a step begins."""
     calls = MixedCalls(Scenario())
-    states = [m._get_fsdp_state() for m in calls.inner.modules() if hasattr(m, "_get_fsdp_state")]
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    modules = [m for m in calls.inner.modules() if isinstance(m, FSDPModule)]
+    groups = [group for module in modules for group in groups_of(module)]
     seen = []
     calls.policy.observer = lambda _: seen.append(sum(group.is_unsharded for group in groups))
     calls.run([call])

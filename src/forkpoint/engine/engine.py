@@ -16,8 +16,8 @@ from forkpoint.engine.activations import Activations
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.gathered_scores import loss_inputs
+from forkpoint.engine.gradient_sums import GradientSums, twins
 from forkpoint.engine.guard import GradientGuard, Step
-from forkpoint.engine.guarding import guard_gradients
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.loss_calls import names_of
 from forkpoint.engine.loss_gradients import LossGradients, LossPart
@@ -185,7 +185,23 @@ class Engine:
 
     def _begin(self, step: Step) -> GradientGuard:
         """Prepare gradients and model for backwards, until the changes are undone."""
-        guard = guard_gradients(step, self.host, self.config)
+        parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
+        group = self.host.group
+        wide = self.config.grad_accumulation_dtype == "float32"
+        apart = parameters if wide else group.apart(parameters) if group is not None else []
+        guard = step.guard = GradientGuard(
+            parameters,
+            restore=self.config.restore_grads,
+            sums=GradientSums(apart, wide=wide) if apart else None,
+        )
+        if group is not None:
+            guard.reset = group.reset
+            guard.held = lambda: group.gathered
+            guard.missing = group.missing_bytes if group.reduces else None
+        if guard.sums is not None:
+            listens = group is not None and group.listens
+            leaves = twins(self.host.model, apart, step.changes) if listens else apart
+            guard.sums.collect(step.changes, leaves)
         self._enter(step)
         return guard
 

@@ -40,13 +40,15 @@ class Answering:
 
     @property
     def temperature(self) -> float:
-        """Of the head that TRL has fused: its sampling temperature, 1 in DPO.
+        """Of the head that TRL has fused: its sampling temperature, 1 in DPO."""
+        self.keep_temperature()
+        assert self._temperature is not None
+        return self._temperature
 
-        TRL reads it once, when it makes the head.
-        """
+    def keep_temperature(self) -> None:
+        """Read the temperature now, once: TRL reads it when it makes the head."""
         if self._temperature is None:
             self._temperature = float(getattr(self.trainer, "temperature", 1.0))
-        return self._temperature
 
     @property
     def _statistics(self) -> tuple[str, ...]:

@@ -70,8 +70,7 @@ class _SharedTrainer(Base):
         self.sharing = ReferenceSharing(self, replace(config, all_logprobs=True))
         self._grouping = Grouping(keep_groups)
         super().__init__(*args, **kwargs)
-        # TRL reads it when it makes the head, and so do we.
-        assert self.sharing.temperature
+        self.sharing.keep_temperature()
         # TRL changes some of its arguments, and a subclass may have made them.
         check_options(type(self), self.args)
         if not any(self.args is value for value in given):
