@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
-from forkpoint.cli.last_resort import guarded
-from forkpoint.cli.output import Output, write_anything
-from forkpoint.cli.parsing import read_arguments, run_command
+from forkpoint.apps.cli.last_resort import guarded
+from forkpoint.apps.cli.output import Output, write_anything
+from forkpoint.apps.cli.parsing import read_arguments, run_command
 from forkpoint.errors import ConfigError
 
 COMMANDS = {

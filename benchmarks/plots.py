@@ -15,11 +15,11 @@ from tyro.conf import Positional, arg
 
 from benchmarks.attention import plot as attention_plot
 from benchmarks.attention.cases import SUITES
-from forkpoint.cli.options import Flag
-from forkpoint.cli.output import Output
+from forkpoint.apps.cli.options import Flag
+from forkpoint.apps.cli.output import Output
+from forkpoint.apps.report.text import cut, visible
 from forkpoint.errors import ConfigError
-from forkpoint.report.text import cut, visible
-from forkpoint.schema import (
+from forkpoint.rollouts.schema import (
     SchemaError,
     number,
     or_null,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import Timing
-from forkpoint.environment import environment
+from forkpoint.apps.environment import environment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from rich.table import Table
 from tyro.conf import DisallowNone, arg
 
 from benchmarks.rows import ResultRow, write_rows
-from forkpoint.cli.options import Flag
-from forkpoint.cli.output import Output
+from forkpoint.apps.cli.options import Flag
+from forkpoint.apps.cli.output import Output
 from forkpoint.errors import ConfigError
 
 OutputFile = DisallowNone[

@@ -23,7 +23,7 @@ from typing import Any
 
 import forkpoint
 from forkpoint import RolloutBatch, save_rollouts
-from forkpoint.synthetic import synthetic_rollouts
+from forkpoint.rollouts.synthetic import synthetic_rollouts
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny-qwen3.json"
 LOOP = """\

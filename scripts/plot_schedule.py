@@ -14,11 +14,11 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from forkpoint.config import Config
-from forkpoint.layout import Microbatch
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.cost import ModelShape, Work, visible_pairs
 from forkpoint.plan.program import FORWARD, LEAF, PREFIX_BACKWARD, PREFIX_FORWARD, phase_of
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.tree import Microbatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 6_144, 2_048, 6
 SHAPE = ModelShape(

@@ -154,7 +154,7 @@ def _serve(answers: IO[str]) -> None:
     """Run commands, one JSON array of arguments and folder a line; answer with code and texts."""
     import transformers  # noqa: F401
 
-    from forkpoint.cli import main
+    from forkpoint.apps.cli import main
 
     for line in sys.stdin:
         argv, folder = json.loads(line)

@@ -12,7 +12,7 @@ import numpy as np
 
 from forkpoint import Config, Plan, Rollout, RolloutBatch
 from forkpoint.plan import make_plan
-from forkpoint.synthetic import synthetic_rollouts
+from forkpoint.rollouts.synthetic import synthetic_rollouts
 
 Shape = tuple[int, ...]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from benchmarks.attention.cases import Case, Inputs
 from benchmarks.timing import Timing, time_cuda
-from forkpoint.forest import IntArray
 from forkpoint.ops.attention import Kernel, Launch
 from forkpoint.plan.pricing.cost import visible_pairs
+from forkpoint.tree.forest import IntArray
 
 # Dense work is linear in the responses: so many are timed, and the time is scaled.
 DENSE_RESPONSES = 2

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
-from forkpoint.forest import Forest
-from forkpoint.layout import Microbatch, full_table
 from forkpoint.ops.attention import AttentionTable, Kernel, Launch
 from forkpoint.ops.attention.operator import attend, attend_backward
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.table import read_launches
 from forkpoint.plan.packing import breadth_or_depth
 from forkpoint.plan.pricing.cost import ATTENTION_BACKWARD, visible_pairs
+from forkpoint.tree import Microbatch, full_table
+from forkpoint.tree.forest import Forest
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from benchmarks.attention.cases import check_cuda
 from benchmarks.delta_rule.stock_hybrid import poison
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline
-from forkpoint.cli.options import Count
+from forkpoint.apps.cli.options import Count
 from forkpoint.ops.delta_rule import chunked, fla, fla_tuning
 from forkpoint.ops.delta_rule.kernel import by_value_head, decay_gate
 from forkpoint.ops.recurrence import Sequences

@@ -22,7 +22,7 @@ from benchmarks.attention.cases import check_cuda
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline
 from benchmarks.steps.hybrid import QWEN35_4B, TINY, make_model
-from forkpoint.cli.options import Count, Flag
+from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.ops.delta_rule import fla
 
 NAME = "stock-hybrid"

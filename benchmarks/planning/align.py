@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks.rows import ResultRow, timed_row
 from benchmarks.runner import Benchmark, Deadline
 from benchmarks.timing import Timing, time_host
-from forkpoint.layout import Microbatch
 from forkpoint.plan import align, align_programs
 from forkpoint.plan.program import Program, step_program
+from forkpoint.tree import Microbatch
 from tests.random_forests import KINDS, WILD, Shape, planned
 
 NAME = "align"

@@ -15,8 +15,8 @@ from benchmarks.rows import ResultRow, timed_row
 from benchmarks.runner import Benchmark, Deadline
 from benchmarks.timing import time_host
 from forkpoint import Rollout, RolloutBatch
-from forkpoint.forest import Forest, build_forest, sort_rollouts
 from forkpoint.plan import make_plan
+from forkpoint.tree.forest import Forest, build_forest, sort_rollouts
 
 NAME = "forest"
 TOKENS = 1_000_000

@@ -32,14 +32,14 @@ from benchmarks.runner import Benchmark, Deadline
 from benchmarks.timing import time_host
 from forkpoint import RolloutBatch, load_rollouts
 from forkpoint.errors import ConfigError
-from forkpoint.forest import IntArray, SortedRollouts
-from forkpoint.placement.baselines import by_tokens
-from forkpoint.placement.exchanges import ExchangePrices
-from forkpoint.placement.lockstep import predict_step
-from forkpoint.placement.paths import Paths
-from forkpoint.placement.place import place_paths
-from forkpoint.placement.rates import Rates
+from forkpoint.parallel.placement.baselines import by_tokens
+from forkpoint.parallel.placement.exchanges import ExchangePrices
+from forkpoint.parallel.placement.lockstep import predict_step
+from forkpoint.parallel.placement.paths import Paths
+from forkpoint.parallel.placement.place import place_paths
+from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import MODELS, ModelShape
+from forkpoint.tree.forest import IntArray, SortedRollouts
 
 NAME = "placement"
 MODEL = "qwen3-8b"

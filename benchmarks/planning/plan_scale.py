@@ -69,7 +69,7 @@ def run(path: Path) -> tuple[float, int, dict[str, Any]]:
 # ru_maxrss of children is the most of all that there were, so that each asks for its own.
 CHILD = """
 import resource, sys
-from forkpoint.cli import main
+from forkpoint.apps.cli import main
 assert main(["plan", sys.argv[1], "--model", sys.argv[2], "--json"]) == 0
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

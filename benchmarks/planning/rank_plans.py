@@ -11,9 +11,7 @@ from functools import partial
 import numpy as np
 
 from forkpoint.errors import PlanError
-from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest
-from forkpoint.layout import Microbatch
-from forkpoint.placement.paths import Paths
+from forkpoint.parallel.placement.paths import Paths
 from forkpoint.plan import ModelShape, Plan, Work
 from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS
 from forkpoint.plan.cache import place_boundaries
@@ -22,6 +20,8 @@ from forkpoint.plan.planner import NOISE
 from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing.meters import CountedMeter
 from forkpoint.plan.program import Program
+from forkpoint.tree import Microbatch
+from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
 
 Made = tuple[Forest, list[Microbatch]]
 

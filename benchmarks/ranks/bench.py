@@ -26,16 +26,16 @@ from benchmarks.shapes import SCALE_TINY, make_group, make_model
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Layers, check_at_least_one
 from benchmarks.steps.stepper import DENSE, DENSE_ROW_TOKENS, Stepper, best_dense
-from forkpoint.calibrate.calibrator import Calibrator
-from forkpoint.cli import torchrun
-from forkpoint.cli.options import Count, Flag
+from forkpoint.apps.calibrate.calibrator import Calibrator
+from forkpoint.apps.cli import torchrun
+from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.losses import GRPO
-from forkpoint.placement.lockstep import exchange_plans, predict_step
+from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 SHAPE = "qwen3-8b"
 SAMPLES = (4, 8)

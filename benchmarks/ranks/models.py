@@ -6,7 +6,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from benchmarks.ranks.team import Team
 from benchmarks.shapes import make_model
-from forkpoint.cli.torchrun import sharded
+from forkpoint.apps.cli.torchrun import sharded
 
 CHECKED_LAYERS = 2
 """Layers of the models that are compared with ordinary training."""

@@ -17,7 +17,7 @@ from forkpoint.config import Config
 from forkpoint.losses import GRPO
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.wrapping import wrap
 
 T = TypeVar("T")

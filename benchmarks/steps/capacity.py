@@ -19,7 +19,7 @@ from benchmarks.runner import Deadline
 from benchmarks.shapes import SCALE_TINY, make_group
 from benchmarks.steps.options import Steps
 from benchmarks.steps.stepper import DENSE, GROUP, Stepper
-from forkpoint.cli.options import Count
+from forkpoint.apps.cli.options import Count
 from forkpoint.errors import ConfigError, PlanError
 
 GIB = 1 << 30

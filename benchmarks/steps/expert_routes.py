@@ -20,7 +20,7 @@ from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline
 from benchmarks.timing import quantile
 from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
-from forkpoint.cli.options import Count
+from forkpoint.apps.cli.options import Count
 from forkpoint.errors import ConfigError
 
 CONFIGS = (

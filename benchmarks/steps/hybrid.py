@@ -24,10 +24,10 @@ from benchmarks.steps.cells import cell_rows
 from benchmarks.steps.hybrid_time import device_ms
 from benchmarks.steps.options import Layers, check_at_least_one
 from benchmarks.steps.stepper import Dense, Stepper, Timed, best_dense
-from forkpoint.cli.options import Count, Flag
+from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError
 from forkpoint.policy import Policy
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 TINY: dict[str, Any] = {
     **QWEN35_4B,

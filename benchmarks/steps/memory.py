@@ -13,11 +13,11 @@ from benchmarks.steps.cells import cell_row, cell_rows, out_of_memory, peak_pred
 from benchmarks.steps.options import Split, Steps
 from benchmarks.steps.step_grid import chosen_splits
 from benchmarks.steps.stepper import DENSE, GROUP, Dense, Stepper, Timed, repeats_for
-from forkpoint.cli.options import Count
+from forkpoint.apps.cli.options import Count
 from forkpoint.engine.timing import Event
 from forkpoint.plan.program import LEAF, PHASES, PREFIX_FORWARD, phase_of
 from forkpoint.policy import Policy
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,11 +38,11 @@ from benchmarks.steps.stepper import (
     Timed,
     best_dense,
 )
-from forkpoint.cli.options import Count, Flag
+from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError
 from forkpoint.losses import RouterLoss
 from forkpoint.policy import Policy
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 SHAPE = "qwen3-30b-a3b"
 LOAD_BALANCING = 0.001

@@ -22,7 +22,7 @@ from benchmarks.steps.cells import cell_row
 from forkpoint import Config, Policy, losses, wrap
 from forkpoint.errors import ForkpointError
 from forkpoint.losses import RouterLoss
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 LAYERS = 2
 SEEDS = 2

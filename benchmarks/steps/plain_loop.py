@@ -20,13 +20,13 @@ from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline, Seconds
 from benchmarks.shapes import make_group, make_model
 from benchmarks.steps.cells import cell_row
-from forkpoint.byte_sizes import shown, size_in_bytes
-from forkpoint.cli.options import Count, Flag
+from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.losses import GRPO
-from forkpoint.rollouts import RolloutBatch
-from forkpoint.traces import load_rollouts
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.traces import load_rollouts
+from forkpoint.units import shown, size_in_bytes
 from forkpoint.wrapping import wrap
 
 BATCHES = (

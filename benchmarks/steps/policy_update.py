@@ -19,8 +19,8 @@ from benchmarks.steps.stepper import (
     best_dense,
     repeated,
 )
-from forkpoint.cli.options import Flag
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.apps.cli.options import Flag
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 @dataclass(frozen=True, kw_only=True)

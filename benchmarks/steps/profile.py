@@ -23,10 +23,10 @@ from benchmarks.steps.dense_rates import ATTENTION, Amounts, at_dense_rates
 from benchmarks.steps.options import Layers, check_at_least_one
 from benchmarks.steps.plan_variants import Prices, ShapeName, cell_numbers
 from benchmarks.steps.stepper import DENSE, GROUP, Stepper
-from forkpoint.cli.options import Count
+from forkpoint.apps.cli.options import Count
 from forkpoint.plan.plan import Plan
 from forkpoint.policy import Policy
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 FORM = "prompt/response/count[/leaf tokens]"
 KINDS = {

@@ -21,12 +21,12 @@ from benchmarks.runner import Benchmark, Deadline
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import Timing
 from forkpoint import Config, Policy, Rollout, RolloutBatch, losses, wrap
-from forkpoint.cli.options import Count
+from forkpoint.apps.cli.options import Count
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.guard import Step
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.modules import list_once
-from forkpoint.selfcheck import self_check
+from forkpoint.step.self_check import self_check
 
 NAME = "self-check"
 MOST_OVER_NOISE = 10.0

@@ -20,7 +20,7 @@ from benchmarks.steps.stepper import (
     repeats_for,
 )
 from forkpoint.policy import Policy
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 SPLITS = ((2048, 10_240), (6144, 6144), (8192, 4096), (10_240, 2048))
 COUNTS = (4, 8, 16, 32)

@@ -17,7 +17,7 @@ from forkpoint.config import Config
 from forkpoint.losses import GRPO, RouterLoss
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy, StepStats
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.wrapping import wrap
 
 # What the planner is not given of the device: allocations of kernels, the compiler's workspaces,

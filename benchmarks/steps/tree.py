@@ -14,10 +14,10 @@ from benchmarks.shapes import checkpoint
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Steps
 from benchmarks.steps.stepper import DENSE, Stepper
-from forkpoint.cli.options import Count, MemoryText
+from forkpoint.apps.cli.options import Count, MemoryText
 from forkpoint.errors import ConfigError
-from forkpoint.rollouts import RolloutBatch
-from forkpoint.traces import load_rollouts
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.traces import load_rollouts
 
 REPEATS = 3
 """How often each side of a group is timed, in turn; its median counts."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallba
 
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
-from forkpoint.traces import load_rollouts
+from forkpoint.rollouts.traces import load_rollouts
 
 Base: Any = object
 """The trainer that a class here is put before."""

@@ -26,7 +26,7 @@ from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Layers, check_at_least_one
 from benchmarks.steps.trl_task import Task, check_installed, make_task, make_trainer
 from benchmarks.timing import Timing
-from forkpoint.cli.options import Count, Flag
+from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 

@@ -21,9 +21,9 @@ from benchmarks.steps import verl_workers as verl
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Layers, check_at_least_one
 from benchmarks.steps.plain_loop import distance
-from forkpoint.cli.options import Count, Flag
+from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 AT_LEAST = 3.0
 """How many times faster than verl's own engine an update is to be."""

@@ -25,7 +25,7 @@ from transformers.utils.import_utils import is_flash_attn_4_available
 from benchmarks.shapes import POSITIONS, SHAPES
 from forkpoint.errors import ConfigError
 from forkpoint.integrations.verl.settings import VARIABLE
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 ROOT = Path(__file__).parents[2]
 Vendor = Literal["none", "forkpoint"]

@@ -29,7 +29,7 @@ from transformers import (
 from trl import GRPOConfig
 from trl import GRPOTrainer as StockTrainer
 
-from forkpoint.demo.task import BLIND_REWARD, VOWELS, WORDS, dialect_of, make_prompt, spell
+from forkpoint.apps.demo.task import BLIND_REWARD, VOWELS, WORDS, dialect_of, make_prompt, spell
 from forkpoint.integrations.trl import GRPOTrainer
 from forkpoint.testing import tiny_model
 

@@ -14,11 +14,11 @@ from forkpoint.errors import TraceError as TraceError
 from forkpoint.errors import UnsupportedError as UnsupportedError
 from forkpoint.plan import ModelShape as ModelShape
 from forkpoint.plan import Plan as Plan
-from forkpoint.rollout_files import save_rollouts as save_rollouts
-from forkpoint.rollouts import Rollout as Rollout
-from forkpoint.rollouts import RolloutBatch as RolloutBatch
-from forkpoint.traces import load_rollouts as load_rollouts
-from forkpoint.traces import record as record
+from forkpoint.rollouts.batch import Rollout as Rollout
+from forkpoint.rollouts.batch import RolloutBatch as RolloutBatch
+from forkpoint.rollouts.files import save_rollouts as save_rollouts
+from forkpoint.rollouts.traces import load_rollouts as load_rollouts
+from forkpoint.rollouts.traces import record as record
 
 __all__ = [
     "ArgumentError",
@@ -49,12 +49,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from forkpoint import losses as losses
-    from forkpoint.placement import place as place
+    from forkpoint.parallel.placement import place as place
     from forkpoint.policy import Policy as Policy
     from forkpoint.policy import Scores as Scores
     from forkpoint.policy import StepOutcome as StepOutcome
     from forkpoint.policy import StepStats as StepStats
-    from forkpoint.verify import VerifyReport as VerifyReport
+    from forkpoint.verify.comparison import VerifyReport as VerifyReport
     from forkpoint.wrapping import wrap as wrap
 
 __version__ = "0.1.0"
@@ -66,8 +66,8 @@ _LAZY = {
     "Scores": "forkpoint.policy",
     "StepOutcome": "forkpoint.policy",
     "StepStats": "forkpoint.policy",
-    "VerifyReport": "forkpoint.verify",
-    "place": "forkpoint.placement",
+    "VerifyReport": "forkpoint.verify.comparison",
+    "place": "forkpoint.parallel.placement",
     "wrap": "forkpoint.wrapping",
 }
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from forkpoint.cli import main
+from forkpoint.apps.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from forkpoint.byte_sizes import MemorySize, size_in_bytes
 from forkpoint.errors import ConfigError
+from forkpoint.units import MemorySize, size_in_bytes
 
 Sharing = Literal["none", "group", "tree"]
 Boundary = Literal["within", "across", "mixed"]

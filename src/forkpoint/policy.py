@@ -7,7 +7,6 @@ from typing import Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from forkpoint.differentiable import Differentiable, FirstHalf, Pending
 from forkpoint.engine.guard import Step
 from forkpoint.engine.guard import StepOutcome as StepOutcome
 from forkpoint.engine.host import Settings
@@ -16,14 +15,15 @@ from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
-from forkpoint.policy_steps import ROUTER, PolicySteps, Rollouts, as_batch, finite
-from forkpoint.results import Scores as Scores
-from forkpoint.results import StepStats as StepStats
-from forkpoint.rollouts import RolloutBatch
-from forkpoint.router_steps import move_biases, router_work
-from forkpoint.sampler import compute_dtype
-from forkpoint.verify import VerifyProgress, VerifyReport, verify
-from forkpoint.weight_changes import Weights
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.differentiable import Differentiable, FirstHalf, Pending
+from forkpoint.step.policy_steps import ROUTER, PolicySteps, Rollouts, as_batch, finite
+from forkpoint.step.results import Scores as Scores
+from forkpoint.step.results import StepStats as StepStats
+from forkpoint.step.router_steps import move_biases, router_work
+from forkpoint.step.sampler import compute_dtype
+from forkpoint.step.weight_changes import Weights
+from forkpoint.verify.comparison import VerifyProgress, VerifyReport, verify
 
 
 class Policy(PolicySteps):
@@ -295,7 +295,7 @@ class Policy(PolicySteps):
         the work goes on. The model's gradients are as before when this returns. `router` is an
         auxiliary loss of a mixture's routers, as in `forward_backward`.
 
-        See `forkpoint.verify.verify`.
+        See `forkpoint.verify.comparison.verify`.
         """
         batch = as_batch(batch)
         self._check_batch(batch)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from forkpoint.dense import DenseRun as DenseRun
-from forkpoint.dense import dense_run as dense_run
 from forkpoint.hosts.upcasts import lifted_upcasts as lifted_upcasts
 from forkpoint.hosts.watching import Watching as Watching
 from forkpoint.ops.attention import Kernel, registry
+from forkpoint.verify.dense import DenseRun as DenseRun
+from forkpoint.verify.dense import dense_run as dense_run
 
 PLAIN_ATTENTION = "forkpoint_plain"
 

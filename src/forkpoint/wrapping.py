@@ -7,7 +7,7 @@ from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.policy import Policy
-from forkpoint.rollouts import short
+from forkpoint.rollouts.batch import short
 
 
 def wrap(

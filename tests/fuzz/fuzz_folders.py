@@ -25,10 +25,10 @@ from safetensors.torch import save_file
 
 import json_mutations
 from forkpoint import load_rollouts, losses, record
-from forkpoint.cli import main
-from forkpoint.replay.folder import ReplayFolder
-from forkpoint.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
-from forkpoint.report.markup import ATTRIBUTES, ELEMENTS
+from forkpoint.apps.cli import main
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
+from forkpoint.apps.report.markup import ATTRIBUTES, ELEMENTS
 from integration.commands import write_config, write_rollouts
 
 STEPS, SAVED_AT, KILLED_AT = 4, 2, 3

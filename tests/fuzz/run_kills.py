@@ -36,8 +36,8 @@ import torch.distributed as dist
 from replays import assert_same_end, run
 from torch.distributed import distributed_c10d
 
-from forkpoint.replay.folder import SAVING
-from forkpoint.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
+from forkpoint.apps.replay.folder import SAVING
+from forkpoint.apps.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
 from forkpoint.testing import tiny_model
 
 STEPS, KILLS_A_FOLDER = 12, 10

@@ -47,7 +47,7 @@ def test_replays_that_resume_changed_folders(bases: list[Base], place: Path) -> 
 
 
 def test_defects_are_found(bases: list[Base], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forkpoint.replay.reading.PLANNED", lambda value, _: dict(value))
+    monkeypatch.setattr("forkpoint.apps.replay.reading.PLANNED", lambda value, _: dict(value))
     tally = Tally()
     for seed in range(25):
         try_one(bases, seed, place, tally, resume=False)

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 
 from forkpoint import Rollout, save_rollouts
-from forkpoint.cli import main, progress
-from forkpoint.cli.output import Output, plain
-from forkpoint.synthetic import synthetic_rollouts
+from forkpoint.apps.cli import main, progress
+from forkpoint.apps.cli.output import Output, plain
+from forkpoint.rollouts.synthetic import synthetic_rollouts
 
 VOCABULARY = 61
 CONFIG = {

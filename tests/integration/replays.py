@@ -9,10 +9,10 @@ from commands import made_up_rollouts
 from safetensors.torch import load_file
 
 from forkpoint import RolloutBatch
-from forkpoint.replay.folder import ReplayFolder
-from forkpoint.replay.loop import replay
-from forkpoint.replay.rates import Rate
-from forkpoint.replay.schema import CHECKPOINT, ROWS
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.loop import replay
+from forkpoint.apps.replay.rates import Rate
+from forkpoint.apps.replay.schema import CHECKPOINT, ROWS
 from forkpoint.testing import tiny_model
 
 STEPS = 40

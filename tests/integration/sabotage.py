@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from forkpoint.engine import boundary, microbatch_losses, microbatches
-from forkpoint.layout import LAUNCH_COLUMNS, Table
 from forkpoint.losses import LossOutputs, views
 from forkpoint.ops.attention import operator, source
 from forkpoint.ops.attention.merge import Part
 from forkpoint.ops.attention.table import FROM_CACHE, Launch
+from forkpoint.tree import LAUNCH_COLUMNS, Table
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 

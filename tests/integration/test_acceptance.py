@@ -17,11 +17,11 @@ from yardstick import Variant, gradient_faults, label, measure, step_faults, tru
 
 from forkpoint import Config, Plan, PlanError, wrap
 from forkpoint.config import Boundary, Sharing
-from forkpoint.layout import Microbatch
 from forkpoint.losses import GRPO, GSPO, Denominators
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
 from forkpoint.testing import Watching, lifted_upcasts
+from forkpoint.tree import Microbatch
 from lanes import slow_besides, slow_besides_every
 from pairwise import pairwise
 

@@ -16,7 +16,7 @@ from benchmarks.steps.tree import REPEATS
 from forkpoint import save_rollouts
 from forkpoint.errors import ConfigError
 from forkpoint.plan.program import PHASES
-from forkpoint.synthetic import synthetic_rollouts
+from forkpoint.rollouts.synthetic import synthetic_rollouts
 
 TINY = ("--tiny", "--blocks", "eager", "--layers", "1", "--json")
 

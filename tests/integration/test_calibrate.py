@@ -10,11 +10,11 @@ import torch
 from steps import forked_batch
 
 from forkpoint import Config, ConfigError, losses, wrap
-from forkpoint.cli import main
-from forkpoint.cli.models import random_model
+from forkpoint.apps.cli import main
+from forkpoint.apps.cli.models import random_model
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
-from forkpoint.rollouts import RolloutBatch
-from forkpoint.synthetic import synthetic_rollouts
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.synthetic import synthetic_rollouts
 
 MODEL = {
     "model_type": "qwen3",

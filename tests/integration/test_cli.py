@@ -17,10 +17,10 @@ from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_rollout
 
 import dumps
 from forkpoint import RolloutBatch, load_rollouts
-from forkpoint.cli import main, progress
-from forkpoint.cli.models import load_model
-from forkpoint.cli.options import Runtime
-from forkpoint.cli.output import Output
+from forkpoint.apps.cli import main, progress
+from forkpoint.apps.cli.models import load_model
+from forkpoint.apps.cli.options import Runtime
+from forkpoint.apps.cli.output import Output
 
 SHORT_DEMO = ("--groups", 1, "--prompt-tokens", 64, "--response-tokens", 8, "--steps", 1)
 

@@ -14,11 +14,11 @@ from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_config,
 
 import forkpoint
 from forkpoint import Config, RolloutBatch, load_rollouts, record, wrap
-from forkpoint.cli.losses import LossOptions
-from forkpoint.cli.model_config import read_shape
-from forkpoint.cli.models import load_model
-from forkpoint.cli.options import Runtime
-from forkpoint.placement.lockstep import predict_step
+from forkpoint.apps.cli.losses import LossOptions
+from forkpoint.apps.cli.model_config import read_shape
+from forkpoint.apps.cli.models import load_model
+from forkpoint.apps.cli.options import Runtime
+from forkpoint.parallel.placement.lockstep import predict_step
 from forkpoint.plan import make_plan
 from forkpoint.testing import tiny_model
 
@@ -143,7 +143,7 @@ def test_plan_is_the_one_that_runs(loss: Any, shell: Shell, tmp_path: Path, conf
 
 def test_plan_needs_no_torch(rollouts: Path, config: Path) -> None:
     code = (
-        "import sys; from forkpoint.cli import main; "
+        "import sys; from forkpoint.apps.cli import main; "
         f"assert main(['plan', {str(rollouts)!r}, '--model', {str(config)!r}]) == 0; "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

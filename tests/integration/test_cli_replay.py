@@ -11,17 +11,17 @@ import torch
 from commands import Shell, changed, made_up_rollouts, write_rollouts
 
 from forkpoint import Config, ConfigError, RolloutBatch, load_rollouts, wrap
-from forkpoint.cli.models import load_model
-from forkpoint.cli.options import Runtime
-from forkpoint.cli.selection import Selection
-from forkpoint.dense import dense_run
-from forkpoint.forest import sort_rollouts
+from forkpoint.apps.cli.models import load_model
+from forkpoint.apps.cli.options import Runtime
+from forkpoint.apps.cli.selection import Selection
+from forkpoint.apps.replay import ReplayStep, replay
+from forkpoint.apps.replay import loop as replay_loop
+from forkpoint.apps.replay.rates import Rate
 from forkpoint.hosts.upcasts import lifted_upcasts
 from forkpoint.losses import GRPO, LogLikelihood
-from forkpoint.replay import ReplayStep, replay
-from forkpoint.replay import loop as replay_loop
-from forkpoint.replay.rates import Rate
 from forkpoint.testing import tiny_model
+from forkpoint.tree.forest import sort_rollouts
+from forkpoint.verify.dense import dense_run
 
 FIELDS = {
     *("format", "skipped"),

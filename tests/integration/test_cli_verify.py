@@ -15,9 +15,9 @@ from torch._inductor import compile_fx
 from torch._inductor.exc import InductorError
 
 from forkpoint import RolloutBatch, losses
-from forkpoint.cli.losses import CLASSES, LossOptions, coupling
-from forkpoint.cli.output import Output
-from forkpoint.cli.verify import groups_with_gradient
+from forkpoint.apps.cli.losses import CLASSES, LossOptions, coupling
+from forkpoint.apps.cli.output import Output
+from forkpoint.apps.cli.verify import groups_with_gradient
 from forkpoint.engine.engine import Engine
 
 

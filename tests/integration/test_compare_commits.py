@@ -16,7 +16,7 @@ from steps import forked_batch
 
 from forkpoint import Config, RolloutBatch
 from forkpoint.config import Boundary, LeafLayout
-from forkpoint.rollouts import Rollout
+from forkpoint.rollouts.batch import Rollout
 
 ROOT = Path(__file__).parents[2]
 

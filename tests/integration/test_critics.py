@@ -25,11 +25,11 @@ from forkpoint import (
     UnsupportedError,
     wrap,
 )
-from forkpoint.dense import DenseRun
+from forkpoint.apps.replay import replay
 from forkpoint.losses import GRPO, Denominators, Loss, LossBatch, LossOutputs, ValueLoss, gae
 from forkpoint.losses.base import as_loss
-from forkpoint.replay import replay
 from forkpoint.testing import Watching, dense_run, lifted_upcasts, tiny_model
+from forkpoint.verify.dense import DenseRun
 from lanes import slow_besides, slow_besides_pairs
 from pairwise import id_of, pairwise
 

@@ -13,10 +13,10 @@ from commands import Shell
 from transformers import PreTrainedModel
 
 from forkpoint import Policy, Rollout, RolloutBatch, wrap
-from forkpoint.cli.demo import GRADIENT_BAR
-from forkpoint.demo.loop import Loop, Task
-from forkpoint.demo.sampling import sample
-from forkpoint.demo.task import reward
+from forkpoint.apps.cli.demo import GRADIENT_BAR
+from forkpoint.apps.demo.loop import Loop, Task
+from forkpoint.apps.demo.sampling import sample
+from forkpoint.apps.demo.task import reward
 from forkpoint.engine.engine import Engine
 from forkpoint.errors import ConfigError
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model

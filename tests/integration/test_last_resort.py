@@ -12,7 +12,7 @@ from commands import Done, Shell, write_rollouts
 
 import forkpoint
 from forkpoint import ConfigError, Policy
-from forkpoint.cli import last_resort
+from forkpoint.apps.cli import last_resort
 
 FORMS = pytest.mark.parametrize("form", [(), ("--json",)], ids=["tables", "json"])
 
@@ -27,7 +27,7 @@ def failing(
         def broken(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr("forkpoint.cli.plan.make_plan", broken)
+        monkeypatch.setattr("forkpoint.apps.cli.plan.make_plan", broken)
         return shell("plan", rollouts, *arguments), rollouts
 
     return run
@@ -93,7 +93,7 @@ def test_debug_shows_the_traceback(
     def broken(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("forkpoint.cli.plan.make_plan", broken)
+    monkeypatch.setattr("forkpoint.apps.cli.plan.make_plan", broken)
     arguments: list[object] = ["plan", rollouts]
     if how == "variable":
         monkeypatch.setenv("FORKPOINT_DEBUG", "1")

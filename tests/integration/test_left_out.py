@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from forkpoint import Config, Plan, Policy, Rollout, RolloutBatch, StepStats, losses, wrap
-from forkpoint.cli.losses import CLASSES
-from forkpoint.cli.losses import zero_rollouts as named_zero_rollouts
+from forkpoint.apps.cli.losses import CLASSES
+from forkpoint.apps.cli.losses import zero_rollouts as named_zero_rollouts
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.losses import GRPO, GSPO, Denominators, FunctionLoss, Loss, RouterLoss
 from forkpoint.losses.zeros import zero_rollouts

@@ -23,7 +23,7 @@ from forkpoint.plan import Plan
 from forkpoint.plan.align_programs import align
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.planner import make_plan
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.testing import lifted_upcasts
 from hybrids import HYBRIDS, tiny_hybrid
 from lanes import slow_besides

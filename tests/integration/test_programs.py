@@ -16,7 +16,7 @@ from forkpoint.errors import PlanError
 from forkpoint.losses.base import Loss
 from forkpoint.plan import Plan
 from forkpoint.plan.align_programs import align
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from hybrids import HYBRIDS, tiny_hybrid
 from lanes import slow_besides_every
 from tests.unit.test_program import any_order

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from yardstick import Truth, label, measure, own_logprobs, step_faults
 
 from forkpoint import Config, Rollout, RolloutBatch, load_rollouts, wrap
-from forkpoint.forest import IntArray
 from forkpoint.losses import GRPO, GSPO
 from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.plan import make_plan
 from forkpoint.plan.runs import LeftOut, run_lengths
 from forkpoint.testing import lifted_upcasts, tiny_model
+from forkpoint.tree.forest import IntArray
 from lanes import slow_besides
 
 VOCABULARY = 8192

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from forkpoint import ConfigError
-from forkpoint.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
+from forkpoint.apps.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
 from forkpoint.testing import tiny_model
 
 Tensors = dict[str, torch.Tensor]

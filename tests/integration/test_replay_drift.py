@@ -11,12 +11,12 @@ import torch
 from commands import Shell, made_up_rollouts
 
 from forkpoint import Config, RolloutBatch
+from forkpoint.apps.replay import loop as replay_loop
+from forkpoint.apps.replay.folder import ROWS
+from forkpoint.apps.replay.loop import replay
+from forkpoint.apps.replay.records import ReplayStep
+from forkpoint.apps.replay.trend import trend
 from forkpoint.losses import LogLikelihood
-from forkpoint.replay import loop as replay_loop
-from forkpoint.replay.folder import ROWS
-from forkpoint.replay.loop import replay
-from forkpoint.replay.records import ReplayStep
-from forkpoint.replay.trend import trend
 from forkpoint.testing import tiny_model
 
 STEPS = 100

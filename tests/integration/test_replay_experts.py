@@ -11,13 +11,13 @@ from router_losses import ragged_batch, routed_model
 from test_replayed_routes import routed_batch
 
 from forkpoint import Config, ConfigError, RolloutBatch, UnsupportedError
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.loop import replay
+from forkpoint.apps.replay.records import ReplayStep
+from forkpoint.apps.report.chapters import replay_chapter
+from forkpoint.apps.report.figure import Figure
+from forkpoint.apps.report.runs import read_run
 from forkpoint.losses import GRPO, RouterLoss
-from forkpoint.replay.folder import ReplayFolder
-from forkpoint.replay.loop import replay
-from forkpoint.replay.records import ReplayStep
-from forkpoint.report.chapters import replay_chapter
-from forkpoint.report.figure import Figure
-from forkpoint.report.runs import read_run
 from forkpoint.testing import tiny_model
 
 ACROSS = Config(

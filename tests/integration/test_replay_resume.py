@@ -21,11 +21,11 @@ from replays import STEPS, assert_same_end, copy_of, rows, run
 from safetensors.torch import load_file
 
 from forkpoint import ConfigError, RolloutBatch
+from forkpoint.apps.replay.folder import SAVING, read_manifest
+from forkpoint.apps.replay.rates import Rate
+from forkpoint.apps.replay.reading import read_steps
+from forkpoint.apps.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
 from forkpoint.losses import GRPO
-from forkpoint.replay.folder import SAVING, read_manifest
-from forkpoint.replay.rates import Rate
-from forkpoint.replay.reading import read_steps
-from forkpoint.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
 from forkpoint.testing import tiny_model
 from lanes import slow_besides
 
@@ -327,7 +327,7 @@ def test_what_could_not_be_read_back_is_not_written(
     with pytest.raises(ConfigError, match=r"cannot be read back: about.file is 5; it takes text"):
         run(tmp_path / "run", steps=2, about={"file": 5})
     assert not list((tmp_path / "run").iterdir())
-    monkeypatch.setattr("forkpoint.replay.folder.MOST_LINE_BYTES", 1_000)
+    monkeypatch.setattr("forkpoint.apps.replay.folder.MOST_LINE_BYTES", 1_000)
     with pytest.raises(ConfigError, match=r"plans.jsonl would have \d+ bytes, and at most 1000"):
         run(tmp_path / "run", steps=2)
 
@@ -337,15 +337,15 @@ def test_lines_and_files_of_any_length_are_not_read_whole(
 ) -> None:
     run(tmp_path / "run", steps=2)
     manifest = read_manifest(tmp_path / "run")
-    monkeypatch.setattr("forkpoint.replay.reading.MOST_LINE_BYTES", 1_000)
+    monkeypatch.setattr("forkpoint.apps.replay.reading.MOST_LINE_BYTES", 1_000)
     with pytest.raises(ConfigError, match=r"rows.jsonl, line 1 is too long: a line has at most"):
         read_steps(tmp_path / "run", manifest)
     monkeypatch.undo()
     most = (tmp_path / "run" / ROWS).stat().st_size - 1
-    monkeypatch.setattr("forkpoint.replay.reading.MOST_ROWS_BYTES", most)
+    monkeypatch.setattr("forkpoint.apps.replay.reading.MOST_ROWS_BYTES", most)
     with pytest.raises(ConfigError, match=f"rows.jsonl, line 2 is too long: .* the file {most}"):
         read_steps(tmp_path / "run", manifest)
-    monkeypatch.setattr("forkpoint.replay.reading.MOST_MANIFEST_BYTES", 1_000)
+    monkeypatch.setattr("forkpoint.apps.replay.reading.MOST_MANIFEST_BYTES", 1_000)
     with pytest.raises(ConfigError, match=r"manifest.json has \d+ bytes; at most 1000"):
         read_manifest(tmp_path / "run")
 
@@ -405,7 +405,7 @@ def test_state_in_float32_of_parameters_in_16_bits_is_not_rounded(tmp_path: Path
             with pytest.MonkeyPatch.context() as patch:
                 if stop < 4:
                     patch.setattr(
-                        "forkpoint.replay.loop.range", lambda a, b: range(a, 2), raising=False
+                        "forkpoint.apps.replay.loop.range", lambda a, b: range(a, 2), raising=False
                     )
                 run(
                     tmp_path / name,

@@ -13,13 +13,13 @@ from commands import Shell, made_up_rollouts, write_config
 
 import forkpoint
 from forkpoint import ConfigError, RolloutBatch, TraceError, wrap
+from forkpoint.apps.replay.batches import StepInput
+from forkpoint.apps.replay.folder import ROWS, ReplayFolder
+from forkpoint.apps.replay.loop import replay
+from forkpoint.apps.replay.recorded import TraceBatches, recorded_loss
 from forkpoint.losses import DAPO, GRPO, Denominators, LogLikelihood, ValueLoss
-from forkpoint.replay.batches import StepInput
-from forkpoint.replay.folder import ROWS, ReplayFolder
-from forkpoint.replay.loop import replay
-from forkpoint.replay.recorded import TraceBatches, recorded_loss
+from forkpoint.rollouts.traces import Trace, open_trace
 from forkpoint.testing import tiny_model
-from forkpoint.traces import Trace, open_trace
 
 GIVEN: list[dict[str, Any]] = [
     {},

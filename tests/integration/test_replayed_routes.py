@@ -22,8 +22,8 @@ from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import LossOutputs
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.plan import make_plan
+from forkpoint.rollouts.traces.shard import encode
 from forkpoint.testing import lifted_upcasts, tiny_model
-from forkpoint.traces.shard import encode
 from lanes import slow_besides
 
 BAR = 1e-10

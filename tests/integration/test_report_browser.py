@@ -13,10 +13,10 @@ from browser import find_browser, messages, opened, requests
 from commands import changed, made_up_rollouts, write_rollouts
 
 from forkpoint import Config, RolloutBatch
-from forkpoint.cli import main
+from forkpoint.apps.cli import main
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.loop import replay
 from forkpoint.losses import GRPO
-from forkpoint.replay.folder import ReplayFolder
-from forkpoint.replay.loop import replay
 from forkpoint.testing import tiny_model
 from json_mutations import HOSTILE as HOSTILE_TEXTS
 from lanes import slow_besides

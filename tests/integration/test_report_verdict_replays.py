@@ -8,11 +8,11 @@ from commands import made_up_rollouts
 from sabotage import Sabotage, dropped_boundary_gradient, restarted_positions, wrong_lse
 
 from forkpoint import Config, RolloutBatch
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.loop import replay
+from forkpoint.apps.report.chapters import replay_chapter
+from forkpoint.apps.report.runs import read_run
 from forkpoint.losses import GRPO
-from forkpoint.replay.folder import ReplayFolder
-from forkpoint.replay.loop import replay
-from forkpoint.report.chapters import replay_chapter
-from forkpoint.report.runs import read_run
 from forkpoint.testing import tiny_model
 
 

@@ -8,10 +8,10 @@ import torch
 from steps import forked_batch
 
 from forkpoint import Config, wrap
-from forkpoint import sample_checks as checks
 from forkpoint.losses import GRPO
+from forkpoint.step import sample_checks as checks
+from forkpoint.step.weight_changes import OptimizerSteps
 from forkpoint.testing import tiny_model
-from forkpoint.weight_changes import OptimizerSteps
 
 
 def checkpoint(model: Any, options: dict[str, bool]) -> None:

@@ -407,7 +407,7 @@ def test_a_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_a_step_refuses_is_refused_before_the_reference_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("forkpoint.verify._reference", pytest.fail)
+    monkeypatch.setattr("forkpoint.verify.comparison._reference", pytest.fail)
     model = expert_model("gpt_oss", attention_dropout=0.1).train()
     with pytest.raises(UnsupportedError, match="dropout"):
         wrap(model, ACROSS).verify(expert_batch(), LOSS)

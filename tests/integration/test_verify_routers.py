@@ -14,15 +14,15 @@ from router_losses import gradient_error, ordinary_training, parts_of, ragged_ba
 from transformers import PreTrainedModel
 
 from forkpoint import Config, RolloutBatch, UnsupportedError, wrap
-from forkpoint.dense import DenseRun, dense_run
-from forkpoint.dense_routers import DenseRouters
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.routing import Routing
 from forkpoint.hosts.checkpointing import checkpoint_blocks
 from forkpoint.hosts.routes import Routes
 from forkpoint.losses import GRPO, GSPO, RouterLoss
-from forkpoint.router_steps import router_work
+from forkpoint.step.router_steps import router_work
 from forkpoint.testing import lifted_upcasts, tiny_model
+from forkpoint.verify.dense import DenseRun, dense_run
+from forkpoint.verify.dense_routers import DenseRouters
 from lanes import slow_besides
 
 TREE = Config(sharing="tree", max_microbatch_tokens=24, compile_blocks=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import nn
 
 from benchmarks.rows import ResultRow
-from forkpoint.environment import environment
+from forkpoint.apps.environment import environment
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.hosts.linear_attention import recurrent_modules
 

@@ -26,7 +26,7 @@ from forkpoint.losses import (
     SimPO,
     ValueLoss,
 )
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 PER_TOKEN = (
     "advantages",

@@ -13,13 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forkpoint import Config, RolloutBatch
-from forkpoint.layout import (
-    ConvolutionLayout,
-    Level,
-    StateLayout,
-    convolution_layout,
-    state_layout,
-)
 from forkpoint.ops.delta_rule import (
     chunked,
     fla,
@@ -34,6 +27,13 @@ from forkpoint.ops.recurrence import (
     short_convolution,
 )
 from forkpoint.plan import make_plan
+from forkpoint.tree import (
+    ConvolutionLayout,
+    Level,
+    StateLayout,
+    convolution_layout,
+    state_layout,
+)
 from lanes import slow_besides
 from strategies import batches
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.steps.hybrid import QWEN35_4B, HybridCase, make_model
 from forkpoint import Config, wrap
-from forkpoint.layout import Level, StateLayout
 from forkpoint.losses import GRPO
 from forkpoint.ops.delta_rule import DELTA_KERNELS, chunked, fla
 from forkpoint.ops.recurrence import Sequences, StateTable, over_levels
+from forkpoint.tree import Level, StateLayout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.layout import Level, StateLayout
 from forkpoint.ops.delta_rule import fla_levels
 from forkpoint.ops.recurrence import StateTable
+from forkpoint.tree import Level, StateLayout
 
 pytestmark = pytest.mark.usefixtures("checked_shapes")
 

@@ -18,9 +18,9 @@ from test_delta_rule_gpu import pytestmark as pytestmark
 from test_delta_rule_gpu import with_fla as with_fla
 from torch import Tensor
 
-from forkpoint.layout import Level, StateLayout
 from forkpoint.ops.delta_rule import chunked, fla
 from forkpoint.ops.recurrence import Sequences, StateTable, over_levels
+from forkpoint.tree import Level, StateLayout
 
 NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 SHARED = 2.0

@@ -40,7 +40,7 @@ from forkpoint.losses import (
     ValueLoss,
     as_loss,
 )
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 
 @pytest.mark.parametrize("seed", range(5))

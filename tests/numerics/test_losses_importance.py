@@ -10,7 +10,7 @@ from losses_by_loops import assert_equal, each_rollout, evaluate, make_batch, ma
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.losses import GRPO, importance_weights
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 
 def sampled(batch, seed=0):

@@ -38,7 +38,7 @@ from forkpoint.losses import (
 )
 from forkpoint.losses.base import as_loss
 from forkpoint.losses.policy_loss import kl_terms
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 
 

@@ -14,9 +14,9 @@ from losses_by_loops import evaluate, make_batch, make_logprobs
 from torch import Tensor
 
 from forkpoint import losses
-from forkpoint.argument_names import CONVERTED, NORMALIZED, RENAMED, is_known, meaning
 from forkpoint.errors import ArgumentError, ConfigError
 from forkpoint.losses.arguments import TAKES
+from forkpoint.rollouts.argument_names import CONVERTED, NORMALIZED, RENAMED, is_known, meaning
 
 
 def padded(batch, values_T) -> Tensor:

@@ -39,7 +39,7 @@ from forkpoint.losses import (
     importance_weights,
 )
 from forkpoint.losses.outputs import Head
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 LOGPROB = -8.0
 """Of every token under the policy, where a test does not say otherwise: small enough for old

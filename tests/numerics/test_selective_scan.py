@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from forkpoint import UnsupportedError
-from forkpoint.layout import Level, StateLayout
 from forkpoint.ops.recurrence import Sequences, StateTable
 from forkpoint.ops.selective_scan import chunked, reference, selective_scan
+from forkpoint.tree import Level, StateLayout
 
 pytestmark = pytest.mark.usefixtures("checked_shapes")
 

@@ -14,12 +14,12 @@ from scenarios_of_ranks import group, sharded, tree
 from torch import Tensor
 
 from forkpoint import RolloutBatch
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.loop import replay
+from forkpoint.apps.replay.rates import Rate
+from forkpoint.apps.replay.records import ReplayReport, ReplayStep
+from forkpoint.apps.replay.schema import PLANS, ROWS, SHARDS
 from forkpoint.losses import GRPO
-from forkpoint.replay.folder import ReplayFolder
-from forkpoint.replay.loop import replay
-from forkpoint.replay.rates import Rate
-from forkpoint.replay.records import ReplayReport, ReplayStep
-from forkpoint.replay.schema import PLANS, ROWS, SHARDS
 from forkpoint.testing import lifted_upcasts, tiny_model
 
 STEPS = 4

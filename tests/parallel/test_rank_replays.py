@@ -17,10 +17,10 @@ from processes import RankFailed, run_ranks
 from rank_replays import assert_same_end, copied, leaves_at, replayed, rollouts, rows, whole_state
 
 from forkpoint import save_rollouts
-from forkpoint.cli import main
+from forkpoint.apps.cli import main
+from forkpoint.apps.replay import rank_folder
+from forkpoint.apps.replay.schema import SHARDS, SHARDS_FACTS
 from forkpoint.errors import ConfigError, ForkpointError, RankError, UnsupportedError
-from forkpoint.replay import rank_folder
-from forkpoint.replay.schema import SHARDS, SHARDS_FACTS
 from forkpoint.testing import tiny_model
 
 

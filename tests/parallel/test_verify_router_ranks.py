@@ -14,9 +14,9 @@ from test_router_ranks import COEFFICIENTS, Routed, mixture, routers
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
-from forkpoint.dense_routers import DenseRouters
 from forkpoint.engine.routing import Routing
 from forkpoint.losses import GRPO, GSPO, RouterLoss
+from forkpoint.verify.dense_routers import DenseRouters
 from lanes import slow_besides
 from versions import needs_splits
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from forkpoint import Rollout, losses
-from forkpoint.synthetic import synthetic_rollouts
-from forkpoint.traces import record
+from forkpoint.rollouts.synthetic import synthetic_rollouts
+from forkpoint.rollouts.traces import record
 
 
 def some(groups: int = 2, seed: int = 0) -> list[Rollout]:

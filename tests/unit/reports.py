@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from forkpoint import Config, ModelShape, Plan, Rollout, RolloutBatch
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.records import ParameterDifference, ReplayStep, StepRecord
 from forkpoint.plan import make_plan
-from forkpoint.replay.folder import ReplayFolder
-from forkpoint.replay.records import ParameterDifference, ReplayStep, StepRecord
-from forkpoint.synthetic import synthetic_rollouts
+from forkpoint.rollouts.synthetic import synthetic_rollouts
 
 SHAPE = ModelShape(
     layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, value_dim=8, intermediate=64, vocab=61

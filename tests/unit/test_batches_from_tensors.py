@@ -19,9 +19,9 @@ import dumps
 from batch_fields import some, split
 from forkpoint import Rollout, RolloutBatch, load_rollouts, losses, record, save_rollouts
 from forkpoint.errors import RolloutError
-from forkpoint.formats.record import group_of
 from forkpoint.plan import make_plan
-from forkpoint.traces import open_trace
+from forkpoint.rollouts.formats.record import group_of
+from forkpoint.rollouts.traces import open_trace
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 EITHER = {"advantages": "advantage", "weights": "weights", "returns": "returns"}

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, ConfigError, Plan, PlanError
-from forkpoint.forest import build_forest
 from forkpoint.plan import make_plan
 from forkpoint.plan.builder import Builder
 from forkpoint.plan.capabilities import Capabilities
@@ -29,6 +28,7 @@ from forkpoint.plan.pricing.calibration import (
 )
 from forkpoint.plan.pricing.meters import CountedMeter, Meter
 from forkpoint.plan.pricing.prices import Prices
+from forkpoint.tree.forest import build_forest
 from made_calibrations import SHAPE, flat, group, line, made_up
 from strategies import batches
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 from rich.table import Table
 
-from forkpoint.cli import colours
-from forkpoint.cli.output import Output
+from forkpoint.apps.cli import colours
+from forkpoint.apps.cli.output import Output
 from forkpoint.errors import ConfigError
 
 GREEN, RED, CYAN = "\033[1;32m", "\033[1;31m", "\033[1;36m"

@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 import forkpoint
-from forkpoint.cli import main
-from forkpoint.cli.app import COMMANDS
+from forkpoint.apps.cli import main
+from forkpoint.apps.cli.app import COMMANDS
 
 PLANNING = {
     *("--sharing", "--boundary", "--leaf-layout", "--max-microbatch-tokens", "--memory-budget"),

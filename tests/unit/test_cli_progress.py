@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from forkpoint.cli import progress
-from forkpoint.cli.output import Output
-from forkpoint.cli.progress import duration, steps_line
+from forkpoint.apps.cli import progress
+from forkpoint.apps.cli.output import Output
+from forkpoint.apps.cli.progress import duration, steps_line
 
 
 def test_nothing_is_written_of_what_is_soon_done(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, ConfigError, ModelShape, Rollout, RolloutBatch
-from forkpoint.forest import build_forest, sort_rollouts
 from forkpoint.plan import Work
 from forkpoint.plan.planner import make_plan
 from forkpoint.plan.pricing.cost import dense_work, forest_work, visible_pairs
+from forkpoint.tree.forest import build_forest, sort_rollouts
 
 LLAMA3_8B = {
     "num_hidden_layers": 32,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from forkpoint.demo.loop import rise
-from forkpoint.demo.task import (
+from forkpoint.apps.demo.loop import rise
+from forkpoint.apps.demo.task import (
     BLIND_REWARD,
     CONSONANTS,
     VOWELS,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forkpoint.byte_sizes import GIB
 from forkpoint.plan.device_memory import DeviceMemory, margin_bytes, total_parameters
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.units import GIB
 
 GB = 10**9
 KINDS = {

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.cli.plan import by_rollouts, by_tokens
+from forkpoint.apps.cli.plan import by_rollouts, by_tokens
 from forkpoint.plan import MODELS, Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan.estimate import SPLITS, Distribution
-from forkpoint.synthetic import synthetic_rollouts
+from forkpoint.rollouts.synthetic import synthetic_rollouts
 from strategies import batches
 
 SHAPE = ModelShape(

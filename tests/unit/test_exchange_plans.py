@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, Plan, PlanError, Rollout, RolloutBatch
-from forkpoint.forest import build_forest, sort_rollouts
-from forkpoint.placement.lockstep import exchange_plans, predict_step
+from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.exchanging import align_exchanging
 from forkpoint.plan.gathering import RankCosts
@@ -19,6 +18,7 @@ from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_trunks import shared_trunks, trunks_of, worth_pricing
 from forkpoint.plan.splitting import LinkSizes, cannot_exchange, choose_split, link_cost
 from forkpoint.plan.trunks import untrained_prefix
+from forkpoint.tree.forest import build_forest, sort_rollouts
 
 SHAPE = ModelShape.from_config(MODELS["qwen3-8b"])
 

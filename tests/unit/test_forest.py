@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint.forest import Forest, SortedRollouts, build_forest, sort_rollouts
+from forkpoint.tree.forest import Forest, SortedRollouts, build_forest, sort_rollouts
 from pairwise import FULL
 from strategies import token_lists
 

@@ -259,7 +259,7 @@ make_plan(forkpoint.RolloutBatch(rollouts)).explain()
 forkpoint.save_rollouts("rollouts.jsonl", rollouts)
 with forkpoint.record("trace") as trace:
     trace.add(rollouts)
-forkpoint.traces.open_trace("trace").verify()
+forkpoint.rollouts.traces.open_trace("trace").verify()
 """
 COMMAND = """
 import runpy, sys

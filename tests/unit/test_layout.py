@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, Plan, Rollout, RolloutBatch
-from forkpoint.layout import (
+from forkpoint.ops.attention import AttentionTable
+from forkpoint.plan import make_plan
+from forkpoint.tree import (
     FROM_CACHE,
     FROM_GATHER,
     FROM_OWN,
@@ -19,8 +21,6 @@ from forkpoint.layout import (
     full_table,
     windowed_table,
 )
-from forkpoint.ops.attention import AttentionTable
-from forkpoint.plan import make_plan
 from pairwise import FULL
 from strategies import COMBINATIONS, batches, naming
 

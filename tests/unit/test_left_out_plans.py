@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import forkpoint
 from forkpoint import Config, Plan, Rollout, RolloutBatch, losses
-from forkpoint.cli import main
+from forkpoint.apps.cli import main
 from forkpoint.errors import PlanError
 from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan.contents import READ_VERSIONS

@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import ConfigError, Rollout, RolloutError, load_rollouts
-from forkpoint.byte_sizes import MIB, exactly, shown, size_in_bytes
-from forkpoint.formats.json_lines import json_lines, parse_object
-from forkpoint.formats.limits import (
+from forkpoint.rollouts.formats.json_lines import json_lines, parse_object
+from forkpoint.rollouts.formats.limits import (
     LEAST_BYTES,
     TIMES_FILE,
     MemoryLimit,
@@ -28,7 +27,8 @@ from forkpoint.formats.limits import (
     bytes_on_disk,
     tree_bytes,
 )
-from forkpoint.traces import open_rollouts
+from forkpoint.rollouts.traces import open_rollouts
+from forkpoint.units import MIB, exactly, shown, size_in_bytes
 
 
 def line(ids: Iterable[int], **more: Any) -> bytes:
@@ -232,7 +232,7 @@ def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def without(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("forkpoint.formats.containers.parse_object", without)
+    monkeypatch.setattr("forkpoint.rollouts.formats.containers.parse_object", without)
     with pytest.raises(RolloutError, match="takes more memory than there is for this process"):
         load_rollouts(write(tmp_path, GOOD))
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from forkpoint import Config, losses, wrap
-from forkpoint.byte_sizes import GIB
 from forkpoint.engine import memory
 from forkpoint.engine.memory import measured_budget
 from forkpoint.errors import ConfigError
@@ -18,8 +17,9 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.device_memory import margin_bytes
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.testing import tiny_model
+from forkpoint.units import GIB
 
 SHAPE = ModelShape.from_config(MODELS["qwen3-8b"], dtype_bytes=2)
 TOTAL = 80 * 10**9

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 import forkpoint
 from forkpoint import ConfigError, PlanError, Rollout, RolloutBatch
-from forkpoint.forest import build_forest, sort_rollouts
-from forkpoint.placement.balance import greedy, improved
-from forkpoint.placement.baselines import by_tokens, in_order
-from forkpoint.placement.items import Priced
-from forkpoint.placement.packed import Pieces, lockstep_cost
-from forkpoint.placement.paths import Paths
-from forkpoint.placement.place import place_paths
-from forkpoint.placement.rank_pieces import RankPieces
-from forkpoint.placement.rates import Rates
+from forkpoint.parallel.placement.balance import greedy, improved
+from forkpoint.parallel.placement.baselines import by_tokens, in_order
+from forkpoint.parallel.placement.items import Priced
+from forkpoint.parallel.placement.packed import Pieces, lockstep_cost
+from forkpoint.parallel.placement.paths import Paths
+from forkpoint.parallel.placement.place import place_paths
+from forkpoint.parallel.placement.rank_pieces import RankPieces
+from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import MODELS, ModelShape
+from forkpoint.tree.forest import build_forest, sort_rollouts
 from made_calibrations import SHAPE as CALIBRATED
 from made_calibrations import made_up
 

@@ -8,16 +8,16 @@ import pytest
 import forkpoint
 from forkpoint import Rollout, RolloutBatch
 from forkpoint.errors import ConfigError
-from forkpoint.forest import IntArray
-from forkpoint.placement.exchanges import ExchangePrices, Prompts, split_groups
-from forkpoint.placement.items import Priced
-from forkpoint.placement.lockstep import exchange_plans, predict_step
-from forkpoint.placement.paths import Paths
-from forkpoint.placement.place import place_paths
-from forkpoint.placement.rates import Rates
+from forkpoint.parallel.placement.exchanges import ExchangePrices, Prompts, split_groups
+from forkpoint.parallel.placement.items import Priced
+from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
+from forkpoint.parallel.placement.paths import Paths
+from forkpoint.parallel.placement.place import place_paths
+from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.pricing.link import Link
 from forkpoint.plan.shared_trunks import shared_trunks
+from forkpoint.tree.forest import IntArray
 from made_calibrations import SHAPE, made_up
 
 QWEN = ModelShape.from_config(MODELS["qwen3-8b"], dtype_bytes=2)

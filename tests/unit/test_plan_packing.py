@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, Plan, PlanError, Rollout, RolloutBatch
-from forkpoint.forest import Forest, build_forest, sort_rollouts
 from forkpoint.plan import make_plan
 from forkpoint.plan.packing import breadth_or_depth, first_fit_decreasing
+from forkpoint.tree.forest import Forest, build_forest, sort_rollouts
 
 
 def plan_of(lists: list[list[int]], **options) -> Plan:

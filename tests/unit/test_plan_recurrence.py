@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, PlanError, Rollout, RolloutBatch
-from forkpoint.layout import NOTHING, convolution_layout, state_layout
 from forkpoint.plan import Plan, make_plan
+from forkpoint.tree import NOTHING, convolution_layout, state_layout
 from strategies import COMBINATIONS, batches
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from benchmarks.plots import latest, read_rows
 from benchmarks.shapes import make_group
+from forkpoint.apps.replay.trend import LIMIT, trend
 from forkpoint.config import Config
 from forkpoint.plan import make_plan
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.replay.trend import LIMIT, trend
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -18,8 +18,8 @@ from forkpoint import (
     load_rollouts,
     record,
 )
-from forkpoint.forest import sort_rollouts
-from forkpoint.traces import FORMATS, open_rollouts
+from forkpoint.rollouts.traces import FORMATS, open_rollouts
+from forkpoint.tree.forest import sort_rollouts
 
 RAGGED = ("forkpoint", "prime-rl", "prime-rl, two parts", "slime")
 CONTAINERS = ("torch", "safetensors", "parquet", "json", "rows")

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from dumps import tensors, truth, write_torch
 from forkpoint import ForkpointError, RolloutError, load_rollouts
-from forkpoint.traces import open_rollouts
+from forkpoint.rollouts.traces import open_rollouts
 from lanes import slow_besides
 
 

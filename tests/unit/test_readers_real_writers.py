@@ -13,7 +13,7 @@ import torch
 import dumps
 from dumps import same, tensors, truth
 from forkpoint import RolloutError, load_rollouts
-from forkpoint.traces import open_rollouts
+from forkpoint.rollouts.traces import open_rollouts
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 ORDER = np.random.default_rng(1).permutation(len(truth()))

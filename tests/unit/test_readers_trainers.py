@@ -12,7 +12,7 @@ import torch
 import dumps
 from dumps import prompt_of, rows_of, same, tensors, truth, write_json, write_torch
 from forkpoint import RolloutBatch, RolloutError, load_rollouts, losses
-from forkpoint.traces import FORMATS, open_rollouts
+from forkpoint.rollouts.traces import FORMATS, open_rollouts
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CRITICS = [dumps.verl_critic, dumps.openrlhf_critic, dumps.nemo_rl_critic, dumps.slime_critic]

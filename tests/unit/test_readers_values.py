@@ -13,9 +13,9 @@ import pytest
 
 import dumps
 from forkpoint import Rollout
-from forkpoint.formats import Format, detect
-from forkpoint.formats.record import Record, RecordError
-from forkpoint.formats.samples import samples
+from forkpoint.rollouts.formats import Format, detect
+from forkpoint.rollouts.formats.record import Record, RecordError
+from forkpoint.rollouts.formats.samples import samples
 from lanes import slow_besides
 from pairwise import FULL
 

@@ -19,9 +19,9 @@ from made_traces import recorded, some
 
 import forkpoint
 from forkpoint import ConfigError, Rollout, RolloutError, TraceError, losses, save_rollouts
-from forkpoint.synthetic import synthetic_rollouts
-from forkpoint.traces import lock, manifest, open_rollouts, open_trace, record, recorder
-from forkpoint.traces.lock import FolderLock
+from forkpoint.rollouts.synthetic import synthetic_rollouts
+from forkpoint.rollouts.traces import lock, manifest, open_rollouts, open_trace, record, recorder
+from forkpoint.rollouts.traces.lock import FolderLock
 
 SOURCE = Path(forkpoint.__file__).parents[1]
 
@@ -420,7 +420,7 @@ def test_two_threads_add_one_after_another(tmp_path: Path) -> None:
 
 WRITER = """
 import sys, forkpoint
-from forkpoint.synthetic import synthetic_rollouts
+from forkpoint.rollouts.synthetic import synthetic_rollouts
 rollouts = synthetic_rollouts(groups=2, rollouts_per_group=3, prompt_tokens=400, response_tokens=50)
 with forkpoint.record(sys.argv[1], resume=True) as trace:
     while True:

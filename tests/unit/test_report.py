@@ -13,14 +13,14 @@ from reports import CONFIGS, SHAPE, made_up, steps
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
-from forkpoint.cli import main
+from forkpoint.apps.cli import main
+from forkpoint.apps.report.chapters import rollouts_chapter
+from forkpoint.apps.report.curves import drift_figure
+from forkpoint.apps.report.figure import Chapter, Figure, Table, Tile
+from forkpoint.apps.report.page import MOST_TABLE_ROWS, embedded, render_page
+from forkpoint.apps.report.plots import write_plots
 from forkpoint.plan import make_plan
-from forkpoint.report.chapters import rollouts_chapter
-from forkpoint.report.curves import drift_figure
-from forkpoint.report.figure import Chapter, Figure, Table, Tile
-from forkpoint.report.page import MOST_TABLE_ROWS, embedded, render_page
-from forkpoint.report.plots import write_plots
-from forkpoint.rollout_files import save_rollouts
+from forkpoint.rollouts.files import save_rollouts
 
 # The page -----------------------------------------------------------------------------------------
 

@@ -14,14 +14,14 @@ from reports import filled, made_up, renamed, write_run
 
 import json_mutations
 from forkpoint import ConfigError
-from forkpoint.replay.schema import MANIFEST, PLANS, ROWS
-from forkpoint.report.chapters import replay_chapter
-from forkpoint.report.figure import Chapter, Figure, Table, Tile
-from forkpoint.report.markup import Markup, policy, tag
-from forkpoint.report.page import render_page
-from forkpoint.report.plots import write_plots
-from forkpoint.report.runs import read_run
-from forkpoint.report.text import cut, shown, visible
+from forkpoint.apps.replay.schema import MANIFEST, PLANS, ROWS
+from forkpoint.apps.report.chapters import replay_chapter
+from forkpoint.apps.report.figure import Chapter, Figure, Table, Tile
+from forkpoint.apps.report.markup import Markup, policy, tag
+from forkpoint.apps.report.page import render_page
+from forkpoint.apps.report.plots import write_plots
+from forkpoint.apps.report.runs import read_run
+from forkpoint.apps.report.text import cut, shown, visible
 from json_mutations import HOSTILE, Raw
 
 Element = tuple[str, tuple[tuple[str, str | None], ...]]

@@ -8,13 +8,13 @@ import pytest
 from reports import CONFIGS, SHAPE, made_up
 
 from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.forest import build_forest, sort_rollouts
+from forkpoint.apps.report import forests, schedules
+from forkpoint.apps.report.forests import draw_forest, forest_figure
+from forkpoint.apps.report.schedules import counted_lane, timeline_figure
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.align_programs import align
 from forkpoint.plan.program import IDLE
-from forkpoint.report import forests, schedules
-from forkpoint.report.forests import draw_forest, forest_figure
-from forkpoint.report.schedules import counted_lane, timeline_figure
+from forkpoint.tree.forest import build_forest, sort_rollouts
 
 AWAY = {
     activations: Config(

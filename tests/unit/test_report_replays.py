@@ -9,12 +9,12 @@ import pytest
 from reports import FINGERPRINT, SHAPE, made_up, steps, write_run
 
 from forkpoint import ConfigError
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.records import ReplayStep
+from forkpoint.apps.report.chapters import replay_chapter, typical_step
+from forkpoint.apps.report.curves import drift_figure, drift_trend, loss_figure, speed_figure
+from forkpoint.apps.report.runs import read_run
 from forkpoint.plan import make_plan
-from forkpoint.replay.folder import ReplayFolder
-from forkpoint.replay.records import ReplayStep
-from forkpoint.report.chapters import replay_chapter, typical_step
-from forkpoint.report.curves import drift_figure, drift_trend, loss_figure, speed_figure
-from forkpoint.report.runs import read_run
 
 # Curves -------------------------------------------------------------------------------------------
 

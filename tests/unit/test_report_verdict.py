@@ -8,15 +8,13 @@ import pytest
 from reports import CONFIGS, FIXED, SHAPE, made_up, record, steps, write_run
 
 from forkpoint import Config, RolloutBatch
-from forkpoint.byte_sizes import GIB
-from forkpoint.plan import Totals, make_plan
-from forkpoint.report import groups
-from forkpoint.report.chapters import replay_chapter, rollouts_chapter
-from forkpoint.report.figure import Chapter, Tile
-from forkpoint.report.forests import draw_forest
-from forkpoint.report.groups import groups_figure
-from forkpoint.report.runs import read_run
-from forkpoint.report.verdict import (
+from forkpoint.apps.report import groups
+from forkpoint.apps.report.chapters import replay_chapter, rollouts_chapter
+from forkpoint.apps.report.figure import Chapter, Tile
+from forkpoint.apps.report.forests import draw_forest
+from forkpoint.apps.report.groups import groups_figure
+from forkpoint.apps.report.runs import read_run
+from forkpoint.apps.report.verdict import (
     Peak,
     faster,
     gradients_tile,
@@ -24,6 +22,8 @@ from forkpoint.report.verdict import (
     norm_bar,
     predicted_speed_tile,
 )
+from forkpoint.plan import Totals, make_plan
+from forkpoint.units import GIB
 
 # Gradients ----------------------------------------------------------------------------------------
 

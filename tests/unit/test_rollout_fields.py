@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from forkpoint import load_rollouts, record, save_rollouts
 from forkpoint.errors import RolloutError
-from forkpoint.rollout_fields import LARGEST_LOGPROB
-from forkpoint.rollouts import Rollout, RolloutBatch
-from forkpoint.traces import open_trace
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.rollouts.fields import LARGEST_LOGPROB
+from forkpoint.rollouts.traces import open_trace
 
 FLOATS = ("advantage", "old_logprobs", "reference_logprobs", "weights", "returns", "old_values")
 ONE_OR_EACH = ("advantage", "weights", "returns")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from forkpoint import load_rollouts, save_rollouts
 from forkpoint.errors import ConfigError, RolloutError
-from forkpoint.rollouts import MAX_TOKEN_ID, Rollout, RolloutBatch
+from forkpoint.rollouts.batch import MAX_TOKEN_ID, Rollout, RolloutBatch
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 GOOD = '{"token_ids":[1,2,3],"loss_mask":[0,1,1],"advantage":0.5,"rollout_id":"a"}'

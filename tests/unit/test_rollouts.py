@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkpoint.errors import RolloutError
-from forkpoint.rollout_fields import MAX_TOKEN_ID
-from forkpoint.rollouts import Rollout, RolloutBatch, check_rollouts, short
+from forkpoint.rollouts.batch import Rollout, RolloutBatch, check_rollouts, short
+from forkpoint.rollouts.fields import MAX_TOKEN_ID
 
 
 def make(**changes) -> Rollout:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint.schema import (
+from forkpoint.rollouts.schema import (
     MOST_DEPTH,
     Check,
     SchemaError,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from forkpoint import ConfigError, RolloutBatch
-from forkpoint.synthetic import normalised, synthetic_rollouts
+from forkpoint.rollouts.synthetic import normalised, synthetic_rollouts
 
 SIZES = {"groups": 3, "rollouts_per_group": 4, "prompt_tokens": 40, "response_tokens": 10}
 

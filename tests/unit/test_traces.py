@@ -14,8 +14,8 @@ from made_traces import recorded, some
 
 import forkpoint
 from forkpoint import Rollout, RolloutBatch, TraceError, losses
+from forkpoint.rollouts.traces import open_trace, record
 from forkpoint.testing import tiny_model
-from forkpoint.traces import open_trace, record
 
 SOURCE = Path(forkpoint.__file__).parents[1]
 
@@ -74,7 +74,7 @@ def test_batches_come_in_order_with_what_the_loss_was_given(tmp_path: Path) -> N
         trace.add(RolloutBatch(some()), inputs)
         trace.add(some(3, seed=1))
         assert len(trace) == 2
-    first, second = forkpoint.traces.open_trace(tmp_path / "t")
+    first, second = forkpoint.rollouts.traces.open_trace(tmp_path / "t")
     assert (first.index, second.index) == (0, 1)
     assert list(first.batch) == some() and list(second.batch) == some(3, seed=1)
     given = dict(first.loss_inputs)

@@ -17,7 +17,7 @@ import safetensors.numpy
 from made_traces import recorded, some
 
 from forkpoint import RolloutError, TraceError, load_rollouts
-from forkpoint.traces import Recorder, manifest, open_rollouts, open_trace, record, shard
+from forkpoint.rollouts.traces import Recorder, manifest, open_rollouts, open_trace, record, shard
 
 LINES = "manifest.jsonl"
 

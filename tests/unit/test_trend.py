@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forkpoint.replay.trend import LIMIT, trend
+from forkpoint.apps.replay.trend import LIMIT, trend
 
 
 def walk(seed: int, *, steps: int = 100, bias: float = 0.0, memory: float = 0.0) -> list[float]:

@@ -7,7 +7,7 @@ import pytest
 from forkpoint.config import Config
 from forkpoint.integrations.verl.groups import LOOKED_AT, GroupWatch, RankGroups, sharing_message
 from forkpoint.plan import make_plan
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 PROMPT, RESPONSE = 40, 3
 

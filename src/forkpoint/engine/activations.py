@@ -26,9 +26,9 @@ from forkpoint.engine.host import Host
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.offload import OffloadedMicrobatch, OffloadStats
 from forkpoint.engine.staging import Staging
-from forkpoint.layout import Microbatch
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, Instruction
+from forkpoint.tree import Microbatch
 
 # What autograd calls the ways in which autocast's linear layers see a weight.
 COPIES = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})

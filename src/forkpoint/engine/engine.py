@@ -43,7 +43,7 @@ from forkpoint.plan.program import (
     Instruction,
     Program,
 )
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 class Engine:

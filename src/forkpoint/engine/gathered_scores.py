@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forkpoint.losses.views import LossViews
 from forkpoint.parallel.step import StepOfRanks
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 @dataclass(frozen=True)

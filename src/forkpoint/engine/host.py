@@ -15,7 +15,7 @@ from forkpoint.losses.outputs import Head
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import Instruction
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 @dataclass(frozen=True, eq=False)

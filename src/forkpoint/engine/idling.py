@@ -9,7 +9,7 @@ from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.planner import make_plan
-from forkpoint.rollouts import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 
 @cache

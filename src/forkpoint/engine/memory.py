@@ -7,12 +7,12 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch import nn
 
-from forkpoint.byte_sizes import GIB, shown, size_in_bytes
 from forkpoint.config import AUTO, Config
 from forkpoint.engine.guard import local
 from forkpoint.engine.host import Host
 from forkpoint.plan.device_memory import LEAST_BYTES, margin_bytes
 from forkpoint.plan.plan import Plan
+from forkpoint.units import GIB, shown, size_in_bytes
 
 _log = logging.getLogger("forkpoint")
 

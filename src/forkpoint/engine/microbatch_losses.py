@@ -17,10 +17,10 @@ from forkpoint.engine.loss_calls import called, names_of
 from forkpoint.engine.loss_gradients import LossGradients, LossPart
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.token_values import shown_rollouts
-from forkpoint.forest import IntArray
 from forkpoint.losses.base import Loss, LossBatch, LossOutputs
 from forkpoint.losses.views import LossViews, outputs_of
 from forkpoint.plan.plan import Plan
+from forkpoint.tree.forest import IntArray
 
 MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], LossPart | None]
 """Gives a microbatch's part of the loss; None where it has none."""

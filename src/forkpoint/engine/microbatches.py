@@ -12,8 +12,12 @@ from torch import Tensor
 from forkpoint.device import on_device
 from forkpoint.engine.boundary import Capture, PrefixCache
 from forkpoint.engine.states import MicrobatchStates
-from forkpoint.forest import IntArray
-from forkpoint.layout import (
+from forkpoint.ops.attention import AttentionTable, CacheSlice
+from forkpoint.ops.recurrence import ConvolutionTable, StateTable
+from forkpoint.plan.entries import entries_of
+from forkpoint.plan.plan import Plan
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree import (
     Microbatch,
     convolution_layout,
     full_table,
@@ -21,11 +25,7 @@ from forkpoint.layout import (
     token_steps,
     windowed_table,
 )
-from forkpoint.ops.attention import AttentionTable, CacheSlice
-from forkpoint.ops.recurrence import ConvolutionTable, StateTable
-from forkpoint.plan.entries import entries_of
-from forkpoint.plan.plan import Plan
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.tree.forest import IntArray
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,10 @@ from forkpoint.device import on_device
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
 from forkpoint.errors import UnsupportedError
-from forkpoint.layout import token_steps
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, Instruction
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree import token_steps
 
 
 @dataclass(frozen=True, eq=False)

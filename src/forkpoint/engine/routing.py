@@ -18,13 +18,13 @@ from forkpoint.engine.feature import Feature
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.roots import Root
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.forest import Forest, IntArray
-from forkpoint.layout import token_steps
 from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, SCORE, Instruction
 from forkpoint.plan.routing import paths
+from forkpoint.tree import token_steps
+from forkpoint.tree.forest import Forest, IntArray
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,10 @@ from torch import Tensor
 from forkpoint.device import on_device
 from forkpoint.engine.host import HeadOutputs
 from forkpoint.engine.microbatches import MicrobatchInputs
-from forkpoint.forest import IntArray
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.runs import labels_run
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import IntArray
 
 
 class TokenValues:

@@ -35,10 +35,10 @@ from forkpoint.engine import microbatches
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.timing import Event, Observer
 from forkpoint.errors import UnsupportedError
-from forkpoint.forest import IntArray, build_forest, sort_rollouts
 from forkpoint.hosts.modules import add_hook, configurations
 from forkpoint.plan.plan import Plan
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import IntArray, build_forest, sort_rollouts
 
 TOPK = (torch.topk, torch.Tensor.topk)
 

@@ -9,7 +9,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.hosts.modules import plain_class
-from forkpoint.rollouts import short
+from forkpoint.rollouts.batch import short
 
 
 def supported_model(model: nn.Module) -> PreTrainedModel:

@@ -74,7 +74,7 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.mixtures import GROUPED, expert_activations
 from forkpoint.plan.program import BLOCKS, BOUNDARY, FORWARD, Instruction
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 def forkpoint_attention(

@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from forkpoint.argument_names import unknown_argument
 from forkpoint.errors import ArgumentError
+from forkpoint.rollouts.argument_names import unknown_argument
 
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., object])

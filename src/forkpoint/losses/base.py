@@ -18,7 +18,7 @@ from torch import Tensor
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.losses.outputs import MODELS, REMEDIES, Head
 from forkpoint.losses.outputs import LossOutputs as LossOutputs
-from forkpoint.rollouts import RolloutBatch, short
+from forkpoint.rollouts.batch import RolloutBatch, short
 
 Decomposition = Literal["token", "rollout", "joint"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import LossBatch
 from forkpoint.losses.policy_loss import PolicyLoss, check_clips, log_ratios, ratios
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 @explains_arguments

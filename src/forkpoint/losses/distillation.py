@@ -11,7 +11,7 @@ from torch import Tensor
 from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import Decomposition, Loss, LossBatch, LossOutputs, check_choice
 from forkpoint.losses.policy_loss import check_clips, clipped_surrogate, log_ratios, ratios
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 @explains_arguments

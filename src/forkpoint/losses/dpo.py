@@ -20,7 +20,7 @@ from forkpoint.losses.base import (
     check_number,
     divide,
 )
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 class PairLoss(Loss):

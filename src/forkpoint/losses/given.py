@@ -5,8 +5,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from forkpoint.errors import RolloutError
-from forkpoint.rollout_fields import host_values, short
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.fields import host_values, short
 
 
 def as_floats(name: str, given: ArrayLike | Tensor) -> NDArray[np.float64]:

@@ -17,7 +17,7 @@ from forkpoint.losses.policy_loss import (
     log_ratios,
     ratios,
 )
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 @explains_arguments

@@ -10,7 +10,7 @@ from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.losses.arguments import explains_arguments_of
 from forkpoint.losses.base import check_choice, check_number
 from forkpoint.losses.given import as_floats, place_of
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 @explains_arguments_of

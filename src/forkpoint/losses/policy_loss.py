@@ -16,7 +16,7 @@ from forkpoint.losses.base import (
     check_choice,
     check_number,
 )
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 LARGEST_LOG_RATIO = 20.0
 """Bound of a log-ratio from above, a ratio of 5e8: beyond it, exp would soon be infinite in

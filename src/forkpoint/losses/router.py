@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 from forkpoint.errors import ConfigError
-from forkpoint.forest import IntArray
 from forkpoint.losses.arguments import explains_arguments
-from forkpoint.rollouts import RolloutBatch, short
+from forkpoint.rollouts.batch import RolloutBatch, short
+from forkpoint.tree.forest import IntArray
 
 RouterScope = Literal["rollout", "batch"] | Sequence[Sequence[int]]
 

@@ -21,7 +21,7 @@ from forkpoint.losses.base import (
 )
 from forkpoint.losses.given import as_floats, place_of
 from forkpoint.losses.outputs import Head
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 @explains_arguments

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from forkpoint.device import on_device
 from forkpoint.errors import RolloutError
-from forkpoint.forest import IntArray
 from forkpoint.losses.base import Denominators, LossBatch, LossOutputs
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import IntArray
 
 
 class LossViews:

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from forkpoint.errors import ConfigError
 from forkpoint.losses.base import Loss
-from forkpoint.rollouts import RolloutBatch, short
+from forkpoint.rollouts.batch import RolloutBatch, short
 
 
 def zero_rollouts(loss: Loss, batch: RolloutBatch) -> NDArray[np.bool_]:

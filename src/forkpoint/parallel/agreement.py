@@ -20,7 +20,7 @@ from forkpoint.plan.gathering import Gathering, RankCosts, choose_gathering
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_trunks import SharedTrunk
 from forkpoint.plan.splitting import Exchanged, Splitting, choose_split, link_cost, step_cost
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from forkpoint.errors import RankError
 from forkpoint.plan.plan import Plan
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 RELATIVE = 1e-3
 """Numbers that ranks compute from the same values on different devices may differ by so much."""

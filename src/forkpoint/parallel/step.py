@@ -12,7 +12,7 @@ from forkpoint.errors import RankError
 from forkpoint.parallel.copies import check_same_losses
 from forkpoint.parallel.ranks import DataRanks
 from forkpoint.parallel.statistics import RouterEnd
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 T = TypeVar("T")
 

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from forkpoint.byte_sizes import exactly
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
-from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
 from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.packing import (
@@ -26,7 +24,9 @@ from forkpoint.plan.pricing.prices import Prices
 from forkpoint.plan.program import Program
 from forkpoint.plan.runs import LeftOut, labels_run, run_lengths, sort_running
 from forkpoint.plan.trunks import Trunk, classes_of, cut_below
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
+from forkpoint.units import exactly
 
 DEFAULT_MICROBATCH_TOKENS = 16_384
 # Where a budget limits memory, microbatches as long as it allows, up to this: each microbatch costs

@@ -11,8 +11,8 @@ Layers that carry a state keep one for the segment's end, which only its own chi
 
 from dataclasses import replace
 
-from forkpoint.forest import Forest
-from forkpoint.layout import Microbatch
+from forkpoint.tree import Microbatch
+from forkpoint.tree.forest import Forest
 
 
 def place_boundaries(

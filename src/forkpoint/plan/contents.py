@@ -12,8 +12,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from forkpoint.errors import PlanError
-from forkpoint.forest import Forest, IntArray
-from forkpoint.layout import Microbatch
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.exchanging import exchanging
 from forkpoint.plan.pricing.cost import ModelShape, Work
@@ -27,7 +25,9 @@ from forkpoint.plan.program import (
     waits_for,
 )
 from forkpoint.plan.runs import LeftOut
-from forkpoint.rollouts import RolloutBatch, short
+from forkpoint.rollouts.batch import RolloutBatch, short
+from forkpoint.tree import Microbatch
+from forkpoint.tree.forest import Forest, IntArray
 
 JSON_VERSION = 11
 READ_VERSIONS = (9, 10, JSON_VERSION)

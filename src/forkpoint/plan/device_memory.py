@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forkpoint.byte_sizes import GIB
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.sizes import count
+from forkpoint.units import GIB
 
 MARGIN_BYTES = GIB
 MARGIN_SHARE = 0.04

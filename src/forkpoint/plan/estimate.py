@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint.forest import Forest, IntArray, SortedRollouts, build_forest
 from forkpoint.plan.entries import entries_of
 from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
 from forkpoint.plan.runs import labels_run, run_lengths, sort_running
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
 
 MODES = ("none", "group", "tree")
 MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)

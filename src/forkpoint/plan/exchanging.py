@@ -7,7 +7,6 @@ are there, and when the gradients of these are. Between the two each runs the re
 from collections.abc import Iterable, Sequence
 
 from forkpoint.errors import PlanError
-from forkpoint.layout import Microbatch
 from forkpoint.plan.align_programs import align
 from forkpoint.plan.program import (
     BACKWARD,
@@ -18,6 +17,7 @@ from forkpoint.plan.program import (
     Instruction,
     Program,
 )
+from forkpoint.tree import Microbatch
 
 
 def exchanging(program: Program, microbatches: Sequence[Microbatch], *, scores: bool) -> Program:

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from forkpoint.byte_sizes import shown
 from forkpoint.plan.contents import PlanContents
+from forkpoint.units import shown
 
 MOST_ROWS = 24
 MOST_SEGMENTS = 40

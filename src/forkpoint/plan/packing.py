@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.errors import PlanError
-from forkpoint.forest import Forest, SortedRollouts, build_forest
-from forkpoint.layout import Microbatch
 from forkpoint.plan.trunks import Trunk
+from forkpoint.tree import Microbatch
+from forkpoint.tree.forest import Forest, SortedRollouts, build_forest
 
 
 @dataclass

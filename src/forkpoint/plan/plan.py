@@ -8,7 +8,7 @@ from forkpoint.plan.contents import PlanContents
 from forkpoint.plan.contents import fingerprint as fingerprint
 from forkpoint.plan.explain import explain
 from forkpoint.plan.written import read_plan
-from forkpoint.schema import SchemaError, parse_json
+from forkpoint.rollouts.schema import SchemaError, parse_json
 
 
 @dataclass(frozen=True, eq=False)

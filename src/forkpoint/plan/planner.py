@@ -4,10 +4,8 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from forkpoint.byte_sizes import shown
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
-from forkpoint.forest import IntArray
 from forkpoint.plan.builder import Builder, cost_with_preference, least_memory
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import Candidate, Plan
@@ -16,7 +14,9 @@ from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.prices import Prices
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.trunks import Trunk
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import IntArray
+from forkpoint.units import shown
 
 # Auto prefers the simpler of two plans whose costs differ by less than this.
 NOISE = 0.005

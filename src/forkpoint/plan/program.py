@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from forkpoint.errors import PlanError
-from forkpoint.layout import Microbatch
+from forkpoint.tree import Microbatch
 
 SCORE, FORWARD, RECOMPUTE, BACKWARD = "score", "forward", "recompute", "backward"
 SHARE, RETURN = "share", "return"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forkpoint.forest import Forest, IntArray
-from forkpoint.layout import Microbatch
+from forkpoint.tree import Microbatch
+from forkpoint.tree.forest import Forest, IntArray
 
 
 @dataclass(frozen=True, eq=False)

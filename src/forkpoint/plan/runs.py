@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint.forest import IntArray, SortedRollouts, sort_rollouts
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import IntArray, SortedRollouts, sort_rollouts
 
 
 @dataclass(frozen=True)

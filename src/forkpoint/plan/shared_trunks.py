@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forkpoint.forest import IntArray
 from forkpoint.plan.trunks import Trunk, untrained_prefix
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import IntArray
 
 LEAST_SHARE = 0.02
 """Trunks are priced where as large a part of all ranks' tokens would not have to run again."""

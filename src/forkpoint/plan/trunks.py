@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint.forest import Forest, IntArray
+from forkpoint.tree.forest import Forest, IntArray
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,6 @@ from forkpoint.config import (
     Split,
 )
 from forkpoint.errors import ConfigError, PlanError
-from forkpoint.forest import Forest, IntArray
-from forkpoint.layout import Microbatch, segment_widths
 from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.contents import READ_VERSIONS, Candidate, PlanContents
@@ -31,8 +29,8 @@ from forkpoint.plan.pricing.sizes import MOST_LAYERS
 from forkpoint.plan.program import ENDS, IDLE, OPERATIONS, Instruction, Program
 from forkpoint.plan.program_checks import REMEDY, check_program
 from forkpoint.plan.runs import LeftOut
-from forkpoint.rollouts import short
-from forkpoint.schema import (
+from forkpoint.rollouts.batch import short
+from forkpoint.rollouts.schema import (
     SchemaError,
     array,
     flag,
@@ -46,6 +44,8 @@ from forkpoint.schema import (
     whole,
     whole_numbers,
 )
+from forkpoint.tree import Microbatch, segment_widths
+from forkpoint.tree.forest import Forest, IntArray
 
 P = TypeVar("P", bound=PlanContents)
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from bad_inputs.kind import GOOD, Kind, file_kind, with_field
 from forkpoint import Rollout, load_rollouts, save_rollouts
 from forkpoint.errors import ConfigError, RolloutError
-from forkpoint.formats.tensors import RECIPE
+from forkpoint.rollouts.formats.tensors import RECIPE
 
 ROLLOUT = Rollout([1, 2], [0, 1], 1.0, rollout_id="b")
 OTHER = GOOD.replace('"a"', '"b"')

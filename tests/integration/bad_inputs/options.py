@@ -9,7 +9,7 @@ from steps import forked_batch
 import forkpoint
 from bad_inputs.kind import Kind
 from forkpoint import Config, Policy, losses, wrap
-from forkpoint.cli.app import COMMANDS
+from forkpoint.apps.cli.app import COMMANDS
 from forkpoint.errors import ConfigError
 from forkpoint.losses import Denominators
 from forkpoint.testing import tiny_model

@@ -10,12 +10,12 @@ import pytest
 
 from bad_inputs.kind import Kind
 from bad_inputs.traces import REPLAY
+from forkpoint.apps.replay.rank_folder import checkpoints
+from forkpoint.apps.replay.ranks import check_same
+from forkpoint.apps.replay.schema import SHARDS_FACTS
+from forkpoint.apps.replay.sharded_checkpoint import read_sharded_facts
+from forkpoint.apps.replay.team import Team, gone
 from forkpoint.errors import ConfigError, ForkpointError, RankError
-from forkpoint.replay.rank_folder import checkpoints
-from forkpoint.replay.ranks import check_same
-from forkpoint.replay.schema import SHARDS_FACTS
-from forkpoint.replay.sharded_checkpoint import read_sharded_facts
-from forkpoint.replay.team import Team, gone
 
 SAVED = Path("out/checkpoint-00000002")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from bad_inputs.traces import BATCH, held, recorded, trace_kind
-from forkpoint.traces import manifest, open_trace, record
-from forkpoint.traces.lock import LOCK
+from forkpoint.rollouts.traces import manifest, open_trace, record
+from forkpoint.rollouts.traces.lock import LOCK
 
 
 def lines() -> list[dict[str, Any]]:

@@ -11,10 +11,10 @@ from steps import forked_batch
 
 from bad_inputs.kind import Kind
 from forkpoint import load_rollouts
-from forkpoint.cli import main
+from forkpoint.apps.cli import main
 from forkpoint.errors import ConfigError, ForkpointError, RolloutError, TraceError
-from forkpoint.traces import open_trace, record
-from forkpoint.traces.lock import LOCK, FolderLock
+from forkpoint.rollouts.traces import open_trace, record
+from forkpoint.rollouts.traces.lock import LOCK, FolderLock
 
 REPLAY = ("replay", "ok.jsonl", "--model", "ok.json", "--steps", "1")
 BATCH = forked_batch()

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.families import Family
 from forkpoint.hosts.modules import every_module
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 # Rotary embeddings whose frequencies depend on positions alone. Dynamic and longrope change them
 # beyond a length, and are refused for longer rollouts; so are unknown ones.

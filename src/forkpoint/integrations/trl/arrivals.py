@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from forkpoint.differentiable import _accumulates
 from forkpoint.errors import UnsupportedError
-from forkpoint.weight_changes import OptimizerSteps
+from forkpoint.step.differentiable import _accumulates
+from forkpoint.step.weight_changes import OptimizerSteps
 
 
 class Arrivals:

@@ -15,7 +15,7 @@ from transformers import ProcessorMixin, TrainingArguments
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
-from forkpoint.rollouts import short
+from forkpoint.rollouts.batch import short
 
 _log = logging.getLogger("forkpoint")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 IGNORED = -100
 """The label of a token that is not scored."""

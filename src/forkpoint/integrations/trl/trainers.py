@@ -22,7 +22,7 @@ from forkpoint.integrations.trl.references import ReferenceSharing
 from forkpoint.integrations.trl.routers import check_routers
 from forkpoint.integrations.trl.sharing import Sharing
 from forkpoint.integrations.trl.stand_ins import StandIn
-from forkpoint.rollouts import short
+from forkpoint.rollouts.batch import short
 
 Base: Any = object
 """The trainer of TRL that a class here is put before."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from forkpoint.parallel.agreement import group_digests
 from forkpoint.plan import Plan
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 _log = logging.getLogger("forkpoint")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.rollouts import short
+from forkpoint.rollouts.batch import short
 
 STRATEGY = "fsdp2"
 ROLES = {

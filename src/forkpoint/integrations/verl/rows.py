@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.errors import RolloutError, UnsupportedError
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
 
 
 @dataclass(frozen=True, eq=False)

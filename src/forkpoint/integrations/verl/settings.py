@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
-from forkpoint.rollouts import short
+from forkpoint.rollouts.batch import short
 
 VARIABLE = "FORKPOINT_VERL_CONFIG"
 Decomposition = Literal["auto", "joint"]

@@ -1,10 +1,10 @@
 """Attention of packed microbatches over shared prefixes: one composition over stock kernels."""
 
-from forkpoint.layout import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
 from forkpoint.ops.attention.kernel import Kernel
 from forkpoint.ops.attention.operator import shared_attention
 from forkpoint.ops.attention.registry import KERNELS, select_kernel
 from forkpoint.ops.attention.table import AttentionTable, CacheSlice, Launch
+from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
 
 __all__ = [
     "FROM_CACHE",

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from forkpoint.layout import FROM_CACHE, FROM_GATHER, FROM_OWN
 from forkpoint.ops.attention.table import Launch
 from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN
 
 
 def check_tensors(

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.layout import FROM_CACHE, FROM_OWN
 from forkpoint.ops.attention.checks import check_launches, check_tensors
 from forkpoint.ops.attention.kernel import Kernel
 from forkpoint.ops.attention.merge import Part, merge
@@ -25,6 +24,7 @@ from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.source import RowSum, Source
 from forkpoint.ops.attention.table import AttentionTable, CacheSlice, Launch, read_launches
 from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.tree import FROM_CACHE, FROM_OWN
 
 
 def shared_attention(

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from forkpoint.layout import FROM_CACHE, FROM_OWN
 from forkpoint.ops.attention.table import Launch
 from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.tree import FROM_CACHE, FROM_OWN
 
 
 class RowSum:

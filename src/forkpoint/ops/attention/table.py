@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import to_device
-from forkpoint.layout import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
+from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)

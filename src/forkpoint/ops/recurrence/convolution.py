@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from forkpoint.device import to_device
-from forkpoint.layout import NOTHING, ConvolutionLayout
 from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.tree import NOTHING, ConvolutionLayout
 
 
 class _Source:

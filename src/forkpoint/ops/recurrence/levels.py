@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import to_device
-from forkpoint.layout import Level, StateLayout
 from forkpoint.ops.recurrence.sequences import Sequences
+from forkpoint.tree import Level, StateLayout
 
 Scan = Callable[..., tuple[Tensor, Tensor | None]]
 """(*inputs_T, initial_S or None, sequences, final) -> (output_T, final_S or None)"""

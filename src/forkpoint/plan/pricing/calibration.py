@@ -1,6 +1,6 @@
 """Measurements of a device for a model shape, as a file. Imports no torch.
 
-`forkpoint calibrate` writes these files (calibrate/calibrator.py says how each figure is measured);
+`forkpoint calibrate` writes these files (apps/calibrate/calibrator.py says how each figure is measured);
 `forkpoint.plan.pricing.measured` prices plans by them.
 """
 
@@ -22,8 +22,8 @@ from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.link import Link
 from forkpoint.plan.pricing.sizes import MOST_LAYERS
 from forkpoint.plan.written import SHAPE, shape_of
-from forkpoint.rollouts import short
-from forkpoint.schema import (
+from forkpoint.rollouts.batch import short
+from forkpoint.rollouts.schema import (
     Check,
     SchemaError,
     array,

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from forkpoint.errors import ConfigError
-from forkpoint.forest import Forest, IntArray
 from forkpoint.plan.pricing.hybrid import recurrent_kinds, recurrent_shape
 from forkpoint.plan.pricing.mixtures import active_intermediate, mixture_shape, only_experts
 from forkpoint.plan.pricing.sizes import MOST_LAYERS, REMEDY, count, needed, size
-from forkpoint.rollouts import short
+from forkpoint.rollouts.batch import short
+from forkpoint.tree.forest import Forest, IntArray
 
 # A backward runs two matrix products for each one of the forward; attention's runs five for two.
 LINEAR_BACKWARD = 2.0

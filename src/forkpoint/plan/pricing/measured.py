@@ -7,11 +7,11 @@ launches by their visible pairs and lengths, of its head by labelled tokens, and
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from forkpoint.layout import LAUNCH_COLUMNS, Microbatch, full_table, windowed_table
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape, visible_pairs
 from forkpoint.plan.pricing.meters import logits_bytes
+from forkpoint.tree import LAUNCH_COLUMNS, Microbatch, full_table, windowed_table
 
 
 class _Launches(NamedTuple):

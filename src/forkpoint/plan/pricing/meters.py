@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 
-from forkpoint.layout import Microbatch
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import (
     ATTENTION_BACKWARD,
@@ -16,6 +15,7 @@ from forkpoint.plan.pricing.cost import (
     ModelShape,
     visible_pairs,
 )
+from forkpoint.tree import Microbatch
 
 # Below this many tokens a matrix product is bound by reading its weights, so that fewer tokens take
 # no less time: about the FLOPs per byte at which current GPUs turn from memory- to compute-bound.

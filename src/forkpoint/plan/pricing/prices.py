@@ -9,7 +9,6 @@ from hashlib import blake2b
 
 import numpy as np
 
-from forkpoint.forest import Forest, IntArray
 from forkpoint.plan.entries import entries_of
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import peak_bytes, plan_cost
@@ -18,7 +17,8 @@ from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.measured import MeasuredMeter
 from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter
 from forkpoint.plan.routing import RouterDemand
-from forkpoint.rollouts import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import Forest, IntArray
 
 
 class Prices:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forkpoint.errors import ConfigError
-from forkpoint.rollouts import short
+from forkpoint.rollouts.batch import short
 
 MOST = 2**31 - 1
 MOST_LAYERS = 10_000

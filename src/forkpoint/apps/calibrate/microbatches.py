@@ -1,0 +1,106 @@
+"""Whole rows through a model of few layers: their times, and the bytes that they keep and need."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.apps.calibrate.clock import Clock
+from forkpoint.config import Config
+from forkpoint.engine.boundary import PrefixCache
+from forkpoint.engine.given_back import storage_id
+from forkpoint.engine.microbatches import (
+    KernelOptions,
+    MicrobatchInputs,
+    MicrobatchState,
+    prepare_microbatches,
+)
+from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.plan import make_plan
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
+
+HEAD_TOKENS = 1024
+
+
+class Rows:
+    """Measures rows of models on one device."""
+
+    def __init__(self, clock: Clock, *, kernel: str, vocab: int) -> None:
+        self.clock: Clock = clock
+        self.kernel: str = kernel
+        self.vocab: int = vocab
+
+    def row_ms(self, host: TransformersHost, tokens: int) -> tuple[float, float]:
+        """One row's forward and backward; it has one labelled token."""
+        inputs, run = self._row(host, tokens, labelled=1)
+        with host.entered():
+            return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
+
+    def kept_bytes(
+        self, hosts: Mapping[int, TransformersHost], tokens: int, policy: str
+    ) -> tuple[float, float]:
+        """Bytes a token that a block keeps, and the rest of a row, from models of two depths."""
+        few, more = sorted(hosts)
+        total = {n: self._saved_bytes(host, tokens, policy) for n, host in hosts.items()}
+        block = (total[more] - total[few]) / (more - few)
+        return block / tokens, max(total[few] - few * block, 0.0) / tokens
+
+    def _saved_bytes(self, host: TransformersHost, tokens: int, policy: str) -> int:
+        """Bytes of the storages that autograd keeps of a row, its parameters' not counted."""
+        held = {storage_id(p) for _, p in host.named_parameters()}
+        inputs, run = self._row(host, tokens, labelled=1, checkpointing=policy)
+        kept: dict[int, Tensor] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            if x.device == self.clock.device and storage_id(x) not in held:
+                kept.setdefault(storage_id(x), x)
+            return x
+
+        with host.entered():
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                logprobs = run(inputs)
+            nbytes = sum(x.untyped_storage().nbytes() for x in kept.values())
+            logprobs.sum().backward()
+        return nbytes
+
+    def working_bytes(self, host: TransformersHost, sizes: list[int]) -> tuple[float, float]:
+        """Memory of a backward besides what is kept: bytes a row, and a token; 0 on a CPU."""
+        if self.clock.kind != "cuda":
+            return 0.0, 0.0
+        found = []
+        for tokens in sizes[-2:]:
+            inputs, run = self._row(host, tokens, labelled=min(tokens, HEAD_TOKENS))
+            with host.entered():
+                logprobs = run(inputs)
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                logprobs.sum().backward()
+                torch.cuda.synchronize()
+                found.append(torch.cuda.max_memory_allocated() - before)
+        token = max(0.0, (found[1] - found[0]) / (sizes[-1] - sizes[-2]))
+        return max(0.0, found[0] - token * sizes[-2]), token
+
+    def _row(
+        self, host: TransformersHost, tokens: int, *, labelled: int, checkpointing: str = "none"
+    ) -> tuple[MicrobatchInputs, Callable[[MicrobatchInputs], Tensor]]:
+        ids = np.random.default_rng(0).integers(0, self.vocab, tokens + 1)
+        mask = np.arange(tokens + 1) > tokens - labelled
+        batch = RolloutBatch([Rollout(ids, mask, 1.0)])
+        config = Config(
+            sharing="none",
+            boundary="within",
+            max_microbatch_tokens=tokens,
+            checkpointing=checkpointing,  # type: ignore[arg-type]
+        )
+        plan = make_plan(batch, host.shape, config)
+        (inputs,) = prepare_microbatches(plan, batch, host.device)
+        forward = plan.program.instructions[0]
+
+        def run(inputs: MicrobatchInputs) -> Tensor:
+            state = MicrobatchState(plan, inputs.microbatch, PrefixCache(0, gradients=True))
+            outputs = host.forward(forward, inputs, state, KernelOptions(self.kernel))
+            return outputs.per_token["logprobs"]
+
+        return inputs, run

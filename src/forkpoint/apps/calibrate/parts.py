@@ -1,0 +1,152 @@
+"""Parts of a step by themselves: attention as layers call it, the head, copies to the host."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.apps.calibrate.clock import Clock
+from forkpoint.engine.staging import staging_for
+from forkpoint.hosts.refusals import plain_head
+from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention
+from forkpoint.ops.head import token_logprobs
+from forkpoint.plan import ModelShape
+from forkpoint.plan.pricing.calibration import Curve
+
+KEY_TOKENS: dict[str, tuple[int, ...]] = {"cuda": (256, 2048, 8192), "cpu": (32, 256)}
+COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}
+TINY_KEYS = 16
+
+
+class Parts:
+    """Measures parts of a model of that shape on one device."""
+
+    def __init__(self, clock: Clock, shape: ModelShape, *, kernel: str) -> None:
+        self.clock: Clock = clock
+        self.shape: ModelShape = shape
+        self.kernel: str = kernel
+
+    def causal(self, sizes: tuple[int, ...]) -> Curve:
+        """Pairs a ms by the length of segments that attend to themselves alone."""
+        fill = sizes[-2]
+
+        def at(index: int, backward: bool) -> float:
+            length = sizes[index]
+            count = max(1, fill // length)
+            pairs = count * length * (length + 1) / 2
+            return pairs / self._attention_ms(length, count, 0)[int(backward)]
+
+        return curve(sizes, at)
+
+    def rectangles(self, sizes: tuple[int, ...]) -> tuple[Curve, Curve]:
+        """Costs of a further launch by its queries, and pairs a ms by the length of its keys."""
+
+        def added(queries: int, keys: int) -> tuple[float, float]:
+            with_it, without = (self._attention_ms(queries, 1, k) for k in (keys, 0))
+            # Noise must not make a launch cost nothing.
+            return tuple(max(a - b, 0.02 * a) for a, b in zip(with_it, without, strict=True))  # type: ignore[return-value]
+
+        few = [sizes[0], sizes[len(sizes) // 2], sizes[-2]]
+        parts = {q: added(q, TINY_KEYS) for q in sorted(set(few))}
+        part = curve(list(parts), lambda i, backward: list(parts.values())[i][int(backward)])
+        queries, keys = sizes[-2], list(KEY_TOKENS[self.clock.kind])
+        whole = [added(queries, k) for k in keys]
+
+        def at(index: int, backward: bool) -> float:
+            time_ms = whole[index][int(backward)]
+            less = part.time(queries, backward=backward)
+            return queries * keys[index] / max(time_ms - less, 0.1 * time_ms)
+
+        return part, curve(keys, at)
+
+    def _attention_ms(self, length: int, count: int, keys: int) -> tuple[float, float]:
+        """One layer's attention over `count` segments, all below an ancestor of `keys` tokens."""
+        one, tokens = self.shape, length * count
+        dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[one.dtype_bytes]
+
+        def draw(n: int, heads: int, dim: int, grad: bool = True) -> Tensor:
+            return torch.randn(
+                n, heads, dim, device=self.clock.device, dtype=dtype, requires_grad=grad
+            )
+
+        q = draw(tokens, one.heads, one.head_dim)
+        k, v = draw(tokens, one.kv_heads, one.head_dim), draw(tokens, one.kv_heads, one.value_dim)
+        cu = [length * i for i in range(count + 1)]
+        launches = [[0, 1, 0, tokens, 0, tokens, length, length, 0, 0, count]]
+        cache = None
+        if keys:
+            state = [draw(keys, one.kv_heads, d, False) for d in (one.head_dim, one.value_dim)]
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            cache = CacheSlice(*state, *(torch.zeros_like(x, dtype=wide) for x in state))
+            launches.append([1, 0, 0, tokens, 0, keys, tokens, keys, len(cu), len(cu) + 2, 1])
+            cu += [0, tokens, 0, keys]
+        table = AttentionTable.from_numpy(
+            np.array(launches), np.array(cu), device=self.clock.device
+        )
+        grad = draw(tokens, one.heads, one.value_dim, False)
+
+        def forward() -> Tensor:
+            scale = one.head_dim**-0.5
+            o, _ = shared_attention(
+                q, k, v, table=table, cache=cache, scale=scale, kernel=self.kernel
+            )
+            return o
+
+        return self.clock.times(forward, lambda o: o.backward(grad))
+
+    def head(self, host: TransformersHost, sizes: tuple[int, ...]) -> Curve:
+        """The head with log-probs, by labelled tokens."""
+        weight = plain_head(host.causal).weight
+        counts = sorted({1, min(256, sizes[-1]), min(2048, sizes[-1])})
+
+        def measured(count: int) -> tuple[float, float]:
+            hidden = torch.randn(
+                count,
+                weight.shape[1],
+                device=self.clock.device,
+                dtype=weight.dtype,
+                requires_grad=True,
+            )
+            labels = torch.zeros(count, dtype=torch.int64, device=self.clock.device)
+            return self.clock.times(
+                lambda: token_logprobs(hidden, weight, labels)[0], lambda x: x.sum().backward()
+            )
+
+        found = [measured(count) for count in counts]
+        weight.grad = None
+        return curve(counts, lambda i, backward: found[i][int(backward)])
+
+    def copies(self) -> dict[str, float]:
+        """Bytes a ms to the host and back, by the names that a calibration has for them."""
+        transfers = staging_for(self.clock.device).transfers
+        nbytes = COPY_BYTES[self.clock.kind]
+        source = torch.zeros(nbytes, dtype=torch.uint8, device=self.clock.device)
+        host = transfers.host_buffer(nbytes)
+        out, back = [], []
+        for repeat in range(1 + self.clock.repeats):
+            transfers.drain()
+            begin = time.perf_counter()
+            sent = transfers.out(source, host)
+            transfers.drain()
+            middle = time.perf_counter()
+            transfers.back(host, sent)
+            transfers.drain()
+            if repeat:
+                out.append((middle - begin) * 1e3)
+                back.append((time.perf_counter() - middle) * 1e3)
+        return {
+            "out_bytes_per_ms": nbytes / self.clock.typical(out),
+            "back_bytes_per_ms": nbytes / self.clock.typical(back),
+        }
+
+
+def curve(sizes: Sequence[int], at: Callable[[int, bool], float]) -> Curve:
+    """A figure over sizes, from their index and whether it is the backward's."""
+    return Curve(
+        at=tuple(float(s) for s in sizes),
+        forward=tuple(at(i, False) for i in range(len(sizes))),
+        backward=tuple(at(i, True) for i in range(len(sizes))),
+    )

@@ -1,0 +1,24 @@
+"""The command line: `forkpoint`, or `python -m forkpoint`."""
+
+from collections.abc import Sequence
+
+from forkpoint.apps.cli.last_resort import guarded
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` are its arguments, by default those of the process.
+
+    Returns the exit code: 0 done, 1 a check failed, 2 an error in what was given, 3 nothing to
+    verify, 70 a defect of forkpoint, 130 interrupted. Errors are one message on stderr; nothing is
+    raised.
+    """
+    return guarded(_run, argv)
+
+
+def _run(arguments: list[str]) -> int:
+    # What this imports can fail, and takes long enough to be interrupted.
+    from forkpoint.apps.cli.app import run
+
+    return run(arguments)

@@ -1,0 +1,123 @@
+"""`forkpoint calibrate`: what plans are priced by on this device, for one model."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from rich.table import Table
+from tyro.conf import DisallowNone, arg
+
+from forkpoint.apps.cli import torchrun
+from forkpoint.apps.cli.options import DtypeName, Flag, ModelPath
+from forkpoint.apps.cli.output import Output
+
+if TYPE_CHECKING:
+    from forkpoint.plan.pricing.calibration import Calibration
+
+File = DisallowNone[
+    Annotated[
+        Path | None,
+        arg(metavar="FILE", help_behavior_hint="(default: where policies look for it)"),
+    ]
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Measure this device with a model's shape, so that plans are priced in milliseconds.
+
+    Takes under two minutes. The model gets few layers of random weights; its own are not read.
+    Started by torchrun (torchrun --nproc-per-node 8 -m forkpoint calibrate ...), the first rank
+    measures its device, all measure the link between them, and each host gets the same file.
+
+    Attributes:
+        model: A model's folder or its config.json.
+        output: The file to write. Policies find the default one by themselves; others are named by
+            Config(calibration=...) or --calibration.
+        dtype: The dtype of the model's parameters.
+        device: What is measured. auto takes a CUDA device if there is one.
+        blocks: Whether decoder blocks are compiled, as they will be in training. auto compiles on
+            CUDA.
+        max_seconds: Begin no longer microbatches after so many seconds.
+        json: Print one line of JSON and nothing else.
+    """
+
+    model: ModelPath
+    output: File = None
+    dtype: DtypeName = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    blocks: Literal["auto", "compiled", "eager"] = "auto"
+    max_seconds: Annotated[float, arg(metavar="S")] = 110.0
+    json: Flag = False
+
+    def run(self) -> int:
+        out = Output(json_only=self.json, silent=torchrun.rank() > 0)
+        with torchrun.process_group(self.device), out.waiting("measuring"):
+            from forkpoint.plan.pricing.calibration import calibration_path
+
+            found = torchrun.from_the_first(self._measured)
+            if torchrun.size() > 1:
+                found = replace(found, link=torchrun.measured_link(self.device))
+            path = self.output
+            path = path or calibration_path(found.device, found.shape, compiled=found.compiled)
+            if torchrun.local_rank() == 0:
+                found.save(path)
+        out.show(*_tables(found))
+        out.result(
+            {
+                "command": "calibrate",
+                "output": path,
+                "device": found.device,
+                "compiled": found.compiled,
+                "seconds": found.seconds,
+            }
+        )
+        return 0
+
+    def _measured(self) -> "Calibration":
+        from forkpoint.apps.calibrate.calibrator import Calibrator
+        from forkpoint.apps.cli.models import out_of_memory_explained, shallow_models
+
+        make, shape = shallow_models(self.model, dtype=self.dtype, device=self.device)
+        compiled = {"auto": None, "compiled": True, "eager": False}[self.blocks]
+        calibrator = Calibrator(make, compile_blocks=compiled, max_seconds=self.max_seconds)
+        with out_of_memory_explained():
+            return calibrator.run(shape)
+
+
+def _tables(found: "Calibration") -> list[Table]:
+    curves = Table(title=found.describe(), title_justify="left")
+    for name in ("measured", "size", "forward", "backward"):
+        curves.add_column(name, justify="left" if name == "measured" else "right")
+    for name, unit, curve in (
+        ("one block, ms", "tokens", found.block),
+        ("a microbatch besides, ms", "tokens", found.rest),
+        ("head, ms", "labelled tokens", found.head),
+        ("causal attention, pairs/ms", "tokens of a segment", found.causal),
+        ("attention to an ancestor, pairs/ms", "tokens of the ancestor", found.rectangle),
+        ("one further launch, ms", "tokens that have it", found.part),
+    ):
+        for size, forward, backward in zip(curve.at, curve.forward, curve.backward, strict=True):
+            curves.add_row(
+                f"{name}, by {unit}", f"{size:,.0f}", f"{forward:,.4g}", f"{backward:,.4g}"
+            )
+    bytes_ = Table(title="memory", title_justify="left", show_header=False)
+    for policy, (block, rest) in found.kept_bytes.items():
+        bytes_.add_row(
+            f"kept of a token, checkpointing {policy}",
+            f"{block:,.0f} bytes a block, {rest:,.0f} besides",
+        )
+    bytes_.add_row(
+        "copies to the host and back",
+        f"{found.out_bytes_per_ms / 1e6:.1f} and {found.back_bytes_per_ms / 1e6:.1f} GB/s",
+    )
+    tables = [curves, bytes_]
+    if found.link is not None:
+        link = Table(title=found.link.describe(), title_justify="left", show_header=False)
+        for name, rate, latency_ms in (
+            ("gathering", found.link.gather_bytes_per_ms, found.link.gather_latency_ms),
+            ("sending", found.link.send_bytes_per_ms, found.link.send_latency_ms),
+        ):
+            link.add_row(name, f"{rate / 1e6:.3g} GB/s, {latency_ms:.3g} ms besides")
+        tables.append(link)
+    return tables

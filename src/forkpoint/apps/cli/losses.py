@@ -1,0 +1,215 @@
+"""The losses that the command line knows by name, and their main options. Imports no torch."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from tyro.conf import DisallowNone, arg
+
+from forkpoint.apps.replay.schema import MOST_NUMBER, MOST_WHOLE_NUMBER, is_too_large
+from forkpoint.errors import ConfigError
+from forkpoint.rollouts.argument_names import Spelling, is_known, meaning
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import IntArray
+
+if TYPE_CHECKING:
+    from forkpoint.losses import Loss
+
+LossName = Literal[
+    "grpo",
+    "ppo",
+    "dapo",
+    "bnpo",
+    "dr_grpo",
+    "cispo",
+    "sapo",
+    "gspo",
+    "likelihood",
+    "sft",
+    "distillation",
+    "dpo",
+    "simpo",
+]
+CLASSES: dict[LossName, str] = {
+    "grpo": "GRPO",
+    "ppo": "PPO",
+    "dapo": "DAPO",
+    "bnpo": "BNPO",
+    "dr_grpo": "DrGRPO",
+    "cispo": "CISPO",
+    "sapo": "SAPO",
+    "gspo": "GSPO",
+    "likelihood": "LogLikelihood",
+    "sft": "SFT",
+    "distillation": "Distillation",
+    "dpo": "DPO",
+    "simpo": "SimPO",
+}
+# Without an advantage they train nothing, KL and entropy aside.
+OF_ADVANTAGES = ("grpo", "ppo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "gspo")
+
+Own: Any = arg(metavar="NUMBER", help_behavior_hint="(default: the loss's own)")
+Number = DisallowNone[Annotated[float | None, Own]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """Loss that is minimised. An option that the loss does not have is refused.
+
+    Attributes:
+        loss: grpo is the clipped policy gradient; ppo, dapo, bnpo and dr_grpo are the same with
+            means or clips of their own; cispo, sapo and gspo use the ratio of new to old
+            probabilities in other ways. All of these need advantages, and are on-policy where the
+            file has no old_logprobs. likelihood (or sft) is supervised fine-tuning. distillation
+            goes towards reference_logprobs, a teacher's. dpo and simpo need groups that are pairs,
+            dpo reference_logprobs as well. auto is grpo, or what a trace was recorded with.
+        clip: How far the ratio may fall below 1 before a token's gradient ends; above 1 too, unless
+            there is a clip_high. Losses with a ratio.
+        clip_high: How far it may rise above 1.
+        kl: Coefficient of the KL divergence from the reference policy. Losses of advantages; needs
+            reference_logprobs.
+        entropy: Coefficient of a bonus for entropy. Losses of advantages.
+        normalize: Mean over all trained tokens, or over rollouts of each one's mean; auto is the
+            loss's own.
+        max_tokens: The constant that dr_grpo divides by, the most tokens of a response; it has no
+            default.
+        beta: How strongly dpo holds the policy to the reference; the scale of simpo's rewards.
+        variant: Which dpo; auto is sigmoid.
+        gamma: The margin by which simpo wants the chosen response to win.
+    """
+
+    loss: Literal["auto", LossName] = "auto"
+    clip: Number = None
+    clip_high: Number = None
+    kl: Number = None
+    entropy: Number = None
+    normalize: Literal["auto", "token", "rollout"] = "auto"
+    max_tokens: DisallowNone[
+        Annotated[int | None, arg(metavar="N", help_behavior_hint="(dr_grpo needs it)")]
+    ] = None
+    beta: Number = None
+    variant: Literal["auto", "sigmoid", "robust", "hinge", "ipo"] = "auto"
+    gamma: Number = None
+
+    @property
+    def name(self) -> LossName:
+        return "grpo" if self.loss == "auto" else self.loss
+
+    def given(self) -> dict[str, Any]:
+        """The options besides the name that are not left to the loss."""
+        unset = (None, "auto")
+        return {k: v for k, v in asdict(self).items() if k != "loss" and v not in unset}
+
+    def make(self) -> "Loss":
+        """The loss with these options and its own defaults. Imports torch.
+
+        Raises ConfigError for an option that the loss does not have, or whose value it refuses.
+        """
+        from forkpoint import losses
+
+        given = self.given()
+        takes = {
+            name: set(inspect.signature(getattr(losses, kind)).parameters)
+            for name, kind in CLASSES.items()
+        }
+        for option, value in given.items():
+            if is_too_large(value):
+                most = MOST_WHOLE_NUMBER if isinstance(value, int) else f"{MOST_NUMBER:g}"
+                raise ConfigError(
+                    f"{option} is {value}; it takes a number of at most {most}, since losses are "
+                    "computed in float32."
+                )
+            if option not in takes[self.name]:
+                raise ConfigError(self._refused(option, value, takes))
+        if self.name == "dr_grpo" and self.max_tokens is None:
+            raise ConfigError(
+                "the loss dr_grpo divides by a constant in place of the tokens, and none is given; "
+                "add --max-tokens N, the most tokens that a response may have."
+            )
+        return getattr(losses, CLASSES[self.name])(**given)
+
+    def _refused(self, option: str, value: object, takes: Mapping[str, set[str]]) -> str:
+        """The message for an option that the loss does not have."""
+        having = ", ".join(name for name, options in takes.items() if option in options)
+        refused = f"the loss {self.name} has no {option}, which was given as {value}; "
+        meant = meaning(CLASSES[self.name], option, value, OPTIONS)
+        if meant is not None:
+            return f"{refused}{meant}, or take a loss that has it: {having}."
+        flag = f"--{option.replace('_', '-')}"
+        return f"{refused}losses that have it are {having}. Leave {flag} out, or take one of them."
+
+    def trains(self, batch: RolloutBatch) -> np.ndarray:
+        """The tokens that can have a gradient: bool [T]."""
+        if self.name in OF_ADVANTAGES and not self.kl and not self.entropy:
+            return batch.loss_mask & (batch.advantages != 0)
+        return batch.loss_mask
+
+
+def _option(name: str, value: object) -> str:
+    options = {field.name for field in fields(LossOptions)}
+    return (
+        f"--{name.replace('_', '-')} {value}" if name in options else f"{name}={value!r} in Python"
+    )
+
+
+def _loss_options(name: str, **arguments: object) -> str:
+    called = [f"--loss {option}" for option, cls in CLASSES.items() if cls == name]
+    return " ".join([*called[:1], *(_option(n, v) for n, v in arguments.items())])
+
+
+OPTIONS = Spelling(_option, _loss_options)
+
+
+def explained_options(arguments: Sequence[str]) -> list[str]:
+    """A line for each option that only losses of other libraries have: which one is meant."""
+    given = [a for a in arguments if a.startswith("--")]
+    values = dict(zip(arguments, [*arguments[1:], ""], strict=True))
+    values |= {a.partition("=")[0]: a.partition("=")[2] for a in given if "=" in a}
+    loss: Any = values.get("--loss", "grpo")
+    lines = []
+    for option in dict.fromkeys(a.partition("=")[0] for a in given):
+        name = option.removeprefix("--").replace("-", "_")
+        if not is_known(name) or name in {field.name for field in fields(LossOptions)}:
+            continue
+        meant = meaning(CLASSES.get(loss, "GRPO"), name, _value(values[option]), OPTIONS)
+        if meant is not None:
+            lines.append(f"{option}: {meant}")
+    return lines
+
+
+def _value(word: str) -> object:
+    """A number where the word is one."""
+    try:
+        return float(word)
+    except ValueError:
+        return {"true": True, "false": False}.get(word.lower(), word)
+
+
+def coupling(name: LossName, batch: RolloutBatch) -> IntArray | None:
+    """Which rollouts the loss of that name needs in one graph, for the planner; needs no torch.
+
+    None where every token stands alone.
+    """
+    if name == "gspo":
+        return np.arange(len(batch))
+    return batch.group_index if name in ("dpo", "simpo") else None
+
+
+def zero_rollouts(name: LossName, batch: RolloutBatch) -> NDArray[np.bool_]:
+    """Rollouts whose terms the loss of that name declares to be 0, with its own defaults, bool [N].
+
+    Needs no torch; the losses themselves say the same.
+    """
+    if name in ("dpo", "simpo"):
+        return np.zeros(len(batch), bool)
+    nothing_T = np.zeros(batch.logical_tokens, bool)
+    weightless_T = nothing_T if batch.weights is None else batch.weights == 0
+    if name not in OF_ADVANTAGES:
+        return batch.where_all_trained(weightless_T)
+    flat_T = batch.advantages == 0
+    if name != "gspo":
+        return batch.where_all_trained(flat_T | weightless_T)
+    return batch.where_all_trained(flat_T) | batch.where_all_trained(weightless_T)

@@ -1,0 +1,150 @@
+"""Making the model that a command runs: a folder's weights, or random ones. Imports torch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
+from transformers.utils import logging
+
+from forkpoint.apps.cli.model_config import check_family, config_path, read_config
+from forkpoint.apps.cli.options import Runtime, check_seed
+from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
+from forkpoint.plan import ModelShape
+
+
+def load_model(model: Path, options: Runtime) -> PreTrainedModel:
+    """The model in training mode on its device; nothing is downloaded.
+
+    Raises:
+        ConfigError: there is no such model, it cannot be made, or there is no such device.
+        UnsupportedError: forkpoint does not know its family.
+    """
+    device = _device(options.device)
+    path = config_path(model)
+    config = read_config(path)
+    check_family(path, config)
+    if config.get("quantization_config") is not None:
+        raise UnsupportedError(
+            f"{path} has a quantization_config; quantized parameters have not been shown exact. "
+            "Give an unquantized checkpoint, or take it out for random weights."
+        )
+    check_seed(options.seed)
+    dtype = getattr(torch, options.dtype)
+    logging.disable_progress_bar()
+    # Transformers checks what it reads by errors of many kinds, each of them about the user's file.
+    try:
+        # Drawing billions of random weights takes minutes on a CPU; devices draw others by a seed.
+        if model.is_dir():
+            made = _load(model, dtype)
+        else:
+            # On a CPU billions of random weights take minutes. A seed means others on each kind.
+            with torch.device(device):
+                made = random_model(config, dtype, options.seed)
+            if device.type == "cpu":  # elsewhere kernels might be compiled for it
+                _run_once(made)
+    except ForkpointError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
+        raise ConfigError(
+            f"transformers cannot make and run a model of {model} ({reason}). "
+            f"Correct {path.name}, or give a model that this transformers ({__version__}) knows."
+        ) from error
+    if options.gradient_checkpointing:
+        # Newer transformers warn of the old name; both take the same first argument.
+        enable = getattr(made, "activation_checkpointing_enable", None)
+        (enable or made.gradient_checkpointing_enable)({"use_reentrant": False})
+    made.train()
+    made.to(device)  # pyright: ignore[reportArgumentType]  (a decorator of transformers)
+    return made
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device is 'cuda', but torch finds no CUDA device. Use --device cpu, or install a "
+            "torch built for CUDA; forkpoint doctor shows what there is."
+        )
+    return torch.device(name)
+
+
+def random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """A model of a configuration (the keys of a config.json), drawn as transformers draws it."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+
+
+def _run_once(model: PreTrainedModel) -> None:
+    """Run two tokens, which fails where sizes of a configuration do not fit each other.
+
+    The random numbers that this takes are drawn again.
+    """
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        model.eval()(torch.zeros((1, 2), dtype=torch.int64), use_cache=False)
+
+
+def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    # Code of the folder is not run, and pickled weights (pytorch_model.bin) are not read.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        local_files_only=True,
+        dtype=dtype,
+        output_loading_info=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"the weights in {folder} lack {len(missing)} of the model's parameters, among them "
+            f"{missing[0]}; transformers would draw them at random. Give a complete checkpoint."
+        )
+    return model
+
+
+def shallow_models(
+    model: Path, *, dtype: str, device: str, seed: int = 0
+) -> tuple[Callable[[int], PreTrainedModel], ModelShape]:
+    """Factory of models of a configuration with few layers, and the shape of the whole model.
+
+    Weights are random and made on the device; the models are in training mode.
+
+    Raises as `load_model`.
+    """
+    where = _device(device)
+    path = config_path(model)
+    config = read_config(path)
+    check_family(path, config)
+    kind: torch.dtype = getattr(torch, dtype)
+    try:
+        whole = AutoConfig.for_model(**config).to_dict()
+    except Exception as error:
+        raise ConfigError(f"transformers cannot read {path}: {error}") from error
+    shape = ModelShape.from_config(whole, dtype_bytes=kind.itemsize)
+
+    def make(layers: int) -> PreTrainedModel:
+        changed = {**config, "num_hidden_layers": layers}
+        if config.get("layer_types"):
+            changed["layer_types"] = config["layer_types"][:layers]
+        with torch.device(where):
+            return random_model(changed, kind, seed).train()
+
+    return make, shape
+
+
+@contextmanager
+def out_of_memory_explained() -> Iterator[None]:
+    """Says what to do where the device's memory does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"out of device memory: {error}\nLower --max-microbatch-tokens, or add "
+            "--gradient-checkpointing."
+        ) from error

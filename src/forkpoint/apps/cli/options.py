@@ -1,0 +1,285 @@
+"""Options that several commands have, and what they stand for. Imports no torch.
+
+The texts under Attributes are the help that the command line shows.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import DisallowNone, Positional, arg
+from tyro.constructors import PrimitiveConstructorSpec
+
+from forkpoint.apps.cli.last_resort import working_on
+from forkpoint.apps.cli.output import Output
+from forkpoint.config import AUTO, Config
+from forkpoint.errors import ConfigError, TraceError
+from forkpoint.plan.device_memory import DeviceMemory
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.rollouts.traces import RolloutFile, Trace, open_rollouts
+from forkpoint.units import size_in_bytes
+
+MOST_SEED = 2**63 - 1
+PLAN_ROLLOUT_BYTES = 2560
+PLAN_TOKEN_BYTES = 96
+"""Bytes of a batch and its plan for each rollout and for each of its tokens, besides the rollouts'
+own arrays: 1.3 KB and 70 to 90 bytes were measured with `forkpoint plan` and `forkpoint report`."""
+DtypeName = Literal["float32", "bfloat16", "float64"]
+
+
+def _whole_number(words: list[str]) -> int:
+    try:
+        return int(words[0])
+    except ValueError:
+        raise ValueError(f"{words[0]!r} is no whole number.") from None
+
+
+# Tyro's own way to read a number that may be left out says which types it tried.
+WholeNumber: PrimitiveConstructorSpec[int] = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="N",
+    instance_from_str=_whole_number,
+    is_instance=lambda value: value is None or isinstance(value, int),
+    str_from_instance=lambda value: [str(value)],
+)
+
+File = Positional[Annotated[Path, arg(metavar="FILE")]]
+ModelPath = Annotated[Path, arg(metavar="DIR|CONFIG.json")]
+Flag = Annotated[bool, arg(help_behavior_hint="")]
+Count = Annotated[int, WholeNumber]
+Limit = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: all)")]
+MemoryBudget = DisallowNone[
+    Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: what is free on CUDA)")]
+]
+Chosen = Annotated[
+    int | None, WholeNumber, arg(help_behavior_hint="(default: chosen by the planner)")
+]
+MemoryText = DisallowNone[
+    Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: by the file)")]
+]
+Measured = DisallowNone[
+    Annotated[
+        Path | None,
+        arg(metavar="FILE", help_behavior_hint="(default: that of this device and model, if any)"),
+    ]
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """Sharing of tokens, and the tokens that go through the model together.
+
+    Attributes:
+        sharing: Who may share tokens: nobody (none: ordinary dense training), the rollouts of one
+            group, or any rollouts that begin alike (tree). auto takes the cheapest.
+        boundary: A microbatch is what goes through the model in one forward. Where rollouts part,
+            their branches lie in the microbatch of what they share (within), in microbatches of
+            their own that read its keys and values (across), or either, as fits (mixed). auto takes
+            the cheapest.
+        leaf_layout: How microbatches of branches are laid out: end to end (packed), or as a batch
+            padded to the longest (padded).
+        max_microbatch_tokens: The most tokens in one microbatch. Lower it when memory runs out.
+        memory_budget: The most memory that activations and kept keys and values may take together,
+            as predicted: bytes, or text such as 70GiB.
+        activations: Where activations of a microbatch are while those that read it run: on the
+            device (keep), in the host's memory (offload), or nowhere until they are computed again
+            (recompute). auto keeps what the memory budget lets it.
+        checkpointing: What a backward computes again: nothing, the MLPs (selective), or whole
+            decoder blocks (full): less memory, more time. auto is nothing where that fits.
+        calibration: A file that forkpoint calibrate wrote; plans are then priced in milliseconds
+            instead of counted FLOPs.
+    """
+
+    sharing: Literal["auto", "none", "group", "tree"] = "auto"
+    boundary: Literal["auto", "within", "across", "mixed"] = "auto"
+    leaf_layout: Literal["packed", "padded"] = "packed"
+    max_microbatch_tokens: Chosen = None
+    memory_budget: MemoryBudget = None
+    activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
+    checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    calibration: Measured = None
+
+    def config(self) -> Config:
+        return Config(
+            sharing=self.sharing,
+            boundary=self.boundary,
+            leaf_layout=self.leaf_layout,
+            max_microbatch_tokens=self.max_microbatch_tokens,
+            memory_budget=self.memory_budget or AUTO,
+            activations=self.activations,
+            checkpointing=self.checkpointing,
+            calibration=self.calibration,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Options that decide how much memory the model takes.
+
+    Attributes:
+        dtype: The dtype of its parameters.
+        gradient_checkpointing: Recompute activations in the backward instead of keeping them: less
+            memory, more time.
+    """
+
+    dtype: DtypeName = "float32"
+    gradient_checkpointing: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device to plan for, without one at hand.
+
+    Attributes:
+        device_memory: Its memory, such as 80GB. Weights, gradients and optimizer are counted, and
+            the rest is the memory budget; what does not fit is said.
+        optimizer_bytes: Bytes of the optimizer's states for each trained parameter: 8 for Adam in
+            float32, 4 on bfloat16 weights, 2 in 8 bits, 0 for SGD.
+        trained_share: The part of the parameters that is trained, such as 0.01 with adapters.
+    """
+
+    device_memory: DisallowNone[
+        Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: no limit)")]
+    ] = None
+    optimizer_bytes: float = 8.0
+    trained_share: float = 1.0
+
+    def memory(self, parameters: int, dtype_bytes: int) -> DeviceMemory | None:
+        """Memory of it that is taken besides activations; None where no device is given."""
+        total = size_in_bytes(self.device_memory, "device_memory")
+        if not 0 <= self.optimizer_bytes <= 1024:
+            raise ConfigError(
+                f"optimizer_bytes is {self.optimizer_bytes}; it takes a number from 0 to 1024."
+            )
+        if not 0 <= self.trained_share <= 1:
+            raise ConfigError(
+                f"trained_share is {self.trained_share}; it takes a number from 0 to 1."
+            )
+        if total is None:
+            return None
+        return DeviceMemory(
+            total, parameters, dtype_bytes, self.optimizer_bytes, self.trained_share
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime(Memory):
+    """How the model is made and where it runs.
+
+    Attributes:
+        device: Where it runs. auto takes a CUDA device if there is one.
+        seed: Seed of the random weights that a CONFIG.json gets. They are drawn on the device: on a
+            GPU they are others than on a CPU.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Count = 0
+
+
+def check_seed(seed: int) -> None:
+    """Raises ConfigError for a seed that not every generator takes."""
+    if not 0 <= seed <= MOST_SEED:
+        raise ConfigError(f"seed is {seed}; it takes a whole number from 0 to {MOST_SEED}.")
+
+
+# fmt: off
+FormatName = Literal["auto", "forkpoint", "verl", "verl-text", "trl", "trl-async", "openrlhf",
+                     "nemo-rl", "prime-rl", "slime"]
+# fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How FILE is read: JSON lines (plain, gzip, zstd), parquet, safetensors, torch files, traces.
+
+    Attributes:
+        format: How its fields are named, by the trainer that wrote it. auto sees it.
+        on_error: What is done at a record that cannot be read: stop there, or leave it out and say
+            how many were left out and why.
+        tokenizer: A tokenizer.json, for files that hold text; with token ids it is refused.
+        memory_limit: The most memory for the rollouts, for what is read to make them and for their
+            plan, such as 8GB. By default 640 MiB, or 16 times what FILE has on disk.
+    """
+
+    format: FormatName = "auto"
+    on_error: Literal["stop", "skip"] = "stop"
+    tokenizer: DisallowNone[
+        Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")]
+    ] = None
+    memory_limit: MemoryText = None
+
+    def open(self, file: Path, limit: int | None) -> RolloutFile:
+        source = open_rollouts(
+            file,
+            format=None if self.format == "auto" else self.format,
+            on_error="raise" if self.on_error == "stop" else "skip",
+            limit=limit,
+            tokenizer=self.tokenizer,
+            memory_limit=self.memory_limit,
+        )
+        source.memory.rollout_bytes = PLAN_ROLLOUT_BYTES
+        source.memory.token_bytes = PLAN_TOKEN_BYTES
+        return source
+
+
+def load_batch(
+    file: Path, limit: int | None, reading: Reading | None = None, out: Output | None = None
+) -> RolloutBatch:
+    """The rollouts of a file as one batch; what was left out, and what to know, is shown."""
+    with working_on(file):
+        source = (reading or Reading()).open(file, limit)
+        batch = RolloutBatch(source.read())
+    if out is not None:
+        show_source(source, out)
+    return batch
+
+
+def recorded_batches(source: RolloutFile) -> Iterator[RolloutBatch]:
+    """The batches of a trace, one at a time. Raises TraceError where there is none yet."""
+    assert source.trace is not None
+    if not len(source.trace):
+        raise TraceError(
+            f"{source.path} has no whole batch yet. Wait until its recorder has added one, or "
+            "record again."
+        )
+    return _batches_of(source.trace)
+
+
+def _batches_of(trace: Trace) -> Iterator[RolloutBatch]:
+    with working_on(trace.path):
+        for step in trace:
+            yield step.batch
+
+
+def streamed_batches(
+    source: RolloutFile, cut: Callable[[Iterable[Rollout]], Iterator[RolloutBatch]]
+) -> Iterator[RolloutBatch]:
+    """The batches that `cut` makes of a file's rollouts, which count towards the limit on memory
+    until the next batch is asked for."""
+    costs: deque[int] = deque()
+
+    def kept() -> Iterator[Rollout]:
+        for rollout in source:
+            costs.append(source.memory.keep(rollout))
+            yield rollout
+
+    for batch in cut(kept()):
+        yield batch
+        source.memory.let_go(sum(costs.popleft() for _ in range(len(batch))))
+
+
+def show_source(source: RolloutFile, out: Output) -> None:
+    """Show how a file was read, and put it into the JSON line."""
+    skipped = source.skipped
+    if source.format != "forkpoint" or skipped.count:
+        out.show(f"{source.path.name}: {source.container}, format {source.format}")
+    if skipped.count:
+        out.show(f"{skipped}; first: {skipped.messages[0]}")
+    for note in source.notes:
+        out.show(f"Note: {note}")
+    out.facts |= {
+        "format": source.format,
+        "skipped": {"records": skipped.count, "fields": dict(skipped.fields)},
+    }

@@ -1,0 +1,330 @@
+"""`forkpoint replay`: real optimizer steps over a file's groups, shared and dense."""
+
+import math
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from tyro.conf import DisallowNone, arg
+
+from forkpoint.apps.cli import torchrun
+from forkpoint.apps.cli.last_resort import working_on
+from forkpoint.apps.cli.losses import LossOptions
+from forkpoint.apps.cli.options import (
+    Count,
+    File,
+    Flag,
+    Limit,
+    ModelPath,
+    Planning,
+    Reading,
+    Runtime,
+    WholeNumber,
+    show_source,
+)
+from forkpoint.apps.cli.output import Output, options, plain
+from forkpoint.apps.cli.routers import RouterOptions
+from forkpoint.apps.cli.selection import Selection
+from forkpoint.apps.cli.work import check_work
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.rates import Rate
+from forkpoint.errors import ConfigError
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.traces.trace import is_trace
+
+if TYPE_CHECKING:
+    from forkpoint.apps.replay import MakeOptimizer, ReplayReport
+    from forkpoint.apps.replay.recorded import TraceBatches
+    from forkpoint.losses import Loss
+    from forkpoint.rollouts.traces import Trace
+
+OptimizerName = Literal["adamw", "sgd"]
+MOST_STEPS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How the model is trained, and what that is compared with.
+
+    Attributes:
+        optimizer: What applies the gradients.
+        lr: Its learning rate.
+        schedule: The learning rate over the steps: constant, or after the warm-up down to 0, linear
+            or as a cosine.
+        warmup_steps: Steps over which the learning rate rises.
+        max_grad_norm: Gradients of a larger norm are scaled down to this one.
+        steps: How many optimizer steps. The groups of the file are taken in turn, again from the
+            first after the last.
+        groups_per_step: How many groups make the batch of one step.
+        baseline: dense also trains a copy of the model without sharing, from the same weights, and
+            compares times, losses and final parameters.
+        expert_counts: Count how often the experts of a mixture are chosen, also without a loss of
+            its routers; forkpoint report shows their load by layer.
+    """
+
+    optimizer: OptimizerName = "adamw"
+    lr: Annotated[float, arg(metavar="RATE")] = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    max_grad_norm: DisallowNone[
+        Annotated[float | None, arg(metavar="NORM", help_behavior_hint="(default: no clipping)")]
+    ] = None
+    steps: Count = 4
+    groups_per_step: Count = 1
+    baseline: Literal["none", "dense"] = "none"
+    expert_counts: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Files that are written while it runs.
+
+    Attributes:
+        output: A folder: rows.jsonl gets a row a step as it goes, and forkpoint report makes a page
+            of it.
+        checkpoint_every: Save the state of both models in the output folder every N steps. The last
+            step's is saved in any case.
+        resume: Go on with the replay in the output folder from its last checkpoint, or begin it if
+            nothing has begun. What was begun with other rollouts, weights or options is refused.
+    """
+
+    output: DisallowNone[
+        Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: keep nothing)")]
+    ] = None
+    checkpoint_every: Annotated[
+        int | None, WholeNumber, arg(help_behavior_hint="(default: at the end alone)")
+    ] = None
+    resume: Flag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Train a model for some steps on a file of rollouts or a trace, and measure it.
+
+    Started by torchrun on several ranks (torchrun --nproc-per-node 8 -m forkpoint replay ...), the
+    model is sharded over them by fully_shard, and each step's rollouts are placed on them.
+
+    With --baseline dense every step is also run by ordinary dense training (whole rollouts packed
+    into microbatches), and the two are compared. The line of --json holds what the table shows.
+
+    Attributes:
+        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace, whose every
+            batch is a step.
+        model: A transformers model's folder, or a config.json for random weights. Nothing is
+            downloaded.
+        limit: Read only the first N rollouts of the file.
+        json: Print one line of JSON and nothing else.
+    """
+
+    file: File
+    model: ModelPath
+    limit: Limit = None
+    json: Flag = False
+    reading: Reading = field(default_factory=Reading)
+    selection: Selection = field(default_factory=Selection)
+    objective: LossOptions = field(default_factory=LossOptions)
+    routers: RouterOptions = field(default_factory=RouterOptions)
+    training: Training = field(default_factory=Training)
+    recording: Recording = field(default_factory=Recording)
+    planning: Planning = field(default_factory=Planning)
+    runtime: Runtime = field(default_factory=Runtime)
+
+    def run(self) -> int:
+        if self.training.baseline == "dense" and torchrun.is_on_ranks():
+            raise ConfigError(
+                "baseline is 'dense', which trains a copy of the model, and torchrun has started "
+                "several ranks, whose shards are not copied. Leave --baseline out, or run without "
+                "torchrun."
+            )
+        out = Output(json_only=self.json, silent=torchrun.rank() > 0)
+        with torchrun.process_group(self.runtime.device):
+            return self._run(out)
+
+    def _run(self, out: Output) -> int:
+        training, recording = self.training, self.recording
+        if recording.output is None and (recording.resume or recording.checkpoint_every):
+            option = "resume" if recording.resume else "checkpoint_every"
+            raise ConfigError(f"{option} needs a folder to keep things in; add --output DIR.")
+        rate = Rate(
+            schedule=training.schedule, warmup_steps=training.warmup_steps, steps=training.steps
+        )
+        trace = self._trace(out)
+        batch = None if trace else self.selection.load(self.file, self.limit, self.reading, out)
+        if batch is not None:
+            first = batch.groups()[: max(1, training.steps * training.groups_per_step)]
+            lengths = batch.lengths[np.concatenate(first)]
+            check_work(lengths, self.file, self.model, self.reading)
+        with out.waiting("making the model"):
+            from forkpoint.apps.cli.models import load_model, out_of_memory_explained
+            from forkpoint.apps.environment import environment, versions
+            from forkpoint.apps.replay import replay
+
+            router = self.routers.make()
+            optimizer = make_optimizer(training.optimizer, training.lr)
+            batches, loss = self._batches(trace, batch)
+            model = load_model(self.model, self.runtime)
+            self.routers.check(model, expert_counts=training.expert_counts)
+            if torchrun.is_on_ranks():
+                model = torchrun.sharded(model)
+        device = next(model.parameters()).device
+        if trace is not None and trace.optimizer is not None:
+            out.show(
+                f"recorded with {plain(trace.optimizer)}; replayed with "
+                f"{training.optimizer}, lr {training.lr:g}"
+            )
+        with (
+            working_on(recording.output),
+            working_on(self.file),
+            out_of_memory_explained(),
+            out.progress("training", training.steps) as advance,
+        ):
+            report = replay(
+                model,
+                batches,
+                loss,
+                optimizer=optimizer,
+                steps=training.steps,
+                groups_per_step=training.groups_per_step,
+                baseline=training.baseline == "dense",
+                config=self.planning.config(),
+                rate=rate,
+                max_grad_norm=training.max_grad_norm,
+                router=router,
+                expert_counts=training.expert_counts,
+                folder=recording.output and ReplayFolder(recording.output, resume=recording.resume),
+                checkpoint_every=recording.checkpoint_every,
+                about={
+                    "command": shlex.join(["forkpoint", *sys.argv[1:]]),
+                    "file": self.file.name,
+                    "options": plain(options(self)),
+                    "device": str(device),
+                    "versions": versions(),
+                    "environment": environment(),
+                },
+                on_step=lambda _: advance(1),
+                on_resume=advance,
+            )
+        show_report(out, report)
+        out.result(
+            {
+                "command": "replay",
+                **report.to_dict(),
+                "config": options(self),
+                "device": str(device),
+                "versions": versions(),
+            }
+        )
+        return 0
+
+    def _trace(self, out: Output) -> "Trace | None":
+        """The trace that the file is, if it is one; options that a trace has no use for raise."""
+        if not is_trace(self.file):
+            return None
+        unused = [name for name, value in options(self.selection).items() if value is not None]
+        given = options(self.reading)
+        usual = options(Reading(memory_limit=self.reading.memory_limit))
+        unused += [name for name, value in usual.items() if given[name] != value]
+        unused += ["limit"] if self.limit is not None else []
+        unused += ["groups_per_step"] if self.training.groups_per_step != 1 else []
+        if unused:
+            raise ConfigError(
+                f"{self.file} is a trace, whose batches are replayed as they are: "
+                f"{', '.join(unused)} has no meaning here. Leave it out."
+            )
+        source = self.reading.open(self.file, None)
+        show_source(source, out)
+        return source.trace
+
+    def _batches(
+        self, trace: "Trace | None", batch: RolloutBatch | None
+    ) -> "tuple[RolloutBatch | TraceBatches, Loss]":
+        """Batches to train on, and the loss: as asked for, else as recorded, else GRPO."""
+        objective = self.objective
+        if trace is None:
+            assert batch is not None
+            # Before a large model is loaded for a file that the loss cannot use.
+            loss = objective.make()
+            loss.check(batch)
+            return batch, loss
+        from forkpoint.apps.replay.recorded import TraceBatches, recorded_loss
+
+        if objective.loss == "auto" and (given := objective.given()):
+            raise ConfigError(
+                f"{', '.join(given)} belongs to a loss, and none is named; a trace is replayed "
+                "with the loss it was recorded with. Name one with --loss, or leave it out."
+            )
+        recorded = recorded_loss(trace) if objective.loss == "auto" else None
+        return TraceBatches(trace, self.training.steps), recorded or objective.make()
+
+
+def make_optimizer(name: OptimizerName, lr: float) -> "MakeOptimizer":
+    """Torch's optimizer of that name with its other defaults.
+
+    Raises ConfigError for a rate that is negative or not finite.
+    """
+    import torch
+
+    if not 0 <= lr < math.inf:
+        raise ConfigError(f"lr is {lr}; it takes a finite number of at least 0.")
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    return lambda parameters: kinds[name](parameters, lr=lr)
+
+
+def show_report(out: Output, report: "ReplayReport") -> None:
+    """The steps as a table, and what they add up to."""
+    values = report.to_dict()
+    dense = values["dense_ms"] is not None
+    title = f"optimizer steps, tokens given and run: {', '.join(values['plans'])}"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # As wide as a terminal of 80 columns, with numbers of usual lengths.
+    names = ["step", "given", "run", "shared loss", "shared ms"]
+    for name in [*names, *(["dense loss", "dense ms", "speed-up"] if dense else [])]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, step in enumerate(report.steps[:MOST_STEPS], start=1):
+        cells = [
+            str(number),
+            f"{step.total('logical_tokens'):,}",
+            f"{step.total('computed_tokens'):,}",
+        ]
+        cells += [f"{step.shared.loss:.6f}", f"{step.shared.ms:,.0f}"]
+        if step.dense is not None:
+            cells += [f"{step.dense.loss:.6f}", f"{step.dense.ms:,.0f}"]
+            cells += [f"{step.dense.ms / step.shared.ms:.2f}x"]
+        table.add_row(*cells)
+    if len(report.steps) > MOST_STEPS:
+        table.caption = f"and {len(report.steps) - MOST_STEPS:,} steps more"
+    out.show(table, _summary(values))
+
+
+def _summary(values: dict) -> str:
+    given, run = values["logical_tokens"], values["computed_tokens"]
+    away = f"; {values['left_out_tokens']:,} give no gradient and are left out"
+    lines = [
+        f"tokens run: {run:,} of {given:,} given" + away * bool(values["left_out_tokens"]),
+        f"time, planning and optimizer included: shared {values['shared_ms']:,.0f} ms "
+        f"(median step {values['shared_median_ms']:,.0f})",
+    ]
+    if values["dense_ms"] is None:
+        lines.append(f"counted bound on the speed-up over dense: {values['bound']:.2f}x")
+    else:
+        lines[1] += (
+            f", dense {values['dense_ms']:,.0f} ms (median step {values['dense_median_ms']:,.0f})"
+        )
+        lines += [
+            f"speed-up: {values['speedup']:.2f}x over all steps, median step "
+            f"{values['median_speedup']:.2f}x; counted bound {values['bound']:.2f}x",
+            f"losses differ by at most {values['max_loss_difference']:.1e}; parameters by at most "
+            f"{values['max_parameter_difference']:.1e} (mean "
+            f"{values['mean_parameter_difference']:+.1e}, rms "
+            f"{values['rms_parameter_difference']:.1e}, after moving by "
+            f"{values['rms_parameter_change']:.1e})",
+        ]
+    lines.append(
+        "The first step includes warm-up: compilation on CUDA, first kernel calls, optimizer state."
+    )
+    return "\n".join(lines)

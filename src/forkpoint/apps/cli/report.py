@@ -1,0 +1,188 @@
+"""`forkpoint report`: one HTML file of a replay, or of what a file of rollouts would save.
+
+Imports no torch.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import DisallowNone, Positional, arg
+
+from forkpoint.apps.cli.last_resort import working_on
+from forkpoint.apps.cli.model_config import device_of, read_shape
+from forkpoint.apps.cli.options import (
+    Device,
+    Flag,
+    Limit,
+    Memory,
+    Planning,
+    Reading,
+    load_batch,
+    recorded_batches,
+    show_source,
+)
+from forkpoint.apps.cli.output import Output, options
+from forkpoint.apps.cli.plan import AnyModel
+from forkpoint.apps.report.chapters import replay_chapter, rollouts_chapter
+from forkpoint.apps.report.figure import Chapter
+from forkpoint.apps.report.page import render_page
+from forkpoint.apps.report.plots import write_plots
+from forkpoint.apps.report.runs import read_run
+from forkpoint.errors import ConfigError
+from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.runs import run_lengths
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.traces.trace import is_trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Make one HTML file of replays or rollouts: what was shared, when it ran, how far it drifted.
+
+    The file needs no network and nothing beside it. Every figure's numbers can be copied from it as
+    a table. Runs no model.
+
+    Attributes:
+        inputs: Folders that forkpoint replay --output wrote, or files of rollouts and
+            traces. A replay may still be running.
+        output: The HTML file; what was there is replaced.
+        plots: A folder for the figures as PNG and SVG.
+        model: For files of rollouts, a model's folder or its config.json; with it FLOPs and bytes
+            are counted, not only tokens.
+        limit: Read only the first N rollouts of a file.
+        json: Print one line of JSON and nothing else.
+    """
+
+    inputs: Annotated[tuple[Path, ...], Positional, arg(metavar="INPUT...")]
+    output: Annotated[Path, arg(metavar="FILE.html")] = Path("report.html")
+    plots: DisallowNone[
+        Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")]
+    ] = None
+    model: AnyModel = None
+    limit: Limit = None
+    json: Flag = False
+    reading: Reading = field(default_factory=Reading)
+    planning: Planning = field(default_factory=Planning)
+    memory: Memory = field(default_factory=Memory)
+    device: Device = field(default_factory=Device)
+
+    def run(self) -> int:
+        out = Output(json_only=self.json)
+        if not self.inputs:
+            raise ConfigError(
+                "there is nothing to report on; give the folder of a replay, or a file of rollouts."
+            )
+        self._check()
+        chapters = []
+        for path in self.inputs:
+            with working_on(path):
+                chapters.append(self._chapter(path, out))
+        page = render_page(" · ".join(chapter.title for chapter in chapters), chapters)
+        content = page.encode("utf-8")
+        self.output.write_bytes(content)
+        plots = [] if self.plots is None else write_plots(chapters, self.plots)
+        for chapter in chapters:
+            out.show(f"{chapter.title}: {chapter.subtitle}")
+            for warning in chapter.warnings:
+                out.show(f"  warning: {warning}")
+            for tile in chapter.tiles:
+                remark = tile.remark.partition(". ")[0].removesuffix(".")
+                out.show(f"  {tile.value} {tile.label} ({remark})")
+        out.show(f"written: {self.output}, {len(content):,} bytes")
+        out.result(
+            {
+                "command": "report",
+                "output": self.output,
+                "bytes": len(content),
+                "inputs": list(self.inputs),
+                "figures": [[figure.name for figure in c.figures] for c in chapters],
+                "plots": plots,
+            }
+        )
+        return 0
+
+    def _check(self) -> None:
+        """Refuse what would fail once all is read, and options that nothing here has a use for."""
+        if not self.output.parent.is_dir():
+            raise ConfigError(f"The folder {self.output.parent} does not exist. Create it first.")
+        if self.output.is_dir():
+            raise ConfigError(
+                f"output is {self.output}, which is a folder. Give the name of a file, such as "
+                f"{self.output / 'report.html'}."
+            )
+        if (read := self._overwritten()) is not None:
+            raise ConfigError(
+                f"output is {self.output}, which is what the report is made of ({read}), and would "
+                "be replaced. Give another name, such as report.html."
+            )
+        if self.plots is not None and self.plots.exists() and not self.plots.is_dir():
+            raise ConfigError(
+                f"plots is {self.plots}, which is a file. Give a folder; it need not exist."
+            )
+        if not all(_is_replay(path) for path in self.inputs):
+            return
+        given, usual = options(self), options(Report(inputs=self.inputs))
+        unused = [
+            name
+            for name in given
+            if given[name] != usual[name] and name not in ("output", "plots", "json")
+        ]
+        if unused:
+            raise ConfigError(
+                f"{', '.join(map(str, self.inputs))} is a replay, which is shown as it was run: "
+                f"{', '.join(unused)} has no meaning here. Leave it out."
+            )
+
+    def _overwritten(self) -> Path | None:
+        """The input that writing the page would damage: itself, or a file of its folder."""
+        if not self.output.exists():
+            return None
+        for path in self.inputs:
+            if path.is_dir():  # where another report may lie
+                of_it = self.output.parent.samefile(path) and self.output.suffix != ".html"
+            else:
+                of_it = path.exists() and self.output.samefile(path)
+            if of_it:
+                return path
+        return None
+
+    def _chapter(self, path: Path, out: Output) -> Chapter:
+        if _is_replay(path):
+            return replay_chapter(read_run(path))
+        shape = None if self.model is None else read_shape(self.model, self.memory)
+        device = device_of(self.device, self.model, shape)
+        given: dict[str, Any] = {}
+        if device is not None:
+            given["device_memory_bytes"] = device.total_bytes
+            given["besides_bytes"] = device.besides_bytes
+        made = partial(
+            make_plan,
+            shape=shape,
+            measured_budget_bytes=None if device is None else device.budget_bytes,
+        )
+        config = self.planning.config()
+        dense = replace(config, sharing="none", boundary="auto", leaf_layout="packed")
+
+        def planned(batch: RolloutBatch) -> tuple[RolloutBatch, Plan, Plan]:
+            if shape is not None:
+                batch.check_vocabulary(shape.vocab)
+            # Of no known loss: what has no trained tokens is left out.
+            some = partial(made, batch, runs=run_lengths(batch))
+            return batch, some(config=config), some(config=dense)
+
+        # Batches of a trace are those of optimizer steps, which share nothing with each other.
+        recorded = is_trace(path) and self.limit is None
+        if recorded and self.reading == Reading(memory_limit=self.reading.memory_limit):
+            source = self.reading.open(path, None)
+            show_source(source, out)
+            batches = map(planned, recorded_batches(source))
+            return rollouts_chapter(path.name, batches, recorded=True, **given)
+        batch = load_batch(path, self.limit, self.reading, out)
+        return rollouts_chapter(path.name, [planned(batch)], **given)
+
+
+def _is_replay(path: Path) -> bool:
+    """Whether it is read as a replay's folder: traces are folders as well."""
+    return path.is_dir() and not is_trace(path)

@@ -1,0 +1,122 @@
+"""`forkpoint verify`: is sharing exact on this model and these rollouts?"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forkpoint.apps.cli.losses import LossOptions
+from forkpoint.apps.cli.options import (
+    Count,
+    File,
+    Flag,
+    Limit,
+    ModelPath,
+    Planning,
+    Reading,
+    Runtime,
+    load_batch,
+)
+from forkpoint.apps.cli.output import Output, options
+from forkpoint.apps.cli.routers import RouterOptions
+from forkpoint.apps.cli.work import check_work
+from forkpoint.errors import ConfigError
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import IntArray
+
+if TYPE_CHECKING:
+    from forkpoint.verify.comparison import VerifyProgress
+
+CODES = {"passed": 0, "failed": 1, "nothing to verify": 3}
+"""Exit codes by verdict."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Check on your model and rollouts that shared gradients are as exact as dense training's.
+
+    Compares the gradient of every parameter, shared and dense, with a dense run in higher precision
+    (float32 for 16-bit models, else float64). Two plans are compared: one that shares within
+    microbatches, and one whose microbatches read what others have shared. The exit code is 1 if one
+    is further from the reference than dense training is, beyond rounding, and 3 if nothing of the
+    rollouts can be shared. Takes memory for a second model and time for two dense runs, and says
+    before it begins how much.
+
+    Attributes:
+        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
+        model: A transformers model's folder, or a config.json for random weights. Nothing is
+            downloaded.
+        limit_groups: Use the first N groups that give a gradient, as one batch. Groups whose
+            advantages are all 0 give none to losses of advantages.
+        limit: Read only the first N rollouts of the file.
+        json: Print one line of JSON and nothing else.
+    """
+
+    file: File
+    model: ModelPath
+    limit_groups: Count = 1
+    limit: Limit = None
+    json: Flag = False
+    objective: LossOptions = field(default_factory=LossOptions)
+    routers: RouterOptions = field(default_factory=RouterOptions)
+    reading: Reading = field(default_factory=Reading)
+    planning: Planning = field(default_factory=Planning)
+    runtime: Runtime = field(default_factory=Runtime)
+
+    def run(self) -> int:
+        out = Output(json_only=self.json)
+        if self.limit_groups < 1:
+            raise ConfigError(
+                f"limit_groups is {self.limit_groups}; it takes a whole number of at least 1."
+            )
+        everything = load_batch(self.file, self.limit, self.reading, out)
+        objective = self.objective
+        members = groups_with_gradient(everything, objective)[: self.limit_groups]
+        if not members:
+            raise ConfigError(
+                f"no group of {self.file} gives {objective.name} a gradient, so there is "
+                "nothing to compare: no token is trained, or every advantage is 0. Give other "
+                "rollouts, or --loss likelihood."
+            )
+        batch = everything.select(int(index) for group in members for index in group)
+        check_work(batch.lengths, self.file, self.model, self.reading)
+        with out.waiting("making the model"):
+            from forkpoint.apps.cli.models import load_model, out_of_memory_explained
+            from forkpoint.apps.environment import versions
+            from forkpoint.wrapping import wrap
+
+            # Before a large model is loaded for a file that the loss cannot use.
+            router, loss = self.routers.make(), objective.make()
+            loss.check(batch)
+            model = load_model(self.model, self.runtime)
+            policy = wrap(model, self.planning.config())
+            self.routers.check(model)
+        with out_of_memory_explained(), out.following("comparing gradients") as follow:
+            announced = False
+
+            def progress(at: "VerifyProgress") -> None:
+                nonlocal announced
+                if not announced:
+                    out.show(f"to run: {at.forecast.text()}")
+                    announced = True
+                follow(at.text())
+
+            report = policy.verify(batch, loss, router=router, progress=progress)
+        out.show(report.table(width=out.width))
+        out.result(
+            {
+                "command": "verify",
+                **report.to_dict(),
+                "rollouts": len(batch),
+                "groups": len(members),
+                "config": options(self),
+                "versions": versions(),
+            }
+        )
+        return CODES[report.verdict]
+
+
+def groups_with_gradient(batch: RolloutBatch, objective: LossOptions) -> list[IntArray]:
+    """The groups that train some token: without any, shared and dense agree by both being 0."""
+    owners = np.repeat(np.arange(len(batch)), batch.lengths)[objective.trains(batch)]
+    return [members for members in batch.groups() if np.isin(members, owners).any()]

@@ -1,0 +1,302 @@
+"""The loop: sample from the policy, reward, take both gradients, compare them, step.
+
+In every step the dense and the shared gradient are taken from the same weights on the same rollouts
+and then compared; the optimizer applies the shared one. Each batch of rollouts gives one step, so
+the policy that samples is the policy that is trained. GRPO's ratio of new to old probabilities is
+then exactly 1, its old log-probs being those of the training forward itself: taking the sampler's
+would put the rounding of its other order of additions into the ratio. How far the two are apart is
+measured instead.
+"""
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forkpoint.apps.demo.sampling import Sampled, sample
+from forkpoint.apps.demo.task import make_prompt, reward
+from forkpoint.config import Config
+from forkpoint.losses import GRPO
+from forkpoint.policy import Policy, StepStats
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.rollouts.synthetic import normalised
+from forkpoint.tree.forest import IntArray
+from forkpoint.verify.comparison import VerifyReport
+from forkpoint.wrapping import wrap
+
+ENTROPY_BONUS = 0.03
+"""GRPO's entropy coefficient. It slows the policy's way to one word over and over, where responses
+become the same and are shared whole."""
+DENSE_ROLLOUTS_PER_ROW = (1, 4, None)
+"""Row lengths that dense is tried with; None is the planner's own."""
+TRIALS = 2
+QUARTERS = 4
+STANDARD_ERRORS = 3.0
+"""A rise of the reward that is no more than this many is called noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """How much is sampled in a step."""
+
+    groups: int
+    rollouts_per_group: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step as it was measured."""
+
+    step: int
+    """From 1."""
+    reward: float
+    """The mean over all responses."""
+    group_rewards: tuple[float, ...]
+    gradient_norm: float
+    """Of the dense gradient, over all parameters."""
+    gradient_difference: float
+    """The norm of shared less dense, relative to `gradient_norm`."""
+    sampler_logprob_difference: float
+    """The largest between what the sampler drew a token with and the training forward's."""
+    sampling_ms: float
+    shared_ms: float
+    """Planning, forward and backward."""
+    dense_ms: float
+    """The same."""
+    shared_first: bool
+    logical_tokens: int
+    computed_tokens: int
+    shared_flops: float
+    dense_flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """Samples of one step."""
+
+    batch: RolloutBatch
+    rewards_GN: np.ndarray
+    logprobs_GNR: Tensor
+    prompt: IntArray
+    """Of the first group, with its first response."""
+    response: IntArray
+    ms: float
+
+
+class Loop:
+    """A policy and its rollouts. Deterministic for a seed but for the times."""
+
+    def __init__(
+        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, task: Task, seed: int
+    ) -> None:
+        self.model: PreTrainedModel = model
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.task: Task = task
+        self.loss: GRPO = GRPO(entropy=ENTROPY_BONUS)
+        # Log-probs of all rollouts are compared with the sampler's.
+        self.shared: Policy = wrap(model, Config(all_logprobs=True))
+        self.dense = wrap(model, Config(sharing="none", all_logprobs=True))
+        self._random = np.random.default_rng(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def rollouts(self) -> Rollouts:
+        """Sample new prompts' responses from the policy as it is, and reward them."""
+        began = time.perf_counter()
+        task = self.task
+        prompts = [make_prompt(task.prompt_tokens, self._random) for _ in range(task.groups)]
+        sampled = sample(
+            self.model,
+            torch.from_numpy(np.stack(prompts)),
+            responses=task.rollouts_per_group,
+            tokens=task.response_tokens,
+            generator=self._generator,
+        )
+        batch, rewards_GN = _rewarded(prompts, sampled)
+        return Rollouts(
+            batch=batch,
+            rewards_GN=rewards_GN,
+            logprobs_GNR=sampled.logprobs_GNR,
+            prompt=prompts[0],
+            response=sampled.token_ids_GNR[0, 0].numpy(),
+            ms=(time.perf_counter() - began) * 1e3,
+        )
+
+    def warm_up(self, batch: RolloutBatch) -> None:
+        """Run both ways untimed, and choose the row length that dense is fastest with.
+
+        The trials run the batch's first group.
+        """
+        self._gradient(self.shared, batch)
+        group = batch.select(batch.groups()[0].tolist())
+        longest = int(np.diff(group.offsets).max())
+        limits = [None if n is None else n * longest for n in DENSE_ROLLOUTS_PER_ROW]
+        tried = [self.dense.with_config(max_microbatch_tokens=n) for n in limits]
+        self._gradient(tried[0], group)
+        times = [[self._gradient(policy, group)[1] for policy in tried] for _ in range(TRIALS)]
+        self.dense: Policy = tried[int(np.min(times, axis=0).argmin())]
+
+    def exact_report(self, rollouts: Rollouts) -> VerifyReport:
+        """The first group's gradients, shared and dense, on a float64 copy of the model."""
+        group = rollouts.batch.select(rollouts.batch.groups()[0].tolist())
+        return wrap(copy.deepcopy(self.model).double()).verify(group, self.loss)
+
+    def step(self, number: int, rollouts: Rollouts) -> Step:
+        """Take both gradients from the same weights, and one optimizer step with the shared one."""
+        batch = rollouts.batch
+        shared_first = number % 2 == 0
+        if shared_first:
+            stats, shared_ms, gradients = self._gradient(self.shared, batch)
+            _, dense_ms, expected = self._gradient(self.dense, batch)
+        else:
+            _, dense_ms, expected = self._gradient(self.dense, batch)
+            stats, shared_ms, gradients = self._gradient(self.shared, batch)
+        norm, difference = _norm(expected), _norm(gradients, less=expected)
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        plan = stats.plan
+        assert plan.shape is not None
+        trained = stats.logprobs[torch.from_numpy(batch.loss_mask.astype(bool))]
+        apart = (trained - rollouts.logprobs_GNR.flatten()).abs().max()
+        return Step(
+            step=number,
+            reward=float(rollouts.rewards_GN.mean()),
+            group_rewards=tuple(rollouts.rewards_GN.mean(1).tolist()),
+            gradient_norm=norm,
+            gradient_difference=difference / norm if norm else math.inf if difference else 0.0,
+            sampler_logprob_difference=float(apart),
+            sampling_ms=rollouts.ms,
+            shared_ms=shared_ms,
+            dense_ms=dense_ms,
+            shared_first=shared_first,
+            logical_tokens=plan.logical_tokens,
+            computed_tokens=plan.computed_tokens,
+            shared_flops=plan.shared.step_flops(plan.shape),
+            dense_flops=plan.dense.step_flops(plan.shape),
+        )
+
+    def _gradient(
+        self, policy: Policy, batch: RolloutBatch
+    ) -> tuple[StepStats, float, list[Tensor | None]]:
+        """One gradient and its time in ms; leaves `.grad` None."""
+        began = time.perf_counter()
+        stats = policy.forward_backward(batch, self.loss)
+        ms = (time.perf_counter() - began) * 1e3
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        self.optimizer.zero_grad(set_to_none=True)
+        return stats, ms, gradients
+
+
+def train(
+    loop: Loop,
+    first: Rollouts,
+    steps: int,
+    on_step: Callable[[Step, Rollouts], None],
+) -> list[Step]:
+    """Run the loop; its first step trains on `first`, the others sample on their own."""
+    done: list[Step] = []
+    rollouts = first
+    for number in range(1, steps + 1):
+        if number > 1:
+            rollouts = loop.rollouts()
+        done.append(loop.step(number, rollouts))
+        on_step(done[-1], rollouts)
+    return done
+
+
+def summary(steps: list[Step]) -> dict[str, Any]:
+    """Sums over the steps, and their lists; ready for JSON."""
+    values: dict[str, Any] = {
+        "steps": len(steps),
+        "logical_tokens": sum(step.logical_tokens for step in steps),
+        "computed_tokens": sum(step.computed_tokens for step in steps),
+        "rewards": [step.reward for step in steps],
+        **rise([step.reward for step in steps]),
+        "max_gradient_difference": max(step.gradient_difference for step in steps),
+        "max_sampler_logprob_difference": max(step.sampler_logprob_difference for step in steps),
+    }
+    for name in ("sampling_ms", "shared_ms", "dense_ms"):
+        ms = [asdict(step)[name] for step in steps]
+        way = name.removesuffix("_ms")
+        values |= {
+            name: sum(ms),
+            f"{way}_median_ms": statistics.median(ms),
+            f"{way}_step_ms": ms,
+        }
+    return values | {
+        "bound": sum(step.dense_flops for step in steps) / sum(step.shared_flops for step in steps),
+        "speedup": values["dense_ms"] / values["shared_ms"],
+        "median_speedup": statistics.median(step.dense_ms / step.shared_ms for step in steps),
+    }
+
+
+def rise(rewards: list[float]) -> dict[str, Any]:
+    """Mean reward of the first and of the last quarter of the steps, and whether it rose.
+
+    It rose if the last quarter's mean is above the first's by more than `STANDARD_ERRORS` times the
+    standard error of their difference, as the spread between steps gives it. With fewer than two
+    steps in a quarter there is no spread, and `reward_rose` is None.
+    """
+    few = max(1, len(rewards) // QUARTERS)
+    first, last = rewards[:few], rewards[-few:]
+    gain = statistics.fmean(last) - statistics.fmean(first)
+    rose = None
+    if few > 1:
+        error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / few)
+        rose = gain > STANDARD_ERRORS * error
+    return {
+        "first_quarter_reward": statistics.fmean(first),
+        "last_quarter_reward": statistics.fmean(last),
+        "reward_rose": rose,
+    }
+
+
+def _rewarded(prompts: list[IntArray], sampled: Sampled) -> tuple[RolloutBatch, np.ndarray]:
+    """Rollouts whose advantages are the rewards normalised within each group; and the rewards."""
+    responses_GNR = sampled.token_ids_GNR.numpy()
+    rewards_GN = np.array(
+        [
+            [reward(prompt, response) for response in responses]
+            for prompt, responses in zip(prompts, responses_GNR, strict=True)
+        ]
+    )
+    rollouts = [
+        Rollout(
+            token_ids=np.concatenate([prompt, response]),
+            loss_mask=np.repeat([0, 1], [len(prompt), len(response)]),
+            advantage=float(advantage),
+            group_id=f"g{group}",
+            rollout_id=f"g{group}-r{n}",
+        )
+        for group, prompt in enumerate(prompts)
+        for n, (response, advantage) in enumerate(
+            zip(responses_GNR[group], normalised(rewards_GN[group]), strict=True)
+        )
+    ]
+    return RolloutBatch(rollouts), rewards_GN
+
+
+def _norm(gradients: list[Tensor | None], less: list[Tensor | None] | None = None) -> float:
+    """Norm over all parameters, of the gradients or of their difference from others."""
+    others = less or [None] * len(gradients)
+    squares = 0.0
+    for gradient, other in zip(gradients, others, strict=True):
+        if gradient is None and other is None:
+            continue
+        a = 0.0 if gradient is None else gradient.double()
+        b = 0.0 if other is None else other.double()
+        apart = a - b
+        assert isinstance(apart, Tensor)
+        squares += float(apart.square().sum())
+    return math.sqrt(squares)

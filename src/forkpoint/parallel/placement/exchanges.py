@@ -1,0 +1,174 @@
+"""The exchange of prompts between ranks, as far as placing needs to price it.
+
+Ranks that have rollouts of one group can run its prompt each, or one of them runs it and sends its
+prefix cache to the others (`forkpoint.plan.exchanging`). All ranks run the prompts that they own,
+then exchange, then run the rest. Whichever is predicted to take less time is what a step does, so
+placements are compared by the cheaper of the two.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from forkpoint.parallel.placement.items import Priced, shared_edges_of
+from forkpoint.parallel.placement.packed import lockstep_cost
+from forkpoint.parallel.placement.paths import Paths
+from forkpoint.parallel.placement.rates import Rates
+from forkpoint.plan.gathering import GATHER_TOKENS, prices_of
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import LINEAR_BACKWARD, ModelShape
+from forkpoint.plan.splitting import LinkSizes
+from forkpoint.tree.forest import IntArray, SortedRollouts
+
+
+@dataclass(frozen=True)
+class ExchangePrices:
+    """Prices of sending prompts, in the unit that `Rates` are in (FLOPs or ms)."""
+
+    token: float
+    """The prefix cache of one token there, and its gradients back."""
+    prompt: float
+    """Recurrent states of one prompt."""
+    step: float
+    """Latencies of the transfers of a step."""
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape | None, rates: Rates, calibration: Calibration | None = None
+    ) -> "ExchangePrices | None":
+        """Prices of a model, by a measured link where the calibration has one; None without a
+        shape, whose bytes are not known."""
+        if shape is None:
+            return None
+        sizes, link = LinkSizes.of(shape), prices_of(calibration, shape)
+        if link is None:
+            byte, transfer = GATHER_TOKENS * rates.token / (1 + LINEAR_BACKWARD), 0.0
+            byte /= sizes.weights
+        else:
+            byte, transfer = link.byte, link.transfer
+        return cls(
+            byte * (sizes.token + sizes.gradient),
+            byte * sizes.state,
+            2 * sizes.tensors * transfer,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Prompts of some groups, taken out of what their rollouts run."""
+
+    priced: Priced
+    """The rollouts without these prompts."""
+    group: IntArray
+    """[P] their groups."""
+    edges: IntArray
+    """[P]"""
+    cost: IntArray
+    """[P] of running each."""
+
+    @classmethod
+    def of(cls, priced: Priced, groups: IntArray, *, left: float = 0.0) -> "Prompts":
+        """The prompts of these groups: what their rollouts share before any trained token.
+
+        Rollouts of such a group then share nothing with others, as in the plans of a step. So small
+        a part as `left` of what a prompt costs is left where it was.
+        """
+        paths, order = priced.paths, priced.paths.order
+        untrained = _untrained_edges(paths)
+        by_group = np.argsort(paths.groups[order.rollouts], kind="stable")
+        of_entry = paths.groups[order.rollouts[by_group]]
+        found: list[tuple[int, int, int]] = []
+        for number in np.unique(groups).tolist():
+            low, high = np.searchsorted(of_entry, [number, number + 1]).tolist()
+            entries = by_group[low:high]
+            if not len(entries):
+                continue
+            rollouts = order.rollouts[entries]
+            common = shared_edges_of(order.shared_edges, entries)[1:]
+            edges = int(min(untrained[rollouts].min(), common.min(initial=untrained.max())))
+            if edges > 0:
+                found.append((number, edges, int(rollouts[0])))
+        group, edges, rollout = np.asarray(found, np.int64).reshape(-1, 3).T
+        cost = paths.cost(priced.rates, rollout, edges)
+        label = np.full(int(paths.groups.max(initial=-1)) + 1, -1, np.int64)
+        label[group] = np.arange(len(group))
+        gone = cost - (cost * left).astype(np.int64)
+        return cls(_without(priced, label, edges, gone), group, edges, cost)
+
+    def step_cost(self, rank: IntArray, ranks: int, capacity: int, prices: ExchangePrices) -> int:
+        """Predicted cost of a step in which ranks exchange those that several of them have.
+
+        Args:
+            rank: int64 [N] the rank of each rollout.
+            ranks: how many there are.
+            capacity: tokens of a microbatch.
+            prices: of the link.
+        """
+        unit = self.priced.rates.unit_cost
+        load = self.priced.items(rank, ranks).whole
+        out, back = np.zeros((2, ranks))
+        owned: list[list[int]] = [[] for _ in range(ranks)]
+        groups = self.priced.paths.groups
+        order = np.argsort(groups, kind="stable")
+        bounds = np.searchsorted(groups[order], np.stack([self.group, self.group + 1]))
+        readers = [np.unique(rank[order[a:b]]) for a, b in bounds.T.tolist()]
+        # As `shared_trunks` gives them to ranks.
+        tokens = np.zeros(ranks, np.int64)
+        counts = np.asarray([len(own) for own in readers])
+        for prompt in np.lexsort((counts, -self.edges)).tolist():
+            own = readers[prompt]
+            owner = int(own[np.lexsort((load[own], tokens[own]))[0]])
+            tokens[owner] += self.edges[prompt]
+            owned[owner].append(int(self.cost[prompt]))
+            sent = (prices.token * int(self.edges[prompt]) + prices.prompt) / unit
+            out[owner] += sent * (len(own) - 1)
+            back[own] += np.where(own == owner, 0.0, sent)
+        most = max(map(len, owned))
+        slots = [max(own[at] for own in owned if len(own) > at) for at in range(most)]
+        link = float(max(out.max(), back.max()))
+        link += prices.step / unit * (link > 0)
+        return sum(slots) + int(link) + lockstep_cost(self.priced, rank, ranks, capacity)
+
+
+def split_groups(groups: IntArray, rank: IntArray) -> IntArray:
+    """The groups that have rollouts on several ranks, ascending."""
+    pairs = np.unique(np.stack([groups, rank]), axis=1)[0]
+    return np.flatnonzero(np.bincount(pairs) > 1)
+
+
+def _untrained_edges(paths: Paths) -> IntArray:
+    """[N] leading edges of each rollout that neither read nor predict a trained token."""
+    before = paths.trained_before[paths.mask_begin]
+    first = np.searchsorted(paths.trained_before, before, side="right") - 1 - paths.mask_begin
+    edges = np.zeros(len(paths), np.int64)
+    edges[paths.order.rollouts] = paths.order.edges
+    return np.maximum(0, np.minimum(first - 1, edges))
+
+
+def _without(priced: Priced, label: IntArray, edges: IntArray, cost: IntArray) -> Priced:
+    """The rollouts without the prompts of some groups.
+
+    Args:
+        priced: with them.
+        label: by group, the number of its prompt, or -1.
+        edges: [P] by prompt.
+        cost: [P] that goes with it.
+    """
+    paths, order = priced.paths, priced.paths.order
+    of_entry = label[paths.groups[order.rollouts]]
+    entries = np.argsort(of_entry, kind="stable")
+    shared = shared_edges_of(order.shared_edges, entries)
+    shared[1:][np.diff(of_entry[entries]) != 0] = 0
+    apart = replace(
+        paths, order=SortedRollouts(order.rollouts[entries], order.edges[entries], shared)
+    )
+    found = Priced.of(apart, apart.forest(), priced.rates)
+    forest = found.forest
+    # All rollouts of a group share its prompt, so that it lies within the first segment.
+    roots = np.flatnonzero(forest.parent < 0)
+    prompt = label[paths.groups[forest.order[forest.owner_begin[roots]]]]
+    roots, prompt = roots[prompt >= 0], prompt[prompt >= 0]
+    length, left = forest.length.copy(), found.cost.copy()
+    length[roots] -= edges[prompt]
+    left[roots] -= cost[prompt]
+    return replace(found, forest=replace(forest, length=length), cost=left)

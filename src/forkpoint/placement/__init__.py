@@ -1,3 +1,0 @@
-"""Rollouts of one step placed on data-parallel ranks. Imports no torch."""
-
-from forkpoint.placement.place import place as place

@@ -1,0 +1,1 @@
+"""Rollouts: their fields, batches, constructors and files."""

@@ -1,0 +1,184 @@
+"""Writing forkpoint's own files of rollouts, JSON lines, and their fields. Imports no torch.
+
+A line holds one JSON object whose keys are the fields of `Rollout`; token_ids, loss_mask and
+advantage are required. Blank lines between objects are allowed.
+"""
+
+import gzip
+import importlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.rollouts.batch import Rollout, check_rollouts, short
+
+_FIELDS = tuple(field.name for field in fields(Rollout))
+REQUIRED = ("token_ids", "loss_mask", "advantage")
+_SUFFIXES = (".jsonl", ".gz", ".zst")
+
+
+def as_path(path: str | os.PathLike[str], of: str) -> Path:
+    """The path as an object. Raises ConfigError for what is none."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise ConfigError(
+            f"path is {short(path)} of type {type(path).__name__}; it takes the path of {of}, as "
+            "text or a pathlib.Path."
+        ) from None
+
+
+def import_extra(package: str, extra: str, what: str) -> Any:
+    """The module of a package that is an extra; `what` takes it.
+
+    Raises ConfigError, naming the extra, where it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(
+            f"{what} takes {package}, which is not installed. Install it: pip install "
+            f"'forkpoint[{extra}]'."
+        ) from None
+
+
+def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> None:
+    """Writes rollouts, one JSON object a line, so that `load_rollouts` gives equal ones.
+
+    The suffix chooses the format: .jsonl plain, .gz gzip, .zst zstd. What was at `path` is replaced
+    once everything is written; after an error it is as before.
+
+    Raises RolloutError for another suffix, a missing folder, a path that is a directory, no
+    rollouts, things that are none, a rollout_id that is there twice, and extras that JSON cannot
+    give back as they are; and ConfigError for what is no path.
+    """
+    path = as_path(path, "a file")
+    if path.suffix not in _SUFFIXES:
+        raise RolloutError(
+            f"{path} ends in {path.suffix!r}; allowed are {', '.join(_SUFFIXES)}. Rename the file."
+        )
+    if not path.parent.is_dir():
+        raise RolloutError(f"The folder {path.parent} does not exist. Create it before saving.")
+    if path.is_dir():
+        raise RolloutError(f"{path} is a directory. Give the path of a file to write.")
+    rollouts = check_rollouts(rollouts, "a file")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            with _writer(file, path.suffix) as writer:
+                for position, rollout in enumerate(rollouts):
+                    writer.write(_line(rollout, position))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def rollout_of(record: dict[str, Any]) -> Rollout:
+    """The rollout whose fields are a record's keys; keys that are no fields go into its extras.
+
+    Raises RolloutError for a record that is none.
+    """
+    missing = [field for field in REQUIRED if field not in record]
+    if missing:
+        raise RolloutError(
+            f"has no {', '.join(missing)}; its keys are {short(list(record))}. A rollout "
+            f"needs {', '.join(REQUIRED)}; rename the keys or add them."
+        )
+    return Rollout(**_gather_extras(record))
+
+
+def _gather_extras(record: dict[str, Any]) -> dict[str, Any]:
+    """`record` with the keys that are no fields moved into its extras."""
+    known = {key: value for key, value in record.items() if key in _FIELDS}
+    unknown = {key: value for key, value in record.items() if key not in _FIELDS}
+    extras = known.get("extras")
+    if extras is not None and not isinstance(extras, dict):
+        return known  # Rollout refuses it
+    for key in unknown:
+        if key in (extras or {}):
+            raise RolloutError(
+                f"{short(key)} is a key of the line and of its extras. Unknown keys of a line are "
+                "put into extras; rename or remove one of the two."
+            )
+    if unknown:
+        known["extras"] = extras = unknown | (extras or {})
+    for key, value in (extras or {}).items():
+        if not _all_finite(value):
+            raise RolloutError(
+                f"extras[{short(key)}] is {short(value)}, but JSON has no NaN and no infinity. "
+                "Write null or text instead."
+            )
+    return known
+
+
+def _all_finite(value: object) -> bool:
+    """Whether no number in a tree of dicts and lists is NaN or infinite."""
+    waiting = [value]
+    seen: set[int] = set()  # a list of a torch file may be in it many times
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict | list):
+            if id(item) not in seen:
+                seen.add(id(item))
+                waiting.extend(item.values() if isinstance(item, dict) else item)
+        elif isinstance(item, float) and not math.isfinite(item):
+            return False
+    return True
+
+
+def _writer(file: BinaryIO, suffix: str) -> AbstractContextManager[Any]:
+    """Writer that compresses into `file`; leaving it ends the stream and keeps `file` open."""
+    if suffix == ".gz":  # no name and no time, so that equal rollouts make equal files
+        return gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0)
+    if suffix == ".zst":
+        zstandard = import_extra("zstandard", "zstd", "a file that ends in .zst")
+        return zstandard.ZstdCompressor(write_checksum=True).stream_writer(file, closefd=False)
+    return nullcontext(file)
+
+
+def _line(rollout: Rollout, position: int) -> bytes:
+    record: dict[str, Any] = {}
+    for name in ("group_id", "rollout_id", *_FIELDS):  # names first, for who reads the file
+        value = getattr(rollout, name)
+        if name == "loss_mask":
+            value = value.astype(int)  # 0 and 1 take a third of the bytes of false and true
+        if value is not None:
+            record[name] = value.tolist() if hasattr(value, "tolist") else value
+    check_extras(rollout, position)
+    line = json.dumps(record, allow_nan=False, separators=(",", ":"))
+    return line.encode() + b"\n"
+
+
+def check_extras(rollout: Rollout, position: int) -> None:
+    """Raises RolloutError, naming the rollout, where JSON cannot give its extras back as they are.
+
+    `position` is the rollout's place among those that are written.
+    """
+    try:
+        text = json.dumps(rollout.extras, allow_nan=False)
+        same = json.loads(text) == rollout.extras
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = str(error).partition(": ")[0]  # from Python 3.12 on the value follows
+        raise RolloutError(
+            f"{_named(rollout, position)}: extras {short(rollout.extras)} cannot be written as "
+            f"JSON: {reason}. Keep only text, finite numbers, booleans, None, lists and dicts "
+            "with text keys in extras."
+        ) from None
+    if not same:
+        raise RolloutError(
+            f"{_named(rollout, position)}: extras {short(rollout.extras)} would come back from "
+            "JSON changed. Keep only lists (no tuples) and dicts with text keys in extras."
+        )
+
+
+def _named(rollout: Rollout, position: int) -> str:
+    return f"Rollout {short(rollout.rollout_id)} (position {position})"

@@ -1,0 +1,295 @@
+"""Checks of JSON from files that others may have changed. Imports no torch.
+
+A check is a function of a value and of the name of its field. It returns the value, as Python keeps
+it, or raises SchemaError with the field, the value met and what is allowed. Readers turn that into
+an error of `forkpoint.errors` that names the file, the line and what to do.
+"""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.rollouts.batch import short
+
+Check = Callable[[Any, str], Any]
+
+MOST_DEPTH = 32
+"""Containers within containers, where any JSON is allowed."""
+MOST_WHOLE = 2**53
+"""Whole numbers above are not exact in all readers of JSON."""
+
+
+class SchemaError(ValueError):
+    """A value that the schema does not allow; the text is a clause without a full stop."""
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value of strict JSON, in UTF-8 if bytes: no NaN, no infinity, no key twice in an object.
+
+    Raises SchemaError for anything else, and for what Python cannot hold (nesting too deep, whole
+    numbers of thousands of digits).
+    """
+    if not isinstance(content, bytes | str):
+        raise SchemaError(f"not JSON (of type {type(content).__name__})")
+    try:
+        return json.loads(
+            content if isinstance(content, str) else content.decode("utf-8"),
+            parse_constant=_refuse_constant,
+            object_pairs_hook=_without_duplicates,
+        )
+    except RecursionError:
+        raise SchemaError("not JSON that can be read (nested too deep)") from None
+    except SchemaError:
+        raise
+    except ValueError as error:  # of the decoder, of the parser, and of numbers too long to convert
+        raise SchemaError(f"not JSON ({error})") from None
+
+
+def finite(value: Any) -> Any:
+    """The same tree with numbers that JSON lacks (NaN, infinities) as null."""
+    if isinstance(value, Mapping):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise SchemaError(f"not JSON ({name} is no number there)")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise SchemaError(f"an object that has the key {short(twice)} twice")
+    return found
+
+
+def refuse(field: str, value: object, allowed: str) -> SchemaError:
+    """The error for a field with a value that is not allowed; `allowed` begins with `it takes`."""
+    return SchemaError(f"{field} is {short(value)}; it takes {allowed}")
+
+
+# Checks of single values ------------------------------------------------------------------------
+
+
+def text(value: Any, field: str) -> str:
+    """Any text."""
+    if not isinstance(value, str):
+        raise refuse(field, value, "text")
+    return value
+
+
+def text_like(pattern: str, what: str) -> Check:
+    """Text that matches all of a regular expression, which `what` describes."""
+    compiled = re.compile(pattern)
+
+    def check(value: Any, field: str) -> str:
+        if not isinstance(value, str) or not compiled.fullmatch(value):
+            raise refuse(field, value, what)
+        return value
+
+    return check
+
+
+def flag(value: Any, field: str) -> bool:
+    """A boolean."""
+    if not isinstance(value, bool):
+        raise refuse(field, value, "true or false")
+    return value
+
+
+def one_of(*values: object) -> Check:
+    """One of some texts or whole numbers."""
+
+    def check(value: Any, field: str) -> Any:
+        # 1.0 and True are equal to 1.
+        if not any(type(value) is type(v) and value == v for v in values):
+            raise refuse(field, value, " or ".join(map(repr, values)))
+        return value
+
+    return check
+
+
+def whole(least: int = 0, most: int = MOST_WHOLE) -> Check:
+    """A whole number within bounds, both included."""
+
+    def check(value: Any, field: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise refuse(field, value, f"a whole number from {least} to {most}")
+        return value
+
+    return check
+
+
+def number(least: float = -math.inf, most: float = math.inf, *, above: bool = False) -> Check:
+    """A finite number within bounds, both included; `above` leaves the least out."""
+    bounds = "a finite number"
+    if most < math.inf:
+        bounds = f"a number from {least:g} to {most:g}"
+    elif least > -math.inf:
+        bounds = f"a finite number {'above' if above else 'of at least'} {least:g}"
+
+    def check(value: Any, field: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise refuse(field, value, bounds)
+        # A whole number may be too large for a float, and is compared exactly.
+        if not (abs(value) <= sys.float_info.max and least <= value <= most):
+            raise refuse(field, value, bounds)
+        if above and value == least:
+            raise refuse(field, value, bounds)
+        return float(value)
+
+    return check
+
+
+def or_null(inner: Check) -> Check:
+    """null, or what the inner check takes."""
+
+    def check(value: Any, field: str) -> Any:
+        if value is None:
+            return None
+        try:
+            return inner(value, field)
+        except SchemaError as error:
+            raise SchemaError(f"{error}, or null") from None
+
+    return check
+
+
+def number_or_nan(least: float = -math.inf) -> Check:
+    """A finite number, or NaN for null, which JSON has in the place of numbers that it lacks."""
+    inner = or_null(number(least))
+
+    def check(value: Any, field: str) -> float:
+        found = inner(value, field)
+        return math.nan if found is None else found
+
+    return check
+
+
+_FINITE = number()
+
+
+def tree(value: Any, field: str) -> Any:
+    """Any JSON of at most MOST_DEPTH containers within each other, without NaN and infinities."""
+    _check_tree(value, field, MOST_DEPTH)
+    return value
+
+
+def _check_tree(value: Any, field: str, depth: int) -> None:
+    if isinstance(value, dict | list) and not depth:
+        raise SchemaError(f"{field} is nested more than {MOST_DEPTH} deep; it takes less")
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            _check_tree(entry, _below(field, key), depth - 1)
+    elif isinstance(value, list):
+        for index, entry in enumerate(value):
+            _check_tree(entry, f"{field}[{index}]", depth - 1)
+    elif isinstance(value, float):
+        _FINITE(value, field)
+
+
+# Checks of containers ---------------------------------------------------------------------------
+
+
+def array(inner: Check, *, length: int | None = None) -> Check:
+    """A list whose every entry the inner check takes, as a tuple."""
+
+    def check(value: Any, field: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise refuse(field, value, "a list")
+        if length is not None and len(value) != length:
+            raise SchemaError(f"{field} has {len(value)} entries; it takes {length}")
+        return tuple(inner(entry, f"{field}[{index}]") for index, entry in enumerate(value))
+
+    return check
+
+
+def row_of(*inner: Check) -> Check:
+    """A list with one entry for each of these checks, as a tuple."""
+
+    def check(value: Any, field: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple) or len(value) != len(inner):
+            raise refuse(field, value, f"a list of {len(inner)} entries")
+        pairs = enumerate(zip(inner, value, strict=True))
+        return tuple(one(entry, f"{field}[{index}]") for index, (one, entry) in pairs)
+
+    return check
+
+
+def whole_numbers(least: int, most: int) -> Check:
+    """A list of whole numbers within bounds, as int64 [N]."""
+    single = whole(least, most)
+
+    def check(value: Any, field: str) -> NDArray[np.int64]:
+        if not isinstance(value, list):
+            raise refuse(field, value, "a list of whole numbers")
+        # One pass in C where all is well, which for large plans is most of the time of reading.
+        if set(map(type, value)) <= {int} and (
+            not value or (least <= min(value) and max(value) <= most)
+        ):
+            return np.asarray(value, np.int64)
+        for index, entry in enumerate(value):
+            single(entry, f"{field}[{index}]")
+        raise AssertionError("no entry is wrong by itself")
+
+    return check
+
+
+def mapping(inner: Check) -> Check:
+    """An object with any keys, whose every value the inner check takes."""
+
+    def check(value: Any, field: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise refuse(field, value, "an object")
+        return {key: inner(entry, _below(field, key)) for key, entry in value.items()}
+
+    return check
+
+
+def record(
+    fields: Mapping[str, Check], *, optional: Iterable[str] = (), others: Check | None = None
+) -> Check:
+    """An object with these fields.
+
+    Args:
+        fields: the check of each field.
+        optional: names of those that may be left out; the others must be there.
+        others: the check of the values of further fields; None refuses these.
+    """
+    needed = fields.keys() - set(optional)
+
+    def check(value: Any, field: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise refuse(field or "it", value, f"an object with {', '.join(fields)}")
+        if lacking := [name for name in fields if name in needed and name not in value]:
+            raise SchemaError(f"{_below(field, lacking[0])} is missing; it has to be there")
+        found: dict[str, Any] = {}
+        for key, entry in value.items():
+            inner = fields.get(key, others)
+            if inner is None:
+                raise SchemaError(
+                    f"{_below(field, key)} is no field of this schema, which has "
+                    f"{', '.join(fields)}; a newer forkpoint may have written it"
+                )
+            found[key] = inner(entry, _below(field, key))
+        return found
+
+    return check
+
+
+def _below(field: str, key: str) -> str:
+    """The name of a field within another; keys that are no plain names are quoted."""
+    name = key if re.fullmatch(r"[\w/.-]{1,80}", key, re.ASCII) else short(key)
+    return f"{field}.{name}" if field else name

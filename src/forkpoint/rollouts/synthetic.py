@@ -1,0 +1,83 @@
+"""Generated groups of rollouts, for demonstrations and self-tests. Imports no torch."""
+
+import numpy as np
+
+from forkpoint.errors import ConfigError
+from forkpoint.rollouts.batch import Rollout
+
+MOST_NOISE = 0.6
+"""At most this share of a response's tokens is drawn at random instead of copied."""
+
+
+def synthetic_rollouts(
+    *,
+    groups: int,
+    rollouts_per_group: int,
+    prompt_tokens: int,
+    response_tokens: int,
+    system_tokens: int = 0,
+    vocab_size: int = 8192,
+    seed: int = 0,
+) -> list[Rollout]:
+    """Rollouts of a made-up task: quote a passage of the prompt. The same for the same arguments.
+
+    A prompt holds `system_tokens` that all groups share and then its own, `prompt_tokens` in all. A
+    response of half to one and a half times `response_tokens` copies a stretch of the prompt with
+    random tokens in between. Its reward is the share of its tokens that are copied, its advantage
+    that reward normalised within the group. There are no old log-probs: training is on-policy.
+
+    Raises ConfigError for a count below 1, for more system tokens than prompt tokens, and for a
+    seed below 0.
+    """
+    counts = {
+        "groups": groups,
+        "rollouts_per_group": rollouts_per_group,
+        "prompt_tokens": prompt_tokens,
+        "response_tokens": response_tokens,
+        "vocab_size": vocab_size,
+    }
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
+    if not 0 <= system_tokens <= prompt_tokens:
+        raise ConfigError(
+            f"system_tokens is {system_tokens} and prompt_tokens {prompt_tokens}; a prompt begins "
+            f"with the system tokens, so there may be 0 to {prompt_tokens} of them."
+        )
+    if seed < 0:
+        raise ConfigError(f"seed is {seed}; it takes a whole number of at least 0.")
+    random = np.random.default_rng(seed)
+    system = random.integers(vocab_size, size=system_tokens)
+    rollouts: list[Rollout] = []
+    for group in range(groups):
+        own = random.integers(vocab_size, size=prompt_tokens - system_tokens)
+        prompt = np.concatenate([system, own])
+        responses, rewards = [], []
+        for _ in range(rollouts_per_group):
+            length = int(
+                random.integers(max(1, response_tokens // 2), response_tokens * 3 // 2 + 1)
+            )
+            begin = int(random.integers(prompt_tokens))
+            copied = prompt[(begin + np.arange(length)) % prompt_tokens]
+            noise = random.random(length) < random.uniform(0, MOST_NOISE)
+            responses.append(np.where(noise, random.integers(vocab_size, size=length), copied))
+            rewards.append(float(1 - noise.mean()))
+        advantages = normalised(np.array(rewards))
+        for n, response in enumerate(responses):
+            rollouts.append(
+                Rollout(
+                    token_ids=np.concatenate([prompt, response]),
+                    loss_mask=np.repeat([0, 1], [prompt_tokens, len(response)]),
+                    advantage=float(advantages[n]),
+                    group_id=f"g{group}",
+                    rollout_id=f"g{group}-r{n}",
+                    extras={"reward": rewards[n]},
+                )
+            )
+    return rollouts
+
+
+def normalised(rewards: np.ndarray) -> np.ndarray:
+    """Advantages of one group: [n] rewards less their mean, over their standard deviation."""
+    spread = rewards.std()
+    return (rewards - rewards.mean()) / (spread if spread > 0 else 1.0)

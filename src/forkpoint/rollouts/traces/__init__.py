@@ -1,0 +1,16 @@
+"""Traces of training, recorded by any loop and read by batch; readers of any file of rollouts.
+
+Imports no torch; torch files are read without it.
+"""
+
+from forkpoint.rollouts.formats import FORMATS as FORMATS
+from forkpoint.rollouts.traces.reader import RolloutFile as RolloutFile
+from forkpoint.rollouts.traces.reader import Skipped as Skipped
+from forkpoint.rollouts.traces.reader import load_rollouts as load_rollouts
+from forkpoint.rollouts.traces.reader import open_rollouts as open_rollouts
+from forkpoint.rollouts.traces.recorder import Recorder as Recorder
+from forkpoint.rollouts.traces.recorder import record as record
+from forkpoint.rollouts.traces.trace import Trace as Trace
+from forkpoint.rollouts.traces.trace import TraceBatch as TraceBatch
+from forkpoint.rollouts.traces.trace import TraceEntry as TraceEntry
+from forkpoint.rollouts.traces.trace import open_trace as open_trace

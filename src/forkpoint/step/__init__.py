@@ -1,0 +1,1 @@
+"""Steps of a policy: from a request to its results."""

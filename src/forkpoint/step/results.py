@@ -1,0 +1,106 @@
+"""Results of steps and of scores."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forkpoint.engine.offload import OffloadStats
+from forkpoint.engine.route_replay import ReplayedRoutes
+from forkpoint.engine.routing import ExpertCounts
+from forkpoint.losses.outputs import PerToken
+from forkpoint.plan import Plan
+from forkpoint.step.stats_text import scores_line, step_line
+
+
+class WithExperts:
+    """Reads how often the experts of a mixture were chosen."""
+
+    experts: ExpertCounts | None
+
+    @property
+    def expert_counts(self) -> Tensor | None:
+        """int64 [layers, experts], of the layers that have a router, in their order: a token of N
+        rollouts counts N times, whatever runs once or again. None unless it was asked for."""
+        return None if self.experts is None else self.experts.logical_LE
+
+    @property
+    def computed_expert_counts(self) -> Tensor | None:
+        """int64 [layers, experts], the load that experts really had in one pass: each token counts
+        as often as the plan runs it. None unless counts were asked for."""
+        return None if self.experts is None else self.experts.computed_LE
+
+    @property
+    def rollout_expert_counts(self) -> Tensor | None:
+        """int64 [rollouts, layers, experts]; None unless counts were asked for."""
+        return None if self.experts is None else self.experts.by_rollout_NLE
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Scores(PerToken, WithExperts):
+    """`logprobs`, and `entropies` where asked for, or a critic's `values`, flat over the batch.
+
+    All are float32 (float64 for a float64 model) [T] on the model's device; entry i belongs to
+    token i, and entries outside the loss mask are 0. The value of token i is that of the tokens
+    before it. Reading what the model does not give raises ConfigError.
+    """
+
+    per_token: Mapping[str, Tensor]
+    plan: Plan
+    events: tuple[str, ...]
+    router_loss: float | None = None
+    """Of `router=`, with its coefficients; None where there was none."""
+    own_router_loss: float | None = None
+    """The part of it that is of this rank's rollouts: those of all ranks add up to it."""
+    experts: ExpertCounts | None = None
+    routes: ReplayedRoutes | None = None
+    """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""
+
+    def __repr__(self) -> str:
+        return scores_line(self.per_token, self.plan)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StepStats(PerToken, WithExperts):
+    """Results of a step, and the model's `logprobs` or `values` before it as in `Scores`.
+
+    Printed, it is one line of text.
+    """
+
+    loss: float
+    logical_tokens: int
+    unique_tokens: int
+    computed_tokens: int
+    plan: Plan
+    events: tuple[str, ...]
+    phase_ms: dict[str, float]
+    """Milliseconds by phase. "prefix forward": forwards of microbatches that others read. "leaf":
+    microbatches that none reads. "prefix backward": recomputes and backwards of those that others
+    have read."""
+    event_ms: tuple[float, ...]
+    """Of each of `events`."""
+    event_memory_bytes: tuple[int, ...] | None
+    """Bytes that CUDA held allocated when each of `events` had been issued; None on the CPU."""
+    peak_memory_bytes: int | None
+    """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
+    per_token: Mapping[str, Tensor]
+    """[T] by name; entries outside the loss mask are 0. Those of rollouts that the loss declares to
+    be zero are NaN where the step has left them out: see `Config.all_logprobs`."""
+    offload: OffloadStats | None = None
+    """Copies to the host's memory and back; None where the plan offloads nothing."""
+    router_loss: float | None = None
+    """Of `router=`, with its coefficients and without the step's scale; `loss` is without it. None
+    where the step had none."""
+    experts: ExpertCounts | None = None
+    routes: ReplayedRoutes | None = None
+    """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""
+
+    def __repr__(self) -> str:
+        return step_line(
+            self.loss,
+            self.plan,
+            self.phase_ms,
+            self.peak_memory_bytes,
+            self.router_loss,
+            None if self.routes is None else self.routes.elsewhere,
+        )

@@ -1,0 +1,291 @@
+"""The part of a call of a policy that is about a mixture's routers: what is asked, and of what."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forkpoint.engine.distributed import Distributed
+from forkpoint.engine.host import Host
+from forkpoint.engine.route_replay import RouteReplay
+from forkpoint.engine.routing import RouterTerms, Routing
+from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
+from forkpoint.losses.base import is_own
+from forkpoint.losses.router import RouterLoss
+from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare
+from forkpoint.plan import Plan
+from forkpoint.plan.routing import RouterDemand
+from forkpoint.rollouts.batch import RolloutBatch, short
+from forkpoint.tree.forest import IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class RouterWork:
+    """Statistics of routers that a call computes."""
+
+    router: RouterLoss
+    terms: RouterTerms
+    has_loss: bool
+    """Whether the call has a router loss; else experts are counted alone."""
+    tokens: IntArray
+    """int64 [N], those of each rollout that count."""
+    on_ranks: bool = False
+    """Whether several ranks hold the model."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether one statistic is taken over the rollouts of all ranks."""
+        return self.on_ranks and self.router.scope == "batch"
+
+    def share(self) -> StatisticsShare | None:
+        """This rank's part of the statistics of all ranks; None where it is alone."""
+        if not self.on_ranks:
+            return None
+        given = self.terms.given
+        return StatisticsShare(
+            joins=self.joins,
+            gathers=self.joins and given is None and bool(self.terms.load_balancing),
+            tokens=int(self.tokens.sum()),
+            statistics=len(np.unique(self.terms.parts)) if self._is_loss else 0,
+            counts="" if given is None else _digest(given.detach().cpu().numpy()),
+            parts=_digest(self.terms.parts),
+        )
+
+    @property
+    def _is_loss(self) -> bool:
+        return bool(self.terms.load_balancing or self.terms.z)
+
+    def check_tokens(self) -> None:
+        """Raises RolloutError where a statistic of this rank's own has no tokens."""
+        if self._is_loss and not self.joins:
+            _check_tokens(self.terms.parts, self.tokens)
+
+    def demand(self, *, scored: bool = False) -> RouterDemand:
+        """Its demands on a plan. `scored`: where a pass of scores comes before it in any case."""
+        known = scored or self.terms.given is not None or not self.terms.load_balancing
+        parts = None if known else self.terms.parts
+        return RouterDemand(self.router.last_token, parts, over_ranks=self.joins)
+
+    def check_plan(self, plan: Plan, *, scored: bool = False) -> None:
+        """Refuse a plan that was not made for it.
+
+        Raises:
+            PlanError: other tokens run than count, or counts that the loss needs first do not
+                come first.
+        """
+        if plan.last_tokens is not self.router.last_token:
+            raise PlanError(
+                f"this plan {'runs' if plan.last_tokens else 'does not run'} rollouts' last "
+                f"tokens, and last_token of the router loss is {self.router.last_token}. Make the "
+                "plan for it: policy.plan(batch, loss, router=...)."
+            )
+        if plan.program.has_scores:
+            return
+        if self.demand(scored=scored).spans(plan.forest, plan.microbatches):
+            raise PlanError(
+                "this plan has one pass, and the router loss takes its counts over rollouts of "
+                "several microbatches, so that it needs a pass of scores first. Make the plan for "
+                "it: policy.plan(batch, loss, router=...), or give router_counts."
+            )
+
+    def routing(self, plan: Plan, host: Host, of_ranks: StatisticsOfRanks | None = None) -> Routing:
+        """Counts of experts, and the loss, of the plan that is to run.
+
+        `of_ranks`: the statistics of all ranks; None where this one is alone.
+        """
+        routers = host.routers
+        return Routing(
+            plan,
+            host.device,
+            host.loss_dtype,
+            layers=routers.layers,
+            experts=routers.experts,
+            terms=self.terms,
+            of_ranks=of_ranks,
+        )
+
+
+def _digest(values: NDArray[Any]) -> str:
+    content = np.ascontiguousarray(values).tobytes()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def called(router: object, counts: object = None, *, expert_counts: bool = False) -> str:
+    """The part of a call that is about routers and the same on all ranks, as text."""
+    if not isinstance(router, RouterLoss):
+        return ", expert_counts=True" if expert_counts else ""
+    scope = router.scope if isinstance(router.scope, str) else "lists of rollouts"
+    return (
+        f", router={type(router).__name__}(load_balancing={router.load_balancing}, z={router.z}, "
+        f"scope={scope}, last_token={router.last_token}), router_counts "
+        f"{'left out' if counts is None else 'given'}"
+    )
+
+
+def router_work(
+    host: Host,
+    batch: RolloutBatch,
+    router: RouterLoss | None,
+    counts: Tensor | None = None,
+    *,
+    expert_counts: bool = False,
+) -> RouterWork | None:
+    """The work that a call asks of the routers of a supported model; None where it asks none.
+
+    Args:
+        host: the model.
+        batch: the rollouts.
+        router: the loss, if any.
+        counts: of experts, where they are known beforehand.
+        expert_counts: whether experts are counted, also without a loss.
+
+    Raises:
+        ConfigError: an argument is none of its kind, or there are counts without a loss.
+        RolloutError: a statistic has no tokens.
+        UnsupportedError: the model has no routers, or its family no such loss.
+    """
+    if router is not None and not isinstance(router, RouterLoss):
+        raise ConfigError(
+            f"router is {short(router)} of type {type(router).__name__}; it takes a "
+            "forkpoint.losses.RouterLoss, or None."
+        )
+    if counts is not None and (router is None or not isinstance(counts, Tensor)):
+        found = "there is no router loss" if router is None else f"they are {short(counts)}"
+        raise ConfigError(
+            f"router_counts are given, and {found}; give the tensor scores.expert_counts together "
+            "with router=forkpoint.losses.RouterLoss(...)."
+        )
+    if router is None and not expert_counts:
+        return None
+    routers = host.routers
+    if not routers.layers:
+        raise UnsupportedError(
+            "router= or expert_counts= were given, and the model has no routers that transformers "
+            "records logits of: it is no mixture of experts, or one "
+            "that only a later transformers knows by its routers. Leave them out, or update "
+            "transformers."
+        )
+    asked = router or RouterLoss(load_balancing=0.0, z=0.0)
+    known = asked.load_balancing
+    load_balancing = routers.coefficient if known is None else float(known)
+    z = float(asked.z or 0.0)
+    if (load_balancing or z) and not routers.defines_loss:
+        raise UnsupportedError(
+            f"the router loss has load_balancing={load_balancing} and z={z}, and transformers "
+            "defines no router loss for this model. Leave router= out; expert_counts=True counts "
+            "its experts, and families that balance by a bias, such as DeepSeek-V3 and GLM-4-MoE, "
+            "take policy.update_router_biases(stats.expert_counts, rate=...) after a step."
+        )
+    terms = RouterTerms(load_balancing, z, asked.parts(batch), counts)
+    tokens = np.maximum(batch.lengths - (not asked.last_token), 0).astype(np.int64)
+    work = RouterWork(asked, terms, router is not None, tokens, on_ranks=host.group is not None)
+    work.check_tokens()
+    return work
+
+
+def has_several_batches(group: Distributed | None) -> bool:
+    """Whether ranks have rollouts of their own; those that hold one copy of a model have not."""
+    return group is not None and len(group.ranks.firsts) > 1
+
+
+def check_averaged(group: Distributed | None, loss: object) -> None:
+    """Refuse a router loss beside one whose gradients are averaged over ranks.
+
+    Raises UnsupportedError.
+    """
+    if has_several_batches(group) and is_own(loss):
+        raise UnsupportedError(
+            "router= was given with a loss that is a function, on several ranks. Gradients of a "
+            "function are averaged over the ranks, and those of a router loss are of all their "
+            "rollouts. Give one of forkpoint.losses, or a Loss."
+        )
+
+
+def _check_tokens(parts: IntArray, tokens: IntArray) -> None:
+    """parts: [N], the statistic that each rollout is part of. tokens: [N], those that count."""
+    empty = np.flatnonzero(np.bincount(parts, weights=tokens) == 0)
+    if len(empty):
+        rollout = int(np.flatnonzero(parts == empty[0])[0])
+        raise RolloutError(
+            f"the router loss takes a statistic over rollout {rollout} alone or with others like "
+            "it, and none of their tokens counts: a rollout of one token without its last. Leave "
+            "the rollout out, or use RouterLoss(last_token=True)."
+        )
+
+
+def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
+    """Refuse experts that the model's routers cannot be held to.
+
+    Raises:
+        RolloutError: they are those of another model.
+        UnsupportedError: the model is no mixture, or several ranks hold it.
+    """
+    given_TLK = batch.routed_experts
+    if given_TLK is None:
+        return
+    if host.group is not None:
+        raise UnsupportedError(
+            "the rollouts have routed_experts, and several ranks hold the model, where routers "
+            "that are held to them have not been shown exact. Leave routed_experts out, or train "
+            "in one process."
+        )
+    routers = host.routers
+    if not routers.layers:
+        raise UnsupportedError(
+            "the rollouts have routed_experts, and the model has no routers that transformers "
+            "records logits of: it is no mixture of experts, or one "
+            "that only a later transformers knows by its routers. Leave them out, or update "
+            "transformers."
+        )
+    _, layers, chosen = given_TLK.shape
+    wanted = routers.chosen
+    if layers != routers.layers or (wanted is not None and chosen != wanted):
+        each = "" if wanted is None else f", which send a token to {wanted} experts"
+        raise RolloutError(
+            f"routed_experts have {layers} layers with {chosen} experts a token, and the model has "
+            f"{routers.layers} layers with a router{each}. Give one entry for each of these "
+            "layers, in their order; layers without experts have none."
+        )
+    most = int(given_TLK.max(initial=-1))
+    if most >= routers.experts:
+        raise RolloutError(
+            f"routed_experts have expert {most}, and the model's routers choose among "
+            f"{routers.experts}, from 0. Give the routes of this model."
+        )
+
+
+def route_replay(host: Host, plan: Plan, batch: RolloutBatch) -> RouteReplay | None:
+    """The experts that a step's routers are held to; None where the batch has none."""
+    if batch.routed_experts is None:
+        return None
+    return RouteReplay(plan, batch, host.device)
+
+
+def move_biases(host: Host, counts: object, rate: float, *, centered: bool) -> None:
+    """The work of `Policy.update_router_biases`."""
+    routers = host.routers
+    biases = routers.biases
+    if not biases or len(biases) != routers.layers:
+        raise UnsupportedError(
+            "the model's routers have no bias that balances their load, as those of DeepSeek-V3 "
+            "and GLM-4-MoE have. Balance this model by router=forkpoint.losses.RouterLoss(...)."
+        )
+    shape = (len(biases), len(biases[0]))
+    if not isinstance(counts, Tensor) or tuple(counts.shape) != shape or counts.is_complex():
+        found = tuple(counts.shape) if isinstance(counts, Tensor) else short(counts)
+        raise ConfigError(
+            f"expert_counts are {found}; the model takes a tensor of shape {shape}, as "
+            "stats.expert_counts is."
+        )
+    with torch.no_grad():
+        moves = []
+        for bias, counts_E in zip(biases, counts, strict=True):
+            wide_E = counts_E.to(bias.device, torch.float64)
+            move = rate * (wide_E.mean() - wide_E).sign()
+            moves.append((bias, move - move.mean() if centered else move))
+        for bias, move in moves:
+            bias += move.to(bias.dtype)

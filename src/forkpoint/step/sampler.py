@@ -1,0 +1,335 @@
+"""Runs of a sample: by forkpoint, by the stock model, and by the stock model with a rounding."""
+
+import random
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forkpoint.config import Config
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import is_of_compiler
+from forkpoint.engine.engine import Engine
+from forkpoint.engine.guard import Step
+from forkpoint.engine.host import Host
+from forkpoint.engine.microbatches import microbatch_tokens
+from forkpoint.engine.timing import Observer
+from forkpoint.errors import ForkpointError, UnsupportedError
+from forkpoint.hosts.arguments import CONTEXT_ARGUMENT
+from forkpoint.hosts.coverings import autocasts_of
+from forkpoint.hosts.foreign_calls import keep_to_this_thread
+from forkpoint.hosts.modules import ATTENTION_NAME, add_hook, configurations
+from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, following
+from forkpoint.plan import Plan, make_plan
+from forkpoint.rollouts.batch import RolloutBatch, short
+from forkpoint.tree.forest import IntArray
+
+NOISE_FACTOR = 10.0
+"""A difference may be this many times what one rounding of the embeddings does. Of 34 families with
+random weights in four dtypes, 4 to 36 layers deep, the largest ratio seen is 3.9, most are 1."""
+FLOOR_ROUNDINGS = 0.5
+"""Roundings, in the dtype that the model computes in, of a value's own size that are allowed in any
+case."""
+FLOOR_VALUE_ROUNDINGS = 4.0
+"""The same in the dtype of the values, to which each of the two runs rounds them a few times. Of a
+sample of few tokens all of these may fall on one side while the rounded embeddings move nothing."""
+CEILING_ROUNDINGS = 1e4
+"""Roundings that are never allowed: what moves values by more is no rounding."""
+ELSEWHERE = 0.02
+"""The part of a mixture's choices of experts that may differ in any case."""
+ELSEWHERE_FACTOR = 3.0
+"""And so many times the part that differs by one rounding of the embeddings."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Differences on a sample, in the units of the model's values (nats for log-probs)."""
+
+    difference: float
+    """Root mean square of the values here less the stock model's."""
+    largest: float
+    """The largest of these differences."""
+    noise: float
+    """Root mean square of what one rounding of the embeddings does to the stock model's values."""
+    repeated: float
+    """The same of the stock model run on one sequence at a time, and on all at once."""
+    allowed: float
+    """The most that `difference` and `repeated` may be."""
+    elsewhere: float
+    """The part of a mixture's choices of experts that the stock model makes otherwise."""
+    allowed_elsewhere: float
+    """The most that `elsewhere` may be."""
+    dtype: str
+    tokens: int
+    where: str
+    """The token of the largest difference, with both values."""
+
+
+class Sampler:
+    """Runs of one sample: n sequences of W tokens, values [n, W] of which the first is 0."""
+
+    def __init__(
+        self, step: Step, host: Host, config: Config, sample: RolloutBatch, training: bool
+    ) -> None:
+        self.step = step
+        self.changes: Changes = step.changes
+        self.host = host
+        self.config = config
+        self.sample = sample
+        self.training = training
+        ids = sample.token_ids.reshape(len(sample), -1)
+        self.ids_NW: Tensor = torch.as_tensor(ids.copy(), device=host.device)
+        self.trained_NW: Tensor = torch.as_tensor(
+            sample.loss_mask.reshape(ids.shape).copy(), device=host.device
+        )
+        self.dtype: torch.dtype = compute_dtype(host)
+        # Norms of float64 models are computed in float32, as transformers writes them.
+        widest = torch.promote_types(self.dtype, torch.float32) == torch.float64
+        self.eps: float = torch.finfo(torch.float32 if widest else self.dtype).eps
+        multiple = host.capabilities.length_multiple
+        most = max(4, ids.shape[1] // 2, multiple)
+        forced = Config(sharing="tree", boundary="across", max_microbatch_tokens=most)
+        self.plan: Plan = make_plan(
+            sample,
+            host.shape,
+            forced,
+            capabilities=host.capabilities,
+            tempers=host.head == "logprobs",
+        )
+        keep_to_this_thread(host.model, self.changes)
+        for settings in configurations(host.model):
+            if settings._attn_implementation == ATTENTION_NAME:  # which runs in steps alone
+                self.changes.set(vars(settings), "_attn_implementation_internal", "eager")
+        self.routers: tuple[Router, ...] = ()
+        # Where routes cannot be held, the two may part where scores tie, for no other reason.
+        with suppress(UnsupportedError):
+            self.routers = find_routers(host.model, self.changes)
+        self.routes: Routes | None = Routes(sample) if self.routers else None
+        self.run: RoutedRun | None = None
+
+    def routed(self, *, record: bool = False) -> RoutedRun | None:
+        """Hold the next forwards to the experts that the first run chose, until it is undone."""
+        if self.routes is None:
+            return None
+        model, changes = self.host.model, self.changes
+        self.run = RoutedRun(model, self.routers, self.routes, changes, record=record)
+        return self.run
+
+    def shared(self) -> Tensor:
+        """Values by forkpoint."""
+        mark = self.changes.mark
+        observers: tuple[Observer, ...] = ()
+        run = self.routed(record=True)
+        if run is not None:
+            observers = (following(run, self.plan, self.sample),)
+        engine = Engine(self.host, self.config, observers=observers)
+        try:
+            result = engine.score(
+                self.step,
+                self.plan,
+                self.sample,
+                entropy=False,
+                graph=self.training,
+                # Routers that are held would be compiled anew, layer by layer, for the sample.
+                compiled=run is None,
+            )
+        except (ForkpointError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            group = self.host.group
+            if is_of_compiler(error) or (group is not None and group.lockstep):
+                raise  # other ranks wait within their microbatches
+            self.changes.undo(mark)
+            self.run = None
+            self.stock(self.ids_NW)  # raises what the model raises by itself
+            raise UnsupportedError(
+                f"microbatches of a sample raised {type(error).__name__}: {short(str(error))}. The "
+                "model by itself runs them, so something in it expects what forkpoint does not "
+                "give it, such as a hook that reads the causal model's outputs. Remove that."
+            ) from error
+        self.changes.undo(mark)
+        return result.per_token[self.host.head].view(self.ids_NW.shape)
+
+    def stock(self, ids_NW: Tensor, begin: int = 0) -> Tensor:
+        """Values by the model's own forward, of sequences from the sample's token `begin` on."""
+        dtype = self.host.loss_dtype
+        if self.run is not None:
+            tokens: IntArray = np.arange(begin, begin + ids_NW.numel())
+            self.run.at(tokens)
+        with torch.no_grad():
+            logits = self.host.model(input_ids=ids_NW, use_cache=False, return_dict=True).logits
+        if self.host.head == "values":
+            return nn.functional.pad(logits[:, :-1, 0].to(dtype), (1, 0))
+        sequences = zip(logits[:, :-1], ids_NW[:, 1:], strict=True)
+        logprobs = [
+            logits_WV.to(dtype).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+            for logits_WV, labels in sequences
+        ]
+        return nn.functional.pad(torch.stack(logprobs), (1, 0))
+
+    def alone(self) -> Tensor:
+        """Values by the model's own forward, one sequence at a time."""
+        width = self.ids_NW.shape[1]
+        values = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
+        return torch.cat(values)
+
+    def compared(self, shared: Tensor) -> Agreement:
+        """Differences between `shared`, the stock model, and runs of the stock model."""
+        mark = self.changes.mark
+        runs = [self.routed()]
+        stock = self.alone()
+        self.changes.undo(mark)
+        together = self._held_stock()
+        # With the same random numbers as the run before: what they do is no rounding.
+        rounded = self._held_stock(rounded=True)
+        runs.append(self.run)
+        elsewhere = [run.elsewhere / max(1, run.decisions) if run else 0.0 for run in runs]
+        finite = stock.isfinite() & together.isfinite() & rounded.isfinite()
+        # Where the model itself overflows there is nothing to compare.
+        there = self.trained_NW & finite
+        if not bool(there.any()):
+            there = self.trained_NW
+            stock, together, rounded, shared = (torch.zeros_like(x) for x in [stock] * 4)
+        noise = _rms((rounded - together)[there])
+        size = self.eps * max(1.0, _rms(stock[there]))
+        last = torch.finfo(self.host.loss_dtype).eps / self.eps
+        floor = max(FLOOR_ROUNDINGS, FLOOR_VALUE_ROUNDINGS * last) * size
+        allowed = max(NOISE_FACTOR * noise, floor)
+        difference = torch.where(there, (shared - stock).abs(), 0)
+        difference = difference.nan_to_num(torch.inf, torch.inf)
+        sequence, token = divmod(int(difference.argmax()), self.ids_NW.shape[1])
+        return Agreement(
+            difference=_rms(difference[there]),
+            largest=float(difference.max()),
+            noise=noise,
+            repeated=_rms((together - stock)[there]),
+            allowed=min(allowed, CEILING_ROUNDINGS * size),
+            elsewhere=elsewhere[0],
+            allowed_elsewhere=ELSEWHERE + ELSEWHERE_FACTOR * elsewhere[1],
+            dtype=str(self.dtype).removeprefix("torch."),
+            tokens=int(there.sum()),
+            where=f"token {token} of a sequence ({float(shared[sequence, token]):.6g} here, "
+            f"{float(stock[sequence, token]):.6g} by the model itself)",
+        )
+
+    def _held_stock(self, *, rounded: bool = False) -> Tensor:
+        """Values by the model's own forward of all at once, with the random numbers kept."""
+        mark = self.changes.mark
+        keep_random_state(self.host.device, self.changes)
+        if rounded:
+            round_embeddings(self.host.model, self.eps, self.changes)
+        self.routed()
+        found = self.stock(self.ids_NW)
+        self.changes.undo(mark)
+        return found
+
+    def parting(self) -> str:
+        """The first place in the decoder whose outputs differ by more than rounding."""
+        flat: dict[int, Tensor] = {}
+        here: dict[int, Tensor] = {}
+        noisy: dict[int, Tensor] = {}
+
+        def store(found: dict[int, Tensor], block: int, x: Tensor, _: dict[str, Any]) -> None:
+            found[block] = x.detach().flatten(0, 1).double()
+
+        def place(found: dict[int, Tensor], block: int, x: Tensor, kwargs: dict[str, Any]) -> None:
+            microbatch = kwargs[CONTEXT_ARGUMENT].inputs.microbatch
+            tokens, real = microbatch_tokens(self.plan, self.sample, microbatch)
+            x_TC = x.detach().flatten(0, 1).double()
+            all_TC = found.setdefault(
+                block, x_TC.new_full((self.ids_NW.numel(), x_TC.shape[1]), torch.nan)
+            )
+            places = torch.as_tensor(real, device=x_TC.device)
+            all_TC[torch.as_tensor(tokens[real], device=x_TC.device)] = x_TC[places]
+
+        blocks, mark = self.host.blocks, self.changes.mark
+        watch_blocks(blocks, partial(place, here), self.changes)
+        self.shared()
+        self.changes.undo(mark)
+        for found, rounded in ((flat, False), (noisy, True)):
+            watch_blocks(blocks, partial(store, found), self.changes)
+            self._held_stock(rounded=rounded)
+            self.changes.undo(mark)
+        for block in sorted(here):
+            known = ~here[block].isnan().any(-1)
+            size, rounding = _rms(flat[block]), _rms(noisy[block] - flat[block])
+            apart = _rms((here[block] - flat[block])[known])
+            if not apart <= max(NOISE_FACTOR * rounding, self.eps * size):
+                if block < 0:
+                    return "the input of the first layer (the embeddings)"
+                return (
+                    f"layer {block} of {len(blocks)} (counted from 0), whose output differs by "
+                    f"{apart / (size or 1):.3g} of its size"
+                )
+        return "the head: all layers' outputs agree"
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.double().square().mean().sqrt())
+
+
+def keep_random_state(device: torch.device, changes: Changes) -> None:
+    """Return to the present state of the global random generators once the changes are undone."""
+    changes.later(torch.set_rng_state, torch.get_rng_state())
+    changes.later(random.setstate, random.getstate())
+    changes.later(np.random.set_state, np.random.get_state())  # noqa: NPY002
+    if device.type == "cuda":
+        changes.later(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+
+
+def compute_dtype(host: Host) -> torch.dtype:
+    """The dtype a step computes in: the narrowest of the parameters, or autocast's, if narrower."""
+    model, device = host.model, host.device
+    # A wrapper may cast parameters.
+    cast = host.group.param_dtypes if host.group is not None else frozenset()
+    dtypes = {*cast} or {p.dtype for p in model.parameters()}
+    # Autocast leaves float64 alone.
+    if dtypes != {torch.float64}:
+        if torch.is_autocast_enabled(device.type):
+            dtypes.add(torch.get_autocast_dtype(device.type))
+        dtypes |= {
+            autocast.fast_dtype
+            for autocast in autocasts_of(model)
+            if autocast._enabled and autocast.device == device.type
+        }
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def watch_blocks(
+    blocks: nn.ModuleList, see: Callable[[int, Tensor, dict[str, Any]], None], changes: Changes
+) -> None:
+    """Let `see` get each block's index (-1 for the first's input), tensor and arguments."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        see(-1, args[0] if args else kwargs["hidden_states"], kwargs)
+
+    def after(index: int, _: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
+        see(index, output if isinstance(output, Tensor) else output[0], kwargs)
+
+    first = blocks[0]
+    add_hook(changes, first._forward_pre_hooks, before, first._forward_pre_hooks_with_kwargs)
+    for index, block in enumerate(blocks):
+        hook = partial(after, index)
+        add_hook(changes, block._forward_hooks, hook, block._forward_hooks_with_kwargs)
+
+
+def round_embeddings(model: nn.Module, eps: float, changes: Changes) -> None:
+    """Let the embeddings be off by up to `eps` of their size, at random."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    own = threading.get_ident()
+
+    def off(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        if threading.get_ident() != own:
+            return output
+        noise = torch.rand(output.shape, generator=generator, dtype=torch.float64, device="cpu")
+        factor = 1 + eps * (2 * noise.to(output.device) - 1)
+        return (output.double() * factor).to(output.dtype)
+
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    add_hook(changes, embeddings._forward_hooks, off)

@@ -1,0 +1,19 @@
+"""Numeric layout of microbatches: places, launches of attention, levels of states. In numpy."""
+
+from forkpoint.tree.launches import FROM_CACHE as FROM_CACHE
+from forkpoint.tree.launches import FROM_GATHER as FROM_GATHER
+from forkpoint.tree.launches import FROM_OWN as FROM_OWN
+from forkpoint.tree.launches import LAUNCH_COLUMNS as LAUNCH_COLUMNS
+from forkpoint.tree.launches import Reach as Reach
+from forkpoint.tree.launches import Table as Table
+from forkpoint.tree.launches import full_table as full_table
+from forkpoint.tree.launches import windowed_table as windowed_table
+from forkpoint.tree.microbatch import Microbatch as Microbatch
+from forkpoint.tree.microbatch import segment_widths as segment_widths
+from forkpoint.tree.microbatch import token_steps as token_steps
+from forkpoint.tree.recurrence import NOTHING as NOTHING
+from forkpoint.tree.recurrence import ConvolutionLayout as ConvolutionLayout
+from forkpoint.tree.recurrence import Level as Level
+from forkpoint.tree.recurrence import StateLayout as StateLayout
+from forkpoint.tree.recurrence import convolution_layout as convolution_layout
+from forkpoint.tree.recurrence import state_layout as state_layout

@@ -1,0 +1,159 @@
+"""Where each segment of a microbatch takes its state from, in layers that carry one along the path.
+
+A linear-attention layer reads nothing of earlier tokens but a state of fixed size, and the last
+inputs of its short convolution. Both belong to the end of a segment and are the start of whatever
+lies below it: in the same microbatch, where segments run level by level, or in another microbatch,
+through the cache. All of it is numpy; the engine makes tensors of it once a microbatch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from forkpoint.tree.forest import Forest, IntArray
+from forkpoint.tree.microbatch import Microbatch, segment_widths
+
+NOTHING = -1
+"""In `ConvolutionLayout.window`: before the rollout's first token, where inputs are zero."""
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """Segments of a microbatch at one depth within it; their starts are the ends of those one
+    above."""
+
+    begin: IntArray
+    """[S] first places, ascending."""
+    length: IntArray
+    """[S] places, padding included."""
+    parent: IntArray
+    """[S] entries of the level above; at the first level, places of the cache or -1 for none."""
+    kept: IntArray
+    """Entries of this level whose final state other microbatches read."""
+    final: bool
+    """Whether anything reads a final state of this level."""
+
+
+@dataclass(frozen=True, eq=False)
+class StateLayout:
+    """The levels of one microbatch, and where what it keeps goes."""
+
+    levels: tuple[Level, ...]
+    kept_index: IntArray
+    """[K] cache places of the kept states, level by level."""
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolutionLayout:
+    """Inputs that a causal convolution of `width` reads beyond the segment of its place.
+
+    Entries of `window` and `tail` are places of the microbatch, NOTHING, or -2 - i for input i of
+    the cache, which has `width` - 1 inputs for every state place, oldest first.
+    """
+
+    places: IntArray
+    """[F] places whose inputs do not all lie in their own segment."""
+    window: IntArray
+    """[F, width] the inputs of each, oldest first."""
+    tail: IntArray
+    """[K, width - 1] the last inputs at the end of every kept segment, as `kept_index` has them."""
+
+
+def state_layout(
+    forest: Forest, microbatch: Microbatch, state_of: Mapping[int, int]
+) -> StateLayout:
+    """Levels of a microbatch; `state_of` maps segments that other microbatches read to their state
+    places."""
+    levels = []
+    kept_index: list[int] = []
+    above: dict[int, int] = {}
+    lengths, keeps = segment_widths(forest, microbatch), microbatch.kept_states
+    for members in _by_level(forest, microbatch):
+        segments = [microbatch.segments[i] for i in members]
+        parents = [int(forest.parent[s]) for s in segments]
+        if above:
+            parent = [above[p] for p in parents]
+        else:
+            parent = [state_of[p] if p >= 0 else -1 for p in parents]
+        kept = [i for i, s in enumerate(segments) if s in keeps]
+        # Padding follows a segment's tokens and would be in its final state.
+        assert not (kept and microbatch.width), "a padded microbatch has nothing below it"
+        kept_index.extend(state_of[segments[i]] for i in kept)
+        above = {s: i for i, s in enumerate(segments)}
+        begin = [microbatch.segment_begin[i] for i in members]
+        length = [lengths[i] for i in members]
+        if microbatch.padding and not levels:
+            begin.append(microbatch.run_tokens - microbatch.padding)
+            length.append(microbatch.padding)
+            parent.append(-1)
+        levels.append(
+            Level(
+                begin=np.asarray(begin, np.int64),
+                length=np.asarray(length, np.int64),
+                parent=np.asarray(parent, np.int64),
+                kept=np.asarray(kept, np.int64),
+                final=bool(kept),
+            )
+        )
+    last = len(levels) - 1
+    levels = [
+        Level(v.begin, v.length, v.parent, v.kept, v.final or i < last)
+        for i, v in enumerate(levels)
+    ]
+    return StateLayout(tuple(levels), np.asarray(kept_index, np.int64))
+
+
+def convolution_layout(
+    forest: Forest, microbatch: Microbatch, state_of: Mapping[int, int], width: int
+) -> ConvolutionLayout:
+    """Inputs before each segment on its path, as far as a convolution reaches."""
+    before = width - 1
+    lengths, keeps = segment_widths(forest, microbatch), microbatch.kept_states
+    ends: dict[int, IntArray] = {}
+    places, windows = [], []
+    kept = []
+    for members in _by_level(forest, microbatch):
+        for i in members:
+            segment, begin, length = microbatch.segments[i], microbatch.segment_begin[i], lengths[i]
+            parent = int(forest.parent[segment])
+            if parent in ends:
+                start = ends[parent]
+            elif parent >= 0:
+                start = -2 - (state_of[parent] * before + np.arange(before))
+            else:
+                start = np.full(before, NOTHING, np.int64)
+            own = np.arange(begin, begin + length)
+            reach = np.concatenate([start, own])
+            ends[segment] = reach[length:]
+            if segment in keeps:
+                kept.append(ends[segment])
+            first = min(before, length)
+            places.append(own[:first])
+            windows.append(np.lib.stride_tricks.sliding_window_view(reach, width)[:first])
+    if microbatch.padding:
+        own = np.arange(microbatch.run_tokens - microbatch.padding, microbatch.run_tokens)
+        reach = np.concatenate([np.full(before, NOTHING, np.int64), own])
+        first = min(before, len(own))
+        places.append(own[:first])
+        windows.append(np.lib.stride_tricks.sliding_window_view(reach, width)[:first])
+    return ConvolutionLayout(
+        np.concatenate(places),
+        np.concatenate(windows),
+        np.stack(kept) if kept else np.zeros((0, before), np.int64),
+    )
+
+
+def _by_level(forest: Forest, microbatch: Microbatch) -> list[list[int]]:
+    """Positions within the microbatch of the segments at each depth, in the order of their
+    places."""
+    depth: dict[int, int] = {}
+    levels: list[list[int]] = []
+    order = sorted(range(len(microbatch.segments)), key=lambda i: microbatch.segments[i])
+    for i in order:  # parents have smaller numbers than their children
+        segment = microbatch.segments[i]
+        level = depth[segment] = depth.get(int(forest.parent[segment]), -1) + 1
+        if level == len(levels):
+            levels.append([])
+        levels[level].append(i)
+    return [sorted(level, key=lambda i: microbatch.segment_begin[i]) for level in levels]

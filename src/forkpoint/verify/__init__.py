@@ -1,0 +1,1 @@
+"""Comparison of shared steps with ordinary dense training."""

@@ -1,0 +1,472 @@
+"""Is it exact on this model and batch? Every parameter's gradient, shared and dense.
+
+Plans that share within microbatches and across them are compared, with ordinary training in higher
+precision, and so is ordinary training itself. So the question has an answer for 16-bit models too:
+sharing may be no further from the truth than dense training already is.
+"""
+
+import gc
+import math
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.fallback import run_or_fall_back
+from forkpoint.engine.gradient_sums import twins
+from forkpoint.engine.guard import Step
+from forkpoint.engine.timing import Event
+from forkpoint.errors import PlanError
+from forkpoint.hosts.modules import forget_lists
+from forkpoint.hosts.routes import RoutedRun, follow
+from forkpoint.hosts.whole_copies import copy_in
+from forkpoint.losses.base import (
+    Denominators,
+    Loss,
+    check_denominators,
+)
+from forkpoint.losses.router import RouterLoss
+from forkpoint.losses.views import check_range
+from forkpoint.plan.runs import labels_run
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
+from forkpoint.step.sampler import compute_dtype
+from forkpoint.tree.forest import IntArray
+from forkpoint.verify.dense import DenseRun, dense_run
+from forkpoint.verify.errors import (
+    FLOAT64_BAR,
+    OVERALL_RATIO,
+    OVERALL_ULPS,
+    Gradients,
+    Truth,
+    distances,
+    named,
+    norm_of,
+)
+from forkpoint.verify.errors import parameter_errors as _parameter_errors
+from forkpoint.verify.memory import Needs, Way, count_needs, free_bytes, in_some_way
+from forkpoint.verify.plans import Choice, Compared, choose_plans, count_shared
+from forkpoint.verify.progress import VerifyProgress as VerifyProgress
+from forkpoint.verify.ranks import together
+from forkpoint.verify.reference import run_plainly, save_memory
+from forkpoint.verify.report import FAILED, PASSED, nothing_to_verify
+from forkpoint.verify.report import ParameterError as ParameterError
+from forkpoint.verify.report import PlanFindings as PlanFindings
+from forkpoint.verify.report import RouteCounts as RouteCounts
+from forkpoint.verify.report import RouteReport as RouteReport
+from forkpoint.verify.report import VerifyReport as VerifyReport
+from forkpoint.verify.routes import HeldRoutes
+from forkpoint.verify.stepping import StepFigures, Stepping
+from forkpoint.verify.ways import Ways, fitting_plans
+from forkpoint.verify.work import DENSE, REFERENCE, Work, clock_of
+
+SMALLER_TRIED = 2
+"""Smaller plans that are tried, one after the other, where memory runs out."""
+LOWERED = 0.7
+"""The part of a predicted peak that is tried next where it was too much."""
+
+
+def verify(
+    policy: Stepping,
+    batch: RolloutBatch,
+    loss: Loss,
+    denominators: Denominators | None = None,
+    *,
+    router: RouterLoss | None = None,
+    hold_routes: bool = True,
+    progress: Callable[[VerifyProgress], None] | None = None,
+) -> VerifyReport:
+    """Compare steps that share with ordinary training, and both with higher precision.
+
+    Two plans are compared, within the policy's options: one that shares within microbatches, and
+    one whose microbatches read by prefix cache what others have shared; and the planner's own where
+    it is neither. Where one microbatch would hold everything, microbatches are made shorter. The
+    verdict is that of all. A batch of which nothing can be shared is called "nothing to verify",
+    and nothing is run.
+
+    The reference is the stock model run densely, without forkpoint's code, in float32 for 16-bit
+    models and float64 for float32 models; it needs a copy of the model. Over all parameters the
+    shared error may be 1.1 times the dense run's own, for each parameter 1.5 times (somewhat more
+    for those of few elements, by whose norm chance shows), both plus rounding. A float64 model is
+    its own reference, with upcasts to float32 lifted: every gradient must agree within 1e-10 of the
+    global gradient norm, the loss and every log-prob (of a critic, value) within 1e-10.
+
+    A mixture of experts in float32 or 16 bits is held to the experts that the reference chose, on
+    both sides (`forkpoint.hosts.routes`); `VerifyReport.routes` has how many choices would have
+    been others, or why they could not be held. With `hold_routes` False each run chooses for
+    itself, as training does, and the bars are then no question of sharing alone. With `router`,
+    which is its loss of routers, gradients are those of both losses, and the values of the router
+    loss are compared as those of the loss are.
+
+    On CUDA memory is counted before anything runs, and runs take less of it where it would not
+    suffice (`forkpoint.verify.memory`). `progress` is called with what is predicted, before the
+    first run, and with how far the work is.
+
+    Raises as `Policy.forward_backward`.
+    """
+    return run_or_fall_back(
+        policy.host,
+        lambda step: _verify(
+            policy,
+            batch,
+            loss,
+            denominators,
+            step.changes,
+            router=router,
+            hold_routes=hold_routes,
+            progress=progress,
+        ),
+    )
+
+
+def _verify(
+    policy: Stepping,
+    batch: RolloutBatch,
+    loss: Loss,
+    denominators: Denominators | None,
+    changes: Changes,
+    *,
+    router: RouterLoss | None,
+    hold_routes: bool,
+    progress: Callable[[VerifyProgress], None] | None,
+) -> VerifyReport:
+    host = policy.host
+    joint = together(host.group, host.model, loss)
+    host.prepare(changes)
+    dtype = compute_dtype(host)
+    reference_dtype = torch.float32 if dtype.itemsize < 4 else torch.float64
+    for p in host.model.parameters():
+        changes.later(setattr, p, "grad", p.grad)
+        p.grad = None
+    room = free_bytes(host.device)
+
+    def looked_at() -> tuple[RouterWork | None, Needs, Stepping, Choice, bool]:
+        # What a step refuses is refused before anything runs.
+        loss.check_head(host.head)
+        if len(batch):
+            loss.check(batch)
+        check_range(batch, host.loss_dtype)
+        check_denominators(denominators)
+        host.check(batch, training=True, routed=router is not None)
+        work = router_work(host, batch, router)
+        if work is not None:
+            check_averaged(host.group, loss)
+        copied = None if joint.whole else joint.elements
+        needs = count_needs(host, batch, dtype, reference_dtype, copied=copied)
+        return work, needs, *fitting_plans(policy, batch, loss, needs, room, router)
+
+    routed, needs, policy, choice, keeps = joint.run(looked_at)
+    joint.same_routers(router, routed)
+    choice = joint.choice(choice, policy, batch, loss, router)
+    described = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "reference_dtype": str(reference_dtype).removeprefix("torch."),
+        "head": host.head,
+        "left_out": choice.left_out,
+        "asked": (policy.config.sharing, policy.config.boundary),
+        "given_tokens": joint.tokens(batch.logical_tokens),
+    }
+    if choice.reason is not None:
+        return nothing_to_verify(reason=choice.reason, **described)
+    counted = denominators or joint.denominators(batch)
+    work = Work(
+        policy, batch, loss, counted, denominators, changes, dtype, reference_dtype, joint, routed
+    )
+    needed = not work.double
+    work.held = HeldRoutes(
+        host.model,
+        batch,
+        changes,
+        hold=hold_routes,
+        needed=needed,
+        ranks=host.group is not None,
+        last_tokens=work.last_tokens,
+    )
+    # A float64 model is its own reference, and is nowhere else.
+    ways = joint.ways(Ways.fitting(needs, room, keeps, joint.streams and not work.double))
+    work.clock = clock_of(work, choice, needs, room, ways, keeps, progress)
+    if work.double:
+        run_plainly(host.model, dtype, changes)
+    with torch.enable_grad():
+        reference = _reference(work, ways.reference, keeps=keeps)
+        if work.double:
+            dense, dense_routes = reference, None
+            dense_errors = dict.fromkeys(reference.gradients, 0.0)
+        else:
+            dense, dense_routes = _dense(work, ways.dense)
+            dense_errors = joint.lengths(distances(dense.gradients, reference.gradients))
+            dense = replace(dense, gradients={})
+        norms = joint.lengths({n: norm_of(gradient) for n, gradient in reference.gradients.items()})
+        truth = Truth(reference, norms, dense_errors)
+        plans = tuple(_findings(work, entry, truth, dense_routes) for entry in choice.compared)
+    norm = math.hypot(*norms.values()) or 1.0
+    head = host.head
+    truth_T = reference.per_token[head]
+    return VerifyReport(
+        verdict=PASSED if all(plan.passed for plan in plans) else FAILED,
+        plans=plans,
+        reason=None,
+        dense_error=math.hypot(*dense_errors.values()) / norm,
+        dense_loss_difference=dense.loss - reference.loss,
+        dense_router_loss_difference=_difference(dense.router_loss, reference.router_loss),
+        dense_logprob_difference=joint.most(_largest(dense.per_token[head] - truth_T)),
+        **described,
+    )
+
+
+def _findings(
+    work: Work, entry: Compared, truth: Truth, dense_routes: RoutedRun | None
+) -> PlanFindings:
+    """Run one plan, and compare it."""
+    policy, dtype, reference = work.policy, work.dtype, truth.reference
+    model, head = policy.host.model, policy.host.head
+    shared, stats, run = _in_memory(work, entry)
+    joint = work.joint
+    shared_errors = joint.lengths(distances(shared, reference.gradients))
+    elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    elements |= named({leaf: leaf.numel() for leaf in work.others})
+    errors = _parameter_errors(elements, dtype, shared_errors, truth)
+    del shared
+    _clear_gradients(model)
+    work.clock.end(entry.kind)
+    norm = math.hypot(*truth.norms.values()) or 1.0
+    shared_error = math.hypot(*(e.shared_error for e in errors)) / norm
+    dense_error = math.hypot(*truth.dense_errors.values()) / norm
+    loss_difference = stats.loss - reference.loss
+    truth_T = reference.per_token[head]
+    # Log-probs of what the plan leaves out are NaN. That it has no gradient is compared above.
+    run_T = torch.from_numpy(labels_run(work.batch.offsets, stats.plan.run_lengths))
+    difference = joint.most(_largest((stats.per_token[head] - truth_T)[run_T.to(truth_T.device)]))
+    if work.double:
+        allowed = FLOAT64_BAR
+        loss_error = joint.most(abs(loss_difference) / max(1.0, abs(reference.loss)))
+        # Values of a critic have any scale.
+        scale = joint.most(max(1.0, _largest(truth_T))) if head == "values" else 1.0
+        aside = _difference(stats.router_loss, reference.router_loss)
+        if aside is not None:
+            loss_error = max(loss_error, abs(aside) / max(1.0, abs(reference.router_loss or 0.0)))
+        values_pass = max(loss_error, difference / scale) <= FLOAT64_BAR
+    else:
+        allowed = OVERALL_RATIO * dense_error + OVERALL_ULPS[dtype] * torch.finfo(dtype).eps
+        values_pass = True
+    return PlanFindings(
+        kind=entry.kind,
+        passed=joint.every(
+            shared_error <= allowed and all(e.excess <= 1 for e in errors) and values_pass
+        ),
+        sharing=stats.plan.sharing,
+        boundary=stats.plan.boundary,
+        max_microbatch_tokens=stats.plan.max_microbatch_tokens,
+        # Of the plan that ran, whichever was to run.
+        counts=joint.counts(count_shared(stats.plan)),
+        shared_error=shared_error,
+        allowed=allowed,
+        worst=tuple(sorted(errors, key=lambda e: -e.excess)),
+        loss_difference=loss_difference,
+        router_loss_difference=_difference(stats.router_loss, reference.router_loss),
+        logprob_difference=difference,
+        routes=work.held.report(run, dense_routes),
+    )
+
+
+def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepFigures, RoutedRun | None]:
+    """Run one plan or, where memory runs out, one of the same kind that is predicted to need
+    less."""
+    policy, mark = work.policy, work.changes.mark
+    tried = 0
+    while True:
+        run = work.held.run(policy.host.model)
+        work.clock.begin(entry.kind)
+        try:
+            return *_shared(work, entry, run), run
+        except torch.OutOfMemoryError as error:
+            if tried == SMALLER_TRIED or policy.host.group is not None:
+                raise  # ranks would have to try the same
+            peak = int(LOWERED * (entry.plan.predicted_peak_bytes or 0))
+            smaller = policy.with_config(memory_budget=max(1, peak), checkpointing="full")
+            try:
+                choice = choose_plans(smaller, work.batch, work.loss, work.router)
+                entry = next(other for other in choice.compared if other.kind == entry.kind)
+            except (PlanError, StopIteration):
+                raise error from None
+            traceback.clear_frames(error.__traceback__)
+        finally:
+            work.changes.undo(mark)
+        tried += 1
+        _clear_gradients(policy.host.model)
+        torch.cuda.empty_cache()
+
+
+def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradients, StepFigures]:
+    """Run one plan; its gradients are those of the model."""
+    policy, batch, plan = work.policy, work.batch, entry.plan
+    # It compares more than a sample does.
+    unchecked = policy.with_config(self_check=False)
+    whole, done = len(plan.events()) or 1, 0
+
+    def observe(event: Event) -> None:
+        nonlocal done
+        work.clock.at(entry.kind, done / whole)
+        done += 1
+        if policy.observer is not None:
+            policy.observer(event)
+
+    unchecked.observer = observe
+    for leaf in work.others:
+        work.changes.later(setattr, leaf, "grad", leaf.grad)
+        leaf.grad = None
+    given, loss = work.given, work.loss
+    step = Step(policy.host.device)
+    if run is not None:
+        follow(run, unchecked, plan, batch, work.changes)
+        # The step replaces forwards of routers too, before the run does: what is undone first is
+        # what was done last.
+        run.changes = step.changes
+    if policy.host.group is not None:
+        stats = unchecked.forward_backward(
+            batch, loss, denominators=given, plan=plan, router=work.router
+        )
+    else:
+        stats = step.run(
+            lambda: unchecked._run_step(
+                step,
+                batch,
+                loss,
+                given,
+                1.0,
+                plan,
+                announced=False,
+                routers=(work.router, None, False),
+            )
+        )
+    others = named({leaf: leaf.grad for leaf in work.others})
+    return work.joint.gradients(policy.host.model, others), stats
+
+
+def _dense(work: Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | None]:
+    """Run the model itself densely."""
+    host, changes = work.policy.host, work.changes
+    mark = changes.mark
+    model, blocks = host.model, host.blocks
+    if not work.joint.whole:
+        model, blocks = work.joint.copy_in(model, blocks, work.dtype, streamed=False)
+
+    def run(way: Way) -> tuple[DenseRun, RoutedRun | None]:
+        save_memory(blocks, way, host.device, changes)
+        routed = work.held.run(model)
+        return _single_rollouts(work, DENSE, model, routed, way), routed
+
+    def undo() -> None:
+        changes.undo(mark)
+        forget_lists()
+
+    found, routed = work.joint.run(lambda: in_some_way(ways, run, undo))
+    undo()
+    found = work.joint.total(found, host.model, work.dtype)
+    found.gradients.update(named({leaf: found.besides.get(leaf) for leaf in work.others}))
+    return found, routed
+
+
+def _reference(work: Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
+    """Run the reference; its gradients are on the device only if it `keeps` them there."""
+    host, changes = work.policy.host, work.changes
+    mark = changes.mark
+
+    copies = []
+    if not work.joint.whole:
+        # All ranks copy together, and before anything can fail on one.
+        copies.append(
+            work.joint.copy_in(
+                host.model, host.blocks, work.reference_dtype, streamed=ways[0].streamed
+            )
+        )
+
+    def run(way: Way) -> DenseRun:
+        model, blocks = copies[0] if copies else (host.model, host.blocks)
+        if not copies and not work.double:
+            model, blocks = copy_in(model, blocks, work.reference_dtype, streamed=way.streamed)
+        if model is not host.model:
+            run_plainly(model, work.reference_dtype, changes)
+        save_memory(blocks, way, host.device, changes)
+        with torch.autocast(host.device.type, enabled=False):
+            routed = None if work.double else work.held.run(model, record=True)
+            return _single_rollouts(work, REFERENCE, model, routed, way)
+
+    def undo() -> None:
+        changes.undo(mark)
+        forget_lists()  # which would keep the copy alive until the end
+
+    found = work.joint.run(lambda: in_some_way(ways, run, undo))
+    copies.clear()
+    undo()
+    found = work.joint.total(found, host.model, work.reference_dtype)
+    work.others = tuple(found.besides)
+    found.gradients.update(named(found.besides))
+    place = host.device if keeps else torch.device("cpu")
+    for name, gradient in found.gradients.items():
+        if gradient is not None:
+            found.gradients[name] = gradient.to(place)
+    if host.device.type == "cuda":
+        gc.collect()  # the copy, whose modules refer to one another
+        torch.cuda.empty_cache()
+    return found
+
+
+def _single_rollouts(
+    work: Work, name: str, model: nn.Module, routed: RoutedRun | None, way: Way
+) -> DenseRun:
+    """Run rollouts one at a time, without forkpoint's code, and say how far that is."""
+    batch, routers = work.batch, work.dense_routers(model)
+    if not len(batch):
+        head = work.policy.host.head
+        nothing = torch.zeros(0, dtype=work.policy.host.loss_dtype, device=work.policy.host.device)
+        aside = None
+        if routers is not None:
+            routers.counted()
+            aside = routers.value()
+        none: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
+        return DenseRun(0.0, {head: nothing}, none, router_loss=aside)
+    # Each comes twice: log-probs, then a forward and a backward.
+    tokens_run = int((batch.lengths - (not work.last_tokens)).sum())
+    done, calls, whole = 0, 0, 4 * tokens_run or 1
+    work.clock.begin(name)
+
+    def entering(tokens: IntArray) -> None:
+        nonlocal done, calls
+        work.clock.at(name, done / whole)
+        done += len(tokens) * (1 if calls < len(batch) else 3)
+        calls += 1
+        if routed is not None:
+            routed.at(tokens)
+
+    host = work.policy.host
+    with Changes() as changes:
+        if model is host.model and host.group is not None and host.group.listens:
+            twins(model, [p for p in model.parameters() if p.requires_grad], changes)
+        found = dense_run(
+            model,
+            batch,
+            work.loss,
+            work.denominators,
+            entering,
+            head_tokens=way.head_tokens,
+            routers=routers,
+        )
+    work.clock.end(name)
+    return found
+
+
+def _difference(value: float | None, truth: float | None) -> float | None:
+    return None if value is None or truth is None else value - truth
+
+
+def _largest(values_T: Tensor) -> float:
+    return float(values_T.abs().max()) if len(values_T) else 0.0
+
+
+def _clear_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None

@@ -1,0 +1,217 @@
+"""Ordinary dense training, as a yardstick.
+
+The stock model's own forward, one rollout at a time, with a log-softmax over its logits: what users
+would write, and what every claim that gradients are exact is measured against. Of the engine it has
+only the tensors that a loss is shown (`losses.views`); no plan, microbatch, kernel, head or
+schedule.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forkpoint.losses.base import Denominators, Loss, LossOutputs
+from forkpoint.losses.leaves import leaves_of
+from forkpoint.losses.missing import computed
+from forkpoint.losses.views import LossViews, batch_denominators
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import IntArray
+from forkpoint.verify.dense_parts import run_in_parts
+from forkpoint.verify.dense_routers import DenseRouters
+
+
+@dataclass(frozen=True, eq=False)
+class DenseRun:
+    """An ordinary run of a batch: every rollout whole, on its own."""
+
+    loss: float
+    per_token: dict[str, Tensor]
+    """[T] by name: "logprobs" and "entropies" of a language model, "values" of a critic."""
+    gradients: dict[str, Tensor | None]
+    router_loss: float | None = None
+    """Of a mixture's routers; `loss` is without it. None where there was none."""
+    besides: dict[Tensor, Tensor] = field(default_factory=dict)
+    """Gradients of other leaves that the loss reads: a learned coefficient, or parameters of the
+    model that this one is a copy of."""
+
+    @property
+    def logprobs_T(self) -> Tensor:
+        return self.per_token["logprobs"]
+
+    @property
+    def entropies_T(self) -> Tensor:
+        return self.per_token["entropies"]
+
+    @property
+    def values_T(self) -> Tensor:
+        return self.per_token["values"]
+
+
+def dense_run(
+    model: nn.Module,
+    batch: RolloutBatch,
+    loss: Loss,
+    denominators: Denominators | None = None,
+    entering: Callable[[IntArray], None] | None = None,
+    *,
+    head_tokens: int | None = None,
+    routers: DenseRouters | None = None,
+) -> DenseRun:
+    """Loss, log-probs, entropies and every parameter's gradient of ordinary training.
+
+    Of a critic (a token classifier of one label) values take the place of log-probs. They come
+    first without a graph; then the loss runs its backward, and its gradients by them weigh each
+    rollout's own, so that one rollout's graph exists at a time. Where no token is trained, every
+    parameter that the forward reads has a gradient of zeros. Leaves `.grad` as it was.
+
+    entering: called before each forward of the model (and the backward that belongs to it) with the
+        tokens that it runs: int64, positions in the batch's flat tokens.
+    head_tokens: of how many tokens logits exist at a time; None is all of a rollout's, as ordinary
+        training has them. A critic has one logit a token, and takes no notice.
+    routers: a loss of the model's routers, whose gradients are added; every rollout runs for it.
+    """
+    parameters = dict(model.named_parameters())
+    before: dict[Tensor, Tensor | None] = {p: p.grad for p in parameters.values()}
+    weight = next(iter(parameters.values()))
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    names = ("values",) if _is_critic(model) else ("logprobs", "entropies")
+    per_token = {
+        name: torch.zeros(batch.logical_tokens, dtype=dtype, device=weight.device) for name in names
+    }
+
+    def keep(tokens: Tensor, found: dict[str, Tensor]) -> None:
+        for name, values_T in per_token.items():
+            values_T[tokens] = found[name]
+
+    left_out = 0 if routers is not None and routers.last_token else 1
+
+    def enter(rollout: int) -> None:
+        if entering is not None:
+            entering(np.arange(batch.offsets[rollout], batch.offsets[rollout + 1] - left_out))
+
+    try:
+        for p in parameters.values():
+            p.grad = None
+        others: list[Tensor] = []
+        with torch.no_grad():
+            for rollout in range(len(batch)):
+                enter(rollout)
+                _run_rollout(model, batch, rollout, dtype, head_tokens, keep, routers)
+                if routers is not None:
+                    routers.count(rollout, dtype)
+        if routers is not None:
+            routers.counted()
+        wanted = [name for name in names if name != "entropies" or loss.needs_entropy]
+        for name in wanted:
+            per_token[name].requires_grad_()
+        views = LossViews(batch, denominators or batch_denominators(batch), weight.device, dtype)
+        view, _ = views.of_rollouts(np.ones(len(batch), bool))
+        value = computed(loss, LossOutputs(**{name: per_token[name] for name in wanted}), view)
+        if value.requires_grad:
+            known = {*parameters.values(), *per_token.values()}
+            others = [leaf for leaf in leaves_of(value) if leaf not in known]
+            for leaf in others:
+                before[leaf] = leaf.grad
+                leaf.grad = None
+            value.backward()
+        if value.requires_grad or routers is not None:
+            weights = [per_token[name].grad for name in wanted]
+
+            def weigh(tokens: Tensor, found: dict[str, Tensor]) -> Tensor | None:
+                total = sum(
+                    (w[tokens] * found[name]).sum()
+                    for name, w in zip(wanted, weights, strict=True)
+                    if w is not None
+                )
+                return total if isinstance(total, Tensor) else None
+
+            for rollout in range(len(batch)):
+                enter(rollout)
+                _run_rollout(model, batch, rollout, dtype, head_tokens, weigh, routers)
+        if not batch.loss_mask.any():
+            # Ordinary training multiplies every token's loss by the mask: all gradients are zeros.
+            with torch.enable_grad():
+                ids = torch.as_tensor(batch.token_ids[:1].copy(), device=weight.device)
+                empty = model(input_ids=ids[None], use_cache=False, return_dict=True).logits[:, :0]
+            if empty.requires_grad:
+                empty.sum().backward()
+        gradients = {
+            name: None if p.grad is None else p.grad.detach() for name, p in parameters.items()
+        }
+        besides = {leaf: leaf.grad.detach() for leaf in others if leaf.grad is not None}
+    finally:
+        for leaf, gradient in before.items():
+            leaf.grad = gradient
+    detached = {name: values_T.detach() for name, values_T in per_token.items()}
+    router_loss = None if routers is None else routers.value()
+    return DenseRun(float(value.detach()), detached, gradients, router_loss, besides)
+
+
+def _is_critic(model: nn.Module) -> bool:
+    inner: Any = model
+    if type(model).__module__.split(".")[0] == "peft":  # as the host tells it
+        inner = inner.get_base_model()
+    return type(inner).__name__.endswith("ForTokenClassification")
+
+
+def _run_rollout(
+    model: nn.Module,
+    batch: RolloutBatch,
+    rollout: int,
+    dtype: torch.dtype,
+    head_tokens: int | None,
+    use: Callable[[Tensor, dict[str, Tensor]], Tensor | None],
+    routers: DenseRouters | None = None,
+) -> None:
+    """Run one rollout, and a backward from what `use` returns of its trained tokens (positions in
+    the batch) and of what the model gives of each, and from its part of the routers' loss."""
+    device = next(model.parameters()).device
+    begin, end = int(batch.offsets[rollout]), int(batch.offsets[rollout + 1])
+    trained = torch.as_tensor(np.flatnonzero(batch.loss_mask[begin:end]), device=device)
+    if len(trained) == 0 and routers is None:
+        return
+    ids = torch.as_tensor(batch.token_ids[begin:end].copy(), device=device)
+    temperature = float(batch.temperatures[rollout])
+
+    def use_logits(part: slice, logits: Tensor) -> Tensor | None:
+        found = _of_logits(logits.to(dtype), ids[trained[part]], temperature)
+        return use(trained[part] + begin, found)
+
+    def part_of_routers() -> Tensor | None:
+        if routers is None:
+            return None
+        routers.end()
+        return routers.term(rollout, dtype) if torch.is_grad_enabled() else None
+
+    read = ids if routers is not None and routers.last_token else ids[:-1]
+    if len(read) == 0:
+        return
+    if routers is not None:
+        routers.begin()
+    critic = _is_critic(model)
+    if head_tokens is not None and not critic and len(trained):
+        run_in_parts(model, read, trained - 1, head_tokens, use_logits, part_of_routers)
+        return
+    out = model(input_ids=read[None], use_cache=False, return_dict=True)
+    aside = part_of_routers()
+    logits = out.logits[0, trained - 1]
+    if critic:
+        total = use(trained + begin, {"values": logits.to(dtype)[:, 0]})
+    else:
+        total = use_logits(slice(None), logits)
+    del out, logits  # not to be alive in the backward
+    if aside is not None:
+        total = aside if total is None else total + aside
+    if total is not None and total.requires_grad:
+        total.backward()
+
+
+def _of_logits(logits: Tensor, labels: Tensor, temperature: float) -> dict[str, Tensor]:
+    every = (logits / temperature).log_softmax(-1)
+    entropy = -(every.exp() * every).sum(-1)
+    logprobs = every.gather(-1, labels[:, None])[:, 0]
+    return {"logprobs": logprobs, "entropies": entropy}

@@ -1,0 +1,184 @@
+"""How long `verify` will take and how much memory, before and while it runs."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from forkpoint.units import shown
+
+TRIAL_SIZE = 512
+"""Rows and columns of the matrices that a device's rate is measured with; on CUDA 8 times that."""
+TRIALS = 3
+REACHED = 0.4
+"""The part of a large matrix product's rate that training reaches: attention, norms and launches
+take the rest of the time."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Work and memory of a verification, counted before it begins."""
+
+    runs: tuple[str, ...]
+    """Names of the runs, in their order."""
+    flops: float
+    """Floating-point operations of all runs, each in its own precision."""
+    seconds: float
+    """Their time, from these and from the rate of a matrix product measured here."""
+    memory_bytes: int
+    """The most that a run takes besides the model and its present gradients."""
+    free_bytes: int | None
+    """Bytes that are free for it on a CUDA device; None on the CPU, where nobody counts."""
+    ways: str
+    """How runs of single rollouts save memory."""
+
+    def text(self) -> str:
+        """In one line."""
+        memory = f"up to {shown(self.memory_bytes)} besides the model"
+        if self.free_bytes is not None:
+            memory += f" ({shown(self.free_bytes)} free)"
+        ways = "" if self.ways == "plain" else f"; {self.ways}"
+        return (
+            f"{len(self.runs)} runs ({', '.join(self.runs)}): {self.flops / 1e12:,.3g} TFLOP, "
+            f"about {_duration(self.seconds)}; {memory}{ways}"
+        )
+
+
+@dataclass(frozen=True)
+class VerifyProgress:
+    """Where a verification stands."""
+
+    forecast: Forecast
+    run: str
+    """The run that is under way."""
+    done: float
+    """The part of the whole work that is done, from 0 to 1."""
+    seconds_left: float
+    """From what has been measured so far; of the forecast before the first run."""
+
+    def text(self) -> str:
+        """Such as "reference, 12% done, about 40 s left"."""
+        left = _duration(self.seconds_left)
+        return f"{self.run}, {100 * self.done:.0f}% done, about {left} left"
+
+
+Report = Callable[[VerifyProgress], None]
+
+
+@dataclass
+class Run:
+    """A run of a verification: its work, and the time that it took."""
+
+    name: str
+    flops: float
+    dtype: torch.dtype
+    forecast_seconds: float = 0.0
+    seconds: float | None = None
+    """Time that it took, once it is done."""
+    done: float = field(default=0.0)
+    began: float = 0.0
+
+
+class Clock:
+    """The time that is left: forecast first, corrected by what has been measured.
+
+    Nothing is measured where nobody asks (`report` is None).
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        device: torch.device,
+        report: Report | None,
+        *,
+        memory_bytes: int,
+        free_bytes: int | None,
+        ways: str,
+    ) -> None:
+        self._runs = {run.name: run for run in runs}
+        self._report = report
+        if report is None:
+            return
+        rates = {dtype: _rate(device, dtype) for dtype in {run.dtype for run in runs}}
+        for run in runs:
+            run.forecast_seconds = run.flops / rates[run.dtype]
+        self.forecast: Forecast = Forecast(
+            runs=tuple(run.name for run in runs),
+            flops=sum(run.flops for run in runs),
+            seconds=sum(run.forecast_seconds for run in runs),
+            memory_bytes=memory_bytes,
+            free_bytes=free_bytes,
+            ways=ways,
+        )
+
+    def begin(self, name: str) -> None:
+        """A run begins, or begins again."""
+        run = self._runs[name]
+        run.began, run.done = time.monotonic(), 0.0
+        self.at(name, 0.0)
+
+    def at(self, name: str, done: float) -> None:
+        """A part of a run is done, from 0 to 1."""
+        if self._report is None:
+            return
+        run = self._runs[name]
+        run.done = min(1.0, done)
+        whole, left = self._whole(), self._left()
+        self._report(VerifyProgress(self.forecast, name, max(0.0, 1 - left / whole), left))
+
+    def end(self, name: str) -> None:
+        """A run is over."""
+        run = self._runs[name]
+        run.seconds = time.monotonic() - run.began
+        self.at(name, 1.0)
+
+    def _left(self) -> float:
+        correction = self._correction()
+        rest = sum((1 - r.done) * r.forecast_seconds for r in self._runs.values())
+        return rest * correction
+
+    def _whole(self) -> float:
+        correction = self._correction()
+        return (
+            sum(
+                r.forecast_seconds * correction if r.seconds is None else r.seconds
+                for r in self._runs.values()
+            )
+            or 1.0
+        )
+
+    def _correction(self) -> float:
+        """Measured time over what was forecast for it, for what is yet to come."""
+        measured = forecast = 0.0
+        for run in self._runs.values():
+            if run.seconds is not None:
+                measured += run.seconds
+                forecast += run.forecast_seconds
+            elif run.done > 0:
+                measured += time.monotonic() - run.began
+                forecast += run.done * run.forecast_seconds
+        return measured / forecast if forecast else 1.0
+
+
+def _rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs in a second that training is expected to reach here."""
+    size = TRIAL_SIZE * (8 if device.type == "cuda" else 1)
+    a = torch.ones((size, size), dtype=dtype, device=device)
+    best = float("inf")
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        for _ in range(TRIALS):
+            begin = time.perf_counter()
+            # Read back, so that the device is waited for.
+            float((a @ a)[0, 0])
+            best = min(best, time.perf_counter() - begin)
+    return REACHED * 2 * size**3 / best
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{max(1, whole)} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,353 @@
+"""Findings of `policy.verify`, as an object, a table and JSON."""
+
+import io
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from forkpoint.verify.plans import ACROSS, CHOSEN, WITHIN, Kind, LeftOut, SharedCounts
+
+
+@dataclass(frozen=True)
+class ParameterError:
+    """Errors of one parameter's gradient against the reference, as norms of differences."""
+
+    name: str
+    norm: float
+    shared_error: float
+    dense_error: float
+    allowed: float
+
+    @property
+    def excess(self) -> float:
+        """Error over what is allowed: above 1 fails."""
+        if self.shared_error == 0:
+            return 0.0
+        if not math.isfinite(self.shared_error) or self.allowed == 0:
+            return math.inf
+        return self.shared_error / self.allowed
+
+
+@dataclass(frozen=True)
+class RouteCounts:
+    """Choices of experts in one run of a mixture of experts."""
+
+    decisions: int
+    """Tokens that ran, times the routers that they passed. Of a shared run these are computed
+    tokens, of a dense run logical ones."""
+    elsewhere: int
+    """Those among them for which the run's own scores choose other experts than the reference's."""
+
+    @property
+    def fraction(self) -> float:
+        """Of the decisions, how many would have gone elsewhere."""
+        return self.elsewhere / self.decisions if self.decisions else 0.0
+
+
+@dataclass(frozen=True)
+class RouteReport:
+    """Whether both runs were held to the experts that the reference chose, and what it changed."""
+
+    held: bool
+    reason: str | None
+    """Why routes were not held; then differences of routes are part of the errors."""
+    shared: RouteCounts | None
+    """None where routes were not held."""
+    dense: RouteCounts | None
+    """The same."""
+
+    def text(self) -> str:
+        """As it stands in the table's caption."""
+        if self.shared is None or self.dense is None:
+            return f"ROUTES NOT HELD: {self.reason}"
+        counts = (
+            f"{run.elsewhere:,} of {run.decisions:,} ({100 * run.fraction:.2f}%) {name}"
+            for name, run in (("shared", self.shared), ("dense", self.dense))
+        )
+        return (
+            f"routes held to the reference's; others would have been chosen for "
+            f"{' and '.join(counts)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        sides = {"shared": self.shared, "dense": self.dense}
+        counts = {
+            name: run and {**vars(run), "fraction": run.fraction} for name, run in sides.items()
+        }
+        return {"held": self.held, "reason": self.reason, **counts}
+
+
+@dataclass(frozen=True)
+class PlanFindings:
+    """Errors of one plan's gradients, and what the plan shared."""
+
+    kind: Kind
+    """within: it shares, and no microbatch reads another. across: microbatches read by prefix cache
+    what others have shared. chosen: the planner's own, where it is neither."""
+    passed: bool
+    sharing: str
+    boundary: str
+    max_microbatch_tokens: int
+    counts: SharedCounts
+    shared_error: float
+    """Over all parameters, relative to the norm of the reference gradient."""
+    allowed: float
+    worst: tuple[ParameterError, ...]
+    """All parameters, those nearest to failing first."""
+    loss_difference: float
+    """Its loss less the reference's."""
+    router_loss_difference: float | None
+    """Its loss of routers less the reference's; None where there is none."""
+    logprob_difference: float
+    """The largest difference of a log-prob from the reference's; of a critic, of a value."""
+    routes: RouteReport | None
+
+    @property
+    def excess(self) -> float:
+        """The largest error over what is allowed, of a parameter or over all."""
+        over_all = self.shared_error / self.allowed if self.allowed else math.inf
+        worst = max((entry.excess for entry in self.worst), default=0.0)
+        # NaN compares with nothing.
+        found = max(over_all if self.shared_error else 0.0, worst)
+        return found if math.isfinite(self.shared_error) else math.inf
+
+    def text(self, dtype: str) -> str:
+        """Such as "passed: float32, tree + across, 60 of 184 tokens run, ..."."""
+        return (
+            f"{'passed' if self.passed else 'FAILED'}: {dtype}, {self.sharing} + {self.boundary}, "
+            f"{self.counts.text()}; error {self.shared_error:.2e} (allowed {self.allowed:.2e})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON, with the ten worst parameters."""
+        values = {
+            k: v for k, v in vars(self).items() if k not in ("worst", "routes", "counts", "kind")
+        }
+        worst = [_finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]]
+        routes = None if self.routes is None else self.routes.to_dict()
+        shared = {"kind": self.kind, **_finite(values), **vars(self.counts)}
+        return {**shared, "worst": worst, "routes": routes}
+
+
+PASSED, FAILED, NOTHING = "passed", "failed", "nothing to verify"
+Verdict = Literal["passed", "failed", "nothing to verify"]
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Findings of `verify`.
+
+    Errors, tokens and sharing without a plan's name are those of the plan nearest to failing;
+    `plans` has each. Where there was nothing to verify, errors are NaN and `worst` is empty.
+    """
+
+    verdict: Verdict
+    """passed: every plan is as exact as dense training of all rollouts. failed: one is not. nothing
+    to verify: nothing of the batch could be shared, and the loss declares no rollout to be zero, so
+    that nothing was run; see `reason`."""
+    dtype: str
+    """Dtype of the step's computation: the narrowest of the parameters', or autocast's."""
+    reference_dtype: str
+    head: str
+    """The kind of the model's values: "logprobs", or "values" of a critic."""
+    plans: tuple[PlanFindings, ...]
+    """In the order in which they ran."""
+    left_out: tuple[LeftOut, ...]
+    """Kinds of plans that were not compared, each with the reason."""
+    reason: str | None
+    """Why there was nothing to verify, and a remedy; None where there was something."""
+    asked: tuple[str, str]
+    """Sharing and boundary of the configuration."""
+    given_tokens: int
+    """Tokens of the batch."""
+    dense_error: float
+    """Over all parameters, relative to the norm of the reference gradient."""
+    dense_loss_difference: float
+    """Loss of the dense run less the reference's."""
+    dense_logprob_difference: float
+    dense_router_loss_difference: float | None = None
+    """Router loss of the dense run less the reference's; None where there is none."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared and every plan is exact."""
+        return self.verdict == PASSED
+
+    @property
+    def nearest(self) -> PlanFindings | None:
+        """The plan nearest to failing, or that has failed by most; None where none ran."""
+        return max(self.plans, key=lambda plan: (not plan.passed, plan.excess), default=None)
+
+    @property
+    def shared_error(self) -> float:
+        """Over all parameters, relative to the norm of the reference gradient."""
+        return self.nearest.shared_error if self.nearest else math.nan
+
+    @property
+    def allowed(self) -> float:
+        return self.nearest.allowed if self.nearest else math.nan
+
+    @property
+    def worst(self) -> tuple[ParameterError, ...]:
+        """All parameters, those nearest to failing first."""
+        return self.nearest.worst if self.nearest else ()
+
+    @property
+    def loss_difference(self) -> float:
+        """Shared loss less the reference's."""
+        return self.nearest.loss_difference if self.nearest else math.nan
+
+    @property
+    def router_loss_difference(self) -> float | None:
+        """Shared router loss less the reference's; None where there is none."""
+        return self.nearest.router_loss_difference if self.nearest else None
+
+    @property
+    def logprob_difference(self) -> float:
+        """The largest difference of a log-prob from the reference's; of a critic, of a value."""
+        return self.nearest.logprob_difference if self.nearest else math.nan
+
+    @property
+    def sharing(self) -> str:
+        return self.nearest.sharing if self.nearest else self.asked[0]
+
+    @property
+    def boundary(self) -> str:
+        return self.nearest.boundary if self.nearest else self.asked[1]
+
+    @property
+    def logical_tokens(self) -> int:
+        """Tokens as given."""
+        return self.given_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that the plan nearest to failing ran; 0 where none ran."""
+        return self.nearest.counts.computed_tokens if self.nearest else 0
+
+    @property
+    def routes(self) -> RouteReport | None:
+        """Of a mixture of experts in float32 or 16 bits; None for other models."""
+        return self.nearest.routes if self.nearest else None
+
+    def table(self, *, most: int = 10, width: int = 100) -> str:
+        """The worst parameters, a line for each plan, and the verdict, as text."""
+        output = io.StringIO()
+        console = Console(file=output, width=width, color_system=None, highlight=False)
+        nearest = self.nearest
+        if nearest is not None:
+            console.print(self._parameters(nearest, most))
+        for line in self._lines():
+            console.print(line, markup=False)
+        return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+    def _parameters(self, nearest: PlanFindings, most: int) -> Table:
+        title = f"gradients against {self.reference_dtype} training"
+        if len(self.plans) > 1:
+            title += f", {nearest.sharing} + {nearest.boundary} (of {len(self.plans)} plans the "
+            title += "nearest to failing)"
+        table = Table(title=title)
+        for name in ("parameter", "norm", "shared error", "dense error", "of allowed"):
+            # Names that are cut off are all alike.
+            left = name == "parameter"
+            table.add_column(name, justify="left" if left else "right", overflow="fold")
+        for entry in nearest.worst[:most]:
+            table.add_row(
+                entry.name,
+                f"{entry.norm:.3e}",
+                f"{entry.shared_error:.3e}",
+                f"{entry.dense_error:.3e}",
+                f"{entry.excess:.3f}",
+            )
+        table.add_section()
+        table.add_row(
+            "all, relative to the global norm",
+            "",
+            f"{nearest.shared_error:.3e}",
+            f"{self.dense_error:.3e}",
+            f"{nearest.shared_error / nearest.allowed if nearest.allowed else math.inf:.3f}",
+        )
+        return table
+
+    def _lines(self) -> list[str]:
+        lines = [f"not compared: {entry.text()}" for entry in self.left_out]
+        lines += [plan.text(self.dtype) for plan in self.plans]
+        if self.reason is not None:
+            return [*lines, f"NOTHING TO VERIFY: {self.reason}."]
+        kind = "values" if self.head == "values" else "log-probs"
+        verdict = (
+            f"{'passed' if self.passed else 'FAILED'}: {_counted(self.plans)}; {kind} within "
+            f"{self.logprob_difference:.2e} (dense {self.dense_logprob_difference:.2e})"
+        )
+        if self.router_loss_difference is not None:
+            verdict += (
+                f"; router loss within {abs(self.router_loss_difference):.2e} (dense "
+                f"{abs(self.dense_router_loss_difference or 0.0):.2e})"
+            )
+        if self.routes is not None:
+            verdict += f"; {self.routes.text()}"
+        if not any(entry.norm for entry in self.worst):
+            verdict += "; the gradient is zero, which proves little"
+        return [*lines, verdict]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict and the ten worst parameters, ready for JSON: None is not a finite number."""
+        values = {
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "dtype": self.dtype,
+            "reference_dtype": self.reference_dtype,
+            "shared_error": self.shared_error,
+            "dense_error": self.dense_error,
+            "allowed": self.allowed,
+            "loss_difference": self.loss_difference,
+            "dense_loss_difference": self.dense_loss_difference,
+            "router_loss_difference": self.router_loss_difference,
+            "dense_router_loss_difference": self.dense_router_loss_difference,
+            "logprob_difference": self.logprob_difference,
+            "dense_logprob_difference": self.dense_logprob_difference,
+            "head": self.head,
+            "sharing": self.sharing,
+            "boundary": self.boundary,
+            "logical_tokens": self.logical_tokens,
+            "computed_tokens": self.computed_tokens,
+        }
+        worst = [_finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]]
+        return {
+            **_finite(values),
+            "worst": worst,
+            "routes": None if self.routes is None else self.routes.to_dict(),
+            "plans": [plan.to_dict() for plan in self.plans],
+            "left_out": [vars(entry) for entry in self.left_out],
+        }
+
+
+def nothing_to_verify(**described: Any) -> VerifyReport:
+    """The report of a batch of which nothing is shared: no errors, and a reason."""
+    return VerifyReport(
+        verdict=NOTHING,
+        plans=(),
+        dense_error=math.nan,
+        dense_loss_difference=math.nan,
+        dense_logprob_difference=math.nan,
+        **described,
+    )
+
+
+def _counted(plans: tuple[PlanFindings, ...]) -> str:
+    """How many plans passed, and of which kinds they are."""
+    passed = sum(plan.passed for plan in plans)
+    kinds = {WITHIN: "within microbatches", ACROSS: "across microbatches", CHOSEN: "as chosen"}
+    named = " and ".join(kinds[plan.kind] for plan in plans)
+    return f"{passed} of {len(plans)} plans, sharing {named}"
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity and no NaN."""
+    bad = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {k: None if k in bad else v for k, v in values.items()}
