@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from forkpoint import traces as traces
 from forkpoint.config import Config as Config
 from forkpoint.errors import ArgumentError as ArgumentError
 from forkpoint.errors import ConfigError as ConfigError
@@ -14,6 +13,7 @@ from forkpoint.errors import TraceError as TraceError
 from forkpoint.errors import UnsupportedError as UnsupportedError
 from forkpoint.plan import ModelShape as ModelShape
 from forkpoint.plan import Plan as Plan
+from forkpoint.rollouts import traces as traces
 from forkpoint.rollouts.batch import Rollout as Rollout
 from forkpoint.rollouts.batch import RolloutBatch as RolloutBatch
 from forkpoint.rollouts.files import save_rollouts as save_rollouts

@@ -1,4 +1,4 @@
-"""When a model is compared with its stock forward on a sample: `forkpoint.step.self_check` does so."""
+"""Times at which a model is compared with its stock forward on a sample (step/self_check.py)."""
 
 from collections.abc import Callable, Hashable
 

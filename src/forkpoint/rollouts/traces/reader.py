@@ -286,7 +286,7 @@ def load_rollouts(
         path: JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file, or the folder
             of a recorded trace. The content tells which it is. A url that fsspec opens, such as
             "hf://datasets/NAME/FILE" or "s3://BUCKET/FILE", is fetched as a whole first.
-        format: how its fields are named, one of `forkpoint.rollouts.traces.FORMATS`; None sees it from the
+        format: how its fields are named, one of `forkpoint.traces.FORMATS`; None sees it from the
             first record.
         on_error: "raise" stops at the first record that cannot be read; "skip" leaves such records
             out, and logs as a warning how many and why. `open_rollouts` has them as an object. A
