@@ -21,7 +21,7 @@ TRL ?= trl==1.16.0
 trl_ready := .venv-trl/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions test-trl test-verl bench-forest clean
+.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions test-trl test-verl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,9 +89,6 @@ $(trl_ready): pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable ".[trl]" "$(TRL)" accelerate peft datasets hypothesis \
 	  pytest pytest-timeout
 	@echo "$(TRL)" > $@
-
-bench-forest: $(ready)  ## time the forest of a million tokens
-	@$(bin)/python -m benchmarks forest --output benchmarks/results/forest.jsonl
 
 clean:  ## remove the environment and everything built or cached
 	rm -rf $(venv) .venv-trl .venv-verl .venvs build dist demo-output .pytest_cache .ruff_cache .hypothesis

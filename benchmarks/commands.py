@@ -14,8 +14,6 @@ from forkpoint.errors import ConfigError
 
 COMMANDS = {
     "attention": "attention.compare:Attention",
-    "profile-attention": "attention.profile:ProfileAttention",
-    "fa4-tiles": "attention.fa4_tiles:Fa4Tiles",
     "step-grid": "steps.step_grid:StepGrid",
     "policy-update": "steps.policy_update:PolicyUpdate",
     "memory": "steps.memory:Memory",
@@ -28,17 +26,12 @@ COMMANDS = {
     "moe": "steps.moe:Moe",
     "plan-variants": "steps.plan_variants:PlanVariants",
     "profile-step": "steps.profile:ProfileStep",
-    "self-check": "steps.self_check:SelfCheck",
-    "expert-routes": "steps.expert_routes:ExpertRoutes",
     "ranks": "ranks.bench:Ranks",
     "forest": "planning.forest:ForestOfAMillion",
-    "batches": "planning.batches:Batches",
-    "plan-scale": "planning.plan_scale:PlanScale",
     "align": "planning.align:Align",
     "placement": "planning.placement:Placement",
-    "delta-rule-gradients": "delta_rule.gradients:DeltaRuleGradients",
-    "stock-hybrid": "delta_rule.stock_hybrid:StockHybrid",
     "plot": "plots:Plot",
+    "results": "results_page:Results",
 }
 """Names, and where the class of each lies. Only the one that runs is imported."""
 

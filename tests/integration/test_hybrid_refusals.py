@@ -51,7 +51,8 @@ def test_of_a_model_that_sees_images_the_text_model_is_named(family: str, tmp_pa
 @pytest.mark.usefixtures("poisoned_memory")
 def test_parameters_alone_do_not_make_a_model() -> None:
     """Ordinary dense training has NaN gradients then, dt_bias of layer 0 the first of a layer, and
-    so has any other; what transformers makes has none. See docs/upstream-delta-rule.md."""
+    so has any other; what transformers makes has none. The measurements are in
+    benchmarks/history/upstream-delta-rule.md."""
     from transformers import AutoModelForCausalLM
 
     config = tiny_hybrid("qwen3_5_text").config

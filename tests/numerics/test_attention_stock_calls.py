@@ -260,7 +260,7 @@ def test_long_tiles_are_taken_where_they_were_faster(
     long: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On the 132 multiprocessors of an H200; how much faster is in docs/performance-log.md."""
+    """On the 132 multiprocessors of an H200; how much faster is in benchmarks/history/log.md."""
     monkeypatch.setattr(fa4, "_processors", lambda device: 132)
     launch = one_launch(lengths, False)
     q = torch.empty(launch.q_end, heads[0], 128, device="meta")

@@ -16,7 +16,7 @@ Source: `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd` of fla
   all queries fit in one tile, in the backward all keys as well, and, with cumulative lengths,
   whether there are more than a few hundred. Nothing else of the lengths enters.
 
-What is chosen here for compute capability 9, by docs/performance-log.md: sequences of one length
+What is chosen here for compute capability 9, by benchmarks/history/log.md: sequences of one length
 are given as a batch, which has a cheaper schedule, and heads of 128 take tiles of 192 queries where
 these need fewer rounds of all multiprocessors.
 """

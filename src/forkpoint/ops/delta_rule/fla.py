@@ -14,8 +14,8 @@ there and in its issues:
 - Ragged lengths are right as they are, with tilelang 0.1.15 on an H200, and so is every variant of
   its Triton kernels that a tuner may choose: no gradient that is not finite, and errors against
   float64 as large as with sequences of whole chunks. Changing lengths compile nothing anew there,
-  and tune hardly anything anew in Triton (fla_tuning.py). docs/upstream-delta-rule.md has what was
-  measured.
+  and tune hardly anything anew in Triton (fla_tuning.py). The measurements are in
+  benchmarks/history/upstream-delta-rule.md.
 - FlashQLA, another package, would be called in its place on Hopper, and has not been shown exact.
 - One token in all would go to kernels without a backward in some versions: another, all zero, which
   neither decays a state nor writes to it, follows as a sequence of its own.

@@ -1,1 +1,0 @@
-"""Gradients of the gated delta rule, as an operation and in stock models."""

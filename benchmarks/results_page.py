@@ -1,0 +1,293 @@
+"""The page of results: tables that are made from rows of measurements, and from nothing else."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.plots import Row, latest, read_rows
+from benchmarks.shapes import make_group
+from forkpoint.apps.cli.options import Flag
+from forkpoint.apps.cli.output import Output
+from forkpoint.config import Config
+from forkpoint.plan import ModelShape, make_plan
+from forkpoint.plan.models import MODELS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+README = ROOT / "README.md"
+Cells = Sequence[str]
+
+# Each: the words of the table, the file, and its case, of which `read_rows` keeps 72 characters.
+HEADLINES = (
+    (
+        "Qwen3-1.7B, AdamW: 8 answers to 7,800 tokens of retrieved text",
+        "plain-loop",
+        "qwen3-1.7b, all trained, adamw, 74.5 GiB: rag.jsonl, groups 1 to 1, 623…",
+    ),
+    (
+        "Qwen3-1.7B, AdamW: 8 responses of 512 tokens to 8,192",
+        "plain-loop",
+        "qwen3-1.7b, all trained, adamw, 74.5 GiB: P=8192 R=512 N=8",
+    ),
+    (
+        "Qwen3-1.7B, AdamW: an agent's dialogues, a tree of 4",
+        "plain-loop",
+        "qwen3-1.7b, all trained, adamw, 74.5 GiB: airline.jsonl, groups 2 to 2,…",
+    ),
+    (
+        "Qwen3-8B, SGD with momentum: 16 responses of 256 tokens to 1,024",
+        "plain-loop",
+        "qwen3-8b, all trained, momentum, 74.5 GiB: P=1024 R=256 N=16",
+    ),
+    (
+        "Qwen3-1.7B, AdamW, TRL's GRPO trainer: 4 prompts of 6,000 to 7,700 tokens, 8 completions "
+        "of 256 each",
+        "trl",
+        "qwen3-1.7b, 4 prompts of 6047 to 7722, 8 of 256 each, checkpointed, rag…",
+    ),
+    (
+        "Qwen3.5-4B, checkpointed, fla: 9 responses of 64 tokens to 16,384",
+        "hybrid",
+        "P16384-R64-G9, the planner's choice, all rollouts",
+    ),
+)
+# By file: the baseline's name, how its metrics and forkpoint's begin, the time and the ratio.
+NAMES = {
+    "plain-loop": ("plain loop", "plain ", "forkpoint ", "step", "faster than plain"),
+    "trl": ("TRL's own", "TRL, sdpa: ", "forkpoint: ", "update", "update: faster"),
+    "hybrid": ("forkpoint, dense", "dense ", "shared ", "step", "speed-up"),
+}
+_UPDATE = "qwen3-8b compiled P=8192 N=32 R"
+STEPS = (
+    ("Qwen3.5-4B, checkpointed: 9 responses of 64 to 16,384", "hybrid", "P16384-R64-G9", ""),
+    ("Qwen3.5-4B, checkpointed: 9 responses of 1,024 to 16,384", "hybrid", "P16384-R1024-G9", ""),
+    ("Qwen3.5-4B, checkpointed: 9 responses of 4,096 to 8,192", "hybrid", "P8192-R4096-G9", ""),
+    (
+        "Qwen3.5-4B, checkpointed: 25 trees of 4 dialogues",
+        "tree",
+        "qwen3.5-4b compiled airline.jsonl",
+        "",
+    ),
+    (
+        "Qwen3-8B: 32 responses of 131 to 2,048 to 8,192",
+        "policy-update",
+        f"{_UPDATE}~U(131,2048)",
+        "",
+    ),
+    (
+        "Qwen3-8B: the same, log-probs without gradients",
+        "policy-update",
+        f"{_UPDATE}~U(131,2048)",
+        "log-probs ",
+    ),
+    ("Qwen3-8B: 32 responses of 2,048 to 8,192", "policy-update", f"{_UPDATE}=2048", ""),
+    (
+        "Qwen3-4B: 4 responses of 1,024 to 7,168",
+        "policy-update",
+        "qwen3-4b compiled context 8192 n=4 R=1024",
+        "",
+    ),
+    ("Qwen3-4B: 25 trees of 4 dialogues", "tree", "qwen3-4b compiled airline.jsonl", ""),
+    *(
+        (
+            f"Llama3-8B: {n} responses of {r:,} to {p:,}",
+            "step-grid",
+            f"compiled {p}/{r} N={n}",
+            "",
+        )
+        for p, r in ((10_240, 2048), (8192, 4096), (6144, 6144))
+        for n in (4, 32)
+    ),
+)
+MIXTURES = re.compile(r"compiled 16 layers P(\d+)-R(\d+)-N(\d+) (\S+)")
+MIXTURE_COMMIT = "9313e24"
+"""The commit of rows whose dense side has its fastest microbatches."""
+ROUTER_LOSSES = {"none": "none", "rollout": "per rollout"}
+
+
+def measured(name: str) -> dict[tuple[str, str], Row]:
+    """The last row of each case and metric of a file."""
+    rows = latest(read_rows([RESULTS / f"{name}-h200.jsonl"]))
+    return {(row["case"], row["metric"]): row for row in rows}
+
+
+def markdown(header: Cells, rows: Iterable[Cells]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---")
+
+
+def times(row: Row) -> str:
+    return f"{row['value']:.2f}x"
+
+
+def bound(row: Row) -> str:
+    return f"{row['bound']:.2f}x"
+
+
+def headlines() -> str:
+    """Steps beside what users run today: a plain loop, TRL, ordinary training."""
+    lines = []
+    for words, name, case in HEADLINES:
+        found = measured(name)
+        called, theirs, ours, step, ratio = NAMES[name]
+        seconds = [f"{found[case, f'{side}{step}']['value'] / 1e3:.2f}" for side in (theirs, ours)]
+        peaks = [found[case, f"{side}peak"]["value"] / 2**30 for side in (theirs, ours)]
+        row = found[case, ratio]
+        peak = f"{peaks[0]:.1f}, {peaks[1]:.1f}"
+        lines.append([words, called, *seconds, times(row), bound(row), peak])
+    header = ("set-up", "baseline", "baseline, s", "forkpoint, s", "ratio", "bound", "peaks, GiB")
+    return markdown(header, lines)
+
+
+def bounds() -> str:
+    """Counted bounds of groups by their prompt and size."""
+    shape = ModelShape.from_config(MODELS["qwen3-8b"])
+    config = Config(sharing="group", boundary="across")
+    sizes, lines = (2, 4, 8, 16, 32), []
+    for prompt, response in ((1, 4), (1, 1), (4, 1), (16, 1)):
+        groups = (make_group(1024 * prompt // response, [1024] * n, vocab=1000) for n in sizes)
+        found = [f"{make_plan(batch, shape, config).bound:.2f}x" for batch in groups]
+        lines.append([f"{prompt} : {response}", *found])
+    return markdown(["prompt to response", *(f"N = {n}" for n in sizes)], lines)
+
+
+def steps() -> str:
+    """Steps over forkpoint's dense training."""
+    lines = []
+    for words, name, case, kind in STEPS:
+        row = measured(name)[case, f"{kind}speed-up"]
+        lines.append([words, times(row), bound(row), f"{row['value'] / row['bound']:.2f}"])
+    return markdown(("model and step", "over dense", "bound", "share"), lines)
+
+
+def mixtures() -> str:
+    """Steps of a mixture of experts over forkpoint's dense training."""
+    lines = []
+    for (case, metric), row in measured("moe").items():
+        found = MIXTURES.fullmatch(case)
+        if metric != "speed-up" or found is None or row.get("commit") != MIXTURE_COMMIT:
+            continue
+        prompt, response, count, router = found.groups()
+        words = f"{count} responses of {int(response):,} to {int(prompt):,}"
+        share = f"{row['value'] / row['bound']:.2f}"
+        lines.append([words, ROUTER_LOSSES[router], times(row), bound(row), share])
+    return markdown(("step", "router loss", "over dense", "bound", "share"), lines)
+
+
+def attention() -> str:
+    """Attention alone, forward and backward."""
+    last: dict[tuple[str, str, str | None], Row] = {}
+    for row in read_rows([RESULTS / "attention-h200.jsonl"]):
+        last[row["case"], row["metric"], row["baseline"]] = row
+    lines = []
+    for prompt, count in ((4096, 28), (16_384, 28), (32_768, 28), (65_536, 16)):
+        case = f"dualkv/P{prompt}-N{count}-R2048-H32K8D128-bfloat16"
+        rates = [last[case, f"fa4/{way}_rate", None]["value"] for way in ("forward", "backward")]
+        # The fastest of the dense kernels, or dense is not at its best.
+        kernels = ("dense_fa4", "dense_cudnn", "dense_fa2")
+        row = min((last[case, "speedup", k] for k in kernels), key=lambda row: row["value"])
+        rate = f"{rates[0]:.0f}, {rates[1]:.0f}"
+        lines.append([f"{prompt:,}", str(count), rate, times(row), bound(row)])
+    header = ("P", "N", "TFLOP/s, forward and backward", "over dense", "bound")
+    return markdown(header, lines)
+
+
+TEXT = """# Results
+
+This page is written by `python -m benchmarks results` from the rows in `benchmarks/results/`. Each
+row has its device, versions, commit and command. All figures are of one H200 with random weights
+in bfloat16.
+
+The *bound* is counted: FLOPs of dense training over FLOPs of the shared plan. The *share* is the
+speed-up over the bound.
+
+## Beside other training
+
+The baseline is the whole batch. A plain loop runs one rollout after the other through
+transformers' model, eager, with sdpa. Ratios to it can exceed the bound, because it is slower than
+forkpoint's dense mode: it compiles nothing and computes the head on all tokens. TRL's trainer runs
+8 rows at a time, checkpointed, with sdpa; that row times the update only, without generation. The
+last two rows use FlashAttention-4, the others no optional kernel. Peaks count weights, gradients
+and the optimizer's states.
+
+{headlines}
+
+## Beside forkpoint's dense training
+
+Forward and backward of one group or of trees, compiled on both sides, with the same kernels and
+the microbatch size that is fastest for dense. Dense is a sample of two to eight rollouts, scaled
+by counted FLOPs, except for groups of four and trees. Qwen3.5-4B rows for groups are the fastest
+of three plans, the others the planner's choice with a calibration.
+
+{steps}
+
+## Mixtures of experts
+
+16 layers in the shapes of Qwen3-30B-A3B with FlashAttention-4, compiled; dense in microbatches of
+up to 65,536 tokens.
+
+{mixtures}
+
+## Attention
+
+Shared-prefix attention with FlashAttention-4 in bfloat16: 32 query and 8 key-value heads of 128, N
+responses of 2,048 tokens to a prompt of P. Rates count visible pairs. Dense is two responses with
+the fastest kernel, scaled to N and timed after the shared case: ratios are good to a few percent.
+
+{attention}
+
+## Counted bounds
+
+Groups in the shapes of Qwen3-8B with responses of 1,024 tokens.
+
+{bounds}
+
+## How it is measured
+
+- A step begins with a plan and ends when the device is idle. Making the plan is not included.
+- Gradients are compared before anything is timed.
+- Of a figure that was measured several times the last row counts.
+- Trees are timed three times in turn with dense; the median counts.
+- FLOPs of attention, of the head and of matrix products count the same in the bound, though they
+  run at different rates.
+- Steps of several GPUs have not been measured.
+"""
+
+
+def page() -> str:
+    """The text of docs/results.md."""
+    made = (headlines, steps, mixtures, attention, bounds)
+    return TEXT.format(**{make.__name__: make() for make in made})
+
+
+def with_tables(text: str) -> str:
+    """The README's text with its tables of results."""
+    for table in (headlines(), bounds()):
+        header = re.escape(table.partition("\n")[0])
+        text, count = re.subn(
+            rf"^{header}\n(\|.*\n)+", lambda _, t=table: f"{t}\n", text, flags=re.M
+        )
+        assert count == 1, header
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Write docs/results.md and the README's tables from the rows.
+
+    Attributes:
+        json: Print one line of JSON and nothing else.
+    """
+
+    json: Flag = False
+
+    def run(self) -> int:
+        PAGE.write_text(page(), encoding="utf-8")
+        README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+        out = Output(json_only=self.json)
+        out.show(f"written: {PAGE}")
+        out.result({"benchmark": "results", "written": [str(PAGE), str(README)]})
+        return 0
