@@ -37,7 +37,7 @@ SOURCE = ROOT / "src" / "forkpoint"
 # Files whose lines decide numbers; what only says, measures or refuses is tested by itself.
 CHANGED = {
     "engine": ("boundary", "states", "gradient_sums", "offload", "guard"),
-    "layout": ("launches", "microbatch", "recurrence"),
+    "tree": ("launches", "microbatch", "recurrence"),
     "plan": ("packing", "cache", "ordered_forest"),
     "ops/attention": ("operator", "merge", "source", "table", "cpu_flash", "reference"),
     "ops/recurrence": ("convolution", "levels", "sequences"),

@@ -14,18 +14,10 @@ from silent_models import EXACT, FORWARD, NOT_LISTED, REFUSED, model_of
 from steps import ACROSS, forked_batch, step_error
 from torch import Tensor, nn
 
-from forkpoint import (
-    Config,
-    Policy,
-    Rollout,
-    RolloutBatch,
-    UnsupportedError,
-    losses,
-    sampler,
-    selfcheck,
-    wrap,
-)
+from forkpoint import Config, Policy, Rollout, RolloutBatch, UnsupportedError, losses, wrap
 from forkpoint.engine.guard import Step
+from forkpoint.step import sampler
+from forkpoint.step import self_check as selfcheck
 from forkpoint.testing import Watching, tiny_model
 from lanes import slow_besides, slow_besides_every
 

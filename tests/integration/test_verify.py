@@ -23,21 +23,13 @@ from steps import ACROSS, clear_gradients, forked_batch, gradients
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from forkpoint import (
-    Config,
-    Rollout,
-    RolloutBatch,
-    UnsupportedError,
-    VerifyReport,
-    losses,
-    policy_steps,
-    verify_memory,
-    verify_ways,
-    wrap,
-)
-from forkpoint import verify as verify_module  # the function is policy.verify
+from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
 from forkpoint.losses import Denominators
+from forkpoint.step import policy_steps
 from forkpoint.testing import DenseRun, dense_run, tiny_model
+from forkpoint.verify import comparison as verify_module
+from forkpoint.verify import memory as verify_memory
+from forkpoint.verify import ways as verify_ways
 from lanes import slow_besides, slow_besides_every, slow_besides_pairs
 from pairwise import id_of
 
