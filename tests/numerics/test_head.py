@@ -91,7 +91,7 @@ def test_sure_tokens_keep_their_precision() -> None:
             assert (found[name] - value).norm() < 1e-6 * value.norm(), name
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, TOKENS, 1024])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1024])
 @pytest.mark.parametrize(
     "options", [{}, {"softcap": 2.0}, {"logit_scale": 0.3}, {"softcap": 3.0, "logit_scale": 1.7}]
 )
