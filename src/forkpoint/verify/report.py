@@ -133,6 +133,13 @@ class PlanFindings:
         return {**shared, "worst": worst, "routes": routes}
 
 
+_WRITTEN = (
+    *("passed", "verdict", "reason", "dtype", "reference_dtype", "shared_error", "dense_error"),
+    *("allowed", "loss_difference", "dense_loss_difference", "router_loss_difference"),
+    *("dense_router_loss_difference", "logprob_difference", "dense_logprob_difference", "head"),
+    *("sharing", "boundary", "logical_tokens", "computed_tokens"),
+)
+"""Attributes of a report that `to_dict` gives as they are."""
 PASSED, FAILED, NOTHING = "passed", "failed", "nothing to verify"
 Verdict = Literal["passed", "failed", "nothing to verify"]
 
@@ -296,27 +303,7 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict and the ten worst parameters, ready for JSON: None is not a finite number."""
-        values = {
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "dtype": self.dtype,
-            "reference_dtype": self.reference_dtype,
-            "shared_error": self.shared_error,
-            "dense_error": self.dense_error,
-            "allowed": self.allowed,
-            "loss_difference": self.loss_difference,
-            "dense_loss_difference": self.dense_loss_difference,
-            "router_loss_difference": self.router_loss_difference,
-            "dense_router_loss_difference": self.dense_router_loss_difference,
-            "logprob_difference": self.logprob_difference,
-            "dense_logprob_difference": self.dense_logprob_difference,
-            "head": self.head,
-            "sharing": self.sharing,
-            "boundary": self.boundary,
-            "logical_tokens": self.logical_tokens,
-            "computed_tokens": self.computed_tokens,
-        }
+        values = {name: getattr(self, name) for name in _WRITTEN}
         worst = [_finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]]
         return {
             **_finite(values),
