@@ -18,20 +18,24 @@ take the rest of the time."""
 
 @dataclass(frozen=True)
 class Forecast:
-    """Work and memory of a verification, counted before it begins."""
+    """Work and memory of a verification, counted before it begins.
+
+    Attributes:
+        runs: names of the runs, in their order.
+        flops: floating-point operations of all runs, each in its own precision.
+        seconds: their time, from these and from the rate of a matrix product measured here.
+        memory_bytes: the most that a run takes besides the model and its present gradients.
+        free_bytes: bytes that are free for it on a CUDA device; None on the CPU, where nobody
+            counts.
+        ways: how runs of single rollouts save memory.
+    """
 
     runs: tuple[str, ...]
-    """Names of the runs, in their order."""
     flops: float
-    """Floating-point operations of all runs, each in its own precision."""
     seconds: float
-    """Their time, from these and from the rate of a matrix product measured here."""
     memory_bytes: int
-    """The most that a run takes besides the model and its present gradients."""
     free_bytes: int | None
-    """Bytes that are free for it on a CUDA device; None on the CPU, where nobody counts."""
     ways: str
-    """How runs of single rollouts save memory."""
 
     def text(self) -> str:
         """In one line."""
@@ -47,15 +51,19 @@ class Forecast:
 
 @dataclass(frozen=True)
 class VerifyProgress:
-    """Where a verification stands."""
+    """Where a verification stands.
+
+    Attributes:
+        forecast: what was predicted before the first run.
+        run: the run that is under way.
+        done: the part of the whole work that is done, from 0 to 1.
+        seconds_left: from what has been measured so far; of the forecast before the first run.
+    """
 
     forecast: Forecast
     run: str
-    """The run that is under way."""
     done: float
-    """The part of the whole work that is done, from 0 to 1."""
     seconds_left: float
-    """From what has been measured so far; of the forecast before the first run."""
 
     def text(self) -> str:
         """Such as "reference, 12% done, about 40 s left"."""
