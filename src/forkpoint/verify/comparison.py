@@ -19,9 +19,9 @@ from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.gradient_sums import twins
 from forkpoint.engine.guard import Step
 from forkpoint.engine.timing import Event
-from forkpoint.errors import PlanError, UnsupportedError
+from forkpoint.errors import PlanError
 from forkpoint.hosts.modules import forget_lists
-from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, follow
+from forkpoint.hosts.routes import RoutedRun, follow
 from forkpoint.hosts.whole_copies import copy_in
 from forkpoint.losses.base import (
     Denominators,
@@ -58,6 +58,7 @@ from forkpoint.verify.report import PlanFindings as PlanFindings
 from forkpoint.verify.report import RouteCounts as RouteCounts
 from forkpoint.verify.report import RouteReport as RouteReport
 from forkpoint.verify.report import VerifyReport as VerifyReport
+from forkpoint.verify.routes import HeldRoutes
 from forkpoint.verify.stepping import StepFigures, Stepping
 
 T = TypeVar("T")
@@ -93,63 +94,6 @@ class Reference:
     run: DenseRun
     norms: dict[str, float]
     dense_errors: dict[str, float]
-
-
-class HeldRoutes:
-    """The routes of a mixture of experts, which the reference records and the others are held to.
-
-    Of a model without experts, of one whose routes cannot be held, and of one that needs no holding
-    (in float64), nothing is held.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: RolloutBatch,
-        changes: Changes,
-        *,
-        needed: bool,
-        problem: str | None,
-        last_tokens: bool,
-    ) -> None:
-        """
-        Args:
-            model: the model whose routers are found.
-            batch: the rollouts.
-            changes: undo what finding and holding change.
-            needed: whether the model's precision needs it.
-            problem: why routes of a mixture cannot be held, or shall not; None if they are held.
-            last_tokens: whether rollouts' last tokens run.
-        """
-        self._changes = changes
-        self._routers: tuple[Router, ...] = ()
-        self._problem: str | None = None
-        try:
-            self._routers = find_routers(model, changes) if needed else ()
-        except UnsupportedError as error:
-            self._problem = str(error)
-        if self._routers and problem is not None:
-            self._routers, self._problem = (), problem
-        self._routes: Routes | None = (
-            Routes(batch, last_tokens=last_tokens) if self._routers else None
-        )
-
-    def run(self, model: nn.Module, *, record: bool = False) -> RoutedRun | None:
-        """Hold the model, or a copy of it, to the routes, until the changes are undone.
-
-        None where no routes are held.
-        """
-        if self._routes is None:
-            return None
-        return RoutedRun(model, self._routers, self._routes, self._changes, record=record)
-
-    def report(self, shared: RoutedRun | None, dense: RoutedRun | None) -> RouteReport | None:
-        if self._problem is not None:
-            return RouteReport(held=False, reason=self._problem, shared=None, dense=None)
-        if shared is None or dense is None:
-            return None
-        counts = (RouteCounts(run.decisions, run.elsewhere) for run in (shared, dense))
-        return RouteReport(True, None, *counts)
 
 
 @dataclass
@@ -345,13 +289,14 @@ def _verify(
     work = Work(
         policy, batch, loss, counted, denominators, changes, dtype, reference_dtype, joint, routed
     )
-    problem = None if hold_routes else "hold_routes is False"
+    needed = not work.double
     work.held = HeldRoutes(
         host.model,
         batch,
         changes,
-        needed=not work.double,
-        problem=problem if host.group is None else "several ranks hold the model",
+        hold=hold_routes,
+        needed=needed,
+        ranks=host.group is not None,
         last_tokens=work.last_tokens,
     )
     # A float64 model is its own reference, and is nowhere else.
