@@ -22,86 +22,107 @@ MOST = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How a batch is planned and run. Unknown names and values outside the lists are refused."""
+    """How a batch is planned and run.
+
+    Attributes:
+        sharing: Who may share tokens: nobody (dense), rollouts of one group, or any rollouts of the
+            batch.
+        boundary: Where a fork lies: inside one packed microbatch, between a parent microbatch and
+            its child microbatches, or either, so that subtrees that fit in what is left of a
+            microbatch stay whole (mixed).
+        leaf_layout: Child microbatches without children of their own: packed back to back, or batch
+            x longest.
+        max_microbatch_tokens: The most tokens that go through the model in one forward; None lets
+            the planner choose.
+        max_leaf_tokens: With boundary across, the most tokens in a microbatch of segments that
+            nothing lies below; one that is longer has a microbatch of its own. None is
+            max_microbatch_tokens, which such microbatches keep to in any case.
+        memory_budget: The most memory, in bytes or as text such as "70GiB", that activations and
+            prefix cache may take together; None is no limit. auto is measured on CUDA, once, when a
+            policy makes its first plan: what is free then, less what gradients and the optimizer's
+            states will take, less a margin, rounded down to GiB. A plan that needs more than is
+            measured is run all the same, with a warning; beyond a budget that is given it is
+            refused. Elsewhere auto is no limit.
+        optimizer_bytes_per_parameter: Bytes of the optimizer's states for each trainable parameter,
+            which an automatic budget leaves room for until an optimizer has them: 8 for AdamW in
+            float32, 2 in 8 bits, 0 for SGD.
+        activations: Where activations of microbatches with children are while these run: on the
+            device, in the memory of the host, or nowhere, so that a second forward makes them
+            again. auto keeps what fits.
+        checkpointing: Recomputation in a microbatch's own backward: nothing, the MLPs (selective),
+            or whole decoder blocks (full). auto is nothing where that fits the budget, else what
+            costs least of what fits.
+        host_memory: The most memory of the host, written likewise, that offloaded activations may
+            take (pinned, on CUDA), for as long as the policy lives; what does not fit stays on the
+            device. None is no limit.
+        calibration: A file that `forkpoint calibrate` wrote, to price plans by. None takes the one
+            that it wrote for this device and model shape, if there is one, and counted FLOPs if
+            not.
+        attention_kernel: A kernel of `forkpoint.ops.attention` by name; asking for one that cannot
+            serve raises.
+        recurrence_kernel: The same for layers that carry a state, of `forkpoint.ops.delta_rule`.
+        head_chunk_tokens: How many tokens' logits exist at a time in the head, unless they are
+            kept.
+        head_logits: Whether the logits of a microbatch without children are kept from the head's
+            forward to its backward, which follows at once, or computed again in parts; of other
+            microbatches they always are. auto keeps them where memory_budget leaves room, and
+            computes them again where there is no budget.
+        head_statistics: Numbers of each trained token's distribution that results have in
+            `per_token` besides log-probs, without gradients: "mean_logits", "is_top1" (1 or 0) and
+            "log_sum_sq_probs". They are computed in the head's chunks.
+        all_logprobs: Whether steps run rollouts whose terms the loss declares to be 0
+            (`Loss.zero_rollouts`), for their log-probs in `per_token`. They are left out otherwise,
+            and their log-probs are NaN.
+        compile_blocks: Whether decoder blocks are compiled, each on its own; None does so on CUDA,
+            but not for float64 models. Where the compiler fails, blocks run eagerly and a line of
+            the log says so.
+        gather: How ranks hold weights that fully_shard has sharded: gathered for each forward and
+            backward of a microbatch, which all ranks then run in lockstep, or once for a whole
+            step, which takes the memory of all weights and lets each rank run on its own. auto is
+            what is predicted to take less time, of what fits the memory budget on every rank.
+        split: Treatment of prompts of which several ranks have rollouts, in `forward_backward`:
+            each runs them (replicate), or one rank does, sends their prefix cache to the others
+            once and gets its gradients back once (exchange). auto is what is predicted to take less
+            time, of what fits the memory budget on every rank. What exchange does not take is
+            replicated; see docs/ranks.md.
+        grad_accumulation_dtype: Dtype in which a step sums its microbatches' gradients: each
+            parameter's own dtype, in `.grad`, or float32, which is added to `.grad` at the end and
+            takes 4 bytes a parameter until then. A step that fails before that leaves gradients as
+            they were, without a copy.
+        self_check: Compare log-probs on a small sample with the stock model's, before the first
+            step and again when the model's code, hooks or configuration have changed; see
+            docs/self-check.md.
+        restore_grads: Copy existing gradients before each step, so that a failed step puts them
+            back.
+
+    Raises:
+        ConfigError: a value is not allowed.
+        TypeError: a name is unknown.
+    """
 
     sharing: Literal["auto", "none", "group", "tree"] = "auto"
-    """Who may share tokens: nobody (dense), rollouts of one group, or any rollouts of the batch."""
     boundary: Literal["auto", "within", "across", "mixed"] = "auto"
-    """Where a fork lies: inside one packed microbatch, between a parent microbatch and its child
-    microbatches, or either, so that subtrees that fit in what is left of a microbatch stay whole
-    (mixed)."""
     leaf_layout: LeafLayout = "packed"
-    """Child microbatches without children of their own: packed back to back, or batch x longest."""
     max_microbatch_tokens: int | None = None
-    """The most tokens that go through the model in one forward; None lets the planner choose."""
     max_leaf_tokens: int | None = None
-    """With boundary across, the most tokens in a microbatch of segments that nothing lies below;
-    one that is longer has a microbatch of its own. None is max_microbatch_tokens, which such
-    microbatches keep to in any case."""
     memory_budget: MemorySize | None = AUTO
-    """The most memory, in bytes or as text such as "70GiB", that activations and prefix cache may
-    take together; None is no limit. auto is measured on CUDA, once, when a policy makes its first
-    plan: what is free then, less what gradients and the optimizer's states will take, less a
-    margin, rounded down to GiB. A plan that needs more than is measured is run all the same, with a
-    warning; beyond a budget that is given it is refused. Elsewhere auto is no limit."""
     optimizer_bytes_per_parameter: float = 8
-    """Bytes of the optimizer's states for each trainable parameter, which an automatic budget
-    leaves room for until an optimizer has them: 8 for AdamW in float32, 2 in 8 bits, 0 for SGD."""
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
-    """Where activations of microbatches with children are while these run: on the device, in the
-    memory of the host, or nowhere, so that a second forward makes them again. auto keeps what
-    fits."""
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Recomputation in a microbatch's own backward: nothing, the MLPs (selective), or whole decoder
-    blocks (full). auto is nothing where that fits the budget, else what costs least of what
-    fits."""
     host_memory: MemorySize | None = None
-    """The most memory of the host, written likewise, that offloaded activations may take (pinned,
-    on CUDA), for as long as the policy lives; what does not fit stays on the device. None is no
-    limit."""
     calibration: str | Path | None = None
-    """A file that `forkpoint calibrate` wrote, to price plans by. None takes the one that it wrote
-    for this device and model shape, if there is one, and counted FLOPs if not."""
     attention_kernel: str = "auto"
-    """A kernel of `forkpoint.ops.attention` by name; asking for one that cannot serve raises."""
     recurrence_kernel: str = "auto"
-    """The same for layers that carry a state, of `forkpoint.ops.delta_rule`."""
     head_chunk_tokens: int = 1024
-    """How many tokens' logits exist at a time in the head, unless they are kept."""
     head_logits: Literal["auto", "keep", "recompute"] = "auto"
-    """Whether the logits of a microbatch without children are kept from the head's forward to its
-    backward, which follows at once, or computed again in parts; of other microbatches they always
-    are. auto keeps them where memory_budget leaves room, and computes them again where there is no
-    budget."""
     head_statistics: tuple[str, ...] = ()
-    """Numbers of each trained token's distribution that results have in `per_token` besides
-    log-probs, without gradients: "mean_logits", "is_top1" (1 or 0) and "log_sum_sq_probs". They are
-    computed in the head's chunks."""
     all_logprobs: bool = False
-    """Whether steps run rollouts whose terms the loss declares to be 0 (`Loss.zero_rollouts`), for
-    their log-probs in `per_token`. They are left out otherwise, and their log-probs are NaN."""
     compile_blocks: bool | None = None
-    """Whether decoder blocks are compiled, each on its own; None does so on CUDA, but not for
-    float64 models. Where the compiler fails, blocks run eagerly and a line of the log says so."""
     gather: Literal["auto", "microbatch", "step"] = "auto"
-    """How ranks hold weights that fully_shard has sharded: gathered for each forward and backward
-    of a microbatch, which all ranks then run in lockstep, or once for a whole step, which takes the
-    memory of all weights and lets each rank run on its own. auto is what is predicted to take less
-    time, of what fits the memory budget on every rank."""
     split: Literal["auto", "replicate", "exchange"] = "auto"
-    """Treatment of prompts of which several ranks have rollouts, in `forward_backward`: each runs
-    them (replicate), or one rank does, sends their prefix cache to the others once and gets its
-    gradients back once (exchange). auto is what is predicted to take less time, of what fits the
-    memory budget on every rank. What exchange does not take is replicated; see docs/ranks.md."""
     grad_accumulation_dtype: Literal["parameter", "float32"] = "parameter"
-    """Dtype in which a step sums its microbatches' gradients: each parameter's own dtype, in
-    `.grad`, or float32, which is added to `.grad` at the end and takes 4 bytes a parameter until
-    then. A step that fails before that leaves gradients as they were, without a copy."""
     self_check: bool = True
-    """Compare log-probs on a small sample with the stock model's, before the first step and again
-    when the model's code, hooks or configuration have changed; see docs/self-check.md."""
     restore_grads: bool = False
-    """Copy existing gradients before each step, so that a failed step puts them back."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -149,11 +170,7 @@ class Config:
                     f"{name} is {getattr(self, name)!r}; allowed are "
                     f"{', '.join(map(repr, allowed))}."
                 )
-        for name in (
-            "max_microbatch_tokens",
-            "max_leaf_tokens",
-            "head_chunk_tokens",
-        ):
+        for name in ("max_microbatch_tokens", "max_leaf_tokens", "head_chunk_tokens"):
             value = getattr(self, name)
             if value is None and name != "head_chunk_tokens":
                 continue

@@ -1,10 +1,11 @@
 """Options: what is allowed, and what a refusal says."""
 
 import dataclasses
+import re
 
 import pytest
 
-from forkpoint import Config, ConfigError, ForkpointError
+from forkpoint import Config, ConfigError, ForkpointError, Rollout, RolloutBatch, VerifyReport
 
 
 def test_defaults() -> None:
@@ -93,3 +94,11 @@ def test_a_config_cannot_be_changed_and_its_changes_are_checked() -> None:
 def test_refusals_are_value_errors_of_forkpoint() -> None:
     assert issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, ForkpointError)
+
+
+@pytest.mark.parametrize("kind", [Config, Rollout, RolloutBatch, VerifyReport])
+def test_help_documents_every_field(kind: type) -> None:
+    names = {field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")}
+    documented = (kind.__doc__ or "").partition("Attributes:")[2]
+    entries = re.findall(r"^ +(\w+(?:, \w+)*): ", documented, re.MULTILINE)
+    assert names <= {name for entry in entries for name in entry.split(", ")}

@@ -5,38 +5,49 @@ are stored are read-only copies, so that what was validated here stays true late
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forkpoint.errors import RolloutError
-from forkpoint.rollouts.batch_tensors import (
-    Columns,
-    FromTensors,
+from forkpoint.rollouts.batch_tensors import PaddedLayout as PaddedLayout
+from forkpoint.rollouts.batch_tensors.cells import (
+    IDS,
+    NUMBER_OR_FLOATS,
+    FloatReader,
+    cells_of_one,
+    loss_mask_of,
+    token_ids_of,
+)
+from forkpoint.rollouts.batch_tensors.experts import (
+    join_routed_experts,
+    read_routed_experts,
+    route_index,
+)
+from forkpoint.rollouts.batch_tensors.identifiers import (
     check_unique,
     fill_ids,
     group_index,
     prompt_lengths,
+    read_extras,
 )
-from forkpoint.rollouts.batch_tensors import PaddedLayout as PaddedLayout
-from forkpoint.rollouts.batch_tensors import group_of as group_of
+from forkpoint.rollouts.batch_tensors.identifiers import group_of as group_of
+from forkpoint.rollouts.batch_tensors.readers import (
+    BatchFields,
+    read_completions,
+    read_jagged,
+    read_padded,
+)
 from forkpoint.rollouts.fields import MAX_TOKEN_ID as MAX_TOKEN_ID
-from forkpoint.rollouts.fields import (
-    named,
-    read_floats,
-    read_identifier,
-    read_logprobs,
-    read_loss_mask,
-    read_number_or_floats,
-    read_routed_experts,
-    read_temperature,
-    read_token_ids,
-)
+from forkpoint.rollouts.fields import named, read_identifier, read_temperature, read_vector
 from forkpoint.rollouts.fields import short as short
+
+_OPTIONAL = ("old_logprobs", "reference_logprobs", "weights", "returns", "old_values")
+"""Fields of floats that all rollouts of a batch have, or none."""
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
@@ -51,29 +62,31 @@ class Rollout:
     list, are accepted and stored as 0. Finite ones are stored as given. In a list None elsewhere
     is refused.
 
-    token_ids: int64 [T], T >= 1. Prompt and response, without padding. Given as integers.
-    loss_mask: bool [T]; given as booleans, 0 and 1, or 0.0 and 1.0. True for trained tokens; False
-        for token 0, which no earlier token predicts.
-    advantage: a float, or float64 [T]. A single number that is not finite is accepted, and stored
-        as 0, where no token is trained; so are those of weights and returns.
-    old_logprobs: float64 [T] or None; natural logarithms, under the policy that sampled, of token i
-        given the tokens before it. At trained tokens they are finite and at most 1/8: rounding to
-        16 bits can lift a log-prob above 0, and such a value is stored as given. Entry 0 is stored
-        as 0.
-    reference_logprobs: the same, under the reference policy.
-    weights: a float, float64 [T], or None.
-    returns: a float, float64 [T], or None; what a critic's value at token i is trained towards.
-    old_values: float64 [T] or None; the critic's values when it made the advantages.
-    temperature: the sampling temperature, finite and above 0.
-    group_id, rollout_id: text or None; whole numbers are accepted and stored as text.
-    extras: a dict of anything, carried through untouched, or None.
-    routed_experts: int16 [T, L, K] or None; the K experts that token i was sent to in each of the L
-        layers that have a router, when it was sampled. Steps send it there as well. Given as
-        [T - 1, L, K], without the last token, which a sampler does not run, its entries are -1.
-        Where all K entries are -1 the router chooses by itself.
+    Attributes:
+        token_ids: int64 [T], T >= 1. Prompt and response, without padding. Given as integers.
+        loss_mask: bool [T]; given as booleans, 0 and 1, or 0.0 and 1.0. True for trained tokens;
+            False for token 0, which no earlier token predicts.
+        advantage: a float, or float64 [T]. A single number that is not finite is accepted, and
+            stored as 0, where no token is trained; so are those of weights and returns.
+        old_logprobs: float64 [T] or None; natural logarithms, under the policy that sampled, of
+            token i given the tokens before it. At trained tokens they are finite and at most 1/8:
+            rounding to 16 bits can lift a log-prob above 0, and such a value is stored as given.
+            Entry 0 is stored as 0.
+        reference_logprobs: the same, under the reference policy.
+        weights: a float, float64 [T], or None.
+        returns: a float, float64 [T], or None; what a critic's value at token i is trained towards.
+        old_values: float64 [T] or None; the critic's values when it made the advantages.
+        temperature: the sampling temperature, finite and above 0.
+        group_id, rollout_id: text or None; whole numbers are accepted and stored as text.
+        extras: a dict of anything, carried through untouched, or None.
+        routed_experts: int16 [T, L, K] or None; the K experts that token i was sent to in each of
+            the L layers that have a router, when it was sampled. Steps send it there as well. Given
+            as [T - 1, L, K], without the last token, which a sampler does not run, its entries are
+            -1. Where all K entries are -1 the router chooses by itself.
 
-    Raises RolloutError where a value is not allowed; the message names the rollout, the field, the
-    value and its position.
+    Raises:
+        RolloutError: a value is not allowed; the message names the rollout, the field, the value
+            and its position.
     """
 
     token_ids: NDArray[np.int64]
@@ -108,38 +121,38 @@ class Rollout:
     ) -> None:
         rollout_id = read_identifier("A rollout", "rollout_id", rollout_id)
         who = "A rollout without rollout_id" if rollout_id is None else named(rollout_id)
-        ids = read_token_ids(who, token_ids)
-        mask = read_loss_mask(who, loss_mask, len(ids))
-        if extras is not None and not isinstance(extras, dict):
+        if advantage is None:
+            raise RolloutError(f"{who}: advantage is None; {NUMBER_OR_FLOATS}")
+        takes = f"it takes {IDS}, in a one-dimensional list or array, without padding."
+        ids = read_vector(who, "token_ids", token_ids, "iu", takes)
+        if not ids.size:
             raise RolloutError(
-                f"{who}: extras is {short(extras)}; it takes a dict or None. Put the value into a "
-                "dict under a key of its own."
+                f"{who}: token_ids is empty; a rollout has at least one token. Leave this rollout "
+                "out."
             )
+        cells = cells_of_one(who, len(ids))
+        ids = token_ids_of(cells, "token_ids", [ids])
+        mask = loss_mask_of(cells, "loss_mask", loss_mask)
+        reader = FloatReader(cells, mask)
 
-        def optional(read: Callable, field: str, value: Any) -> Any:
-            return None if value is None else read(who, field, value, mask)
-
-        values = {
-            "token_ids": ids,
-            "loss_mask": mask,
-            "advantage": read_number_or_floats(who, "advantage", advantage, mask),
-            "old_logprobs": optional(read_logprobs, "old_logprobs", old_logprobs),
-            "reference_logprobs": optional(read_logprobs, "reference_logprobs", reference_logprobs),
-            "weights": optional(read_number_or_floats, "weights", weights),
-            "returns": optional(read_number_or_floats, "returns", returns),
-            "old_values": optional(read_floats, "old_values", old_values),
-            "temperature": read_temperature(who, temperature),
-            "group_id": read_identifier(who, "group_id", group_id),
-            "rollout_id": rollout_id,
-            "extras": extras,
-            "routed_experts": None,
-        }
-        if routed_experts is not None:
-            values["routed_experts"] = read_routed_experts(who, routed_experts, len(ids))
-        for name, value in values.items():
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False
-            object.__setattr__(self, name, value)
+        _store(
+            self,
+            token_ids=ids,
+            loss_mask=mask,
+            advantage=_number_or_floats(reader, "advantage", advantage),
+            old_logprobs=reader.logprobs("old_logprobs", old_logprobs),
+            reference_logprobs=reader.logprobs("reference_logprobs", reference_logprobs),
+            weights=_number_or_floats(reader, "weights", weights),
+            returns=_number_or_floats(reader, "returns", returns),
+            old_values=reader.floats("old_values", old_values),
+            temperature=read_temperature(who, temperature),
+            group_id=read_identifier(who, "group_id", group_id),
+            rollout_id=rollout_id,
+            extras=read_extras(who, "extras", extras),
+            routed_experts=None
+            if routed_experts is None
+            else read_routed_experts(who, routed_experts, len(ids)),
+        )
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -159,44 +172,46 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, init=False, eq=False, repr=False)
-class RolloutBatch(FromTensors):
+class RolloutBatch:
     """Rollouts as ragged flat arrays: the tokens of rollout n are `offsets[n] : offsets[n + 1]`.
 
     N is the number of rollouts, T that of all their tokens, G that of groups. All arrays are
     read-only.
 
-    token_ids: int64 [T].
-    offsets: int64 [N + 1], the starts of the rollouts and T.
-    loss_mask: bool [T].
-    advantages: float64 [T]; a rollout's single number is repeated over its tokens.
-    old_logprobs, reference_logprobs, weights, returns, old_values: float64 [T], or None where no
-        rollout has them. The log-probs of first tokens are 0.
-    temperatures: float64 [N].
-    group_index: int64 [N]; the groups are 0 .. G - 1 in order of first appearance. Rollouts without
-        a group_id form one group where their prompts (the tokens before the first trained one, or
-        all if none is) are equal.
-    group_ids: N times the group_id as given, or None.
-    rollout_ids: N texts, all different.
-    extras: N dicts or None.
-    routed_experts: int16 [T, L, K], or None where no rollout has them.
-    route_index: int64 [T], the same number for tokens that are sent to the same experts in all
-        layers, whatever their order; None without routed_experts. Rollouts share tokens up to where
-        their tokens or their routes part.
-    has_advantages: False where the batch was made from tensors without advantages, which are then
-        0; losses that use advantages refuse it.
-    layout: the cells of the tensors [N, W] that the batch was made from, which `to_padded` fills.
-        Of a batch made from rollouts, or from jagged tensors, it is padded on the right.
-    completion_layout: the cells of the completions' tensors [N, C], which `to_completions` fills,
-        or None where completions were not given apart.
+    Attributes:
+        token_ids: int64 [T].
+        offsets: int64 [N + 1], the starts of the rollouts and T.
+        loss_mask: bool [T].
+        advantages: float64 [T]; a rollout's single number is repeated over its tokens.
+        old_logprobs, reference_logprobs, weights, returns, old_values: float64 [T], or None where
+            no rollout has them. The log-probs of first tokens are 0.
+        temperatures: float64 [N].
+        group_index: int64 [N]; the groups are 0 .. G - 1 in order of first appearance. Rollouts
+            without a group_id form one group where their prompts (the tokens before the first
+            trained one, or all if none is) are equal.
+        group_ids: N times the group_id as given, or None.
+        rollout_ids: N texts, all different.
+        extras: N dicts or None.
+        routed_experts: int16 [T, L, K], or None where no rollout has them.
+        route_index: int64 [T], the same number for tokens that are sent to the same experts in all
+            layers, whatever their order; None without routed_experts. Rollouts share tokens up to
+            where their tokens or their routes part.
+        has_advantages: False where the batch was made from tensors without advantages, which are
+            then 0; losses that use advantages refuse it.
+        layout: the cells of the tensors [N, W] that the batch was made from, which `to_padded`
+            fills. Of a batch made from rollouts, or from jagged tensors, it is padded on the right.
+        completion_layout: the cells of the completions' tensors [N, C], which `to_completions`
+            fills, or None where completions were not given apart.
 
     `from_padded`, `from_completions` and `from_jagged` make a batch from tensors.
 
     A batch without rollouts is that of a rank that has none, in a step of several ranks; everything
     else refuses it.
 
-    Raises RolloutError for things that are not rollouts, for a rollout_id that is there twice, and
-    where only some of the rollouts have old_logprobs, reference_logprobs,
-    weights, returns, old_values or routed_experts, or these of different layers or counts.
+    Raises:
+        RolloutError: an item is no rollout, a rollout_id is there twice, only some of the rollouts
+            have old_logprobs, reference_logprobs, weights, returns, old_values or routed_experts,
+            or routed_experts have different layers or counts.
     """
 
     token_ids: NDArray[np.int64]
@@ -224,45 +239,38 @@ class RolloutBatch(FromTensors):
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
         given = check_rollouts(rollouts, "a batch", least=0)
         rollout_ids = fill_ids([rollout.rollout_id for rollout in given])
-        named = tuple(
+        rollouts = tuple(
             rollout if rollout.rollout_id is not None else replace(rollout, rollout_id=name)
             for rollout, name in zip(given, rollout_ids, strict=True)
         )
-        none = np.zeros(0, np.int64), np.zeros(0, bool)
-        token_ids = np.concatenate([none[0], *(rollout.token_ids for rollout in named)])
-        loss_mask = np.concatenate([none[1], *(rollout.loss_mask for rollout in named)])
-        lengths = np.array([len(rollout) for rollout in named], np.int64)
+        empty = np.zeros(0, np.int64), np.zeros(0, bool)
+        token_ids = np.concatenate([empty[0], *(rollout.token_ids for rollout in rollouts)])
+        loss_mask = np.concatenate([empty[1], *(rollout.loss_mask for rollout in rollouts)])
+        lengths = np.array([len(rollout) for rollout in rollouts], np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        group_ids = tuple(rollout.group_id for rollout in named)
-        values = {
-            "token_ids": token_ids,
-            "offsets": offsets,
-            "loss_mask": loss_mask,
-            "advantages": _column(named, "advantage") if named else np.zeros(0),
-            "old_logprobs": _column(named, "old_logprobs"),
-            "reference_logprobs": _column(named, "reference_logprobs"),
-            "weights": _column(named, "weights"),
-            "returns": _column(named, "returns"),
-            "old_values": _column(named, "old_values"),
-            "temperatures": np.array([rollout.temperature for rollout in named]),
-            "group_index": group_index(
-                group_ids, token_ids, offsets, prompt_lengths(loss_mask, offsets)
-            ),
-            "group_ids": group_ids,
-            "rollout_ids": rollout_ids,
-            "extras": tuple(rollout.extras for rollout in named),
-            "has_advantages": True,
-            "layout": PaddedLayout.of_lengths(lengths),
-            "completion_layout": None,
-            "routed_experts": (routed_experts := _routed_experts(named)),
-            "route_index": None if routed_experts is None else _route_index(routed_experts),
-            "_rollouts": named,
-            "_numbers": {},
-        }
-        for name, value in values.items():
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False
-            object.__setattr__(self, name, value)
+        group_ids = tuple(rollout.group_id for rollout in rollouts)
+        prompts = prompt_lengths(loss_mask, offsets)
+        experts = join_routed_experts(rollout_ids, [each.routed_experts for each in rollouts])
+        _store(
+            self,
+            token_ids=token_ids,
+            offsets=offsets,
+            loss_mask=loss_mask,
+            advantages=_column(rollouts, "advantage") if rollouts else np.zeros(0),
+            **{name: _column(rollouts, name) for name in _OPTIONAL},
+            temperatures=np.array([rollout.temperature for rollout in rollouts]),
+            group_index=group_index(group_ids, token_ids, offsets, prompts),
+            group_ids=group_ids,
+            rollout_ids=rollout_ids,
+            extras=tuple(rollout.extras for rollout in rollouts),
+            has_advantages=True,
+            layout=PaddedLayout.of_lengths(lengths),
+            completion_layout=None,
+            routed_experts=experts,
+            route_index=None if experts is None else route_index(experts),
+            _rollouts=rollouts,
+            _numbers={},
+        )
 
     def __len__(self) -> int:
         return len(self.rollout_ids)
@@ -281,15 +289,140 @@ class RolloutBatch(FromTensors):
         )
 
     @classmethod
-    def _of_columns(cls, columns: Columns) -> Self:
+    def _of_tensors(cls, attributes: dict[str, Any]) -> Self:
         """The batch of these validated arrays; its rollouts are views of them."""
         batch = object.__new__(cls)
-        for field in fields(columns):
-            name = "_numbers" if field.name == "numbers" else field.name
-            object.__setattr__(batch, name, getattr(columns, field.name))
-        for name in ("_rollouts", "routed_experts", "route_index"):
-            object.__setattr__(batch, name, None)
+        _store(batch, **attributes, _rollouts=None, routed_experts=None, route_index=None)
         return batch
+
+    @classmethod
+    def from_padded(
+        cls,
+        input_ids: ArrayLike,
+        attention_mask: ArrayLike,
+        loss_mask: ArrayLike,
+        **fields: Unpack[BatchFields],
+    ) -> Self:
+        """A batch of the rows of padded tensors [N, W]; padding may be on both sides of a row.
+
+        Torch tensors of any device, numpy arrays and lists of rows are taken, of the types that
+        Rollout takes. A tensor is copied to the host once, without its graph. Values at padding are
+        not read, whichever id the padding has.
+
+        Args:
+            input_ids: [N, W]. Prompts and responses.
+            attention_mask: [N, W]; 1 for tokens, 0 for padding. The tokens of a row are neighbours.
+            loss_mask: [N, W]; 1 for trained tokens, 0 for others and for padding.
+            fields: the other fields, by the names in `BatchFields`: advantages, old_logprobs,
+                reference_logprobs, weights, returns, old_values, temperatures, group_ids,
+                rollout_ids, extras. Per-token fields are [N, W].
+
+        Raises:
+            RolloutError: a value or a shape is not allowed, a row has no token, padding lies
+                between tokens, or padding is trained.
+        """
+        return cls._of_tensors(read_padded(fields, input_ids, attention_mask, loss_mask))
+
+    @classmethod
+    def from_completions(
+        cls,
+        prompt_ids: ArrayLike,
+        prompt_mask: ArrayLike,
+        completion_ids: ArrayLike,
+        completion_mask: ArrayLike,
+        *,
+        loss_mask: ArrayLike | None = None,
+        tool_mask: ArrayLike | None = None,
+        **fields: Unpack[BatchFields],
+    ) -> Self:
+        """A batch of prompts [N, P] and completions [N, C], padded separately, as TRL has them.
+
+        Args:
+            prompt_ids: [N, P]; prompt n is repeated for each of its completions.
+            prompt_mask: [N, P]; 1 for tokens.
+            completion_ids: [N, C].
+            completion_mask: [N, C]; 1 for tokens, those of tools included. A completion without
+                tokens is a rollout of its prompt, with nothing trained.
+            loss_mask: [N, C]; 1 for trained tokens. Without it all tokens of completions are
+                trained.
+            tool_mask: [N, C], instead of loss_mask; 0 for tokens of tools. It is not read at
+                padding, where TRL has 1.
+            fields: as in `from_padded`. Per-token fields are over the completions, [N, C]; the
+                prompts' entries in the batch are 0. Without group_ids equal prompts form a group,
+                whatever is trained; where loss masks that begin late would hide that, rollouts get
+                group_ids that stand for prompts.
+
+        Raises:
+            RolloutError: as in `from_padded`, and where loss_mask and tool_mask are both given.
+        """
+        ids = (prompt_ids, prompt_mask, completion_ids, completion_mask)
+        return cls._of_tensors(read_completions(fields, *ids, loss_mask, tool_mask))
+
+    @classmethod
+    def from_jagged(
+        cls,
+        input_ids: Any,
+        loss_mask: Any,
+        *,
+        offsets: ArrayLike | None = None,
+        response_lengths: ArrayLike | None = None,
+        **fields: Unpack[BatchFields],
+    ) -> Self:
+        """A batch of rows of different lengths without padding: nested tensors, as verl has them.
+
+        Args:
+            input_ids: prompts and responses: nested, a list of rows, or flat values with `offsets`.
+            loss_mask: as long as input_ids; 1 for trained tokens.
+            offsets: [N + 1], where input_ids are flat: the starts of the rollouts, and T.
+            response_lengths: [N], tokens of the responses, where loss_mask and the other per-token
+                fields are over these alone, as verl's `response_mask` is; responses come last. For
+                verl's nested responses it is `responses.offsets().diff()`. Groups are then formed
+                by prompts as in `from_completions`.
+            fields: as in `from_padded`. Per-token fields are nested tensors [N, j] of either
+                layout, lists of N rows, or flat values [T], back to back.
+
+        Raises:
+            RolloutError: as in `from_padded`, and where lengths do not fit.
+        """
+        return cls._of_tensors(read_jagged(fields, input_ids, loss_mask, offsets, response_lengths))
+
+    def to_padded(self, values: Any, *, fill: float = 0) -> Any:
+        """Per-token values in the cells of the tensors that the batch was made from: [N, W].
+
+        A batch from `from_completions` has W = P + C: prompts, then completions, as in
+        `torch.cat([prompt_ids, completion_ids], 1)`. One from rollouts or jagged tensors is padded
+        on the right to the longest rollout.
+
+        Args:
+            values: [T] over the batch's tokens in their order, such as `scores.logprobs`, or
+                [T, ...]; a torch tensor, a numpy array or a list.
+            fill: the number at padding, one that the dtype has.
+
+        Returns:
+            [N, W, ...] of the same dtype: for a torch tensor one on its device, with a graph to
+            it, otherwise a numpy array.
+
+        Raises:
+            RolloutError: the values have another length.
+            ConfigError: the values' dtype cannot hold `fill`.
+        """
+        return self.layout.pad(values, fill)
+
+    def to_completions(self, values: Any, *, fill: float = 0) -> Any:
+        """Per-token values in the cells of the completions' tensors: [N, C]; else as `to_padded`.
+
+        Values of prompts are left out. Completions of a batch from `from_jagged` are those of
+        `response_lengths`, padded on the right.
+
+        Raises:
+            RolloutError: also for a batch that was not given its completions separately.
+        """
+        if self.completion_layout is None:
+            raise RolloutError(
+                "The batch has no completions apart from prompts: it was not made by "
+                "from_completions, or by from_jagged with response_lengths. Use to_padded."
+            )
+        return self.completion_layout.pad(values, fill)
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
@@ -372,11 +505,7 @@ class RolloutBatch(FromTensors):
             "token_ids": split(self.token_ids),
             "loss_mask": split(self.loss_mask),
             "advantage": floats("advantages"),
-            "old_logprobs": floats("old_logprobs"),
-            "reference_logprobs": floats("reference_logprobs"),
-            "weights": floats("weights"),
-            "returns": floats("returns"),
-            "old_values": floats("old_values"),
+            **{name: floats(name) for name in _OPTIONAL},
             "temperature": self.temperatures.tolist(),
             "group_id": self.group_ids,
             "rollout_id": self.rollout_ids,
@@ -415,37 +544,20 @@ def check_rollouts(given: Iterable[Rollout], what: str, *, least: int = 1) -> li
     return rollouts
 
 
-def _routed_experts(rollouts: Sequence[Rollout]) -> NDArray[np.int16] | None:
-    """int16 [T, L, K] of all rollouts; None where none has them."""
-    given = [rollout.routed_experts for rollout in rollouts]
-    has = [rollout for rollout in rollouts if rollout.routed_experts is not None]
-    if not has:
-        return None
-    first = has[0]
-    for rollout, experts in zip(rollouts, given, strict=True):
-        if experts is None:
-            raise RolloutError(
-                f"Rollout {short(first.rollout_id)} has routed_experts and rollout "
-                f"{short(rollout.rollout_id)} has not; a batch needs it of all of its rollouts or "
-                "of none. Add what is missing, as -1 where routers choose, or make two batches."
-            )
-        assert first.routed_experts is not None
-        wanted, found = first.routed_experts.shape[1:], experts.shape[1:]
-        if found != wanted:
-            raise RolloutError(
-                f"routed_experts of rollout {short(first.rollout_id)} are of {wanted[0]} layers "
-                f"with {wanted[1]} experts a token, and those of rollout "
-                f"{short(rollout.rollout_id)} of {found[0]} with {found[1]}; all rollouts are "
-                "routed by one model. Make two batches."
-            )
-    return np.concatenate([experts for experts in given if experts is not None])
+def _number_or_floats(
+    reader: FloatReader, name: str, value: ArrayLike | None
+) -> float | NDArray[np.float64] | None:
+    """The field of a single rollout: its one number, or float64 [T]."""
+    floats = reader.number_or_floats(name, value)
+    return reader.numbers[name][0] if name in reader.numbers else floats
 
 
-def _route_index(experts_TLK: NDArray[np.int16]) -> NDArray[np.int64]:
-    """int64 [T], equal where a token's experts are, whatever their order."""
-    ordered = np.ascontiguousarray(np.sort(experts_TLK, axis=-1))
-    rows = ordered.reshape(len(ordered), -1).view(f"V{ordered[0].nbytes}")[:, 0]
-    return np.unique(rows, return_inverse=True)[1].astype(np.int64)
+def _store(target: object, **attributes: Any) -> None:
+    """Set the attributes of a frozen object; its arrays become read-only."""
+    for name, value in attributes.items():
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+        object.__setattr__(target, name, value)
 
 
 def _same(one: Any, other: Any) -> bool:

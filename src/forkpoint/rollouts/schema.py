@@ -83,53 +83,42 @@ def refuse(field: str, value: object, allowed: str) -> SchemaError:
 # Checks of single values ------------------------------------------------------------------------
 
 
-def text(value: Any, field: str) -> str:
-    """Any text."""
-    if not isinstance(value, str):
-        raise refuse(field, value, "text")
-    return value
+def _scalar(allowed: str, accepts: Callable[[Any], bool]) -> Check:
+    """Check of a single value, which comes back as it is."""
+
+    def check(value: Any, field: str) -> Any:
+        if not accepts(value):
+            raise refuse(field, value, allowed)
+        return value
+
+    return check
+
+
+text = _scalar("text", lambda value: isinstance(value, str))
+flag = _scalar("true or false", lambda value: isinstance(value, bool))
 
 
 def text_like(pattern: str, what: str) -> Check:
     """Text that matches all of a regular expression, which `what` describes."""
     compiled = re.compile(pattern)
-
-    def check(value: Any, field: str) -> str:
-        if not isinstance(value, str) or not compiled.fullmatch(value):
-            raise refuse(field, value, what)
-        return value
-
-    return check
-
-
-def flag(value: Any, field: str) -> bool:
-    """A boolean."""
-    if not isinstance(value, bool):
-        raise refuse(field, value, "true or false")
-    return value
+    return _scalar(what, lambda value: isinstance(value, str) and bool(compiled.fullmatch(value)))
 
 
 def one_of(*values: object) -> Check:
     """One of some texts or whole numbers."""
-
-    def check(value: Any, field: str) -> Any:
-        # 1.0 and True are equal to 1.
-        if not any(type(value) is type(v) and value == v for v in values):
-            raise refuse(field, value, " or ".join(map(repr, values)))
-        return value
-
-    return check
+    # 1.0 and True are equal to 1.
+    return _scalar(
+        " or ".join(map(repr, values)),
+        lambda value: any(type(value) is type(v) and value == v for v in values),
+    )
 
 
 def whole(least: int = 0, most: int = MOST_WHOLE) -> Check:
     """A whole number within bounds, both included."""
-
-    def check(value: Any, field: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise refuse(field, value, f"a whole number from {least} to {most}")
-        return value
-
-    return check
+    return _scalar(
+        f"a whole number from {least} to {most}",
+        lambda value: type(value) is int and least <= value <= most,
+    )
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, above: bool = False) -> Check:
@@ -141,10 +130,9 @@ def number(least: float = -math.inf, most: float = math.inf, *, above: bool = Fa
         bounds = f"a finite number {'above' if above else 'of at least'} {least:g}"
 
     def check(value: Any, field: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise refuse(field, value, bounds)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         # A whole number may be too large for a float, and is compared exactly.
-        if not (abs(value) <= sys.float_info.max and least <= value <= most):
+        if not is_number or not (abs(value) <= sys.float_info.max and least <= value <= most):
             raise refuse(field, value, bounds)
         if above and value == least:
             raise refuse(field, value, bounds)

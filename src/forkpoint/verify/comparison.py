@@ -1,15 +1,15 @@
-"""Is it exact on this model and batch? Every parameter's gradient, shared and dense.
+"""Comparison of every parameter's gradient between steps that share and ordinary training.
 
-Plans that share within microbatches and across them are compared, with ordinary training in higher
-precision, and so is ordinary training itself. So the question has an answer for 16-bit models too:
-sharing may be no further from the truth than dense training already is.
+Both are compared with ordinary training in higher precision, the reference. In 16 bits sharing may
+be no further from the reference than ordinary training is.
 """
 
 import gc
 import math
 import traceback
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,27 +30,27 @@ from forkpoint.losses.base import (
 )
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import check_range
-from forkpoint.plan.runs import labels_run
+from forkpoint.plan.pricing.cost import dense_work
+from forkpoint.plan.runs import labels_run, run_lengths
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
 from forkpoint.step.sampler import compute_dtype
 from forkpoint.tree.forest import IntArray
 from forkpoint.verify.dense import DenseRun, dense_run
-from forkpoint.verify.errors import (
-    FLOAT64_BAR,
-    OVERALL_RATIO,
-    OVERALL_ULPS,
-    Gradients,
-    Truth,
-    distances,
-    named,
-    norm_of,
+from forkpoint.verify.dense_routers import DenseRouters
+from forkpoint.verify.memory import (
+    MemoryStrategies,
+    MemoryStrategy,
+    Needs,
+    count_needs,
+    fitting_plans,
+    free_bytes,
+    run_in_memory,
 )
-from forkpoint.verify.errors import parameter_errors as _parameter_errors
-from forkpoint.verify.memory import Needs, Way, count_needs, free_bytes, in_some_way
 from forkpoint.verify.plans import Choice, Compared, choose_plans, count_shared
+from forkpoint.verify.progress import Clock, Run
 from forkpoint.verify.progress import VerifyProgress as VerifyProgress
-from forkpoint.verify.ranks import together
+from forkpoint.verify.ranks import SingleProcess, rank_comm
 from forkpoint.verify.reference import run_plainly, save_memory
 from forkpoint.verify.report import FAILED, PASSED, nothing_to_verify
 from forkpoint.verify.report import ParameterError as ParameterError
@@ -60,13 +60,135 @@ from forkpoint.verify.report import RouteReport as RouteReport
 from forkpoint.verify.report import VerifyReport as VerifyReport
 from forkpoint.verify.routes import HeldRoutes
 from forkpoint.verify.stepping import StepFigures, Stepping
-from forkpoint.verify.ways import Ways, fitting_plans
-from forkpoint.verify.work import DENSE, REFERENCE, Work, clock_of
+
+T = TypeVar("T")
+Gradients = Mapping[str, Tensor | None]
 
 SMALLER_TRIED = 2
 """Smaller plans that are tried, one after the other, where memory runs out."""
 LOWERED = 0.7
 """The part of a predicted peak that is tried next where it was too much."""
+
+REFERENCE, DENSE = "reference", "dense"
+"""Names of the runs of single rollouts."""
+
+OVERALL_RATIO = 1.1
+WORST_RATIO = 1.5
+FLOAT64_BAR = 1e-10
+# An error is one draw of rounding, and where dense happened to draw a small one, a ratio to it says
+# little. So units in the last place are allowed on top: of the gradient of each parameter, and of
+# the gradient as a whole, where draws average out.
+PARAMETER_ULPS = {torch.float32: 8.0, torch.bfloat16: 1 / 4, torch.float16: 1 / 4}
+OVERALL_ULPS = {torch.float32: 8.0, torch.bfloat16: 1 / 16, torch.float16: 1 / 16}
+# A parameter whose gradient is less than this part of the others' is measured by that part: a
+# gradient that cancels to nearly nothing is all rounding.
+LEAST_PART = 0.01
+PIECE_ELEMENTS = 1 << 24
+"""Elements of a gradient that are compared at a time."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference, and how far ordinary training is from it."""
+
+    run: DenseRun
+    norms: dict[str, float]
+    dense_errors: dict[str, float]
+
+
+@dataclass
+class Work:
+    """One comparison: its arguments, and what all its runs use."""
+
+    policy: Stepping
+    batch: RolloutBatch
+    loss: Loss
+    denominators: Denominators
+    given: Denominators | None
+    """By the caller."""
+    changes: Changes
+    dtype: torch.dtype
+    reference_dtype: torch.dtype
+    joint: SingleProcess
+    routed: RouterWork | None
+    """Of the loss of routers; None where there is none."""
+    others: tuple[Tensor, ...] = ()
+    """Leaves that the loss reads and that are no parameters of the model, once the reference has
+    run."""
+    held: HeldRoutes = field(init=False)
+    clock: Clock = field(init=False)
+
+    @property
+    def double(self) -> bool:
+        """Whether the model is its own reference."""
+        return self.dtype == torch.float64
+
+    @property
+    def router(self) -> RouterLoss | None:
+        """The loss of routers."""
+        return None if self.routed is None else self.routed.router
+
+    @property
+    def last_tokens(self) -> bool:
+        """Whether rollouts' last tokens run."""
+        return self.router is not None and self.router.last_token
+
+    def dense_routers(self, model: nn.Module) -> DenseRouters | None:
+        """The same loss in ordinary training of the model or of a copy of it."""
+        if self.routed is None:
+            return None
+        host = self.policy.host
+        names = {module: name for name, module in host.model.named_modules()}
+        modules = [model.get_submodule(names[router]) for router in host.routers.modules]
+        return DenseRouters(
+            modules,
+            self.routed.terms,
+            self.changes,
+            last_token=self.last_tokens,
+            joins=self.routed.joins,
+            gather=self.joint.gather if self.routed.on_ranks else None,
+        )
+
+
+def clock_of(
+    work: Work,
+    choice: Choice,
+    needs: Needs,
+    room: int | None,
+    strategies: MemoryStrategies,
+    keeps: bool,
+    progress: Callable[[VerifyProgress], None] | None,
+) -> Clock:
+    """The runs to come, with their work and their memory."""
+    shape = work.policy.host.shape
+    # Ordinary training runs all tokens of rollouts that are trained.
+    edges = run_lengths(work.batch, whole=True, last_tokens=work.last_tokens)
+    dense = dense_work(edges, work.batch.trained_tokens, shape.windows)
+    runs = []
+    own = () if work.double else ((DENSE, work.dtype, strategies.dense[0]),)
+    for name, dtype, strategy in ((REFERENCE, work.reference_dtype, strategies.reference[0]), *own):
+        # Log-probs first, then forwards with a graph.
+        forwards = 2 if strategy.checkpointed else 1
+        flops = dense.step_flops(shape) + forwards * dense.forward_flops(shape)
+        runs.append(Run(name, flops, dtype))
+    for entry in choice.compared:
+        plan = entry.plan
+        scores = plan.shared.forward_flops(shape) if plan.program.has_scores else 0.0
+        runs.append(Run(entry.kind, plan.shared.step_flops(shape) + scores, work.dtype))
+    kept = needs.gradients if keeps else 0
+    memory = max(
+        needs.reference(strategies.reference[0]),
+        kept + needs.dense(strategies.dense[0]) if own else 0,
+        kept + needs.own_gradients + choice.peak_bytes,
+    )
+    texts = {
+        strategies.reference[0].text(),
+        *(strategy.text() for strategy in strategies.dense[: len(own)]),
+    }
+    text = ", ".join(sorted(texts - {"plain"})) or "plain"
+    return Clock(
+        runs, work.policy.host.device, progress, memory_bytes=memory, free_bytes=room, ways=text
+    )
 
 
 def verify(
@@ -110,14 +232,7 @@ def verify(
     return run_or_fall_back(
         policy.host,
         lambda step: _verify(
-            policy,
-            batch,
-            loss,
-            denominators,
-            step.changes,
-            router=router,
-            hold_routes=hold_routes,
-            progress=progress,
+            policy, batch, loss, denominators, step.changes, router, hold_routes, progress
         ),
     )
 
@@ -128,13 +243,12 @@ def _verify(
     loss: Loss,
     denominators: Denominators | None,
     changes: Changes,
-    *,
     router: RouterLoss | None,
     hold_routes: bool,
     progress: Callable[[VerifyProgress], None] | None,
 ) -> VerifyReport:
     host = policy.host
-    joint = together(host.group, host.model, loss)
+    joint = rank_comm(host.group, host.model, loss)
     host.prepare(changes)
     dtype = compute_dtype(host)
     reference_dtype = torch.float32 if dtype.itemsize < 4 else torch.float64
@@ -143,7 +257,7 @@ def _verify(
         p.grad = None
     room = free_bytes(host.device)
 
-    def looked_at() -> tuple[RouterWork | None, Needs, Stepping, Choice, bool]:
+    def check_and_plan() -> tuple[RouterWork | None, Needs, Stepping, Choice, bool]:
         # What a step refuses is refused before anything runs.
         loss.check_head(host.head)
         if len(batch):
@@ -158,7 +272,7 @@ def _verify(
         needs = count_needs(host, batch, dtype, reference_dtype, copied=copied)
         return work, needs, *fitting_plans(policy, batch, loss, needs, room, router)
 
-    routed, needs, policy, choice, keeps = joint.run(looked_at)
+    routed, needs, policy, choice, keeps = joint.run(check_and_plan)
     joint.same_routers(router, routed)
     choice = joint.choice(choice, policy, batch, loss, router)
     described = {
@@ -186,68 +300,69 @@ def _verify(
         last_tokens=work.last_tokens,
     )
     # A float64 model is its own reference, and is nowhere else.
-    ways = joint.ways(Ways.fitting(needs, room, keeps, joint.streams and not work.double))
-    work.clock = clock_of(work, choice, needs, room, ways, keeps, progress)
+    strategies = joint.strategies(
+        MemoryStrategies.fitting(needs, room, keeps, joint.streams and not work.double)
+    )
+    work.clock = clock_of(work, choice, needs, room, strategies, keeps, progress)
     if work.double:
         run_plainly(host.model, dtype, changes)
     with torch.enable_grad():
-        reference = _reference(work, ways.reference, keeps=keeps)
+        run = _reference(work, strategies.reference, keeps=keeps)
         if work.double:
-            dense, dense_routes = reference, None
-            dense_errors = dict.fromkeys(reference.gradients, 0.0)
+            dense, dense_routes = run, None
+            dense_errors = dict.fromkeys(run.gradients, 0.0)
         else:
-            dense, dense_routes = _dense(work, ways.dense)
-            dense_errors = joint.lengths(distances(dense.gradients, reference.gradients))
+            dense, dense_routes = _dense(work, strategies.dense)
+            dense_errors = joint.lengths(distances(dense.gradients, run.gradients))
             dense = replace(dense, gradients={})
-        norms = joint.lengths({n: norm_of(gradient) for n, gradient in reference.gradients.items()})
-        truth = Truth(reference, norms, dense_errors)
-        plans = tuple(_findings(work, entry, truth, dense_routes) for entry in choice.compared)
+        norms = joint.lengths({n: norm_of(gradient) for n, gradient in run.gradients.items()})
+        reference = Reference(run, norms, dense_errors)
+        plans = tuple(_findings(work, entry, reference, dense_routes) for entry in choice.compared)
     norm = math.hypot(*norms.values()) or 1.0
     head = host.head
-    truth_T = reference.per_token[head]
     return VerifyReport(
         verdict=PASSED if all(plan.passed for plan in plans) else FAILED,
         plans=plans,
         reason=None,
         dense_error=math.hypot(*dense_errors.values()) / norm,
-        dense_loss_difference=dense.loss - reference.loss,
-        dense_router_loss_difference=_difference(dense.router_loss, reference.router_loss),
-        dense_logprob_difference=joint.most(_largest(dense.per_token[head] - truth_T)),
+        dense_loss_difference=dense.loss - run.loss,
+        dense_router_loss_difference=_difference(dense.router_loss, run.router_loss),
+        dense_logprob_difference=joint.most(_largest(dense.per_token[head] - run.per_token[head])),
         **described,
     )
 
 
 def _findings(
-    work: Work, entry: Compared, truth: Truth, dense_routes: RoutedRun | None
+    work: Work, entry: Compared, reference: Reference, dense_routes: RoutedRun | None
 ) -> PlanFindings:
     """Run one plan, and compare it."""
-    policy, dtype, reference = work.policy, work.dtype, truth.reference
+    policy, dtype, wanted = work.policy, work.dtype, reference.run
     model, head = policy.host.model, policy.host.head
     shared, stats, run = _in_memory(work, entry)
     joint = work.joint
-    shared_errors = joint.lengths(distances(shared, reference.gradients))
+    shared_errors = joint.lengths(distances(shared, wanted.gradients))
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     elements |= named({leaf: leaf.numel() for leaf in work.others})
-    errors = _parameter_errors(elements, dtype, shared_errors, truth)
+    errors = parameter_errors(elements, dtype, shared_errors, reference)
     del shared
     _clear_gradients(model)
     work.clock.end(entry.kind)
-    norm = math.hypot(*truth.norms.values()) or 1.0
+    norm = math.hypot(*reference.norms.values()) or 1.0
     shared_error = math.hypot(*(e.shared_error for e in errors)) / norm
-    dense_error = math.hypot(*truth.dense_errors.values()) / norm
-    loss_difference = stats.loss - reference.loss
-    truth_T = reference.per_token[head]
+    dense_error = math.hypot(*reference.dense_errors.values()) / norm
+    loss_difference = stats.loss - wanted.loss
+    wanted_T = wanted.per_token[head]
     # Log-probs of what the plan leaves out are NaN. That it has no gradient is compared above.
     run_T = torch.from_numpy(labels_run(work.batch.offsets, stats.plan.run_lengths))
-    difference = joint.most(_largest((stats.per_token[head] - truth_T)[run_T.to(truth_T.device)]))
+    difference = joint.most(_largest((stats.per_token[head] - wanted_T)[run_T.to(wanted_T.device)]))
     if work.double:
         allowed = FLOAT64_BAR
-        loss_error = joint.most(abs(loss_difference) / max(1.0, abs(reference.loss)))
+        loss_error = joint.most(abs(loss_difference) / max(1.0, abs(wanted.loss)))
         # Values of a critic have any scale.
-        scale = joint.most(max(1.0, _largest(truth_T))) if head == "values" else 1.0
-        aside = _difference(stats.router_loss, reference.router_loss)
+        scale = joint.most(max(1.0, _largest(wanted_T))) if head == "values" else 1.0
+        aside = _difference(stats.router_loss, wanted.router_loss)
         if aside is not None:
-            loss_error = max(loss_error, abs(aside) / max(1.0, abs(reference.router_loss or 0.0)))
+            loss_error = max(loss_error, abs(aside) / max(1.0, abs(wanted.router_loss or 0.0)))
         values_pass = max(loss_error, difference / scale) <= FLOAT64_BAR
     else:
         allowed = OVERALL_RATIO * dense_error + OVERALL_ULPS[dtype] * torch.finfo(dtype).eps
@@ -266,7 +381,7 @@ def _findings(
         allowed=allowed,
         worst=tuple(sorted(errors, key=lambda e: -e.excess)),
         loss_difference=loss_difference,
-        router_loss_difference=_difference(stats.router_loss, reference.router_loss),
+        router_loss_difference=_difference(stats.router_loss, wanted.router_loss),
         logprob_difference=difference,
         routes=work.held.report(run, dense_routes),
     )
@@ -279,7 +394,7 @@ def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepFigures, Rou
     tried = 0
     while True:
         run = work.held.run(policy.host.model)
-        work.clock.begin(entry.kind)
+        work.clock.at(entry.kind, 0.0)
         try:
             return *_shared(work, entry, run), run
         except torch.OutOfMemoryError as error:
@@ -346,7 +461,7 @@ def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradien
     return work.joint.gradients(policy.host.model, others), stats
 
 
-def _dense(work: Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | None]:
+def _dense(work: Work, strategies: tuple[MemoryStrategy, ...]) -> tuple[DenseRun, RoutedRun | None]:
     """Run the model itself densely."""
     host, changes = work.policy.host, work.changes
     mark = changes.mark
@@ -354,23 +469,23 @@ def _dense(work: Work, ways: tuple[Way, ...]) -> tuple[DenseRun, RoutedRun | Non
     if not work.joint.whole:
         model, blocks = work.joint.copy_in(model, blocks, work.dtype, streamed=False)
 
-    def run(way: Way) -> tuple[DenseRun, RoutedRun | None]:
-        save_memory(blocks, way, host.device, changes)
+    def run(strategy: MemoryStrategy) -> tuple[DenseRun, RoutedRun | None]:
+        save_memory(blocks, strategy, host.device, changes)
         routed = work.held.run(model)
-        return _single_rollouts(work, DENSE, model, routed, way), routed
+        return _single_rollouts(work, DENSE, model, routed, strategy), routed
 
     def undo() -> None:
         changes.undo(mark)
         forget_lists()
 
-    found, routed = work.joint.run(lambda: in_some_way(ways, run, undo))
+    found, routed = work.joint.run(lambda: run_in_memory(strategies, run, undo))
     undo()
     found = work.joint.total(found, host.model, work.dtype)
     found.gradients.update(named({leaf: found.besides.get(leaf) for leaf in work.others}))
     return found, routed
 
 
-def _reference(work: Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
+def _reference(work: Work, strategies: tuple[MemoryStrategy, ...], *, keeps: bool) -> DenseRun:
     """Run the reference; its gradients are on the device only if it `keeps` them there."""
     host, changes = work.policy.host, work.changes
     mark = changes.mark
@@ -380,26 +495,26 @@ def _reference(work: Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
         # All ranks copy together, and before anything can fail on one.
         copies.append(
             work.joint.copy_in(
-                host.model, host.blocks, work.reference_dtype, streamed=ways[0].streamed
+                host.model, host.blocks, work.reference_dtype, streamed=strategies[0].streamed
             )
         )
 
-    def run(way: Way) -> DenseRun:
+    def run(strategy: MemoryStrategy) -> DenseRun:
         model, blocks = copies[0] if copies else (host.model, host.blocks)
         if not copies and not work.double:
-            model, blocks = copy_in(model, blocks, work.reference_dtype, streamed=way.streamed)
+            model, blocks = copy_in(model, blocks, work.reference_dtype, streamed=strategy.streamed)
         if model is not host.model:
             run_plainly(model, work.reference_dtype, changes)
-        save_memory(blocks, way, host.device, changes)
+        save_memory(blocks, strategy, host.device, changes)
         with torch.autocast(host.device.type, enabled=False):
             routed = None if work.double else work.held.run(model, record=True)
-            return _single_rollouts(work, REFERENCE, model, routed, way)
+            return _single_rollouts(work, REFERENCE, model, routed, strategy)
 
     def undo() -> None:
         changes.undo(mark)
         forget_lists()  # which would keep the copy alive until the end
 
-    found = work.joint.run(lambda: in_some_way(ways, run, undo))
+    found = work.joint.run(lambda: run_in_memory(strategies, run, undo))
     copies.clear()
     undo()
     found = work.joint.total(found, host.model, work.reference_dtype)
@@ -416,7 +531,7 @@ def _reference(work: Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
 
 
 def _single_rollouts(
-    work: Work, name: str, model: nn.Module, routed: RoutedRun | None, way: Way
+    work: Work, name: str, model: nn.Module, routed: RoutedRun | None, strategy: MemoryStrategy
 ) -> DenseRun:
     """Run rollouts one at a time, without forkpoint's code, and say how far that is."""
     batch, routers = work.batch, work.dense_routers(model)
@@ -432,7 +547,7 @@ def _single_rollouts(
     # Each comes twice: log-probs, then a forward and a backward.
     tokens_run = int((batch.lengths - (not work.last_tokens)).sum())
     done, calls, whole = 0, 0, 4 * tokens_run or 1
-    work.clock.begin(name)
+    work.clock.at(name, 0.0)
 
     def entering(tokens: IntArray) -> None:
         nonlocal done, calls
@@ -452,15 +567,15 @@ def _single_rollouts(
             work.loss,
             work.denominators,
             entering,
-            head_tokens=way.head_tokens,
+            head_tokens=strategy.head_tokens,
             routers=routers,
         )
     work.clock.end(name)
     return found
 
 
-def _difference(value: float | None, truth: float | None) -> float | None:
-    return None if value is None or truth is None else value - truth
+def _difference(value: float | None, wanted: float | None) -> float | None:
+    return None if value is None or wanted is None else value - wanted
 
 
 def _largest(values_T: Tensor) -> float:
@@ -470,3 +585,58 @@ def _largest(values_T: Tensor) -> float:
 def _clear_gradients(model: nn.Module) -> None:
     for p in model.parameters():
         p.grad = None
+
+
+def distances(found: Gradients, wanted: Gradients) -> dict[str, float]:
+    """By parameter, how far gradients are from others."""
+    return {name: distance_of(found[name], other) for name, other in wanted.items()}
+
+
+def parameter_errors(
+    elements: Mapping[str, int],
+    dtype: torch.dtype,
+    shared_errors: Mapping[str, float],
+    reference: Reference,
+) -> list[ParameterError]:
+    """`elements`: of each parameter and other leaf, by name."""
+    norms = reference.norms
+    total = math.hypot(*norms.values())
+    typical = total / math.sqrt(max(1, sum(norm > 0 for norm in norms.values())))
+    errors = []
+    for name, count in elements.items():
+        dense_error = reference.dense_errors[name]
+        if dtype == torch.float64:
+            allowed = FLOAT64_BAR * total
+        else:
+            few = 1 + 2 / math.sqrt(count)
+            ulp = torch.finfo(dtype).eps * max(norms[name], LEAST_PART * typical)
+            allowed = WORST_RATIO * few * dense_error + PARAMETER_ULPS[dtype] * ulp
+        errors.append(ParameterError(name, norms[name], shared_errors[name], dense_error, allowed))
+    return errors
+
+
+def named(of_leaves: Mapping[Tensor, T]) -> dict[str, T]:
+    """Values of leaves that are no parameters of the model, by names for a report."""
+    return {
+        f"leaf {number} of the loss, {tuple(leaf.shape)}": value
+        for number, (leaf, value) in enumerate(of_leaves.items())
+    }
+
+
+def _pieces(gradient: Tensor) -> Iterator[Tensor]:
+    """Flat pieces, so that copies in double precision stay small beside the largest parameter."""
+    return iter(gradient.detach().reshape(-1).split(PIECE_ELEMENTS))
+
+
+def norm_of(gradient: Tensor | None) -> float:
+    if gradient is None:
+        return 0.0
+    return math.hypot(*(float(piece.double().norm()) for piece in _pieces(gradient)))
+
+
+def distance_of(gradient: Tensor | None, wanted: Tensor | None) -> float:
+    if gradient is None or wanted is None:
+        present = gradient if wanted is None else wanted
+        return norm_of(present)
+    pieces = zip(_pieces(gradient), _pieces(wanted), strict=True)
+    return math.hypot(*(float((g.double() - t.to(g.device).double()).norm()) for g, t in pieces))

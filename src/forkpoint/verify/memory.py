@@ -1,4 +1,4 @@
-"""Memory that `verify` takes, counted before anything runs, and ways to take less.
+"""Memory that `verify` takes, counted before anything runs, and strategies to take less.
 
 The reference is in higher precision, so it needs more than a step: a copy of the weights, and
 gradients of its own. What does not fit is made smaller, in this order: logits are made in parts,
@@ -9,18 +9,23 @@ block is brought to the device while it runs.
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
 
 from forkpoint.engine.host import Host
+from forkpoint.errors import PlanError
 from forkpoint.hosts.modules import configurations
+from forkpoint.losses.base import Loss
+from forkpoint.losses.router import RouterLoss
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.units import GIB
+from forkpoint.verify.plans import Choice, Planning, choose_plans
 
 T = TypeVar("T")
+Planned = TypeVar("Planned", bound=Planning)
 
 MARGIN_BYTES = GIB
 MARGIN_SHARE = 0.04
@@ -36,7 +41,7 @@ it writes them out. Besides, each layer keeps its probabilities."""
 
 
 @dataclass(frozen=True)
-class Way:
+class MemoryStrategy:
     """How a run of single rollouts saves memory."""
 
     head_tokens: int | None = None
@@ -55,14 +60,14 @@ class Way:
         return ", ".join(parts) or "plain"
 
 
-PLAIN = Way()
-IN_PARTS = Way(head_tokens=PART_TOKENS)
-CHECKPOINTED = Way(checkpointed=True)
-SMALL = Way(head_tokens=PART_TOKENS, checkpointed=True)
-STREAMED = Way(head_tokens=PART_TOKENS, checkpointed=True, streamed=True)
-REFERENCE_WAYS = (PLAIN, IN_PARTS, SMALL, STREAMED)
+PLAIN = MemoryStrategy()
+IN_PARTS = MemoryStrategy(head_tokens=PART_TOKENS)
+CHECKPOINTED = MemoryStrategy(checkpointed=True)
+SMALL = MemoryStrategy(head_tokens=PART_TOKENS, checkpointed=True)
+STREAMED = MemoryStrategy(head_tokens=PART_TOKENS, checkpointed=True, streamed=True)
+REFERENCE_STRATEGIES = (PLAIN, IN_PARTS, SMALL, STREAMED)
 # A head in parts adds up its gradient in parts, which in 16 bits rounds each time: last of all.
-DENSE_WAYS = (PLAIN, CHECKPOINTED, SMALL)
+DENSE_STRATEGIES = (PLAIN, CHECKPOINTED, SMALL)
 
 
 @dataclass(frozen=True)
@@ -93,33 +98,35 @@ class Needs:
     """Whether stock attention writes out its scores of all pairs."""
     reference_writes_scores: bool
 
-    def reference(self, way: Way) -> int:
+    def reference(self, strategy: MemoryStrategy) -> int:
         """Bytes of the reference run besides the model."""
         model = self.weights + self.gradients
-        if way.streamed:
+        if strategy.streamed:
             model = self.outside + 2 * self.block  # one runs, the next is being copied
-        return model + self._run(way, self.reference_itemsize, self.reference_writes_scores)
+        return model + self._run(strategy, self.reference_itemsize, self.reference_writes_scores)
 
-    def dense(self, way: Way) -> int:
+    def dense(self, strategy: MemoryStrategy) -> int:
         """Bytes of the dense run besides the model."""
         return (
-            self.own_copy + self.own_gradients + self._run(way, self.itemsize, self.writes_scores)
+            self.own_copy
+            + self.own_gradients
+            + self._run(strategy, self.itemsize, self.writes_scores)
         )
 
-    def _run(self, way: Way, itemsize: int, writes_scores: bool) -> int:
+    def _run(self, strategy: MemoryStrategy, itemsize: int, writes_scores: bool) -> int:
         """Activations, logits and scores of the longest rollout."""
         shape = replace(self.shape, dtype_bytes=itemsize, compiled=False)
-        policy = "full" if way.checkpointed else "none"
+        policy = "full" if strategy.checkpointed else "none"
         total = shape.activation_bytes(policy) * self.longest
         if writes_scores:
-            layers = 1 if way.checkpointed or shape.checkpointed else shape.attention_layers
+            layers = 1 if strategy.checkpointed or shape.checkpointed else shape.attention_layers
             pairs = shape.heads * self.longest**2
             # Of 16 bits the softmax is kept in float32, and its result as well.
             kept = itemsize if itemsize >= 4 else 4 + itemsize
             total += pairs * (layers * kept + SCORE_COPIES * max(4, itemsize))
         logits, entries = self.longest, self.trained
-        if way.head_tokens is not None:
-            logits = entries = min(way.head_tokens, self.trained)
+        if strategy.head_tokens is not None:
+            logits = entries = min(strategy.head_tokens, self.trained)
         loss_itemsize = max(4, itemsize)
         head = 2 * logits * itemsize + HEAD_COPIES * entries * loss_itemsize
         return total + shape.vocab * head
@@ -201,26 +208,96 @@ def free_bytes(device: torch.device) -> int | None:
     return max(0, free - MARGIN_BYTES - int(MARGIN_SHARE * total))
 
 
-def first_fitting(
-    ways: tuple[Way, ...], needed: Callable[[Way], int], room: int | None
-) -> tuple[Way, ...]:
-    """The ways from the first on that fits; the last alone where none does."""
+@dataclass(frozen=True)
+class MemoryStrategies:
+    """How the two runs of single rollouts save memory: the first strategy that fits, and further
+    ones for where memory runs out all the same."""
+
+    reference: tuple[MemoryStrategy, ...]
+    dense: tuple[MemoryStrategy, ...]
+
+    @classmethod
+    def fitting(
+        cls, needs: Needs, room: int | None, keeps: bool, streams: bool
+    ) -> "MemoryStrategies":
+        """The strategies for these needs.
+
+        Args:
+            needs: bytes that runs take.
+            room: free bytes; None if nobody counts them.
+            keeps: whether the reference's gradients stay on the device.
+            streams: whether the reference's blocks may stay in the host's memory.
+        """
+        reference = REFERENCE_STRATEGIES if streams else REFERENCE_STRATEGIES[:-1]
+        left = room if room is None or not keeps else room - needs.gradients
+        return cls(
+            reference=_from_first_fitting(reference, needs.reference, room),
+            dense=_from_first_fitting(DENSE_STRATEGIES, needs.dense, left),
+        )
+
+
+def _from_first_fitting(
+    strategies: tuple[MemoryStrategy, ...],
+    needed: Callable[[MemoryStrategy], int],
+    room: int | None,
+) -> tuple[MemoryStrategy, ...]:
+    """The strategies from the first on that fits; the last alone where none does."""
     if room is None:
-        return ways
-    fitting = (at for at, way in enumerate(ways) if needed(way) <= room)
-    return ways[next(fitting, len(ways) - 1) :]
+        return strategies
+    fitting = (at for at, strategy in enumerate(strategies) if needed(strategy) <= room)
+    return strategies[next(fitting, len(strategies) - 1) :]
 
 
-def in_some_way(ways: tuple[Way, ...], run: Callable[[Way], T], undo: Callable[[], None]) -> T:
-    """Call `run` with the first way, and with each further one where memory runs out.
+def run_in_memory(
+    strategies: tuple[MemoryStrategy, ...],
+    run: Callable[[MemoryStrategy], T],
+    undo: Callable[[], None],
+) -> T:
+    """Call `run` with the first strategy, and with each further one where memory runs out.
 
     `undo` is called between two attempts.
     """
-    for way in ways[:-1]:
+    for strategy in strategies[:-1]:
         try:
-            return run(way)
+            return run(strategy)
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)
         undo()
         torch.cuda.empty_cache()
-    return run(ways[-1])
+    return run(strategies[-1])
+
+
+def fitting_plans(
+    policy: Planned,
+    batch: RolloutBatch,
+    loss: Loss,
+    needs: Needs,
+    room: int | None,
+    router: RouterLoss | None = None,
+) -> tuple[Planned, Choice, bool]:
+    """The policy to run, its plans, and whether the reference's gradients stay on the device.
+
+    They go to the host's memory where plans would have to become smaller for their sake.
+    """
+    choice = choose_plans(policy, batch, loss, router)
+    if room is None or choice.reason is not None:
+        return policy, choice, True
+    left = room - needs.own_gradients
+    if choice.peak_bytes + needs.gradients <= left:
+        return policy, choice, True
+    if choice.peak_bytes <= left:
+        return policy, choice, False
+    changed = policy
+    given = policy.config.checkpointing
+    for checkpointing in (given, "full") if given != "full" else (given,):
+        changed = cast(
+            Planned, policy.with_config(memory_budget=max(1, left), checkpointing=checkpointing)
+        )
+        try:
+            smaller = choose_plans(changed, batch, loss, router)
+        except PlanError:
+            continue
+        if smaller.compared and (choice.unfit or not smaller.unfit):
+            return changed, smaller, False
+    # Predictions may be too high, and what does not fit says so.
+    return policy, choice, False

@@ -35,26 +35,32 @@ class Planning(Protocol):
 
 @dataclass(frozen=True)
 class SharedCounts:
-    """Counts of what a plan shares."""
+    """Counts of what a plan shares.
+
+    Attributes:
+        logical_tokens: tokens as given.
+        left_out_tokens: tokens not run because they give no gradient.
+        computed_tokens: tokens run, shared ones once.
+        saved_tokens: tokens that training without sharing runs besides; it leaves out the same.
+        segments: segments of the plan's forest.
+        shared_segments: segments of several rollouts.
+        read_across: shared segments that segments of other microbatches continue, by their prefix
+            cache.
+        microbatches: microbatches of the plan.
+        with_children: microbatches whose prefix cache other microbatches read.
+        cache_tokens: the most tokens whose prefix cache exists at once.
+    """
 
     logical_tokens: int
-    """Tokens as given."""
     left_out_tokens: int
-    """Tokens not run because they give no gradient."""
     computed_tokens: int
-    """Tokens run, shared ones once."""
     saved_tokens: int
-    """Tokens that training without sharing runs besides; it leaves out the same."""
     segments: int
     shared_segments: int
-    """Segments of several rollouts."""
     read_across: int
-    """Shared segments that segments of other microbatches continue, by their prefix cache."""
     microbatches: int
     with_children: int
-    """Microbatches whose prefix cache other microbatches read."""
     cache_tokens: int
-    """The most tokens whose prefix cache exists at once."""
 
     @property
     def shares(self) -> bool:
@@ -103,23 +109,33 @@ def count_shared(plan: Plan) -> SharedCounts:
 
 @dataclass(frozen=True)
 class Compared:
-    """A plan to compare."""
+    """A plan to compare.
+
+    Attributes:
+        kind: within: it shares, and no microbatch reads another. across: microbatches read what
+            others have shared. chosen: the planner's own, where it is neither.
+        plan: the plan.
+        counts: what it shares.
+    """
 
     kind: Kind
-    """within: it shares, and no microbatch reads another. across: microbatches read what others
-    have shared. chosen: the planner's own, where it is neither."""
     plan: Plan
     counts: SharedCounts
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A kind of plan that is not compared."""
+    """A kind of plan that is not compared.
+
+    Attributes:
+        kind: the kind, as in PlanFindings.
+        reason: why it is not compared.
+        asked: whether options leave it out; else no such plan could be made.
+    """
 
     kind: Kind
     reason: str
     asked: bool
-    """Whether options leave it out; else no such plan could be made."""
 
     def text(self) -> str:
         """As a line of a report has it."""
@@ -128,12 +144,17 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plans to compare, and those left out."""
+    """The plans to compare, and those left out.
+
+    Attributes:
+        compared: plans to compare, in the order in which they run.
+        left_out: kinds that are not compared.
+        reason: why there is nothing to verify; then nothing is compared.
+    """
 
     compared: tuple[Compared, ...]
     left_out: tuple[LeftOut, ...]
     reason: str | None
-    """Why there is nothing to verify; then nothing is compared."""
 
     @property
     def unfit(self) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -18,20 +18,24 @@ take the rest of the time."""
 
 @dataclass(frozen=True)
 class Forecast:
-    """Work and memory of a verification, counted before it begins."""
+    """Work and memory of a verification, counted before it begins.
+
+    Attributes:
+        runs: names of the runs, in their order.
+        flops: floating-point operations of all runs, each in its own precision.
+        seconds: their time, from these and from the rate of a matrix product measured here.
+        memory_bytes: the most that a run takes besides the model and its present gradients.
+        free_bytes: bytes that are free for it on a CUDA device; None on the CPU, where nobody
+            counts.
+        ways: how runs of single rollouts save memory.
+    """
 
     runs: tuple[str, ...]
-    """Names of the runs, in their order."""
     flops: float
-    """Floating-point operations of all runs, each in its own precision."""
     seconds: float
-    """Their time, from these and from the rate of a matrix product measured here."""
     memory_bytes: int
-    """The most that a run takes besides the model and its present gradients."""
     free_bytes: int | None
-    """Bytes that are free for it on a CUDA device; None on the CPU, where nobody counts."""
     ways: str
-    """How runs of single rollouts save memory."""
 
     def text(self) -> str:
         """In one line."""
@@ -47,15 +51,19 @@ class Forecast:
 
 @dataclass(frozen=True)
 class VerifyProgress:
-    """Where a verification stands."""
+    """Where a verification stands.
+
+    Attributes:
+        forecast: what was predicted before the first run.
+        run: the run that is under way.
+        done: the part of the whole work that is done, from 0 to 1.
+        seconds_left: from what has been measured so far; of the forecast before the first run.
+    """
 
     forecast: Forecast
     run: str
-    """The run that is under way."""
     done: float
-    """The part of the whole work that is done, from 0 to 1."""
     seconds_left: float
-    """From what has been measured so far; of the forecast before the first run."""
 
     def text(self) -> str:
         """Such as "reference, 12% done, about 40 s left"."""
@@ -66,18 +74,13 @@ class VerifyProgress:
 Report = Callable[[VerifyProgress], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """A run of a verification: its work, and the time that it took."""
+    """A run of a verification, and its work."""
 
     name: str
     flops: float
     dtype: torch.dtype
-    forecast_seconds: float = 0.0
-    seconds: float | None = None
-    """Time that it took, once it is done."""
-    done: float = field(default=0.0)
-    began: float = 0.0
 
 
 class Clock:
@@ -96,69 +99,38 @@ class Clock:
         free_bytes: int | None,
         ways: str,
     ) -> None:
-        self._runs = {run.name: run for run in runs}
         self._report = report
         if report is None:
             return
         rates = {dtype: _rate(device, dtype) for dtype in {run.dtype for run in runs}}
-        for run in runs:
-            run.forecast_seconds = run.flops / rates[run.dtype]
+        self._seconds = {run.name: run.flops / rates[run.dtype] for run in runs}
+        """The forecast of each run."""
+        self._done: dict[str, float] = {}
+        """The part of each run that is done."""
+        self._start = time.monotonic()
         self.forecast: Forecast = Forecast(
             runs=tuple(run.name for run in runs),
             flops=sum(run.flops for run in runs),
-            seconds=sum(run.forecast_seconds for run in runs),
+            seconds=sum(self._seconds.values()),
             memory_bytes=memory_bytes,
             free_bytes=free_bytes,
             ways=ways,
         )
 
-    def begin(self, name: str) -> None:
-        """A run begins, or begins again."""
-        run = self._runs[name]
-        run.began, run.done = time.monotonic(), 0.0
-        self.at(name, 0.0)
-
     def at(self, name: str, done: float) -> None:
         """A part of a run is done, from 0 to 1."""
         if self._report is None:
             return
-        run = self._runs[name]
-        run.done = min(1.0, done)
-        whole, left = self._whole(), self._left()
-        self._report(VerifyProgress(self.forecast, name, max(0.0, 1 - left / whole), left))
+        self._done[name] = min(1.0, done)
+        spent = sum(part * self._seconds[run] for run, part in self._done.items())
+        left = max(0.0, self.forecast.seconds - spent)
+        correction = (time.monotonic() - self._start) / spent if spent else 1.0
+        part = spent / self.forecast.seconds if self.forecast.seconds else 1.0
+        self._report(VerifyProgress(self.forecast, name, min(1.0, part), left * correction))
 
     def end(self, name: str) -> None:
         """A run is over."""
-        run = self._runs[name]
-        run.seconds = time.monotonic() - run.began
         self.at(name, 1.0)
-
-    def _left(self) -> float:
-        correction = self._correction()
-        rest = sum((1 - r.done) * r.forecast_seconds for r in self._runs.values())
-        return rest * correction
-
-    def _whole(self) -> float:
-        correction = self._correction()
-        return (
-            sum(
-                r.forecast_seconds * correction if r.seconds is None else r.seconds
-                for r in self._runs.values()
-            )
-            or 1.0
-        )
-
-    def _correction(self) -> float:
-        """Measured time over what was forecast for it, for what is yet to come."""
-        measured = forecast = 0.0
-        for run in self._runs.values():
-            if run.seconds is not None:
-                measured += run.seconds
-                forecast += run.forecast_seconds
-            elif run.done > 0:
-                measured += time.monotonic() - run.began
-                forecast += run.done * run.forecast_seconds
-        return measured / forecast if forecast else 1.0
 
 
 def _rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -7,7 +7,7 @@ that is split over ranks the copy is split as well, and each rank compares its p
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from forkpoint.parallel.watch import Watch
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.router_steps import RouterWork, called
 from forkpoint.verify.dense import DenseRun
+from forkpoint.verify.memory import MemoryStrategies
 from forkpoint.verify.plans import (
     ACROSS,
     CHOSEN,
@@ -40,144 +41,53 @@ from forkpoint.verify.plans import (
     SharedCounts,
     count_shared,
 )
-from forkpoint.verify.ways import Ways
 
 T = TypeVar("T")
 
 
-class Together(Protocol):
-    """One comparison, of one rank or of several; every method is collective."""
+class SingleProcess:
+    """Comparison in one process. Subclasses compare on several ranks; there every method is
+    collective."""
 
-    whole: bool
+    whole = True
     """Whether the model is whole on this rank, so that it can run by itself."""
-    streams: bool
+    streams = True
     """Whether a copy's blocks may stay in the host's memory until they run."""
 
     def run(self, work: Callable[[], T]) -> T:
         """Call `work`, which is this rank's own. Raises its error, or RankError for that of another
         rank."""
-        ...
+        return work()
 
     def gather(self, value: T) -> list[T]:
         """The values of all batches, within `run`, and once in each: where memory runs out after it
         and the work is begun again, the first values stay. Raises as `run` does."""
-        ...
+        return [value]
 
     def same_routers(self, router: RouterLoss | None, work: RouterWork | None) -> None:
         """Raise RankError or ConfigError where ranks do not take the same statistics of routers,
         and RolloutError where these have no tokens."""
-        ...
 
-    def ways(self, ways: Ways) -> Ways:
-        """The ways to save memory that are tried one after the other."""
-        ...
+    def strategies(self, strategies: MemoryStrategies) -> MemoryStrategies:
+        """The strategies to save memory that are tried one after the other."""
+        return strategies
 
     def elements(self, name: str, parameter: nn.Parameter) -> int:
         """Elements of a parameter that a copy has on this rank."""
-        ...
-
-    def copy_in(
-        self, model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
-    ) -> tuple[nn.Module, nn.ModuleList]:
-        """A copy that runs this rank's rollouts, and its blocks."""
-        ...
-
-    def lengths(self, own: dict[str, float]) -> dict[str, float]:
-        """Euclidean lengths of whole gradients, by parameter, from those that this rank has."""
-        ...
-
-    def every(self, passed: bool) -> bool:
-        """Whether it is so on all ranks."""
-        ...
-
-    def choice(
-        self,
-        choice: Choice,
-        policy: Planning,
-        batch: RolloutBatch,
-        loss: Loss,
-        router: RouterLoss | None,
-    ) -> Choice:
-        """The plans to compare: on every rank as many, of the same kinds."""
-        ...
-
-    def denominators(self, batch: RolloutBatch) -> Denominators:
-        """Counts that the loss's means are taken over."""
-        ...
-
-    def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
-        """Gradients (in `dtype`, of what this rank has of the model's parameters) and the loss of
-        all ranks' runs; log-probs, and gradients of leaves that are no parameters of the model,
-        stay this rank's."""
-        ...
-
-    def gradients(
-        self, model: nn.Module, others: Mapping[str, Tensor | None]
-    ) -> Mapping[str, Tensor | None]:
-        """Gradients of the model, of what this rank has of them, by name, and `others`."""
-        ...
-
-    def most(self, value: float) -> float:
-        """The largest value of all ranks."""
-        ...
-
-    def counts(self, counts: SharedCounts) -> SharedCounts:
-        """Counts of all ranks' plans."""
-        ...
-
-    def tokens(self, count: int) -> int:
-        """Tokens of all ranks."""
-        ...
-
-
-def together(group: Distributed | None, model: nn.Module, loss: Loss) -> Together:
-    """The comparison of the ranks that hold the model.
-
-    Raises UnsupportedError for losses that are computed from all ranks' log-probs.
-    """
-    if group is None:
-        return Alone()
-    if loss.across_ranks:
-        raise UnsupportedError(
-            f"{loss!r} gathers the log-probs of all ranks (across_ranks), which ordinary training "
-            "on each rank, with which verify compares, does not. Verify it in one process, with a "
-            "model of the same shape and few layers if need be."
-        )
-    if isinstance(group, ModelParallel):
-        return OnSplitRanks(group, model, mean=is_own(loss))
-    return OnRanks(group, mean=is_own(loss))
-
-
-class Alone:
-    """One rank."""
-
-    whole = True
-    streams = True
-
-    def run(self, work: Callable[[], T]) -> T:
-        return work()
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
-    def same_routers(self, router: RouterLoss | None, work: RouterWork | None) -> None:
-        pass
-
-    def ways(self, ways: Ways) -> Ways:
-        return ways
-
-    def elements(self, name: str, parameter: nn.Parameter) -> int:
         return parameter.numel()
 
     def copy_in(
         self, model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
     ) -> tuple[nn.Module, nn.ModuleList]:
+        """A copy that runs this rank's rollouts, and its blocks."""
         return copy_in(model, blocks, dtype, streamed=streamed)
 
     def lengths(self, own: dict[str, float]) -> dict[str, float]:
+        """Euclidean lengths of whole gradients, by parameter, from those that this rank has."""
         return own
 
     def every(self, passed: bool) -> bool:
+        """Whether it is so on all ranks."""
         return passed
 
     def choice(
@@ -188,12 +98,17 @@ class Alone:
         loss: Loss,
         router: RouterLoss | None,
     ) -> Choice:
+        """The plans to compare: on every rank as many, of the same kinds."""
         return choice
 
     def denominators(self, batch: RolloutBatch) -> Denominators:
+        """Counts that the loss's means are taken over."""
         return batch_denominators(batch)
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
+        """Gradients (in `dtype`, of what this rank has of the model's parameters) and the loss of
+        all ranks' runs; log-probs, and gradients of leaves that are no parameters of the model,
+        stay this rank's."""
         direct, others = _split(found, model)
         gradients = dict(found.gradients)
         for name, added in direct.items():
@@ -204,19 +119,23 @@ class Alone:
     def gradients(
         self, model: nn.Module, others: Mapping[str, Tensor | None]
     ) -> Mapping[str, Tensor | None]:
+        """Gradients of the model, of what this rank has of them, by name, and `others`."""
         return {**{name: p.grad for name, p in model.named_parameters()}, **others}
 
     def most(self, value: float) -> float:
+        """The largest value of all ranks."""
         return value
 
     def counts(self, counts: SharedCounts) -> SharedCounts:
+        """Counts of all ranks' plans."""
         return counts
 
     def tokens(self, count: int) -> int:
+        """Tokens of all ranks."""
         return count
 
 
-class OnRanks(Alone):
+class DataParallel(SingleProcess):
     """Several ranks, with rollouts of their own."""
 
     def __init__(self, group: Distributed, *, mean: bool) -> None:
@@ -375,7 +294,7 @@ class OnRanks(Alone):
         return sum(self._of_batches(count))
 
 
-class OnSplitRanks(OnRanks):
+class TensorParallel(DataParallel):
     """Ranks over which transformers has split the model. Those of one tensor-parallel group have
     one batch; ordinary training of it runs on a copy that they hold together."""
 
@@ -422,9 +341,9 @@ class OnSplitRanks(OnRanks):
         check_same_batches(ranks.exchange(own), ranks.global_ranks, ranks.batches)
         return super().choice(choice, policy, batch, loss, router)
 
-    def ways(self, ways: Ways) -> Ways:
+    def strategies(self, strategies: MemoryStrategies) -> MemoryStrategies:
         """The first alone: a rank whose memory runs out has left the others in collectives."""
-        return Ways(ways.reference[:1], ways.dense[:1])
+        return MemoryStrategies(strategies.reference[:1], strategies.dense[:1])
 
     def elements(self, name: str, parameter: nn.Parameter) -> int:
         return self.parts.elements(name, parameter)
@@ -451,6 +370,24 @@ class OnSplitRanks(OnRanks):
 
     def _own(self, name: str, gradient: Tensor) -> Tensor:
         return self.parts.part(name, gradient)
+
+
+def rank_comm(group: Distributed | None, model: nn.Module, loss: Loss) -> SingleProcess:
+    """The comparison of the ranks that hold the model.
+
+    Raises UnsupportedError for losses that are computed from all ranks' log-probs.
+    """
+    if group is None:
+        return SingleProcess()
+    if loss.across_ranks:
+        raise UnsupportedError(
+            f"{loss!r} gathers the log-probs of all ranks (across_ranks), which ordinary training "
+            "on each rank, with which verify compares, does not. Verify it in one process, with a "
+            "model of the same shape and few layers if need be."
+        )
+    if isinstance(group, ModelParallel):
+        return TensorParallel(group, model, mean=is_own(loss))
+    return DataParallel(group, mean=is_own(loss))
 
 
 def _split(found: DenseRun, model: nn.Module) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:

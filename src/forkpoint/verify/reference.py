@@ -12,14 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.checkpointing import checkpoint_blocks
 from forkpoint.hosts.upcasts import lift_upcasts, run_plain_experts, run_plain_recurrences
-from forkpoint.verify.memory import Way
+from forkpoint.verify.memory import MemoryStrategy
 
 
-def save_memory(blocks: nn.ModuleList, way: Way, device: torch.device, changes: Changes) -> None:
+def save_memory(
+    blocks: nn.ModuleList, strategy: MemoryStrategy, device: torch.device, changes: Changes
+) -> None:
     """Let blocks run with less memory, until the changes are undone."""
-    if way.streamed:
+    if strategy.streamed:
         _stream(blocks, device, changes)
-    elif way.checkpointed:
+    elif strategy.checkpointed:
         checkpoint_blocks(blocks, "full", changes, but=None)
 
 

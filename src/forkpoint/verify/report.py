@@ -13,7 +13,15 @@ from forkpoint.verify.plans import ACROSS, CHOSEN, WITHIN, Kind, LeftOut, Shared
 
 @dataclass(frozen=True)
 class ParameterError:
-    """Errors of one parameter's gradient against the reference, as norms of differences."""
+    """Errors of one parameter's gradient against the reference, as norms of differences.
+
+    Attributes:
+        name: name of the parameter.
+        norm: norm of the reference gradient.
+        shared_error: norm of the shared gradient less the reference's.
+        dense_error: norm of ordinary training's gradient less the reference's.
+        allowed: largest shared error that passes.
+    """
 
     name: str
     norm: float
@@ -33,13 +41,17 @@ class ParameterError:
 
 @dataclass(frozen=True)
 class RouteCounts:
-    """Choices of experts in one run of a mixture of experts."""
+    """Choices of experts in one run of a mixture of experts.
+
+    Attributes:
+        decisions: tokens that ran, times the routers that they passed. Of a shared run these are
+            computed tokens, of a dense run logical ones.
+        elsewhere: those among them for which the run's own scores choose other experts than the
+            reference's.
+    """
 
     decisions: int
-    """Tokens that ran, times the routers that they passed. Of a shared run these are computed
-    tokens, of a dense run logical ones."""
     elsewhere: int
-    """Those among them for which the run's own scores choose other experts than the reference's."""
 
     @property
     def fraction(self) -> float:
@@ -49,15 +61,19 @@ class RouteCounts:
 
 @dataclass(frozen=True)
 class RouteReport:
-    """Whether both runs were held to the experts that the reference chose, and what it changed."""
+    """Whether both runs were held to the experts that the reference chose, and what it changed.
+
+    Attributes:
+        held: whether routes were held.
+        reason: why routes were not held; then differences of routes are part of the errors.
+        shared: choices of the shared run; None where routes were not held.
+        dense: the same of the dense run.
+    """
 
     held: bool
     reason: str | None
-    """Why routes were not held; then differences of routes are part of the errors."""
     shared: RouteCounts | None
-    """None where routes were not held."""
     dense: RouteCounts | None
-    """The same."""
 
     def text(self) -> str:
         """As it stands in the table's caption."""
@@ -83,27 +99,38 @@ class RouteReport:
 
 @dataclass(frozen=True)
 class PlanFindings:
-    """Errors of one plan's gradients, and what the plan shared."""
+    """Errors of one plan's gradients, and what the plan shared.
+
+    Attributes:
+        kind: within: it shares, and no microbatch reads another. across: microbatches read by
+            prefix cache what others have shared. chosen: the planner's own, where it is neither.
+        passed: whether the plan is as exact as ordinary training.
+        sharing: who shares tokens in the plan, as in Config.
+        boundary: where the plan's forks lie, as in Config.
+        max_microbatch_tokens: the most tokens of one of its microbatches.
+        counts: what the plan shares.
+        shared_error: over all parameters, relative to the norm of the reference gradient.
+        allowed: largest shared error that passes.
+        worst: all parameters, those nearest to failing first.
+        loss_difference: its loss less the reference's.
+        router_loss_difference: its loss of routers less the reference's; None where there is none.
+        logprob_difference: the largest difference of a log-prob from the reference's; of a critic,
+            of a value.
+        routes: routes of a mixture of experts; None for other models.
+    """
 
     kind: Kind
-    """within: it shares, and no microbatch reads another. across: microbatches read by prefix cache
-    what others have shared. chosen: the planner's own, where it is neither."""
     passed: bool
     sharing: str
     boundary: str
     max_microbatch_tokens: int
     counts: SharedCounts
     shared_error: float
-    """Over all parameters, relative to the norm of the reference gradient."""
     allowed: float
     worst: tuple[ParameterError, ...]
-    """All parameters, those nearest to failing first."""
     loss_difference: float
-    """Its loss less the reference's."""
     router_loss_difference: float | None
-    """Its loss of routers less the reference's; None where there is none."""
     logprob_difference: float
-    """The largest difference of a log-prob from the reference's; of a critic, of a value."""
     routes: RouteReport | None
 
     @property
@@ -133,6 +160,13 @@ class PlanFindings:
         return {**shared, "worst": worst, "routes": routes}
 
 
+_WRITTEN = (
+    *("passed", "verdict", "reason", "dtype", "reference_dtype", "shared_error", "dense_error"),
+    *("allowed", "loss_difference", "dense_loss_difference", "router_loss_difference"),
+    *("dense_router_loss_difference", "logprob_difference", "dense_logprob_difference", "head"),
+    *("sharing", "boundary", "logical_tokens", "computed_tokens"),
+)
+"""Attributes of a report that `to_dict` gives as they are."""
 PASSED, FAILED, NOTHING = "passed", "failed", "nothing to verify"
 Verdict = Literal["passed", "failed", "nothing to verify"]
 
@@ -143,34 +177,40 @@ class VerifyReport:
 
     Errors, tokens and sharing without a plan's name are those of the plan nearest to failing;
     `plans` has each. Where there was nothing to verify, errors are NaN and `worst` is empty.
+
+    Attributes:
+        verdict: passed: every plan is as exact as dense training of all rollouts. failed: one is
+            not. nothing to verify: nothing of the batch could be shared, and the loss declares no
+            rollout to be zero, so that nothing was run; see `reason`.
+        dtype: dtype of the step's computation: the narrowest of the parameters', or autocast's.
+        reference_dtype: dtype of the reference's computation.
+        head: the kind of the model's values: "logprobs", or "values" of a critic.
+        plans: in the order in which they ran.
+        left_out: kinds of plans that were not compared, each with the reason.
+        reason: why there was nothing to verify, and a remedy; None where there was something.
+        asked: sharing and boundary of the configuration.
+        given_tokens: tokens of the batch.
+        dense_error: over all parameters, relative to the norm of the reference gradient.
+        dense_loss_difference: loss of the dense run less the reference's.
+        dense_logprob_difference: the largest difference of a log-prob of the dense run from the
+            reference's; of a critic, of a value.
+        dense_router_loss_difference: router loss of the dense run less the reference's; None where
+            there is none.
     """
 
     verdict: Verdict
-    """passed: every plan is as exact as dense training of all rollouts. failed: one is not. nothing
-    to verify: nothing of the batch could be shared, and the loss declares no rollout to be zero, so
-    that nothing was run; see `reason`."""
     dtype: str
-    """Dtype of the step's computation: the narrowest of the parameters', or autocast's."""
     reference_dtype: str
     head: str
-    """The kind of the model's values: "logprobs", or "values" of a critic."""
     plans: tuple[PlanFindings, ...]
-    """In the order in which they ran."""
     left_out: tuple[LeftOut, ...]
-    """Kinds of plans that were not compared, each with the reason."""
     reason: str | None
-    """Why there was nothing to verify, and a remedy; None where there was something."""
     asked: tuple[str, str]
-    """Sharing and boundary of the configuration."""
     given_tokens: int
-    """Tokens of the batch."""
     dense_error: float
-    """Over all parameters, relative to the norm of the reference gradient."""
     dense_loss_difference: float
-    """Loss of the dense run less the reference's."""
     dense_logprob_difference: float
     dense_router_loss_difference: float | None = None
-    """Router loss of the dense run less the reference's; None where there is none."""
 
     @property
     def passed(self) -> bool:
@@ -296,27 +336,7 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict and the ten worst parameters, ready for JSON: None is not a finite number."""
-        values = {
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "dtype": self.dtype,
-            "reference_dtype": self.reference_dtype,
-            "shared_error": self.shared_error,
-            "dense_error": self.dense_error,
-            "allowed": self.allowed,
-            "loss_difference": self.loss_difference,
-            "dense_loss_difference": self.dense_loss_difference,
-            "router_loss_difference": self.router_loss_difference,
-            "dense_router_loss_difference": self.dense_router_loss_difference,
-            "logprob_difference": self.logprob_difference,
-            "dense_logprob_difference": self.dense_logprob_difference,
-            "head": self.head,
-            "sharing": self.sharing,
-            "boundary": self.boundary,
-            "logical_tokens": self.logical_tokens,
-            "computed_tokens": self.computed_tokens,
-        }
+        values = {name: getattr(self, name) for name in _WRITTEN}
         worst = [_finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]]
         return {
             **_finite(values),

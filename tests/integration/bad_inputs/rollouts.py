@@ -35,36 +35,34 @@ ROLLOUTS = (
     file_kind(
         "A token id below 0",
         with_field("token_ids", "[1,-100,3]"),
-        message="bad.jsonl, line 1: Rollout 'a': token_ids[1] is -100; token_ids takes a "
-        "one-dimensional list or array of whole numbers from 0 to 2147483647. Give the ids "
-        "that the model read, without padding.",
+        message="bad.jsonl, line 1: Rollout 'a': token_ids[1] is -100; it takes whole "
+        "numbers from 0 to 2147483647, the ids that the model read.",
         means="No token has such an id; -100 is what some trainers put where nothing is trained.",
         remedy="Give the ids that the model read, and mark what is trained in loss_mask.",
     ),
     file_kind(
         "A token id that is no whole number",
         with_field("token_ids", "[1,2.0,3]"),
-        message="bad.jsonl, line 1: Rollout 'a': token_ids[1] is 2.0; token_ids takes a "
-        "one-dimensional list or array of whole numbers from 0 to 2147483647. Give the ids "
-        "that the model read, without padding.",
+        message="bad.jsonl, line 1: Rollout 'a': token_ids[1] is 2.0; it takes whole "
+        "numbers from 0 to 2147483647, the ids that the model read, in a "
+        "one-dimensional list or array, without padding.",
         means="Ids have been through a float somewhere, where large ones are rounded.",
         remedy="Keep ids as integers all the way.",
     ),
     file_kind(
         "A token id that is true",
         with_field("token_ids", "[1,true,3]"),
-        message="bad.jsonl, line 1: Rollout 'a': token_ids[1] is True; token_ids takes a "
-        "one-dimensional list or array of whole numbers from 0 to 2147483647. Give the ids "
-        "that the model read, without padding.",
+        message="bad.jsonl, line 1: Rollout 'a': token_ids[1] is True; it takes whole "
+        "numbers from 0 to 2147483647, the ids that the model read, in a "
+        "one-dimensional list or array, without padding.",
         means="Masks and ids have been mixed up.",
         remedy="Look at the order of the fields where the line is written.",
     ),
     file_kind(
         "A token id beyond 32 bits",
         with_field("token_ids", "[1,2,2147483648]"),
-        message="bad.jsonl, line 1: Rollout 'a': token_ids[2] is 2147483648; token_ids takes a "
-        "one-dimensional list or array of whole numbers from 0 to 2147483647. Give the ids "
-        "that the model read, without padding.",
+        message="bad.jsonl, line 1: Rollout 'a': token_ids[2] is 2147483648; it takes whole "
+        "numbers from 0 to 2147483647, the ids that the model read.",
         means="Kernels index vocabularies with 32 bits.",
         remedy="Look for an overflow or a hash where ids are made.",
     ),
@@ -88,9 +86,9 @@ ROLLOUTS = (
     value_kind(
         "A padded matrix of token ids",
         lambda: rollout(token_ids=np.zeros((2, 3), int)),
-        message="Rollout 'a': token_ids has 2 dimensions (2 x 3); token_ids takes a "
-        "one-dimensional list or array of whole numbers from 0 to 2147483647. Give the ids "
-        "that the model read, without padding.",
+        message="Rollout 'a': token_ids has 2 dimensions (2 x 3); it takes whole "
+        "numbers from 0 to 2147483647, the ids that the model read, in a "
+        "one-dimensional list or array, without padding.",
         means="A matrix holds several rollouts, and padding would be taken for tokens.",
         remedy="Make one Rollout of each line, without its padding.",
     ),
@@ -98,8 +96,8 @@ ROLLOUTS = (
         "A loss mask of another length",
         with_field("loss_mask", "[1,1]"),
         message="bad.jsonl, line 1: Rollout 'a': loss_mask has 2 entries, but token_ids has 3. "
-        "Every per-token array has one entry per token, and entry i belongs to token i; "
-        "fill up with 0 where there is no value, as over the prompt.",
+        "Every per-token field has one entry per token of these, and it belongs to that token. "
+        "Fill up with 0 where there is no value, as over the prompt.",
         means="Entry i belongs to token i, and here it is not known which token is meant. Often "
         "the mask is that of the response alone.",
         remedy="Put a 0 for every token of the prompt before it.",
@@ -107,18 +105,18 @@ ROLLOUTS = (
     file_kind(
         "A loss mask with other numbers than 0 and 1",
         with_field("loss_mask", "[0,1,2]"),
-        message="bad.jsonl, line 1: Rollout 'a': loss_mask[2] is 2; loss_mask takes a "
-        "one-dimensional list or array of 0 and 1, or of booleans: 1 where the token is "
-        "trained.",
+        message="bad.jsonl, line 1: Rollout 'a': loss_mask[2] is 2; it takes 0 and 1, "
+        "or booleans: 1 where the token is trained, one per token, in a one-dimensional list or "
+        "array.",
         means="A mask says which tokens are trained, not how much.",
         remedy="Put factors into weights.",
     ),
     file_kind(
         "A loss mask of floats",
         with_field("loss_mask", "[0,1,0.5]"),
-        message="bad.jsonl, line 1: Rollout 'a': loss_mask[2] is 0.5; loss_mask takes a "
-        "one-dimensional list or array of 0 and 1, or of booleans: 1 where the token is "
-        "trained.",
+        message="bad.jsonl, line 1: Rollout 'a': loss_mask[2] is 0.5; it takes 0 and 1, "
+        "or booleans: 1 where the token is trained, one per token, in a one-dimensional list or "
+        "array.",
         means="A mask says which tokens are trained, not how much.",
         remedy="Put factors into weights.",
     ),
@@ -171,8 +169,8 @@ ROLLOUTS = (
         "Advantages of another length",
         with_field("advantage", "[0.5,0.5]"),
         message="bad.jsonl, line 1: Rollout 'a': advantage has 2 entries, but token_ids has 3. "
-        "Every per-token array has one entry per token, and entry i belongs to token i; "
-        "fill up with 0 where there is no value, as over the prompt.",
+        "Every per-token field has one entry per token of these, and it belongs to that token. "
+        "Fill up with 0 where there is no value, as over the prompt.",
         means="Entry i belongs to token i, and here it is not known which token is meant.",
         remedy="Give one number for all tokens, or fill up with 0 over the prompt.",
     ),
@@ -210,8 +208,8 @@ ROLLOUTS = (
         "Log-probs of another length",
         with_field("old_logprobs", "[-1,-1]"),
         message="bad.jsonl, line 1: Rollout 'a': old_logprobs has 2 entries, but token_ids has 3. "
-        "Every per-token array has one entry per token, and entry i belongs to token i; "
-        "fill up with 0 where there is no value, as over the prompt.",
+        "Every per-token field has one entry per token of these, and it belongs to that token. "
+        "Fill up with 0 where there is no value, as over the prompt.",
         means="A log-prob stands at the token that it is the log-prob of; those of the response "
         "alone, or shifted by one, would be taken for others.",
         remedy="Put a 0 for every token of the prompt before them.",
@@ -219,9 +217,8 @@ ROLLOUTS = (
     file_kind(
         "One log-prob for all tokens",
         with_field("reference_logprobs", "-1.0"),
-        message="bad.jsonl, line 1: Rollout 'a': reference_logprobs is -1.0; reference_logprobs "
-        "takes a one-dimensional list or array of numbers, one per token. Put 0 where a token has "
-        "no value.",
+        message="bad.jsonl, line 1: Rollout 'a': reference_logprobs is -1.0; it takes numbers, "
+        "one per token, in a one-dimensional list or array.",
         means="A sum over the rollout cannot be taken apart again.",
         remedy="Give the log-prob of each token.",
     ),

@@ -8,18 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.errors import RolloutError
-from forkpoint.rollouts.batch_tensors.rows import WHO, on_host, shape_text
+from forkpoint.rollouts.batch_tensors.cells import WHO, on_host, shape_text
 from forkpoint.rollouts.fields import read_identifier, short
 
 
 def read_each(
-    field: str, values: Any, count: int, read: Callable[[str, Any], Any], takes: str
+    field: str, values: Any, count: int, read: Callable[[str, str, Any], Any], takes: str
 ) -> list[Any]:
-    """One value per rollout, each as `read` returns it of (its name, the value as given).
+    """One value per rollout, as `read` returns it; N times None for None.
 
-    `values` is a list, a tuple, an array or a tensor [N]; None stands for N times None.
-
-    Raises RolloutError for anything else and for another number of values than `count`.
+    Raises RolloutError unless `values` is a list, a tuple, an array or a tensor [N].
     """
     if values is None:
         return [None] * count
@@ -38,32 +36,23 @@ def read_each(
             f"{WHO}: {field} has {len(values)} entries, but there are {count} rollouts; it "
             f"takes {takes}"
         )
-    return [read(f"{field}[{n}]", value) for n, value in enumerate(values)]
+    return [read(WHO, f"{field}[{n}]", value) for n, value in enumerate(values)]
 
 
 def read_ids(field: str, values: Any, count: int) -> list[str | None]:
     """Ids [N] as text, or None where there is none; whole numbers become text."""
-    return read_each(
-        field,
-        values,
-        count,
-        lambda name, value: read_identifier(WHO, name, value),
-        "one text, whole number or None per rollout, in a list, an array or a tensor [N].",
-    )
+    takes = "one text, whole number or None per rollout, in a list, an array or a tensor [N]."
+    return read_each(field, values, count, read_identifier, takes)
 
 
-def read_extras(values: Any, count: int) -> list[dict[str, Any] | None]:
-    """Extras [N]: a dict or None per rollout."""
-
-    def read(name: str, value: Any) -> dict[str, Any] | None:
-        if value is not None and not isinstance(value, dict):
-            raise RolloutError(
-                f"{WHO}: {name} is {short(value)}; it takes a dict or None. Put the value into "
-                "a dict under a key of its own."
-            )
-        return value
-
-    return read_each("extras", values, count, read, "a list of one dict or None per rollout.")
+def read_extras(who: str, field: str, value: Any) -> dict[str, Any] | None:
+    """Extras of one rollout: a dict or None."""
+    if value is not None and not isinstance(value, dict):
+        raise RolloutError(
+            f"{who}: {field} is {short(value)}; it takes a dict or None. Put the value into a "
+            "dict under a key of its own."
+        )
+    return value
 
 
 def check_unique(rollout_ids: Sequence[str | None], what: str) -> None:

@@ -1,74 +1,105 @@
-"""The columns of a batch from padded tensors, prompts and completions, and jagged tensors."""
+"""Batches from padded tensors, from prompts and completions, and from jagged tensors.
 
+Each function returns the attributes of a RolloutBatch by name.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from forkpoint.errors import RolloutError
-from forkpoint.rollouts.batch_tensors.cells import Cells
-from forkpoint.rollouts.batch_tensors.columns import Columns, Fields, make_columns
-from forkpoint.rollouts.batch_tensors.identifiers import check_unique, fill_ids, read_ids
-from forkpoint.rollouts.batch_tensors.layout import NO_CELL, PaddedLayout
-from forkpoint.rollouts.batch_tensors.rows import (
+from forkpoint.rollouts.batch_tensors.cells import (
+    IDS,
     WHO,
+    Cells,
+    FloatReader,
     Rows,
     dimensions,
+    loss_mask_of,
     on_host,
     read_matrix,
     read_rows,
+    refuse_first_tokens,
     shape_text,
     split_rows,
+    token_ids_of,
 )
-from forkpoint.rollouts.fields import (
-    MAX_TOKEN_ID,
-    Locate,
-    Place,
-    check_first_tokens,
-    check_mask,
-    check_token_ids,
-    named,
-    read_vector,
-    short,
+from forkpoint.rollouts.batch_tensors.identifiers import (
+    check_unique,
+    fill_ids,
+    group_index,
+    groups_of_given_prompts,
+    prompt_lengths,
+    read_each,
+    read_extras,
+    read_ids,
 )
+from forkpoint.rollouts.batch_tensors.layout import NO_CELL, PaddedLayout
+from forkpoint.rollouts.fields import named, read_temperature, read_vector, short
 
-IDS = f"whole numbers from 0 to {MAX_TOKEN_ID}, the ids that the model read"
-ZEROS_AND_ONES = "0 and 1, or booleans: 1 where the token is trained"
 ATTENDED = "it takes 0 and 1, or booleans: 1 where there is a token, 0 where there is padding."
 NO_ROLLOUTS = "There are no rollouts; a batch takes at least one."
+Ids = ArrayLike | Sequence[str | int | None]
+"""Ids of rollouts or groups, [N]."""
 
 
-def read_padded(input_ids: Any, attention_mask: Any, loss_mask: Any, given: Fields) -> Columns:
+class BatchFields(TypedDict, total=False):
+    """Fields that a batch made from tensors may have. One that is None is left out.
+
+    Per-token fields are lists of rows, arrays or tensors of the shapes that the constructor names;
+    the entry at a token belongs to it. The meaning and the limits of values are those of Rollout.
+    """
+
+    advantages: Any
+    """Per token; or [N] or [N, 1], one number per rollout; or a single number for all. Without
+    advantages `has_advantages` is False."""
+    old_logprobs: Any
+    """Per token."""
+    reference_logprobs: Any
+    """Per token."""
+    weights: Any
+    """Per token or per rollout, as advantages."""
+    returns: Any
+    """Per token or per rollout, as advantages."""
+    old_values: Any
+    """Per token."""
+    temperatures: ArrayLike | None
+    """[N], or a single number; 1 if left out."""
+    group_ids: Ids | None
+    """[N] texts or whole numbers. Rollouts without one form a group where their prompts are equal,
+    a prompt being the tokens before the first trained one."""
+    rollout_ids: Ids | None
+    """[N] texts or whole numbers, all different; positions if left out."""
+    extras: Sequence[dict[str, Any] | None] | None
+    """N dicts or None."""
+
+
+def read_padded(
+    given: Mapping[str, Any], input_ids: Any, attention_mask: Any, loss_mask: Any
+) -> dict[str, Any]:
     """See RolloutBatch.from_padded."""
     ids = _ids_matrix("input_ids", input_ids)
     names = _names(given, len(ids))
-    columns, lengths = _runs("attention_mask", attention_mask, "input_ids", ids, names)
-    _refuse_empty(lengths, names, "attention_mask has no 1")
-    cells = Cells(
-        names=names,
-        columns=columns,
-        lengths=lengths,
-        leading=np.zeros_like(lengths),
-        width=ids.shape[1],
-        like="input_ids",
-        advice="Give fields over completions alone to RolloutBatch.from_completions.",
-    )
-    token_ids = _checked_ids("input_ids", cells.gather(ids), cells.locate)
-    mask = _loss_mask(cells, "loss_mask", loss_mask)
-    layout = PaddedLayout(ids.shape[1], columns[:, None], lengths[:, None])
-    return make_columns(cells, token_ids, mask, given, layout, None)
+    cells = _cells_of_mask("input_ids", ids, "attention_mask", attention_mask, names)
+    _refuse_empty(cells.lengths, cells, "attention_mask has no 1")
+    token_ids = token_ids_of(cells, "input_ids", ids)
+    mask = loss_mask_of(cells, "loss_mask", loss_mask)
+    layout = PaddedLayout(ids.shape[1], cells.columns[:, None], cells.lengths[:, None])
+    return _attributes(given, names, cells, token_ids, mask, layout, None)
 
 
 def read_completions(
+    given: Mapping[str, Any],
     prompt_ids: Any,
     prompt_mask: Any,
     completion_ids: Any,
     completion_mask: Any,
     loss_mask: Any,
     tool_mask: Any,
-    given: Fields,
-) -> Columns:
+) -> dict[str, Any]:
     """See RolloutBatch.from_completions."""
     prompts = _ids_matrix("prompt_ids", prompt_ids)
     completions = _ids_matrix("completion_ids", completion_ids)
@@ -79,81 +110,141 @@ def read_completions(
             "each of its completions."
         )
     names = _names(given, len(prompts))
-    of_prompts = _runs("prompt_mask", prompt_mask, "prompt_ids", prompts, names)
-    of_completions = _runs("completion_mask", completion_mask, "completion_ids", completions, names)
-    columns = np.stack([of_prompts[0], of_completions[0]], axis=1)
-    lengths = np.stack([of_prompts[1], of_completions[1]], axis=1)
-    _refuse_empty(lengths.sum(axis=1), names, "prompt_mask and completion_mask have no 1")
-    cells = Cells(
-        names=names,
-        columns=columns[:, 1],
-        lengths=lengths[:, 1],
+    parts = (
+        _cells_of_mask("prompt_ids", prompts, "prompt_mask", prompt_mask, names),
+        _cells_of_mask("completion_ids", completions, "completion_mask", completion_mask, names),
+    )
+    lengths = np.stack([part.lengths for part in parts], axis=1)
+    _refuse_empty(lengths.sum(axis=1), parts[0], "prompt_mask and completion_mask have no 1")
+    token_ids = np.empty(lengths.sum(), np.int64)
+    of_prompts = np.repeat(np.tile([True, False], len(names)), lengths.ravel())
+    token_ids[of_prompts] = token_ids_of(parts[0], "prompt_ids", prompts)
+    token_ids[~of_prompts] = token_ids_of(parts[1], "completion_ids", completions)
+    cells = replace(
+        parts[1],
         leading=lengths[:, 0],
-        width=completions.shape[1],
-        like="completion_ids",
         advice="Give fields over prompts and completions to RolloutBatch.from_padded.",
     )
-    flat_ids = _interleaved((prompts, completions), columns, lengths)
-
-    def locate(position: int) -> Place:
-        n, column, token = cells.entry(position)
-        if token < lengths[n, 0]:
-            return Place(named(names[n]), f"prompt_ids[{n}, {columns[n, 0] + token}]", token)
-        return Place(named(names[n]), f"completion_ids[{n}, {column}]", token)
-
-    token_ids = _checked_ids("", flat_ids, locate)
     if loss_mask is not None and tool_mask is not None:
         raise RolloutError(
             f"{WHO}: both loss_mask and tool_mask are given. Give loss_mask alone, or TRL's "
             "tool_mask, which is read where completion_mask is 1."
         )
-    if loss_mask is None and tool_mask is None:
-        mask = cells.gather(np.ones(completions.shape, np.bool_))
-        check_first_tokens("completion_mask", mask, cells.offsets[:-1], cells.locate)
-    elif loss_mask is None:
-        mask = _loss_mask(cells, "tool_mask", tool_mask, padding=False)
+    if loss_mask is not None:
+        mask = loss_mask_of(cells, "loss_mask", loss_mask)
+    elif tool_mask is not None:
+        mask = loss_mask_of(cells, "tool_mask", tool_mask, padding=True)
     else:
-        mask = _loss_mask(cells, "loss_mask", loss_mask)
+        mask = ~of_prompts
+        refuse_first_tokens(cells, "completion_mask", mask)
     widths = prompts.shape[1], completions.shape[1]
-    layout = PaddedLayout(sum(widths), columns + np.array([0, widths[0]]), lengths)
-    return make_columns(cells, token_ids, mask, given, layout, _without_prompts(widths[1], cells))
+    columns = np.stack([parts[0].columns, widths[0] + parts[1].columns], axis=1)
+    layout = PaddedLayout(sum(widths), columns, lengths)
+    of_completions = _without_prompts(widths[1], cells)
+    return _attributes(given, names, cells, token_ids, mask, layout, of_completions)
 
 
 def read_jagged(
-    input_ids: Any, loss_mask: Any, offsets: Any, response_lengths: Any, given: Fields
-) -> Columns:
+    given: Mapping[str, Any], input_ids: Any, loss_mask: Any, offsets: Any, response_lengths: Any
+) -> dict[str, Any]:
     """See RolloutBatch.from_jagged."""
     rows = _jagged_ids(input_ids, offsets)
     if not len(rows):
         raise RolloutError(NO_ROLLOUTS)
     names = _names(given, len(rows))
     lengths = np.array([len(row) for row in rows], np.int64)
-    _refuse_empty(lengths, names, "input_ids has no entry")
-    whole = Cells(
-        names=names,
+    cells = Cells(
+        whose=[named(name) for name in names],
         columns=np.zeros_like(lengths),
         lengths=lengths,
         leading=np.zeros_like(lengths),
-        width=None,
         like="input_ids",
         advice="Where fields are over responses alone, give response_lengths.",
     )
-    token_ids = _checked_ids("input_ids", whole.gather(rows, _whole_dtype(rows)), whole.locate)
-    layout = PaddedLayout.of_lengths(lengths)
-    if response_lengths is None:
-        mask = _loss_mask(whole, "loss_mask", loss_mask)
-        return make_columns(whole, token_ids, mask, given, layout, None)
-    of_responses = _response_lengths(response_lengths, lengths, names)
-    cells = replace(
-        whole,
-        lengths=of_responses,
-        leading=lengths - of_responses,
-        like="response_lengths",
-        advice="Without response_lengths, fields are over prompts and responses.",
-    )
-    mask = _loss_mask(cells, "loss_mask", loss_mask)
-    responses = _without_prompts(int(of_responses.max()), cells)
-    return make_columns(cells, token_ids, mask, given, layout, responses)
+    _refuse_empty(lengths, cells, "input_ids has no entry")
+    token_ids = token_ids_of(cells, "input_ids", rows)
+    layout, of_completions = PaddedLayout.of_lengths(lengths), None
+    if response_lengths is not None:
+        of_responses = _response_lengths(response_lengths, cells)
+        cells = replace(
+            cells,
+            lengths=of_responses,
+            leading=lengths - of_responses,
+            like="response_lengths",
+            advice="Without response_lengths, fields are over prompts and responses.",
+        )
+        of_completions = _without_prompts(int(of_responses.max()), cells)
+    mask = loss_mask_of(cells, "loss_mask", loss_mask)
+    return _attributes(given, names, cells, token_ids, mask, layout, of_completions)
+
+
+def _attributes(
+    given: Mapping[str, Any],
+    names: tuple[str, ...],
+    cells: Cells,
+    token_ids: NDArray[np.int64],
+    loss_mask: NDArray[np.bool_],
+    layout: PaddedLayout,
+    completion_layout: PaddedLayout | None,
+) -> dict[str, Any]:
+    """The attributes of a batch whose tokens and loss mask have been validated.
+
+    Raises RolloutError for values of `given` that are not allowed.
+    """
+    if unknown := given.keys() - BatchFields.__annotations__.keys():
+        takes = ", ".join(BatchFields.__annotations__)
+        raise TypeError(f"A batch has no field {min(unknown)}; it takes {takes}.")
+    count, offsets = len(names), cells.offsets
+    reader = FloatReader(cells, loss_mask)
+    advantages = reader.number_or_floats("advantages", given.get("advantages"))
+    if advantages is None:
+        reader.numbers["advantages"] = [0.0] * count
+    group_ids = read_ids("group_ids", given.get("group_ids"), count)
+    if completion_layout is None:
+        groups = group_index(group_ids, token_ids, offsets, prompt_lengths(loss_mask, offsets))
+    else:
+        group_ids, groups = groups_of_given_prompts(
+            group_ids, token_ids, loss_mask, offsets, cells.leading
+        )
+    takes = "a list of one dict or None per rollout."
+    return {
+        "token_ids": token_ids,
+        "offsets": offsets,
+        "loss_mask": loss_mask,
+        "advantages": np.zeros(len(token_ids)) if advantages is None else advantages,
+        "has_advantages": advantages is not None,
+        **{
+            name: reader.logprobs(name, given.get(name))
+            for name in ("old_logprobs", "reference_logprobs")
+        },
+        **{name: reader.number_or_floats(name, given.get(name)) for name in ("weights", "returns")},
+        "old_values": reader.floats("old_values", given.get("old_values")),
+        "temperatures": _temperatures(cells, given.get("temperatures")),
+        "group_index": groups,
+        "group_ids": tuple(group_ids),
+        "rollout_ids": names,
+        "extras": tuple(read_each("extras", given.get("extras"), count, read_extras, takes)),
+        "layout": layout,
+        "completion_layout": completion_layout,
+        "_numbers": reader.numbers,
+    }
+
+
+def _temperatures(cells: Cells, values: Any) -> NDArray[np.float64]:
+    """The temperature of each rollout, float64 [N]: one number for all, or N; 1 for None."""
+    count = len(cells.whose)
+    values = on_host("temperatures", values)
+    if values is None:
+        return np.ones(count)
+    if dimensions(values) == 0:
+        return np.full(count, read_temperature(WHO, values))
+    takes = f"it takes one number, or one per rollout, [{count}]."
+    vector = read_vector(WHO, "temperatures", values, "iuf", takes)
+    if len(vector) != count:
+        raise RolloutError(f"{WHO}: temperatures has the shape {shape_text(vector.shape)}; {takes}")
+    for who, temperature in zip(cells.whose, vector.tolist(), strict=True):
+        read_temperature(who, temperature)
+    return vector.astype(np.float64)
 
 
 def _ids_matrix(field: str, values: Any) -> np.ndarray:
@@ -193,127 +284,78 @@ def _jagged_ids(values: Any, offsets: Any) -> Rows:
     return split_rows(ids, bounds)
 
 
-def _whole_dtype(rows: Rows) -> np.dtype:
-    """A dtype for the integers of all rows; those beyond int64 may wrap, and are refused."""
-    dtype = np.result_type(*{row.dtype for row in rows})
-    return dtype if dtype.kind in "iu" else np.dtype(np.int64)
-
-
-def _checked_ids(field: str, ids: np.ndarray, locate: Locate) -> NDArray[np.int64]:
-    check_token_ids(field, ids, locate, f"it takes {IDS}.")
-    return ids.astype(np.int64, copy=False)
-
-
-def _response_lengths(
-    values: Any, lengths: NDArray[np.int64], names: tuple[str, ...]
-) -> NDArray[np.int64]:
-    takes = f"it takes one whole number per rollout, [{len(names)}]."
+def _response_lengths(values: Any, cells: Cells) -> NDArray[np.int64]:
+    takes = f"it takes one whole number per rollout, [{len(cells.whose)}]."
     given = read_vector(
         WHO, "response_lengths", on_host("response_lengths", values), "iu", takes
     ).astype(np.int64)
-    if len(given) != len(names):
+    if len(given) != len(cells.whose):
         raise RolloutError(
             f"{WHO}: response_lengths has the shape {shape_text(given.shape)}; {takes}"
         )
-    refused = (given < 0) | (given > lengths)
+    refused = (given < 0) | (given > cells.lengths)
     if refused.any():
         n = int(refused.argmax())
         raise RolloutError(
-            f"{named(names[n])}: response_lengths[{n}] is {given[n]}, and the rollout has "
-            f"{lengths[n]} tokens. Give the tokens of its response, those of tools included."
+            f"{cells.whose[n]}: response_lengths[{n}] is {given[n]}, and the rollout has "
+            f"{cells.lengths[n]} tokens. Give the tokens of its response, those of tools included."
         )
     return given
 
 
-def _names(given: Fields, count: int) -> tuple[str, ...]:
-    rollout_ids = read_ids("rollout_ids", given.rollout_ids, count)
+def _names(given: Mapping[str, Any], count: int) -> tuple[str, ...]:
+    rollout_ids = read_ids("rollout_ids", given.get("rollout_ids"), count)
     check_unique(rollout_ids, "a batch")
     return fill_ids(rollout_ids)
 
 
-def _runs(
-    field: str, values: Any, like: str, ids: np.ndarray, names: tuple[str, ...]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first column and the number of the entries that are 1, which are neighbours: [N] each.
-
-    The first column of a row without any is 0.
-    """
+def _cells_of_mask(
+    like: str, ids: np.ndarray, field: str, values: Any, names: tuple[str, ...]
+) -> Cells:
+    """The entries of `ids` [N, W] where the mask is 1, which are neighbours in each row."""
     matrix = read_matrix(field, on_host(field, values), "biuf", ATTENDED)
     if matrix.shape != ids.shape:
         raise RolloutError(
             f"{WHO}: {field} has the shape {shape_text(matrix.shape)}, but {like} has "
             f"{shape_text(ids.shape)}. The mask has one entry per entry of {like}."
         )
-    width = ids.shape[1]
-
-    def locate(position: int) -> Place:
-        n, column = divmod(position, width)
-        return Place(named(names[n]), f"[{n}, {column}]", column)
-
-    mask = check_mask(field, matrix.ravel(), locate, ATTENDED).reshape(ids.shape)
-    if not width:
-        return np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
-    lengths = np.count_nonzero(mask, axis=1)
-    firsts = mask.argmax(axis=1)
-    last = width - 1 - mask[:, ::-1].argmax(axis=1)
-    holes = (lengths > 0) & (last - firsts + 1 != lengths)
+    mask = matrix.astype(np.bool_)
+    firsts = lengths = np.zeros(len(ids), np.int64)
+    if width := ids.shape[1]:
+        lengths, firsts = np.count_nonzero(mask, axis=1), mask.argmax(axis=1)
+    cells = Cells(
+        whose=[named(name) for name in names],
+        columns=firsts,
+        lengths=lengths,
+        leading=np.zeros_like(lengths),
+        like=like,
+        advice="Give fields over completions alone to RolloutBatch.from_completions.",
+        width=width,
+    )
+    wrong = matrix != mask
+    if wrong.any():
+        n, column = divmod(int(wrong.argmax()), width)
+        value = matrix[n, column]
+        raise RolloutError(f"{cells.whose[n]}: {field}[{n}, {column}] is {value}; {ATTENDED}")
+    holes = np.count_nonzero(mask[:, 1:] & ~mask[:, :-1], axis=1) + mask[:, :1].sum(axis=1) > 1
     if holes.any():
         n = int(holes.argmax())
         hole = int(firsts[n] + mask[n, firsts[n] :].argmin())
         raise RolloutError(
-            f"{named(names[n])}: {field}[{n}, {hole}] is 0 between tokens, which go from column "
-            f"{firsts[n]} to {last[n]}. Padding lies before or after the tokens of a row; mark "
-            "tokens that are not trained in the loss mask."
+            f"{cells.whose[n]}: {field}[{n}, {hole}] is 0 between tokens, which go from column "
+            f"{firsts[n]} to {np.flatnonzero(mask[n])[-1]}. Padding lies before or after the "
+            "tokens of a row; mark tokens that are not trained in the loss mask."
         )
-    return firsts, lengths
+    return cells
 
 
-def _refuse_empty(lengths: NDArray[np.int64], names: tuple[str, ...], problem: str) -> None:
+def _refuse_empty(lengths: NDArray[np.int64], cells: Cells, problem: str) -> None:
     if not lengths.all():
         n = int(lengths.argmin())
         raise RolloutError(
-            f"{named(names[n])}: {problem} in row {n}; a rollout has at least one token. Leave "
+            f"{cells.whose[n]}: {problem} in row {n}; a rollout has at least one token. Leave "
             "this rollout out."
         )
-
-
-def _loss_mask(cells: Cells, field: str, values: Any, *, padding: bool = True) -> NDArray[np.bool_]:
-    """The loss mask, bool [T]; with `padding`, ones where there is no token are refused."""
-    takes = f"it takes {ZEROS_AND_ONES}, {cells.takes}."
-    given = on_host(field, values)
-    rows = cells.rows(field, given, "biuf", takes, missing=False)
-    flat = cells.gather(rows)
-    mask = check_mask(field, flat, cells.locate, takes)
-    if padding and isinstance(rows, np.ndarray) and cells.width is not None:
-        _refuse_trained_padding(cells, field, rows, int(np.count_nonzero(mask)))
-    check_first_tokens(field, mask, cells.offsets[:-1], cells.locate)
-    return mask
-
-
-def _refuse_trained_padding(cells: Cells, field: str, rows: np.ndarray, inside: int) -> None:
-    if np.count_nonzero(rows) == inside:
-        return
-    columns = np.arange(rows.shape[1])
-    ends = cells.columns + cells.lengths
-    padding = (columns < cells.columns[:, None]) | (columns >= ends[:, None])
-    n, column = divmod(int((padding & (rows != 0)).argmax()), rows.shape[1])
-    raise RolloutError(
-        f"{named(cells.names[n])}: {field}[{n}, {column}] is {rows[n, column]}, where there is "
-        f"padding: the tokens of row {n} go from column {cells.columns[n]} to {ends[n] - 1}. Set "
-        "it to 0, or multiply the loss mask with the attention mask."
-    )
-
-
-def _interleaved(
-    parts: tuple[np.ndarray, np.ndarray], columns: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> np.ndarray:
-    """Of each row the run of the first part, then that of the second, back to back: [T]."""
-    ends = (columns + lengths).tolist()
-    pieces = []
-    for n, begins in enumerate(columns.tolist()):
-        for part, begin, end in zip(parts, begins, ends[n], strict=True):
-            pieces.append(part[n, begin:end])
-    return np.concatenate(pieces, dtype=_whole_dtype(parts), casting="same_kind")
 
 
 def _without_prompts(width: int, cells: Cells) -> PaddedLayout:
