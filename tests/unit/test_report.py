@@ -142,11 +142,18 @@ def test_values_are_text_wherever_they_stand(value: Any) -> None:
     assert "49" not in found.text or "{{" not in str(value)
 
 
+@pytest.fixture(scope="module")
+def plain_elements(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return Reader(replayed(tmp_path_factory.mktemp("plain") / "run", "plain")).elements
+
+
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_folder_full_of_hostile_text(text: str, tmp_path: Path) -> None:
+def test_a_folder_full_of_hostile_text(
+    text: str, plain_elements: list[Any], tmp_path: Path
+) -> None:
     """The page has the elements of one full of plain text, and pictures are well-formed."""
     found = Reader(replayed(tmp_path / "hostile", text))
-    assert found.elements == Reader(replayed(tmp_path / "plain", "plain")).elements
+    assert found.elements == plain_elements
     for picture in found.pictures:
         names = {
             element.tag.rpartition("}")[2] for element in ElementTree.fromstring(picture).iter()

@@ -139,7 +139,7 @@ def draw_forest(axes: Axes, forest: ForestPicture) -> None:
         (shared, "#3f82d6", "shared by several rollouts"),
         (~shared, "#a9c8ee", "of one rollout"),
     ):
-        bands = corners[:, :, chosen].transpose(2, 0, 1)
+        bands = list(corners[:, :, chosen].transpose(2, 0, 1))
         axes.add_collection(
             PolyCollection(bands, facecolors=color, edgecolors="white", linewidths=0.4, label=name)
         )

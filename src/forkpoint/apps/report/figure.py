@@ -7,6 +7,7 @@ from typing import Literal
 from forkpoint.tree.forest import IntArray
 
 Cell = str | int | float | None
+Color = Literal["shared", "dense", "bound", "accent"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Series:
 
     name: str
     values: Sequence[float | None]
-    color: Literal["shared", "dense", "bound", "accent"]
+    color: Color
     style: Literal["line", "dashed", "points", "under"] = "line"
 
 

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 from forkpoint.apps.replay.experts import ExpertLoads, GivenRoutes
 from forkpoint.apps.replay.records import ReplayStep, StepRecord
 from forkpoint.apps.replay.trend import LIMIT, Trend, trend
-from forkpoint.apps.report.figure import Cell, Chart, Figure, Series, Table
+from forkpoint.apps.report.figure import Cell, Chart, Color, Figure, Series, Table
 
 LEAST_STEPS = 20
 """Fewer steps say nothing about a trend."""
@@ -237,7 +237,8 @@ def _load_chart(
     if dense and len(dense[0].logical) == len(x):
         _, most = _least_and_most(dense, "logical")
         series.append(Series(name="most, dense", values=most, color="dense", style="under"))
-    for name, color in (("logical", "shared"), ("computed", "accent")):
+    colors: dict[str, Color] = {"logical": "shared", "computed": "accent"}
+    for name, color in colors.items():
         least, most = _least_and_most(loads, name)
         totals = zip(*([load.total for load in getattr(of, name)] for of in loads), strict=True)
         mean = [statistics.fmean(layer) / loads[0].experts for layer in totals]
