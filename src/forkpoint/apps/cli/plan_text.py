@@ -227,15 +227,17 @@ def distribution_table(estimate: Estimate) -> Table:
 
 def split_table(estimate: Estimate) -> Table:
     kinds = {
-        "microbatch": "parts of {} rollouts, in order",
-        "ranks": "{} ranks, consecutive parts",
-        "ranks, dealt in turn": "{} ranks, dealt in turn",
+        "microbatch": "parts of {}, in order",
+        "ranks": "{}, consecutive parts",
+        "ranks, dealt in turn": "{}, dealt in turn",
     }
     return table(
         "tokens run where a batch is cut (parts share nothing), more than uncut",
         [
             (
-                kinds[row["kind"]].format(row["count"]),
+                kinds[row["kind"]].format(
+                    _count(row["count"], "rollout" if row["kind"] == "microbatch" else "rank")
+                ),
                 f"{row['group_tokens']:,}",
                 f"+{row['group_more']:.0%}",
                 f"{row['tree_tokens']:,}",
