@@ -1,15 +1,15 @@
 """The benchmarks by name, and their command line."""
 
 import importlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+import tyro
 from rich.table import Table
 
-from forkpoint.apps.cli.last_resort import guarded
-from forkpoint.apps.cli.output import Output, write_anything
-from forkpoint.apps.cli.parsing import read_arguments, run_command
+from forkpoint.apps.cli.exit_codes import guarded
+from forkpoint.apps.cli.options import TYRO_CONFIG
+from forkpoint.apps.cli.output import Output
 from forkpoint.errors import ConfigError
 
 COMMANDS = {
@@ -52,23 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    write_anything(sys.stdout)
     if not arguments or arguments[0] in ("-h", "--help"):
         _list()
         return 0
-    code = run_command(_read, arguments)
-    sys.stdout.flush()
-    return code
-
-
-def _read(arguments: list[str]) -> Any:
     name, *rest = arguments
     if name not in COMMANDS:
         raise ConfigError(
             f"there is no benchmark {name!r}; there are {', '.join(COMMANDS)}. "
             "python -m benchmarks --help says what each measures."
         )
-    return read_arguments(command(name), rest, prog=f"python -m benchmarks {name}")
+    prog = f"python -m benchmarks {name}"
+    return tyro.cli(command(name), prog=prog, args=rest, config=TYRO_CONFIG).run()
 
 
 def _list() -> None:

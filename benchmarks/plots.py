@@ -17,7 +17,7 @@ from benchmarks.attention import plot as attention_plot
 from benchmarks.attention.cases import SUITES
 from forkpoint.apps.cli.options import Flag
 from forkpoint.apps.cli.output import Output
-from forkpoint.apps.report.text import cut, visible
+from forkpoint.apps.report.text import abbreviate, visible
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.schema import (
     SchemaError,
@@ -91,7 +91,7 @@ def _row(value: Any) -> Row:
             text(row.get(name), name)
     # They are labels of axes.
     names = {
-        name: cut(visible(" ".join(row[name].split())), MOST_CASE_CHARACTERS)
+        name: abbreviate(visible(" ".join(row[name].split())), MOST_CASE_CHARACTERS)
         for name in ("bench", "case")
     }
     return row | names

@@ -66,7 +66,7 @@ for version in "${versions[@]}"; do
     grep -v "^$library==" constraints.txt >"$venv/constraints.txt"
     "$python" -m pip install --quiet --quiet --constraint "$venv/constraints.txt" "$version" \
       torch transformers peft accelerate pyarrow hypothesis pytest pytest-timeout pytest-xdist \
-      selenium --editable .
+      --editable ".[demo,report]"
     cp constraints.txt "$stamp"
   fi
   installed=$("$python" -m pip list --format freeze | grep -E '^(torch|transformers)==')

@@ -71,7 +71,7 @@ def test_refusals_that_change_a_folder_are_found(
 
 
 def test_pages_with_other_elements_are_found() -> None:
-    good = '<!doctype html><p class="x">a</p><script></script><script></script>'
+    good = '<!doctype html><p class="x">a</p>'
     assert faults_of_page(good) == []
-    for bad in ("<iframe>", '<p onclick="x">', "<script></script>", '<p style="x">', "<img>"):
+    for bad in ("<iframe>", '<p onclick="x">', "<script></script>", '<p style="x">', "<a>"):
         assert faults_of_page(good + bad)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from forkpoint import Rollout, save_rollouts
-from forkpoint.apps.cli import main, progress
+from forkpoint.apps.cli import main
 from forkpoint.apps.cli.output import Output, plain
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 
@@ -47,10 +47,7 @@ class Done:
 
 
 class Shell:
-    """Calls a command line, by default that of forkpoint, and captures what it writes.
-
-    Lines of progress, which are written where a command takes seconds, are off.
-    """
+    """Calls a command line, by default that of forkpoint, and captures what it writes."""
 
     def __init__(
         self, capsys: pytest.CaptureFixture[str], run: Callable[[Sequence[str]], int] = main
@@ -67,10 +64,7 @@ class Shell:
             result(out, values)
             told.append(json.dumps(plain({**values, **out.facts}), allow_nan=False))
 
-        with (
-            mock.patch.object(Output, "result", tell),
-            mock.patch.object(progress, "EVERY_SECONDS", 1e6),
-        ):
+        with mock.patch.object(Output, "result", tell):
             code = self.run([str(argument) for argument in arguments])
         return Done(code, *self.capsys.readouterr(), tuple(told))
 

@@ -15,7 +15,6 @@ from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_config,
 import forkpoint
 from forkpoint import Config, RolloutBatch, load_rollouts, record, wrap
 from forkpoint.apps.cli.losses import LossOptions
-from forkpoint.apps.cli.model_config import read_shape
 from forkpoint.apps.cli.models import load_model
 from forkpoint.apps.cli.options import Runtime
 from forkpoint.parallel.placement.lockstep import predict_step
@@ -107,8 +106,8 @@ def test_plan_reads_the_shape_that_the_model_has(family: str, tmp_path: Path) ->
     model.save_pretrained(tmp_path)
     options = Runtime(gradient_checkpointing=True)
     loaded = load_model(tmp_path, options)
-    assert read_shape(tmp_path, options) == wrap(loaded).host.shape
-    assert read_shape(tmp_path / "config.json", Runtime()) == replace(
+    assert options.shape(tmp_path) == wrap(loaded).host.shape
+    assert Runtime().shape(tmp_path / "config.json") == replace(
         wrap(loaded).host.shape, checkpointed=False
     )
 
@@ -254,15 +253,14 @@ def test_plan_answers_in_six_lines(
     assert nothing_gained or ("--model" in further and "(or --details)" in further)
 
 
-def test_sizes_may_be_written_apart(shell: Shell, rollouts: Path) -> None:
+def test_sizes_are_numbers_with_units(shell: Shell, rollouts: Path) -> None:
     arguments = ("plan", rollouts, "--model", "qwen3-8b", "--checkpointing", "none")
     arguments = (*arguments, "--memory-budget")
     wanted = shell(*arguments, "1.2GB").result
     assert wanted["microbatches"] > 1, "the budget changes nothing"
-    for words in (("1.2", "GB"), ("1.2 GB",), ("1.2gb",), ("1200000000",)):
-        assert shell(*arguments, *words).result == wanted
-    assert shell(*arguments, "2GiB").code == 0
-    assert shell(*arguments, "2", "gigs").code == 2
+    for size in ("1.2 GB", "1.2gb", "1200000000"):
+        assert shell(*arguments, size).result == wanted
+    assert shell(*arguments, "2 gigs").code == 2
 
 
 def test_a_folder_comes_before_a_known_name(
@@ -284,7 +282,7 @@ def test_plan_knows_models_by_name(name: str, shell: Shell, rollouts: Path) -> N
     done = shell("plan", rollouts, "--model", "qwen9")
     assert done.code == 2 and "are known: qwen3-0.6b, " in done.err
     done = shell("plan", rollouts, "--model", "Qwen/Qwen3-9B")
-    assert done.code == 2 and "did you mean 'qwen3-" in done.err
+    assert done.code == 2 and "did you mean qwen3-" in done.err
 
 
 def test_a_batch_that_cannot_be_planned_is_named(
@@ -368,7 +366,7 @@ def test_plan_on_ranks(shell: Shell, rollouts: Path, config: Path) -> None:
     ways = found["ways"]
     assert set(ways) == {"forkpoint", "token counts", "file order"}
     batch = RolloutBatch(load_rollouts(rollouts))
-    shape = read_shape(config, Runtime())
+    shape = Runtime().shape(config)
     for way in ways.values():
         # What waits is never faster than what does not.
         assert way["step_over_share"] >= way["gathered_once_over_share"] * (1 - 1e-12)

@@ -14,9 +14,8 @@ from forkpoint import Config, ConfigError, RolloutBatch, UnsupportedError
 from forkpoint.apps.replay.folder import ReplayFolder
 from forkpoint.apps.replay.loop import replay
 from forkpoint.apps.replay.records import ReplayStep
-from forkpoint.apps.report.chapters import replay_chapter
+from forkpoint.apps.report.chapters import read_run, replay_chapter
 from forkpoint.apps.report.figure import Figure
-from forkpoint.apps.report.runs import read_run
 from forkpoint.losses import GRPO, RouterLoss
 from forkpoint.testing import tiny_model
 
@@ -63,12 +62,12 @@ def test_loads_and_routes_are_recorded_and_drawn(tmp_path: Path) -> None:
         assert step.shared.routes == step.dense.routes
         assert step.shared.router_loss == pytest.approx(step.dense.router_loss, rel=1e-6)
     figure = experts_of(tmp_path / "run")
-    assert [chart.y_label for chart in figure.charts] == [
+    assert [chart.y_label for chart in figure.pictures] == [
         "load over the even share",
         "tokens off their given route, %",
         "router loss",
     ]
-    assert [chart.x_label for chart in figure.charts] == ["layer", "layer", "step"]
+    assert [chart.x_label for chart in figure.pictures] == ["layer", "layer", "step"]
     loads = [step.shared.experts for step in steps]
     most = dict(zip(figure.table.columns, zip(*figure.table.rows, strict=True), strict=True))
     for layer in range(2):
@@ -87,7 +86,7 @@ def test_nothing_is_counted_unless_it_was_asked_for(tmp_path: Path) -> None:
     counted = replayed(ragged_batch(), tmp_path / "counted", steps=1, expert_counts=True)
     assert counted[0].shared.experts is not None and counted[0].shared.router_loss is None
     assert counted[0].shared.loss == pytest.approx(plain[0].shared.loss, rel=1e-12)
-    assert experts_of(tmp_path / "counted").charts[0].x_label == "layer"
+    assert experts_of(tmp_path / "counted").pictures[0].x_label == "layer"
 
 
 def test_a_model_that_adds_a_router_loss_needs_one() -> None:

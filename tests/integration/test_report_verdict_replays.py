@@ -10,8 +10,7 @@ from sabotage import Sabotage, dropped_boundary_gradient, restarted_positions, w
 from forkpoint import Config, RolloutBatch
 from forkpoint.apps.replay.folder import ReplayFolder
 from forkpoint.apps.replay.loop import replay
-from forkpoint.apps.report.chapters import replay_chapter
-from forkpoint.apps.report.runs import read_run
+from forkpoint.apps.report.chapters import read_run, replay_chapter
 from forkpoint.losses import GRPO
 from forkpoint.testing import tiny_model
 

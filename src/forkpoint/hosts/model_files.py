@@ -1,13 +1,14 @@
 """Configurations of models, as folders, as files and by name. Imports no torch."""
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
 
-from forkpoint.apps.cli.suggestions import suggested
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.families import FAMILIES
 from forkpoint.plan import MODELS, ModelShape, known_name
+from forkpoint.plan.device_memory import total_parameters
 
 
 def config_path(model: Path) -> Path:
@@ -16,12 +17,11 @@ def config_path(model: Path) -> Path:
     Raises ConfigError where there is none.
     """
     if not model.exists():
-        named = "By that name a shape is known, which plan and report can count with and nothing "
-        named = f"{named}can run. " if known_name(str(model)) else ""
+        named = "plan and report know a shape by that name, but no weights. "
+        named *= known_name(str(model)) is not None
         raise ConfigError(
-            f"the model {model} does not exist. {named}Give a folder with a transformers model's "
-            "config.json and weights, or a config.json alone for random weights; nothing is "
-            "downloaded."
+            f"the model {model} does not exist. {named}Give a folder with config.json and weights, "
+            "or a config.json alone for random weights; nothing is downloaded."
         )
     if not model.is_dir():
         return model
@@ -54,21 +54,24 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def shape_of_model(model: Path, **sizes: Any) -> ModelShape:
-    """The sizes that FLOPs and bytes are counted from: of a configuration, or of a model by name.
+    """The sizes that FLOPs and bytes are counted from.
 
-    A folder or file of that name comes first; a name is then one that `known_name` knows. `sizes`
-    are fields of the shape that no configuration has.
+    Args:
+        model: a folder, a config.json, or else a name that `known_name` knows.
+        sizes: fields of the shape that no configuration has.
 
-    Raises ConfigError where the configuration does not say them, and for what is neither; and
-    UnsupportedError for a family that forkpoint does not know, whose cost it cannot count.
+    Raises:
+        ConfigError: the configuration does not say the sizes, or there is no such model.
+        UnsupportedError: forkpoint does not know the family, so that it cannot count its cost.
     """
     if not model.exists():
         name = known_name(str(model))
         if name is None:
+            near = difflib.get_close_matches(model.name.lower(), MODELS, n=1)
+            perhaps = f" (did you mean {near[0]}?)" if near else ""
             raise ConfigError(
-                f"the model {model} does not exist, as a folder or a config.json"
-                f"{suggested(model.name, MODELS)}; nothing is downloaded. By their names these are "
-                f"known: {', '.join(MODELS)}."
+                f"the model {model} does not exist, as a folder or a config.json{perhaps}; nothing "
+                f"is downloaded. By their names these are known: {', '.join(MODELS)}."
             )
         return ModelShape.from_config(MODELS[name], **sizes)
     path = config_path(model)
@@ -89,20 +92,22 @@ def shape_of_model(model: Path, **sizes: Any) -> ModelShape:
         raise ConfigError(f"{path}: {error}") from None
 
 
+def parameters_of_model(model: Path, shape: ModelShape) -> int:
+    """The number of parameters of a model whose shape `shape_of_model` has read."""
+    name = None if model.exists() else known_name(str(model))
+    return total_parameters(
+        read_config(config_path(model)) if name is None else MODELS[name], shape
+    )
+
+
 def check_family(path: Path, config: dict[str, Any]) -> None:
     """Raises UnsupportedError for a model of a family that forkpoint does not know."""
     kind = config["model_type"]
     if kind not in FAMILIES:
+        text = config.get("text_config")
+        inner = text.get("model_type") if isinstance(text, dict) else None
+        hint = f" Its text_config is a {inner}: give that alone." if inner in FAMILIES else ""
         raise UnsupportedError(
             f"{path}: model_type {kind!r} has not been shown exact; supported are "
-            f"{', '.join(FAMILIES)}.{_text_part(config)}"
+            f"{', '.join(FAMILIES)}.{hint}"
         )
-
-
-def _text_part(config: dict[str, Any]) -> str:
-    """Where a configuration has one of a known text model within it."""
-    text = config.get("text_config")
-    kind = text.get("model_type") if isinstance(text, dict) else None
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        return ""
-    return f" Its text_config is a {kind}: give that alone."

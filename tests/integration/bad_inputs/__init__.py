@@ -3,7 +3,6 @@
 One table for the tests (test_bad_inputs.py) and for the page of errors (docs/errors.md).
 """
 
-from bad_inputs.arguments import ARGUMENTS
 from bad_inputs.files import FILES
 from bad_inputs.folders import FOLDERS
 from bad_inputs.kind import Kind
@@ -28,7 +27,6 @@ TOPICS: dict[str, tuple[Kind, ...]] = {
     "Rollouts and batches": ROLLOUTS,
     "Batches from tensors": TENSORS,
     "Options": OPTIONS,
-    "Arguments of the command line": ARGUMENTS,
     "Models on the command line": MODEL_FILES,
     "Models": MODELS,
     "Models split over ranks": SPLITS,

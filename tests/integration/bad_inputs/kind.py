@@ -27,8 +27,7 @@ class Kind:
 
     name: str
     """The fault in a few words: the heading on the page of errors."""
-    error: type[ForkpointError] | None
-    """None where the arguments cannot be read, so that only the command line meets it."""
+    error: type[ForkpointError]
     message: str
     """The whole message, with the values of this case."""
     means: str
@@ -40,8 +39,6 @@ class Kind:
     """The command that meets it."""
     prepare: Prepare | None = None
     """Writes the files that it names, or makes the machine another one."""
-    named_in_message: bool = False
-    """Whether the message repeats the arguments, so that it is another one with --json."""
 
 
 def stock_files() -> None:

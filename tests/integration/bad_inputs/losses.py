@@ -155,20 +155,10 @@ LOSSES = (
         error=ArgumentError,
     ),
     Kind(
-        name="An option of TRL or verl",
-        error=None,
-        message="forkpoint replay has no option --epsilon. forkpoint replay --help-all lists its "
-        "options.\n"
-        "--epsilon: it is clip here; give --clip 0.3",
-        means="The command line has the names of forkpoint's losses.",
-        remedy="Give the option that the last line names.",
-        argv=("replay", "ok.jsonl", "--model", "ok.json", "--epsilon", "0.3"),
-    ),
-    Kind(
         name="An option whose name another loss has",
         error=ConfigError,
-        message="the loss grpo has no beta, which was given as 0.04; it is kl here; give --kl "
-        "0.04, or take a loss that has it: dpo, simpo.",
+        message="the loss grpo has no beta, which was given as 0.04; losses that have it are dpo, "
+        "simpo. Leave --beta out, or take one of them.",
         means="TRL's beta of GRPO is the coefficient of the KL divergence.",
         remedy="Give --kl, or --loss dpo if that is the loss.",
         argv=("replay", "ok.jsonl", "--model", "ok.json", "--beta", "0.04"),

@@ -79,10 +79,9 @@ MODEL_FILES = (
     Kind(
         name="A model's name where one is to run",
         error=ConfigError,
-        message="the model qwen3-8b does not exist. By that name a shape is known, which plan and "
-        "report can count with and nothing can run. Give a folder with a transformers model's "
-        "config.json and weights, or a config.json alone for random weights; nothing is "
-        "downloaded.",
+        message="the model qwen3-8b does not exist. plan and report know a shape by that name, but "
+        "no weights. Give a folder with config.json and weights, or a config.json alone for random "
+        "weights; nothing is downloaded.",
         means="Names stand for sizes, not for weights.",
         remedy="Download the model and give its folder, or count with forkpoint plan.",
         argv=("replay", "ok.jsonl", "--model", "qwen3-8b"),

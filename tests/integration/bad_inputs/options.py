@@ -9,7 +9,6 @@ from steps import forked_batch
 import forkpoint
 from bad_inputs.kind import Kind
 from forkpoint import Config, Policy, losses, wrap
-from forkpoint.apps.cli.app import COMMANDS
 from forkpoint.errors import ConfigError
 from forkpoint.losses import Denominators
 from forkpoint.testing import tiny_model
@@ -88,45 +87,6 @@ OPTIONS = (
         remedy="Name the scope of the training that is replaced.",
     ),
     option_kind(
-        "An unknown command",
-        argv=("train", "ok.jsonl"),
-        message=f"there is no command 'train'; there are {', '.join(COMMANDS)}. forkpoint --help "
-        "says what each does.",
-        means="The first word is the command.",
-        remedy="Begin with forkpoint demo, or forkpoint plan FILE.",
-    ),
-    option_kind(
-        "A command that has moved",
-        argv=("bench", "attention"),
-        message="forkpoint bench is no longer a command; run python -m benchmarks, in a checkout "
-        "of the repository.",
-        means="Benchmarks are not part of the package.",
-        remedy="python -m benchmarks --help lists them.",
-    ),
-    option_kind(
-        "A mistyped command",
-        argv=("paln", "ok.jsonl"),
-        message="there is no command 'paln' (did you mean 'plan'?); there are "
-        f"{', '.join(COMMANDS)}. forkpoint --help says what each does.",
-        means="The first word is the command; nothing is guessed.",
-        remedy="Take the one that is suggested.",
-    ),
-    option_kind(
-        "An option before the command",
-        argv=("--sharing", "tree", "plan", "ok.jsonl"),
-        message="--sharing stands before a command; the command comes first, as in forkpoint plan "
-        f"FILE. Commands are {', '.join(COMMANDS)}.",
-        means="Options belong to commands.",
-        remedy="Write it after the command.",
-    ),
-    option_kind(
-        "A colour that there is none of",
-        argv=("plan", "ok.jsonl", "--color", "blue"),
-        message="--color is 'blue'; allowed are auto, always, never.",
-        means="--color says whether verdicts are coloured.",
-        remedy="Leave it out; then they are on a terminal, unless there is a NO_COLOR.",
-    ),
-    option_kind(
         "A batch beyond the last one",
         argv=("plan", "ok.jsonl", "--batch-rollouts", "4", "--batch", "3"),
         message="batch is 3, and ok.jsonl is read as 3 batches; it takes a whole number from 0 to "
@@ -148,14 +108,6 @@ OPTIONS = (
         "so many tokens. Leave one of the two out.",
         means="Either says where a batch ends.",
         remedy="Leave one of the two out.",
-    ),
-    option_kind(
-        "A batch before the first one",
-        argv=("plan", "ok.jsonl", "--batch", "-1"),
-        message="batch is -1; batches are counted from 0, so it takes a whole number of at least "
-        "0.",
-        means="--batch says which batch's plan is shown.",
-        remedy="The first one is batch 0.",
     ),
     option_kind(
         "sharing that there is none of",
@@ -334,27 +286,6 @@ OPTIONS = (
         message="lr is nan; it takes a finite number of at least 0.",
         means="Parameters would be NaN after the first step.",
         remedy="Give a number, such as 1e-5.",
-    ),
-    option_kind(
-        "A seed that is negative",
-        argv=(*REPLAY, "--seed", "-1"),
-        message="seed is -1; it takes a whole number from 0 to 9223372036854775807.",
-        means="Not every random generator takes such a seed.",
-        remedy="Give any other whole number.",
-    ),
-    option_kind(
-        "--limit-groups below 1",
-        argv=("verify", "ok.jsonl", "--model", "ok.json", "--limit-groups", "0"),
-        message="limit_groups is 0; it takes a whole number of at least 1.",
-        means="Without a group there is nothing to compare.",
-        remedy="Give 1 or more.",
-    ),
-    option_kind(
-        "A demo of nothing",
-        argv=("demo", "--groups", "0"),
-        message="groups is 0; it takes a whole number of at least 1.",
-        means="The rollouts of the demo are made up by these counts.",
-        remedy="Give 1 or more.",
     ),
     option_kind(
         "A GPU that is not there",

@@ -81,7 +81,7 @@ def page() -> str:
 
 
 def _entry(kind: Kind) -> str:
-    where = f"`{CLASSES[kind.error]}`." if kind.error else "Command line."
+    where = f"`{CLASSES[kind.error]}`."
     prose = fill(f"{where} {kind.means} **Remedy:** {kind.remedy}", 100, break_long_words=False)
     message = "\n".join(
         fill(line, 96, subsequent_indent="", break_long_words=False, break_on_hyphens=False)

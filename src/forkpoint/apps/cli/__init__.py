@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from forkpoint.apps.cli.last_resort import guarded
+from forkpoint.apps.cli.exit_codes import guarded
 
 __all__ = ["main"]
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    # What this imports can fail, and takes long enough to be interrupted.
+    # The imports take half a second, in which the user may interrupt.
     from forkpoint.apps.cli.app import run
 
     return run(arguments)

@@ -9,7 +9,7 @@ from tyro.conf import DisallowNone, arg
 
 from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.options import DtypeName, Flag, ModelPath
-from forkpoint.apps.cli.output import Output
+from forkpoint.apps.cli.output import Output, table
 
 if TYPE_CHECKING:
     from forkpoint.plan.pricing.calibration import Calibration
@@ -86,38 +86,37 @@ class Calibrate:
 
 
 def _tables(found: "Calibration") -> list[Table]:
-    curves = Table(title=found.describe(), title_justify="left")
-    for name in ("measured", "size", "forward", "backward"):
-        curves.add_column(name, justify="left" if name == "measured" else "right")
-    for name, unit, curve in (
-        ("one block, ms", "tokens", found.block),
-        ("a microbatch besides, ms", "tokens", found.rest),
-        ("head, ms", "labelled tokens", found.head),
-        ("causal attention, pairs/ms", "tokens of a segment", found.causal),
-        ("attention to an ancestor, pairs/ms", "tokens of the ancestor", found.rectangle),
-        ("one further launch, ms", "tokens that have it", found.part),
-    ):
-        for size, forward, backward in zip(curve.at, curve.forward, curve.backward, strict=True):
-            curves.add_row(
-                f"{name}, by {unit}", f"{size:,.0f}", f"{forward:,.4g}", f"{backward:,.4g}"
-            )
-    bytes_ = Table(title="memory", title_justify="left", show_header=False)
-    for policy, (block, rest) in found.kept_bytes.items():
-        bytes_.add_row(
+    curves = [
+        (f"{name}, by {unit}", f"{size:,.0f}", f"{forward:,.4g}", f"{backward:,.4g}")
+        for name, unit, curve in (
+            ("one block, ms", "tokens", found.block),
+            ("a microbatch besides, ms", "tokens", found.rest),
+            ("head, ms", "labelled tokens", found.head),
+            ("causal attention, pairs/ms", "tokens of a segment", found.causal),
+            ("attention to an ancestor, pairs/ms", "tokens of the ancestor", found.rectangle),
+            ("one further launch, ms", "tokens that have it", found.part),
+        )
+        for size, forward, backward in zip(curve.at, curve.forward, curve.backward, strict=True)
+    ]
+    memory = [
+        (
             f"kept of a token, checkpointing {policy}",
             f"{block:,.0f} bytes a block, {rest:,.0f} besides",
         )
-    bytes_.add_row(
-        "copies to the host and back",
-        f"{found.out_bytes_per_ms / 1e6:.1f} and {found.back_bytes_per_ms / 1e6:.1f} GB/s",
-    )
-    tables = [curves, bytes_]
+        for policy, (block, rest) in found.kept_bytes.items()
+    ]
+    copies = f"{found.out_bytes_per_ms / 1e6:.1f} and {found.back_bytes_per_ms / 1e6:.1f} GB/s"
+    memory.append(("copies to the host and back", copies))
+    tables = [
+        table(found.describe(), curves, ("measured", "size", "forward", "backward")),
+        table("memory", memory),
+    ]
     if found.link is not None:
-        link = Table(title=found.link.describe(), title_justify="left", show_header=False)
-        for name, rate, latency_ms in (
-            ("gathering", found.link.gather_bytes_per_ms, found.link.gather_latency_ms),
-            ("sending", found.link.send_bytes_per_ms, found.link.send_latency_ms),
-        ):
-            link.add_row(name, f"{rate / 1e6:.3g} GB/s, {latency_ms:.3g} ms besides")
-        tables.append(link)
+        link = found.link
+        rates = (
+            ("gathering", link.gather_bytes_per_ms, link.gather_latency_ms),
+            ("sending", link.send_bytes_per_ms, link.send_latency_ms),
+        )
+        rows = [(n, f"{rate / 1e6:.3g} GB/s, {ms:.3g} ms besides") for n, rate, ms in rates]
+        tables.append(table(link.describe(), rows))
     return tables

@@ -1,14 +1,15 @@
 """`forkpoint demo`: a GRPO loop on a CPU, every gradient taken shared and dense."""
 
-from contextlib import ExitStack
-from dataclasses import dataclass
+import json
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from forkpoint.apps.cli.options import Count, Flag
-from forkpoint.apps.cli.output import Output, options
+from forkpoint.apps.cli.options import Flag, Positive, Seed, require_extra, whole_number
+from forkpoint.apps.cli.output import Output, options, plain
 from forkpoint.apps.cli.replay import make_optimizer
 from forkpoint.apps.demo.task import BLIND_REWARD, CONSONANTS, VOWELS, WORDS, spell
 from forkpoint.errors import ConfigError
@@ -30,8 +31,6 @@ MODEL: dict[str, Any] = {
 }
 # Rounding of float32 gives about 1e-6 here. A gradient that lacks a part is off by far more.
 GRADIENT_BAR = 1e-4
-LEAST_GROUP = 2
-MOST_SEED = 2**63 - 1
 SHOWN_WORDS = 10
 
 
@@ -39,10 +38,9 @@ SHOWN_WORDS = 10
 class Demo:
     """Watch GRPO learn on a CPU, each gradient taken shared and dense; nothing is downloaded.
 
-    A tiny Qwen3 with random weights samples responses to long prompts in a made-up language of five
-    dialects. The reward is the share of a response's words that are of the dialect most frequent in
-    its prompt. Every step takes the dense and the shared gradient from the same weights, times and
-    compares them, and applies the shared one.
+    A tiny Qwen3 with random weights answers long prompts in a made-up language of five dialects.
+    The reward is the share of a response's words in the most frequent dialect of its prompt.
+    Needs forkpoint[demo].
 
     Attributes:
         steps: How many optimizer steps, each on newly sampled responses.
@@ -56,31 +54,32 @@ class Demo:
         json: Print one line of JSON and nothing else.
     """
 
-    steps: Count = 40
-    groups: Count = 4
-    rollouts_per_group: Count = 16
-    prompt_tokens: Count = 1024
-    response_tokens: Count = 24
+    steps: Positive = 40
+    groups: Positive = 4
+    rollouts_per_group: Annotated[int, whole_number(2)] = 16
+    prompt_tokens: Positive = 1024
+    response_tokens: Positive = 24
     lr: Annotated[float, arg(metavar="RATE")] = 3e-3
-    seed: Count = 0
+    seed: Seed = 0
     output: Annotated[Path, arg(metavar="DIR")] = Path("demo-output")
     json: Flag = False
 
     def run(self) -> int:
-        self._check()
+        require_extra("demo", "matplotlib")
+        rows, plot = self.output / "demo.jsonl", self.output / "demo.png"
         out = Output(json_only=self.json)
         with out.waiting("making the model"):
             import torch
 
             from forkpoint.apps.cli.models import random_model
-            from forkpoint.apps.demo.loop import ENTROPY_BONUS, Loop, Task, summary, train
-            from forkpoint.apps.demo.plot import check_folder, draw, write_rows
+            from forkpoint.apps.demo.loop import ENTROPY_BONUS, Loop, Task, summary
+            from forkpoint.apps.demo.plot import draw
             from forkpoint.apps.environment import versions
 
             longest = self.prompt_tokens + self.response_tokens
-            config = {**MODEL, "max_position_embeddings": longest}
             make = make_optimizer("adamw", self.lr)
-            check_folder(self.output)
+            _check_files(self.output, rows, plot)
+            config = {**MODEL, "max_position_embeddings": longest}
             model = random_model(config, torch.float32, self.seed)
         task = Task(
             groups=self.groups,
@@ -94,42 +93,35 @@ class Demo:
         out.show(self._introduction(parameters, threads, ENTROPY_BONUS))
 
         with out.waiting("comparing gradients in float64"):
-            first = loop.rollouts()
+            first = rollouts = loop.rollouts()
             report = loop.exact_report(first)
         out.show(
-            f"agreement in float64: every parameter's gradient of the first group, shared and "
+            "agreement in float64: every parameter's gradient of the first group, shared and "
             f"dense, within {report.shared_error:.1e} of the gradient's norm "
             f"({'passed' if report.passed else 'FAILED'}; allowed {report.allowed:.0e})"
         )
         with out.waiting("warming up"):
             loop.warm_up(first.batch)
-
-        last = first
         out.show(
             f"\n{'step':>4} {'reward':>7} {'sampling ms':>12} {'dense ms':>9} {'shared ms':>10}"
             f" {'speed-up':>9}  gradients apart"
         )
-        with ExitStack() as stack:
-            # On a terminal the lines of the steps are the progress, unless they are not shown.
-            advance = (
-                stack.enter_context(out.progress("training", self.steps)) if self.json else None
-            )
-
-            def on_step(step: "Step", rollouts: "Rollouts") -> None:
-                nonlocal last
-                last = rollouts
-                out.show(_line(step))
+        steps: list[Step] = []
+        # The lines of the steps are the progress, unless they are not shown.
+        with out.progress("training", self.steps) if self.json else nullcontext() as advance:
+            for number in range(1, self.steps + 1):
+                rollouts = first if number == 1 else loop.rollouts()
+                steps.append(loop.step(number, rollouts))
+                out.show(_line(steps[-1]))
                 if advance is not None:
                     advance(1)
-
-            steps = train(loop, first, self.steps, on_step)
         values = summary(steps)
         passed = report.passed and values["max_gradient_difference"] <= GRADIENT_BAR
-        with out.waiting("drawing"):
-            rows = write_rows(self.output, steps)
-            plot = draw(self.output, steps, values, task, threads)
+        lines = [json.dumps(plain(asdict(step))) for step in steps]
+        rows.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        draw(plot, steps, values, task, threads)
         out.show(
-            f"\nfirst step: {_quote(first)}\nlast step:  {_quote(last)}",
+            f"\nfirst step: {_quote(first)}\nlast step:  {_quote(rollouts)}",
             _conclusion(values, self.steps),
             f"written: {plot}, {rows}",
         )
@@ -155,23 +147,6 @@ class Demo:
         )
         return 0 if passed else 1
 
-    def _check(self) -> None:
-        """Raises ConfigError for options that are not allowed."""
-        names = ("steps", "groups", "rollouts_per_group", "prompt_tokens", "response_tokens")
-        for name in names:
-            value, least = getattr(self, name), 1
-            if name == "rollouts_per_group":
-                least = LEAST_GROUP
-            if value < least:
-                reason = "" if least == 1 else ": GRPO compares the responses to one prompt"
-                raise ConfigError(
-                    f"{name} is {value}; it takes a whole number of at least {least}{reason}."
-                )
-        if not 0 <= self.seed <= MOST_SEED:
-            raise ConfigError(
-                f"seed is {self.seed}; it takes a whole number of at least 0, below 2**63."
-            )
-
     def _introduction(self, parameters: int, threads: int, entropy_bonus: float) -> str:
         examples = ", ".join(WORDS[d * len(CONSONANTS)] for d in range(len(VOWELS)))
         tokens = self.groups * self.rollouts_per_group * (self.prompt_tokens + self.response_tokens)
@@ -188,6 +163,22 @@ class Demo:
             "same weights, which goes first alternating; AdamW with the shared one. The loss "
             f"is GRPO's with an entropy bonus of {entropy_bonus}."
         )
+
+
+def _check_files(folder: Path, *files: Path) -> None:
+    """Make the folder, and refuse one in which the files cannot be written. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            new = not path.exists()
+            path.open("ab").close()
+            if new:
+                path.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"output is {folder}, where nothing can be written ({error.strerror}: "
+            f"{error.filename}). Give --output a folder that can be made or written to."
+        ) from error
 
 
 def _line(step: "Step") -> str:
@@ -210,12 +201,12 @@ def _conclusion(values: dict[str, Any], steps: int) -> str:
         False: "no rise beyond the noise between steps",
         True: "it rose",
     }[values["reward_rose"]]
-    apart = values["max_gradient_difference"]
-    verdict = "passed" if apart <= GRADIENT_BAR else "FAILED"
+    difference = values["max_gradient_difference"]
+    verdict = "passed" if difference <= GRADIENT_BAR else "FAILED"
     return (
         f"reward: {values['first_quarter_reward']:.2f} in the first quarter of the steps, "
         f"{values['last_quarter_reward']:.2f} in the last: {rose}\n"
-        f"agreement in float32: gradients of every step within {apart:.1e} of their norm "
+        f"agreement in float32: gradients of every step within {difference:.1e} of their norm "
         f"({verdict}; allowed {GRADIENT_BAR:.0e}); the sampler's log-probs within "
         f"{values['max_sampler_logprob_difference']:.1e} of training's\n"
         f"tokens run: {values['computed_tokens']:,} of {values['logical_tokens']:,} given\n"

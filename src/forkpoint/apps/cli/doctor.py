@@ -1,13 +1,11 @@
 """`forkpoint doctor`: what this installation has, and whether it computes right."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from forkpoint.apps.cli.options import Flag
-from forkpoint.apps.cli.output import Output
+from forkpoint.apps.cli.output import Output, table
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from forkpoint.units import shown
 
@@ -35,35 +33,33 @@ class Doctor:
         with out.waiting("looking around"):
             from forkpoint.apps.environment import devices, versions
             from forkpoint.hosts.families import FAMILIES
+            from forkpoint.ops.attention import KERNELS
+            from forkpoint.ops.delta_rule import DELTA_KERNELS
 
             families = {name: family.model_class for name, family in FAMILIES.items()}
-            kernels = list_kernels([entry["device"] for entry in devices()])
-            delta_kernels = list_delta_kernels([entry["device"] for entry in devices()])
+            names = [entry["device"] for entry in devices()]
+            asked = {"softcap": 0.0, "window": 0}
+            kernels = list_kernels(KERNELS, names, **asked)
+            delta_kernels = list_kernels(DELTA_KERNELS, names)
         with out.waiting("checking gradients with eager blocks"):
             eager = self_test(compile_blocks=False)
         with out.waiting("checking gradients with compiled blocks"):
             compiled = self_test(compile_blocks=True)
         passed = eager.report.passed and compiled.report.passed
+        installed = [(name, version or "not installed") for name, version in versions().items()]
         out.show(
-            _table("versions", versions().items()),
-            _table("devices", [(d["device"], _about(d)) for d in devices()]),
-            *(
-                _table(
-                    f"{of} kernels, head dim {HEAD_DIM}",
-                    [
-                        (f"{k['device']} {k['dtype']}", k["kernel"], k["refusal"] or _role(k))
-                        for k in listed
-                    ],
-                )
-                for of, listed in (("attention", kernels), ("delta-rule", delta_kernels))
-            ),
-            _table("model families", families.items()),
+            table("versions", installed),
+            table("devices", [(d["device"], _describe(d)) for d in devices()]),
+            table(f"attention kernels, head dim {HEAD_DIM}", _kernel_rows(kernels)),
+            table(f"delta-rule kernels, head dim {HEAD_DIM}", _kernel_rows(delta_kernels)),
+            table("model families", families.items()),
             *(f"self-test: {test}" for test in (eager, compiled)),
             *_compiled_by_default(),
         )
         for test in (eager, compiled):
             if not test.report.passed:
                 out.show(test.report.table(width=out.width))
+        compiled_test = {**compiled.report.to_dict(), "compiler_failure": compiled.failure}
         out.result(
             {
                 "command": "doctor",
@@ -74,44 +70,25 @@ class Doctor:
                 "delta_rule_kernels": delta_kernels,
                 "families": families,
                 "self_test": eager.report.to_dict(),
-                "compiled_self_test": {
-                    **compiled.report.to_dict(),
-                    "compiler_failure": compiled.failure,
-                },
+                "compiled_self_test": compiled_test,
             }
         )
         return 0 if passed else 1
 
 
-def list_kernels(devices: list[str]) -> list[dict[str, Any]]:
-    """Every attention kernel on every device and dtype."""
-    from forkpoint.ops.attention import KERNELS
-
-    asked = {"softcap": 0.0, "window": 0, "deterministic": False}
-    return _listed(KERNELS, devices, asked)
-
-
-def list_delta_kernels(devices: list[str]) -> list[dict[str, Any]]:
-    """The same of the gated delta rule's."""
-    from forkpoint.ops.delta_rule import DELTA_KERNELS
-
-    return _listed(DELTA_KERNELS, devices, {"deterministic": False})
-
-
-def _listed(
-    kernels: Sequence[Any], devices: list[str], asked: dict[str, Any]
+def list_kernels(
+    kernels: Sequence[Any], devices: Iterable[str], **asked: Any
 ) -> list[dict[str, Any]]:
-    """Whether auto takes each of these, and why it cannot serve."""
+    """Of every kernel on every device and dtype, whether auto takes it and why it cannot serve."""
     import torch
 
     found: list[dict[str, Any]] = []
     for device in devices:
         for name in DTYPES:
+            where = torch.device(device), getattr(torch, name), HEAD_DIM, HEAD_DIM
             taken = False
             for kernel in kernels:
-                refusal = kernel.refusal(
-                    torch.device(device), getattr(torch, name), HEAD_DIM, HEAD_DIM, **asked
-                )
+                refusal = kernel.refusal(*where, deterministic=False, **asked)
                 found.append(
                     {
                         "device": device,
@@ -198,19 +175,19 @@ def _compiled_by_default() -> list[str]:
     return [f"blocks of {', '.join(names)} models: {text}" for text, names in lines.items()]
 
 
-def _role(kernel: dict[str, Any]) -> str:
-    return "serves; auto takes it" if kernel["auto"] else "serves"
+def _kernel_rows(kernels: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    return [
+        (
+            f"{kernel['device']} {kernel['dtype']}",
+            kernel["kernel"],
+            kernel["refusal"] or ("serves; auto takes it" if kernel["auto"] else "serves"),
+        )
+        for kernel in kernels
+    ]
 
 
-def _about(device: dict[str, Any]) -> str:
+def _describe(device: dict[str, Any]) -> str:
     if "capability" not in device:
         return f"{device['name']}, {device['threads']} threads"
     memory = shown(device["memory_bytes"])
     return f"{device['name']}, capability {device['capability']}, {memory}"
-
-
-def _table(title: str, rows: Any) -> Table:
-    table = Table(title=title, show_header=False, title_justify="left")
-    for row in rows:
-        table.add_row(*("not installed" if cell is None else str(cell) for cell in row))
-    return table

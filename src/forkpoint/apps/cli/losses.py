@@ -1,17 +1,15 @@
 """The losses that the command line knows by name, and their main options. Imports no torch."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+import math
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from tyro.conf import DisallowNone, arg
 
-from forkpoint.apps.replay.schema import MOST_NUMBER, MOST_WHOLE_NUMBER, is_too_large
 from forkpoint.errors import ConfigError
-from forkpoint.rollouts.argument_names import Spelling, is_known, meaning
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
 
@@ -48,6 +46,8 @@ CLASSES: dict[LossName, str] = {
     "dpo": "DPO",
     "simpo": "SimPO",
 }
+LARGEST = 1e30
+"""Of options, which must not overflow float32; the loss itself refuses infinity."""
 # Without an advantage they train nothing, KL and entropy aside.
 OF_ADVANTAGES = ("grpo", "ppo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "gspo")
 
@@ -116,14 +116,18 @@ class LossOptions:
             for name, kind in CLASSES.items()
         }
         for option, value in given.items():
-            if is_too_large(value):
-                most = MOST_WHOLE_NUMBER if isinstance(value, int) else f"{MOST_NUMBER:g}"
+            if isinstance(value, int | float) and LARGEST < abs(value) != math.inf:
                 raise ConfigError(
-                    f"{option} is {value}; it takes a number of at most {most}, since losses are "
-                    "computed in float32."
+                    f"{option} is {value}; it takes a number of at most {LARGEST:g}, since losses "
+                    "are computed in float32."
                 )
             if option not in takes[self.name]:
-                raise ConfigError(self._refused(option, value, takes))
+                having = ", ".join(name for name, options in takes.items() if option in options)
+                raise ConfigError(
+                    f"the loss {self.name} has no {option}, which was given as {value}; losses "
+                    f"that have it are {having}. Leave --{option.replace('_', '-')} out, or take "
+                    "one of them."
+                )
         if self.name == "dr_grpo" and self.max_tokens is None:
             raise ConfigError(
                 "the loss dr_grpo divides by a constant in place of the tokens, and none is given; "
@@ -131,61 +135,11 @@ class LossOptions:
             )
         return getattr(losses, CLASSES[self.name])(**given)
 
-    def _refused(self, option: str, value: object, takes: Mapping[str, set[str]]) -> str:
-        """The message for an option that the loss does not have."""
-        having = ", ".join(name for name, options in takes.items() if option in options)
-        refused = f"the loss {self.name} has no {option}, which was given as {value}; "
-        meant = meaning(CLASSES[self.name], option, value, OPTIONS)
-        if meant is not None:
-            return f"{refused}{meant}, or take a loss that has it: {having}."
-        flag = f"--{option.replace('_', '-')}"
-        return f"{refused}losses that have it are {having}. Leave {flag} out, or take one of them."
-
     def trains(self, batch: RolloutBatch) -> np.ndarray:
         """The tokens that can have a gradient: bool [T]."""
         if self.name in OF_ADVANTAGES and not self.kl and not self.entropy:
             return batch.loss_mask & (batch.advantages != 0)
         return batch.loss_mask
-
-
-def _option(name: str, value: object) -> str:
-    options = {field.name for field in fields(LossOptions)}
-    return (
-        f"--{name.replace('_', '-')} {value}" if name in options else f"{name}={value!r} in Python"
-    )
-
-
-def _loss_options(name: str, **arguments: object) -> str:
-    called = [f"--loss {option}" for option, cls in CLASSES.items() if cls == name]
-    return " ".join([*called[:1], *(_option(n, v) for n, v in arguments.items())])
-
-
-OPTIONS = Spelling(_option, _loss_options)
-
-
-def explained_options(arguments: Sequence[str]) -> list[str]:
-    """A line for each option that only losses of other libraries have: which one is meant."""
-    given = [a for a in arguments if a.startswith("--")]
-    values = dict(zip(arguments, [*arguments[1:], ""], strict=True))
-    values |= {a.partition("=")[0]: a.partition("=")[2] for a in given if "=" in a}
-    loss: Any = values.get("--loss", "grpo")
-    lines = []
-    for option in dict.fromkeys(a.partition("=")[0] for a in given):
-        name = option.removeprefix("--").replace("-", "_")
-        if not is_known(name) or name in {field.name for field in fields(LossOptions)}:
-            continue
-        meant = meaning(CLASSES.get(loss, "GRPO"), name, _value(values[option]), OPTIONS)
-        if meant is not None:
-            lines.append(f"{option}: {meant}")
-    return lines
-
-
-def _value(word: str) -> object:
-    """A number where the word is one."""
-    try:
-        return float(word)
-    except ValueError:
-        return {"true": True, "false": False}.get(word.lower(), word)
 
 
 def coupling(name: LossName, batch: RolloutBatch) -> IntArray | None:

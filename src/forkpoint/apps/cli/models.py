@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 from transformers.utils import logging
 
-from forkpoint.apps.cli.model_config import check_family, config_path, read_config
-from forkpoint.apps.cli.options import Runtime, check_seed
+from forkpoint.apps.cli.options import Runtime
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
+from forkpoint.hosts.model_files import check_family, config_path, read_config
 from forkpoint.plan import ModelShape
 
 
@@ -31,7 +31,6 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
             f"{path} has a quantization_config; quantized parameters have not been shown exact. "
             "Give an unquantized checkpoint, or take it out for random weights."
         )
-    check_seed(options.seed)
     dtype = getattr(torch, options.dtype)
     logging.disable_progress_bar()
     # Transformers checks what it reads by errors of many kinds, each of them about the user's file.

@@ -1,54 +1,95 @@
-"""Options that several commands have, and what they stand for. Imports no torch.
+"""Options that several commands have. Imports no torch.
 
-The texts under Attributes are the help that the command line shows.
+The texts under Attributes are the help of the command line.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import DisallowNone, Positional, arg
+from tyro.conf import (
+    DisallowNone,
+    FlagCreatePairsOff,
+    HelptextFromCommentsOff,
+    OmitArgPrefixes,
+    Positional,
+    arg,
+)
 from tyro.constructors import PrimitiveConstructorSpec
 
-from forkpoint.apps.cli.last_resort import working_on
 from forkpoint.apps.cli.output import Output
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, TraceError
+from forkpoint.hosts.model_files import (
+    config_path,
+    parameters_of_model,
+    read_config,
+    shape_of_model,
+)
+from forkpoint.plan import ModelShape
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
-from forkpoint.rollouts.traces import RolloutFile, Trace, open_rollouts
-from forkpoint.units import size_in_bytes
+from forkpoint.rollouts.formats.limits import bytes_on_disk
+from forkpoint.rollouts.traces import RolloutFile, open_rollouts
+from forkpoint.tree.forest import IntArray
+from forkpoint.units import shown, size_in_bytes
 
-MOST_SEED = 2**63 - 1
+# Help is in docstrings; a search for it in comments would take half the time.
+TYRO_CONFIG = (FlagCreatePairsOff, HelptextFromCommentsOff, OmitArgPrefixes)
+
+MAX_SEED = 2**63 - 1
+"""The largest that every random generator takes."""
 PLAN_ROLLOUT_BYTES = 2560
 PLAN_TOKEN_BYTES = 96
 """Bytes of a batch and its plan for each rollout and for each of its tokens, besides the rollouts'
 own arrays: 1.3 KB and 70 to 90 bytes were measured with `forkpoint plan` and `forkpoint report`."""
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 DtypeName = Literal["float32", "bfloat16", "float64"]
 
 
-def _whole_number(words: list[str]) -> int:
-    try:
-        return int(words[0])
-    except ValueError:
-        raise ValueError(f"{words[0]!r} is no whole number.") from None
+def whole_number(least: int, most: int | None = None) -> PrimitiveConstructorSpec[int]:
+    """How tyro reads a whole number within bounds."""
+    allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def read(words: list[str]) -> int:
+        try:
+            value = int(words[0])
+        except ValueError:
+            raise ValueError(f"{words[0]!r} is not a whole number.") from None
+        if value < least or (most is not None and value > most):
+            raise ValueError(f"{value} is not a whole number {allowed}.")
+        return value
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N",
+        instance_from_str=read,
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
-# Tyro's own way to read a number that may be left out says which types it tried.
-WholeNumber: PrimitiveConstructorSpec[int] = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="N",
-    instance_from_str=_whole_number,
-    is_instance=lambda value: value is None or isinstance(value, int),
-    str_from_instance=lambda value: [str(value)],
-)
+def require_extra(extra: str, *packages: str) -> None:
+    """Raises ConfigError where packages of an extra are not installed."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"this needs {' and '.join(missing)}, not installed here. Run pip install "
+            f"'forkpoint[{extra}]'."
+        )
 
+
+WholeNumber = whole_number(0)
 File = Positional[Annotated[Path, arg(metavar="FILE")]]
 ModelPath = Annotated[Path, arg(metavar="DIR|CONFIG.json")]
 Flag = Annotated[bool, arg(help_behavior_hint="")]
 Count = Annotated[int, WholeNumber]
+Positive = Annotated[int, whole_number(1)]
+Seed = Annotated[int, whole_number(0, MAX_SEED)]
+Most = Annotated[int | None, whole_number(1), arg(help_behavior_hint="(default: all)")]
 Limit = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: all)")]
 MemoryBudget = DisallowNone[
     Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: what is free on CUDA)")]
@@ -127,6 +168,20 @@ class Memory:
     dtype: DtypeName = "float32"
     gradient_checkpointing: Flag = False
 
+    def shape(self, model: Path | None) -> ModelShape | None:
+        """The sizes that FLOPs and bytes are counted from; None without a model.
+
+        `model` is a folder, a config.json, or else a name that `forkpoint.plan.known_name` knows.
+        Raises ConfigError for anything else, and UnsupportedError for an unknown family.
+        """
+        if model is None:
+            return None
+        return shape_of_model(
+            model,
+            dtype_bytes=DTYPE_BYTES[self.dtype],
+            checkpointed=self.gradient_checkpointing,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -146,21 +201,31 @@ class Device:
     optimizer_bytes: float = 8.0
     trained_share: float = 1.0
 
-    def memory(self, parameters: int, dtype_bytes: int) -> DeviceMemory | None:
-        """Memory of it that is taken besides activations; None where no device is given."""
+    def memory(self, model: Path | None, shape: ModelShape | None) -> DeviceMemory | None:
+        """Memory of the device, and what weights take of it; None where no device is given.
+
+        Raises ConfigError for a device without a model, and for numbers that are not allowed.
+        """
         total = size_in_bytes(self.device_memory, "device_memory")
-        if not 0 <= self.optimizer_bytes <= 1024:
-            raise ConfigError(
-                f"optimizer_bytes is {self.optimizer_bytes}; it takes a number from 0 to 1024."
-            )
-        if not 0 <= self.trained_share <= 1:
-            raise ConfigError(
-                f"trained_share is {self.trained_share}; it takes a number from 0 to 1."
-            )
+        for name, value, most in (
+            ("optimizer_bytes", self.optimizer_bytes, 1024),
+            ("trained_share", self.trained_share, 1),
+        ):
+            if not 0 <= value <= most:
+                raise ConfigError(f"{name} is {value}; it takes a number from 0 to {most}.")
         if total is None:
             return None
+        if model is None or shape is None:
+            raise ConfigError(
+                f"device_memory is {self.device_memory}, but without a model bytes cannot be "
+                "predicted. Add --model Qwen/Qwen3-8B, say."
+            )
         return DeviceMemory(
-            total, parameters, dtype_bytes, self.optimizer_bytes, self.trained_share
+            total,
+            parameters_of_model(model, shape),
+            shape.dtype_bytes,
+            self.optimizer_bytes,
+            self.trained_share,
         )
 
 
@@ -175,13 +240,7 @@ class Runtime(Memory):
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: Count = 0
-
-
-def check_seed(seed: int) -> None:
-    """Raises ConfigError for a seed that not every generator takes."""
-    if not 0 <= seed <= MOST_SEED:
-        raise ConfigError(f"seed is {seed}; it takes a whole number from 0 to {MOST_SEED}.")
+    seed: Seed = 0
 
 
 # fmt: off
@@ -228,9 +287,8 @@ def load_batch(
     file: Path, limit: int | None, reading: Reading | None = None, out: Output | None = None
 ) -> RolloutBatch:
     """The rollouts of a file as one batch; what was left out, and what to know, is shown."""
-    with working_on(file):
-        source = (reading or Reading()).open(file, limit)
-        batch = RolloutBatch(source.read())
+    source = (reading or Reading()).open(file, limit)
+    batch = RolloutBatch(source.read())
     if out is not None:
         show_source(source, out)
     return batch
@@ -244,13 +302,7 @@ def recorded_batches(source: RolloutFile) -> Iterator[RolloutBatch]:
             f"{source.path} has no whole batch yet. Wait until its recorder has added one, or "
             "record again."
         )
-    return _batches_of(source.trace)
-
-
-def _batches_of(trace: Trace) -> Iterator[RolloutBatch]:
-    with working_on(trace.path):
-        for step in trace:
-            yield step.batch
+    return (step.batch for step in source.trace)
 
 
 def streamed_batches(
@@ -283,3 +335,44 @@ def show_source(source: RolloutFile, out: Output) -> None:
         "format": source.format,
         "skipped": {"records": skipped.count, "fields": dict(skipped.fields)},
     }
+
+
+# Limit on work
+# ------------------------------------------------------------
+
+MOST_TOKENS = 1 << 16
+MOST_PAIRS = 1 << 26
+"""Tokens, and pairs of a token with one before it, that a model is always run on. A model of two
+layers takes 10 to 20 seconds for either on two cores of a CPU."""
+TOKENS_PER_BYTE = 16
+"""More tokens than this for each byte on disk are not in a file that only shares what is repeated
+in a group: real groups of eight to long prompts have five, compressed by zstd."""
+
+
+def check_work(lengths: IntArray, file: Path, model: Path, reading: Reading) -> None:
+    """Refuse to run a model on rollouts of these lengths [N] where a small file inflates to them,
+    or where the model has no such positions. A memory limit that was set says that it is meant.
+
+    Raises ConfigError, naming tokens and option.
+    """
+    tokens = int(lengths.sum())
+    pairs = float((lengths.astype(float) ** 2).sum() / 2)
+    if reading.memory_limit is not None or (tokens <= MOST_TOKENS and pairs <= MOST_PAIRS):
+        return
+    remedy = (
+        "Take fewer rollouts (--limit), or, where it is meant to be so, set a memory limit "
+        "(--memory-limit), such as 8GB."
+    )
+    disk_bytes = bytes_on_disk(file)
+    if tokens > TOKENS_PER_BYTE * disk_bytes:
+        raise ConfigError(
+            f"{file} inflates: it has {shown(disk_bytes)}, and the model would run {tokens:,} "
+            f"tokens of it; from so small a file at most {MOST_TOKENS:,} are run. {remedy}"
+        )
+    positions = read_config(config_path(model)).get("max_position_embeddings")
+    longest = int(lengths.max())
+    if isinstance(positions, int) and longest > positions:
+        raise ConfigError(
+            f"{file} has a rollout of {longest:,} tokens, and {model} has max_position_embeddings "
+            f"{positions:,}. {remedy}"
+        )

@@ -1,18 +1,16 @@
-"""Output of a command: tables for people, or one JSON line. Imports no torch."""
+"""Output of a command: text and tables, or one JSON line. Imports no torch."""
 
-import codecs
-import io
 import json
 import math
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.highlighter import RegexHighlighter
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,78 +19,61 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 from rich.text import Text
+from rich.theme import Theme
 
-from forkpoint.apps.cli import colours
-from forkpoint.apps.cli.progress import duration, lines, steps_line
 from forkpoint.apps.report.text import visible
 
-NARROW = 100
-_FRAMES = {**dict.fromkeys("─━═╌╍┄┅┈┉", "-"), **dict.fromkeys("│┃║╎╏┆┇┊┋", "|"), "…": "."}
+PIPE_WIDTH = 100
+"""Columns of tables if stdout is no terminal."""
+_COLOURS_OF = {"passed": "bold green", "failed": "bold red", "chosen": "bold cyan"}
 
 
-def _plainer(error: UnicodeError) -> tuple[str, int]:
-    """Substitutes for characters that an encoding lacks: frames of tables stay frames."""
-    assert isinstance(error, UnicodeEncodeError)
-    lacking = error.object[error.start : error.end]
-    plainer = (_FRAMES.get(c, "+" if "\u2500" <= c <= "\u257f" else "?") for c in lacking)
-    return "".join(plainer), error.end
+class _Verdicts(RegexHighlighter):
+    """Colours verdicts, but not within a path or a longer word."""
 
-
-codecs.register_error("forkpoint", _plainer)
-
-
-def write_anything(stream: Any) -> None:
-    """Let a text stream write what its encoding lacks in other characters, where it would raise.
-
-    That is so where output goes to a file or a pipe under a locale without UTF-8, as on Windows,
-    and for names of files that are no UTF-8.
-    """
-    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-        stream.reconfigure(errors="forkpoint")
+    highlights = [  # noqa: RUF012  (declared so by rich)
+        rf"(?<![\w./-])(?P<{name}>{words})(?![\w/-]|\.\w)"
+        for name, words in zip(_COLOURS_OF, ("passed", "failed|FAILED", "chosen"), strict=True)
+    ]
 
 
 class _Console(Console):
-    """A console on which text is only shown: it cannot steer the terminal."""
+    """A console whose text cannot steer the terminal."""
 
     def render_str(self, text: str, *arguments: Any, **options: Any) -> Text:
-        rendered = super().render_str(visible(text), *arguments, **options)
-        return colours.colour(rendered) if self.color_system else rendered
-
-
-def _console(stream: TextIO, **options: Any) -> _Console:
-    """A console that colours where that is wanted, whatever rich would find out by itself."""
-    coloured = colours.wanted(stream)
-    return _Console(
-        file=stream,
-        color_system="standard" if coloured else None,
-        no_color=not coloured,
-        highlight=False,
-        markup=False,
-        **options,
-    )
+        return super().render_str(visible(text), *arguments, **options)
 
 
 class Output:
-    """Text and tables to stdout, or the JSON line alone; progress to stderr."""
+    """Text and tables to stdout, or the JSON line alone; progress to stderr if it is a terminal.
+
+    Colours follow NO_COLOR and FORCE_COLOR.
+    """
 
     def __init__(self, *, json_only: bool, silent: bool = False) -> None:
-        """`silent`: another process speaks for this one too; errors are not shown here anyway."""
+        """`silent`: another process shows everything."""
         self.json_only = json_only
         self.silent = silent
         self.facts: dict[str, Any] = {}
         """Further fields of the JSON line, at its end."""
         self._terminal = sys.stdout.isatty()
-        self.width: int = NARROW if not self._terminal else Console().width
-        self._console = _console(sys.stdout, width=self.width)
-        # A bar needs a terminal that can move its cursor, which others are told to be one.
-        self._bars = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self._errors = _console(sys.stderr, force_terminal=self._bars)
+        self._console = _Console(
+            width=None if self._terminal else PIPE_WIDTH,
+            markup=False,
+            emoji=False,
+            highlighter=_Verdicts(),
+            theme=Theme(_COLOURS_OF),
+        )
+        self.width: int = self._console.width
+        self._errors = _Console(stderr=True, markup=False, highlight=False)
+        self._shows_progress = self._errors.is_interactive and not silent
 
     def show(self, *things: RenderableType) -> None:
         """Print text or tables, unless only the JSON line was asked for.
 
-        Lines of text are broken on a terminal alone, between words.
+        Lines of text are wrapped only on a terminal.
         """
         if not self.json_only and not self.silent:
             for thing in things:
@@ -100,57 +81,25 @@ class Output:
 
     def result(self, values: dict[str, Any]) -> None:
         """Print the JSON line, if it was asked for. NaN and infinities become null."""
-        line = json.dumps(plain({**values, **self.facts}), allow_nan=False)
         if self.json_only and not self.silent:
-            print(line)
+            print(json.dumps(plain({**values, **self.facts}), allow_nan=False))
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Say what is being done while the block runs: lines of text where there is no terminal."""
-        if self.silent:
-            yield
-            return
-        with (
-            self._errors.status(what)
-            if self._bars
-            else lines(lambda seconds: f"{what}: {duration(seconds)}")
-        ):
-            yield
+    def waiting(self, what: str) -> AbstractContextManager[Any]:
+        """Show what is being done while the block runs."""
+        return self._errors.status(what) if self._shows_progress else nullcontext()
 
     @contextmanager
     def following(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Say how far something is while the block runs, as `waiting` does; call what it yields
-        with the newest text."""
-        text = what
-        if self._bars:
-            with self._errors.status(what) as status:
-                yield lambda newest: status.update(f"{what}: {newest}")
+        """As `waiting`; call what it yields with the newest state of the work."""
+        if not self._shows_progress:
+            yield lambda newest: None
             return
-
-        def follow(newest: str) -> None:
-            nonlocal text
-            text = f"{what}: {newest}"
-
-        with lines(lambda seconds: f"{text}, {duration(seconds)}"):
-            yield follow
+        with self._errors.status(what) as status:
+            yield lambda newest: status.update(f"{what}: {newest}")
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar on a terminal with the time left, lines of text elsewhere; call what it yields with
-        the steps just done."""
-        if self.silent:
-            yield lambda steps: None
-            return
-        if not self._bars:
-            done = 0
-
-            def count(steps: int) -> None:
-                nonlocal done
-                done += steps
-
-            with lines(lambda seconds: steps_line(what, done, total, seconds)):
-                yield count
-            return
+        """A bar with the time left; call what it yields with the number of steps just done."""
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -160,10 +109,28 @@ class Output:
             TimeRemainingColumn(),
             console=self._errors,
             transient=True,
+            disable=not self._shows_progress,
         )
         with bar:
             task = bar.add_task(what, total=total)
             yield lambda steps: bar.advance(task, steps)
+
+
+def table(
+    title: str, rows: Iterable[Iterable[object]], columns: Iterable[str] = (), caption: str = ""
+) -> Table:
+    """A table whose first column is aligned left, and the others right.
+
+    Without names of columns it has no header.
+    """
+    made = Table(
+        title=title, title_justify="left", show_header=bool(columns), caption=caption or None
+    )
+    for number, name in enumerate(columns):
+        made.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        made.add_row(*(str(cell) for cell in row))
+    return made
 
 
 def options(command: Any) -> dict[str, Any]:

@@ -11,34 +11,34 @@ from typing import Annotated, Any
 
 from tyro.conf import DisallowNone, arg
 
-from forkpoint.apps.cli.estimate import (
-    distribution_table,
-    distributions,
-    mode_table,
-    modes,
-    split_table,
-    splits,
-    totals_table,
-)
-from forkpoint.apps.cli.last_resort import working_on
 from forkpoint.apps.cli.losses import LossName, coupling, zero_rollouts
-from forkpoint.apps.cli.model_config import device_of, read_shape
 from forkpoint.apps.cli.options import (
-    Count,
     Device,
     File,
     Flag,
     Limit,
     Memory,
     Planning,
+    Positive,
     Reading,
     WholeNumber,
     recorded_batches,
     show_source,
     streamed_batches,
+    whole_number,
 )
 from forkpoint.apps.cli.output import Output
-from forkpoint.apps.cli.plan_lines import LABEL, plan_lines
+from forkpoint.apps.cli.plan_text import (
+    LABEL,
+    distribution_table,
+    distributions,
+    mode_table,
+    modes,
+    plan_lines,
+    split_table,
+    splits,
+    totals_table,
+)
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.errors import ConfigError, ForkpointError
 from forkpoint.parallel.placement.place import check_ranks
@@ -60,9 +60,7 @@ AnyModel = DisallowNone[
     ]
 ]
 WhichBatch = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: none)")]
-Rollouts = DisallowNone[
-    Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: by tokens)")]
-]
+Rollouts = Annotated[int | None, whole_number(1), arg(help_behavior_hint="(default: by tokens)")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,7 @@ class Batching:
     """
 
     batch_rollouts: Rollouts = None
-    batch_tokens: Count = 4_000_000
+    batch_tokens: Positive = 4_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +122,14 @@ class Plan:
 
     def run(self) -> int:
         out = Output(json_only=self.json)
-        shape = None if self.model is None else read_shape(self.model, self.memory)
-        device = device_of(self.device, self.model, shape)
-        with working_on(self.file):
-            source = self.reading.open(self.file, self.limit)
+        shape = self.memory.shape(self.model)
+        device = self.device.memory(self.model, shape)
+        source = self.reading.open(self.file, self.limit)
         measured = self.planning.calibration
         calibration = None if measured is None else Calibration.load(measured)
         estimate, totals, shown, worst = Estimate(shape), Totals(), None, None
         ranks = self._ranks(shape, calibration)
-        with out.waiting("planning"), working_on(self.file):
+        with out.waiting("planning"):
             for batch in self._batches(source):
                 make = partial(
                     self._plan,
@@ -256,15 +253,6 @@ class Plan:
 
     def _batches(self, source: RolloutFile) -> Iterator[RolloutBatch]:
         given = self.batching
-        if self.batch is not None and self.batch < 0:
-            raise ConfigError(
-                f"batch is {self.batch}; batches are counted from 0, so it takes a whole number of "
-                "at least 0."
-            )
-        for name in ("batch_rollouts", "batch_tokens"):
-            value = getattr(given, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
         if given.batch_rollouts is not None and given.batch_tokens != Batching().batch_tokens:
             raise ConfigError(
                 f"batch_rollouts is {given.batch_rollouts} and batch_tokens {given.batch_tokens}; "

@@ -17,7 +17,7 @@ from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.trunks import Trunk
 from forkpoint.rollouts.batch import RolloutBatch
 
-WAYS = ("forkpoint", "token counts", "file order")
+PLACEMENTS = ("forkpoint", "token counts", "file order")
 
 
 class MakePlan(Protocol):
@@ -31,10 +31,11 @@ class MakePlan(Protocol):
 
 @dataclass
 class Sums:
-    """Sums over batches of one way to place."""
+    """Sums over batches of one placement."""
 
     lockstep: float = 0.0
     once: float = 0.0
+    """A step whose ranks wait for each other at its end alone."""
     mean: float = 0.0
     tokens: int = 0
     groups_split: int = 0
@@ -45,20 +46,6 @@ class Sums:
     prompts: int = 0
     """How many they would exchange."""
 
-    def add(
-        self, step: RanksStep, tokens: int, groups_split: int, other: RanksStep, prompts: int
-    ) -> None:
-        """Count one more batch: its step, the tokens that its ranks run, its split groups, and the
-        step with so many prompts exchanged."""
-        self.lockstep += step.lockstep
-        self.once += step.once
-        self.mean += step.mean
-        self.tokens += tokens
-        self.groups_split += groups_split
-        self.exchanged += other.lockstep
-        self.prompts += prompts
-        self.gathered_once += step.gathering is not None and step.gathering.gather == "step"
-
     @property
     def idle_share(self) -> float:
         """Share of the ranks' time in lockstep in which they wait or idle."""
@@ -67,7 +54,7 @@ class Sums:
 
 @dataclass
 class Ranks:
-    """Steps of many ranks, batch by batch, for each way to place their rollouts.
+    """Steps of many ranks, batch by batch, for each placement of their rollouts.
 
     Every rank's rollouts are planned as a policy would plan them there, with the settings given.
     """
@@ -85,7 +72,7 @@ class Ranks:
     computed_tokens: int = 0
     """Tokens that one rank runs."""
     groups: int = 0
-    sums: dict[str, Sums] = field(default_factory=lambda: {way: Sums() for way in WAYS})
+    sums: dict[str, Sums] = field(default_factory=lambda: {name: Sums() for name in PLACEMENTS})
 
     def add(self, batch: RolloutBatch, alone: Plan, make: MakePlan) -> None:
         """Place one batch in each way, and predict the step.
@@ -97,6 +84,7 @@ class Ranks:
         """
         groups, count = batch.group_index, self.ranks
         paths = Paths.of_batch(batch, alone.run_lengths)
+        prices = ExchangePrices.of(alone.shape, self.rates, self.calibration)
         placed = {
             "forkpoint": place_paths(
                 paths,
@@ -105,7 +93,7 @@ class Ranks:
                 count,
                 whole_groups=self.whole_groups,
                 max_microbatch_tokens=self.max_microbatch_tokens,
-                exchange=self._prices(alone) if self.exchanges else None,
+                exchange=prices if self.exchanges else None,
             ),
             "token counts": by_tokens(groups, batch.lengths, count),
             "file order": in_order(groups, count, whole_groups=self.whole_groups),
@@ -113,22 +101,21 @@ class Ranks:
         self.alone += predict_step([alone], self.calibration).lockstep
         self.computed_tokens += alone.computed_tokens
         self.groups += int(groups.max()) + 1
-        for way, rank in placed.items():
-            parts = [
-                batch.select(np.flatnonzero(rank == number).tolist())
-                if (rank == number).any()
-                else None
-                for number in range(count)
-            ]
+        for name, rank in placed.items():
+            members = [np.flatnonzero(rank == number).tolist() for number in range(count)]
+            parts = [batch.select(of) if of else None for of in members]
             plans = [make(part) if part else None for part in parts]
             step = predict_step(plans, self.calibration)
             other, prompts = self._exchanged(parts, plans, make)
-            tokens = sum(plan.computed_tokens for plan in plans if plan)
-            split = len(split_groups(groups, rank))
-            self.sums[way].add(step, tokens, split, other or step, prompts)
-
-    def _prices(self, alone: Plan) -> ExchangePrices | None:
-        return ExchangePrices.of(alone.shape, self.rates, self.calibration)
+            sums = self.sums[name]
+            sums.lockstep += step.lockstep
+            sums.once += step.once
+            sums.mean += step.mean
+            sums.tokens += sum(plan.computed_tokens for plan in plans if plan)
+            sums.groups_split += len(split_groups(groups, rank))
+            sums.gathered_once += step.gathering is not None and step.gathering.gather == "step"
+            sums.exchanged += (other or step).lockstep
+            sums.prompts += prompts
 
     def _exchanged(
         self, parts: list[RolloutBatch | None], plans: list[Plan | None], make: MakePlan
@@ -144,41 +131,28 @@ class Ranks:
             return None, 0
         return predict_step(others, self.calibration, trunks), len(trunks)
 
-    def exchanged_over_mean(self, way: str) -> float:
-        """A step in lockstep with prompts exchanged, over the same as `over_mean`."""
+    def _over_share(self, cost: float) -> float:
+        """A cost over an equal share of what one rank would take for all."""
         share = self.alone / self.ranks
-        return self.sums[way].exchanged / share if share else 1.0
-
-    def over_mean(self, way: str) -> float:
-        """A step in lockstep over an equal share of what one rank would take for all."""
-        share = self.alone / self.ranks
-        return self.sums[way].lockstep / share if share else 1.0
-
-    def once_over_mean(self, way: str) -> float:
-        """A step whose ranks wait for each other at its end alone, over the same."""
-        share = self.alone / self.ranks
-        return self.sums[way].once / share if share else 1.0
-
-    def replicated(self, way: str) -> int:
-        """Tokens that ranks run besides those that one rank would."""
-        return self.sums[way].tokens - self.computed_tokens
+        return cost / share if share else 1.0
 
     def lines(self, label: int) -> list[str]:
         """Answers as lines, with names `label` wide."""
         own = self.sums["forkpoint"]
+        over = {name: self._over_share(sums.lockstep) for name, sums in self.sums.items()}
         count = f"{self.ranks:,} rank{'' if self.ranks == 1 else 's'}"
-        share = self.replicated("forkpoint") / max(1, self.computed_tokens)
+        more = max(0, own.tokens - self.computed_tokens)
         answers = {
-            "ranks": f"{count}: step {self.over_mean('forkpoint'):.2f}x an equal share, "
+            "ranks": f"{count}: step {over['forkpoint']:.2f}x an equal share, "
             f"{own.idle_share:.0%} of it idle",
-            "placed": f"{max(0, self.replicated('forkpoint')):,} tokens replicated "
-            f"({max(0.0, share):.1%}), {own.groups_split:,} of {self.groups:,} groups split",
-            "or placed": f"by token counts {self.over_mean('token counts'):.2f}x, in file order "
-            f"{self.over_mean('file order'):.2f}x",
+            "placed": f"{more:,} tokens replicated ({more / max(1, self.computed_tokens):.1%}), "
+            f"{own.groups_split:,} of {self.groups:,} groups split",
+            "or placed": f"by token counts {over['token counts']:.2f}x, in file order "
+            f"{over['file order']:.2f}x",
         }
         if own.prompts:
             prompts = f"{own.prompts:,} prompt{'' if own.prompts == 1 else 's'}"
-            step = self.exchanged_over_mean("forkpoint")
+            step = self._over_share(own.exchanged)
             answers["or exchanged"] = f"{prompts} of several ranks run on one each: {step:.2f}x"
         return [f"{name:{label}}{answer}" for name, answer in answers.items()]
 
@@ -187,16 +161,16 @@ class Ranks:
         return {
             "ranks": self.ranks,
             "ways": {
-                way: {
-                    "step_over_share": self.over_mean(way),
-                    "gathered_once_over_share": self.once_over_mean(way),
-                    "idle_share": self.sums[way].idle_share,
-                    "replicated_tokens": self.replicated(way),
-                    "groups_split": self.sums[way].groups_split,
-                    "steps_gathered_once": self.sums[way].gathered_once,
-                    "exchanged_over_share": self.exchanged_over_mean(way),
-                    "prompts_exchanged": self.sums[way].prompts,
+                name: {
+                    "step_over_share": self._over_share(sums.lockstep),
+                    "gathered_once_over_share": self._over_share(sums.once),
+                    "idle_share": sums.idle_share,
+                    "replicated_tokens": sums.tokens - self.computed_tokens,
+                    "groups_split": sums.groups_split,
+                    "steps_gathered_once": sums.gathered_once,
+                    "exchanged_over_share": self._over_share(sums.exchanged),
+                    "prompts_exchanged": sums.prompts,
                 }
-                for way in WAYS
+                for name, sums in self.sums.items()
             },
         }

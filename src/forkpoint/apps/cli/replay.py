@@ -13,7 +13,6 @@ from rich.table import Table
 from tyro.conf import DisallowNone, arg
 
 from forkpoint.apps.cli import torchrun
-from forkpoint.apps.cli.last_resort import working_on
 from forkpoint.apps.cli.losses import LossOptions
 from forkpoint.apps.cli.options import (
     Count,
@@ -25,12 +24,12 @@ from forkpoint.apps.cli.options import (
     Reading,
     Runtime,
     WholeNumber,
+    check_work,
     show_source,
 )
 from forkpoint.apps.cli.output import Output, options, plain
 from forkpoint.apps.cli.routers import RouterOptions
 from forkpoint.apps.cli.selection import Selection
-from forkpoint.apps.cli.work import check_work
 from forkpoint.apps.replay.folder import ReplayFolder
 from forkpoint.apps.replay.rates import Rate
 from forkpoint.errors import ConfigError
@@ -178,8 +177,6 @@ class Replay:
                 f"{training.optimizer}, lr {training.lr:g}"
             )
         with (
-            working_on(recording.output),
-            working_on(self.file),
             out_of_memory_explained(),
             out.progress("training", training.steps) as advance,
         ):

@@ -6,12 +6,10 @@ Imports no torch.
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import DisallowNone, Positional, arg
 
-from forkpoint.apps.cli.last_resort import working_on
-from forkpoint.apps.cli.model_config import device_of, read_shape
 from forkpoint.apps.cli.options import (
     Device,
     Flag,
@@ -21,15 +19,13 @@ from forkpoint.apps.cli.options import (
     Reading,
     load_batch,
     recorded_batches,
+    require_extra,
     show_source,
 )
 from forkpoint.apps.cli.output import Output, options
 from forkpoint.apps.cli.plan import AnyModel
-from forkpoint.apps.report.chapters import replay_chapter, rollouts_chapter
+from forkpoint.apps.report.chapters import read_run, replay_chapter, rollouts_chapter
 from forkpoint.apps.report.figure import Chapter
-from forkpoint.apps.report.page import render_page
-from forkpoint.apps.report.plots import write_plots
-from forkpoint.apps.report.runs import read_run
 from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.runs import run_lengths
@@ -39,10 +35,9 @@ from forkpoint.rollouts.traces.trace import is_trace
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Make one HTML file of replays or rollouts: what was shared, when it ran, how far it drifted.
+    """Make one HTML page of replays or rollouts: what was shared, when it ran, how far it drifted.
 
-    The file needs no network and nothing beside it. Every figure's numbers can be copied from it as
-    a table. Runs no model.
+    The page needs no network and no other file. Runs no model. Needs forkpoint[report].
 
     Attributes:
         inputs: Folders that forkpoint replay --output wrote, or files of rollouts and
@@ -75,10 +70,12 @@ class Report:
                 "there is nothing to report on; give the folder of a replay, or a file of rollouts."
             )
         self._check()
-        chapters = []
-        for path in self.inputs:
-            with working_on(path):
-                chapters.append(self._chapter(path, out))
+        require_extra("report", "jinja2", "matplotlib")
+        chapters = [self._chapter(path, out) for path in self.inputs]
+        # They take a second to import, before which all errors are found.
+        from forkpoint.apps.report.draw import write_plots
+        from forkpoint.apps.report.page import render_page
+
         page = render_page(" · ".join(chapter.title for chapter in chapters), chapters)
         content = page.encode("utf-8")
         self.output.write_bytes(content)
@@ -121,19 +118,14 @@ class Report:
             raise ConfigError(
                 f"plots is {self.plots}, which is a file. Give a folder; it need not exist."
             )
-        if not all(_is_replay(path) for path in self.inputs):
-            return
-        given, usual = options(self), options(Report(inputs=self.inputs))
-        unused = [
-            name
-            for name in given
-            if given[name] != usual[name] and name not in ("output", "plots", "json")
-        ]
-        if unused:
-            raise ConfigError(
-                f"{', '.join(map(str, self.inputs))} is a replay, which is shown as it was run: "
-                f"{', '.join(unused)} has no meaning here. Leave it out."
-            )
+        if all(_is_replay(path) for path in self.inputs):
+            usual = options(Report(inputs=self.inputs, output=self.output, plots=self.plots))
+            given = {**options(self), "json": False}
+            if unused := [name for name in given if given[name] != usual[name]]:
+                raise ConfigError(
+                    f"{', '.join(map(str, self.inputs))} is a replay, which is shown as it was "
+                    f"run: {', '.join(unused)} has no meaning here. Leave it out."
+                )
 
     def _overwritten(self) -> Path | None:
         """The input that writing the page would damage: itself, or a file of its folder."""
@@ -151,17 +143,10 @@ class Report:
     def _chapter(self, path: Path, out: Output) -> Chapter:
         if _is_replay(path):
             return replay_chapter(read_run(path))
-        shape = None if self.model is None else read_shape(self.model, self.memory)
-        device = device_of(self.device, self.model, shape)
-        given: dict[str, Any] = {}
-        if device is not None:
-            given["device_memory_bytes"] = device.total_bytes
-            given["besides_bytes"] = device.besides_bytes
-        made = partial(
-            make_plan,
-            shape=shape,
-            measured_budget_bytes=None if device is None else device.budget_bytes,
-        )
+        shape = self.memory.shape(self.model)
+        device = self.device.memory(self.model, shape)
+        budget_bytes = None if device is None else device.budget_bytes
+        made = partial(make_plan, shape=shape, measured_budget_bytes=budget_bytes)
         config = self.planning.config()
         dense = replace(config, sharing="none", boundary="auto", leaf_layout="packed")
 
@@ -178,9 +163,9 @@ class Report:
             source = self.reading.open(path, None)
             show_source(source, out)
             batches = map(planned, recorded_batches(source))
-            return rollouts_chapter(path.name, batches, recorded=True, **given)
+            return rollouts_chapter(path.name, batches, recorded=True, device=device)
         batch = load_batch(path, self.limit, self.reading, out)
-        return rollouts_chapter(path.name, [planned(batch)], **given)
+        return rollouts_chapter(path.name, [planned(batch)], device=device)
 
 
 def _is_replay(path: Path) -> bool:

@@ -2,17 +2,14 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from tyro.conf import arg
 
-from forkpoint.apps.cli.options import Reading, WholeNumber, load_batch
+from forkpoint.apps.cli.options import Most, Reading, load_batch
 from forkpoint.apps.cli.output import Output
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
-
-Most = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: all of them)")]
 
 PER_TOKEN = (
     *("token_ids", "loss_mask", "advantage", "weights", "returns"),
@@ -45,12 +42,8 @@ class Selection:
     ) -> RolloutBatch:
         """The rollouts of a file, as far as they are asked for.
 
-        Raises ConfigError for a number below 1, or more groups than there are.
+        Raises ConfigError for more groups than there are.
         """
-        for name in ("groups", "max_prompt_tokens", "max_response_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
         batch = load_batch(file, limit, reading, out)
         groups = batch.groups()
         if self.groups is not None:

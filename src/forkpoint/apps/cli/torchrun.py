@@ -1,4 +1,4 @@
-"""A command that torchrun started on several ranks: the process group, and the model's shards."""
+"""Commands that torchrun starts on several ranks: the process group, and the model's shards."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from forkpoint.plan.pricing.link import Link
 
 T = TypeVar("T")
+DeviceName = Literal["auto", "cpu", "cuda"]
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -22,19 +23,23 @@ def is_on_ranks() -> bool:
     return all(name in os.environ for name in VARIABLES)
 
 
+def _variable(name: str, alone: int) -> int:
+    return int(os.environ[name]) if is_on_ranks() else alone
+
+
 def rank() -> int:
     """The number of this process; 0 where it is alone."""
-    return int(os.environ["RANK"]) if is_on_ranks() else 0
+    return _variable("RANK", 0)
 
 
 def local_rank() -> int:
     """The number of this process on its host; 0 where it is alone."""
-    return int(os.environ["LOCAL_RANK"]) if is_on_ranks() else 0
+    return _variable("LOCAL_RANK", 0)
 
 
 def size() -> int:
     """How many processes there are."""
-    return int(os.environ["WORLD_SIZE"]) if is_on_ranks() else 1
+    return _variable("WORLD_SIZE", 1)
 
 
 def from_the_first(work: Callable[[], T]) -> T:
@@ -44,6 +49,7 @@ def from_the_first(work: Callable[[], T]) -> T:
     """
     if size() == 1:
         return work()
+    import torch
     import torch.distributed as dist
 
     given: list[tuple[T | None, str]] = [(None, "")]
@@ -54,35 +60,41 @@ def from_the_first(work: Callable[[], T]) -> T:
         except Exception as raised:  # any, since the others wait
             error = raised
             given = [(None, f"{type(raised).__name__}: {raised}")]
-    dist.broadcast_object_list(given, src=0, device=torch_cpu())
+    dist.broadcast_object_list(given, src=0, device=torch.device("cpu"))
     if error is not None:
         raise error
     found, text = given[0]
     if text:
         raise ConfigError(f"rank 0 cannot measure, so no rank does: {text}")
-    return found  # pyright: ignore[reportReturnType]
+    return cast(T, found)
 
 
-def torch_cpu() -> "torch.device":
-    """The device of objects that processes exchange."""
-    import torch
-
-    return torch.device("cpu")
-
-
-def measured_link(device: Literal["auto", "cpu", "cuda"]) -> "Link":
+def measured_link(device: DeviceName) -> "Link":
     """The link between the processes. Collective."""
-    import torch
-
     from forkpoint.apps.calibrate.link import measure_link
 
-    cuda = device != "cpu" and torch.cuda.is_available()
-    return measure_link(torch.device("cuda", local_rank()) if cuda else torch_cpu())
+    return measure_link(_own_device(device))
+
+
+def _own_device(device: DeviceName) -> "torch.device":
+    """The device of this rank. Raises ConfigError where it has no GPU of its own."""
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank() >= count:
+        raise ConfigError(
+            f"this machine has {count} GPUs, and the rank is number {local_rank()} on it; each "
+            f"rank needs one of its own. Start torchrun with --nproc-per-node {count}, or add "
+            "--device cpu."
+        )
+    return torch.device("cuda", local_rank())
 
 
 @contextmanager
-def process_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[None]:
-    """Within it torch's default process group is there; without torchrun nothing is done.
+def process_group(device: DeviceName) -> Iterator[None]:
+    """Within it torch's default process group exists; without torchrun nothing is done.
 
     Raises ConfigError where a rank has no GPU of its own.
     """
@@ -92,18 +104,10 @@ def process_group(device: Literal["auto", "cpu", "cuda"]) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    cuda = device != "cpu" and torch.cuda.is_available()
-    if cuda:
-        local = int(os.environ["LOCAL_RANK"])
-        count = torch.cuda.device_count()
-        if local >= count:
-            raise ConfigError(
-                f"this machine has {count} GPUs, and the rank is number {local} on it; each rank "
-                f"needs one of its own. Start torchrun with --nproc-per-node {count}, or add "
-                "--device cpu."
-            )
-        torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    own = _own_device(device)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo")
     yield
     # After an error the others may not come to its end.
     dist.destroy_process_group()

@@ -7,19 +7,19 @@ import numpy as np
 
 from forkpoint.apps.cli.losses import LossOptions
 from forkpoint.apps.cli.options import (
-    Count,
     File,
     Flag,
     Limit,
     ModelPath,
     Planning,
+    Positive,
     Reading,
     Runtime,
+    check_work,
     load_batch,
 )
 from forkpoint.apps.cli.output import Output, options
 from forkpoint.apps.cli.routers import RouterOptions
-from forkpoint.apps.cli.work import check_work
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
@@ -54,7 +54,7 @@ class Verify:
 
     file: File
     model: ModelPath
-    limit_groups: Count = 1
+    limit_groups: Positive = 1
     limit: Limit = None
     json: Flag = False
     objective: LossOptions = field(default_factory=LossOptions)
@@ -65,10 +65,6 @@ class Verify:
 
     def run(self) -> int:
         out = Output(json_only=self.json)
-        if self.limit_groups < 1:
-            raise ConfigError(
-                f"limit_groups is {self.limit_groups}; it takes a whole number of at least 1."
-            )
         everything = load_batch(self.file, self.limit, self.reading, out)
         objective = self.objective
         members = groups_with_gradient(everything, objective)[: self.limit_groups]

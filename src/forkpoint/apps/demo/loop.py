@@ -3,17 +3,15 @@
 In every step the dense and the shared gradient are taken from the same weights on the same rollouts
 and then compared; the optimizer applies the shared one. Each batch of rollouts gives one step, so
 the policy that samples is the policy that is trained. GRPO's ratio of new to old probabilities is
-then exactly 1, its old log-probs being those of the training forward itself: taking the sampler's
-would put the rounding of its other order of additions into the ratio. How far the two are apart is
-measured instead.
+then exactly 1, its old log-probs being those of the training forward itself. The sampler's would
+add the rounding of another order of additions to the ratio; that difference is measured instead.
 """
 
 import copy
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from forkpoint.apps.demo.sampling import Sampled, sample
+from forkpoint.apps.demo.sampling import sample
 from forkpoint.apps.demo.task import make_prompt, reward
 from forkpoint.config import Config
 from forkpoint.losses import GRPO
@@ -33,12 +31,11 @@ from forkpoint.verify.comparison import VerifyReport
 from forkpoint.wrapping import wrap
 
 ENTROPY_BONUS = 0.03
-"""GRPO's entropy coefficient. It slows the policy's way to one word over and over, where responses
-become the same and are shared whole."""
+"""GRPO's entropy coefficient. It keeps the policy from repeating one word, where responses become
+the same and are shared whole."""
 DENSE_ROLLOUTS_PER_ROW = (1, 4, None)
 """Row lengths that dense is tried with; None is the planner's own."""
 TRIALS = 2
-QUARTERS = 4
 STANDARD_ERRORS = 3.0
 """A rise of the reward that is no more than this many is called noise."""
 
@@ -94,7 +91,7 @@ class Rollouts:
 
 
 class Loop:
-    """A policy and its rollouts. Deterministic for a seed but for the times."""
+    """A policy and its rollouts. Deterministic for a seed except for the times."""
 
     def __init__(
         self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, task: Task, seed: int
@@ -105,12 +102,15 @@ class Loop:
         self.loss: GRPO = GRPO(entropy=ENTROPY_BONUS)
         # Log-probs of all rollouts are compared with the sampler's.
         self.shared: Policy = wrap(model, Config(all_logprobs=True))
-        self.dense = wrap(model, Config(sharing="none", all_logprobs=True))
+        self.dense: Policy = wrap(model, Config(sharing="none", all_logprobs=True))
         self._random = np.random.default_rng(seed)
         self._generator = torch.Generator().manual_seed(seed)
 
     def rollouts(self) -> Rollouts:
-        """Sample new prompts' responses from the policy as it is, and reward them."""
+        """Sample responses to new prompts from the policy as it is, and reward them.
+
+        Advantages are the rewards, normalised within each group.
+        """
         began = time.perf_counter()
         task = self.task
         prompts = [make_prompt(task.prompt_tokens, self._random) for _ in range(task.groups)]
@@ -121,18 +121,34 @@ class Loop:
             tokens=task.response_tokens,
             generator=self._generator,
         )
-        batch, rewards_GN = _rewarded(prompts, sampled)
+        responses_GNR = sampled.token_ids_GNR.numpy()
+        rewards_GN = np.array(
+            [[reward(p, r) for r in group] for p, group in zip(prompts, responses_GNR, strict=True)]
+        )
+        batch = RolloutBatch(
+            Rollout(
+                token_ids=np.concatenate([prompt, response]),
+                loss_mask=np.repeat([0, 1], [len(prompt), len(response)]),
+                advantage=float(advantage),
+                group_id=f"g{g}",
+                rollout_id=f"g{g}-r{n}",
+            )
+            for g, prompt in enumerate(prompts)
+            for n, (response, advantage) in enumerate(
+                zip(responses_GNR[g], normalised(rewards_GN[g]), strict=True)
+            )
+        )
         return Rollouts(
             batch=batch,
             rewards_GN=rewards_GN,
             logprobs_GNR=sampled.logprobs_GNR,
             prompt=prompts[0],
-            response=sampled.token_ids_GNR[0, 0].numpy(),
+            response=responses_GNR[0, 0],
             ms=(time.perf_counter() - began) * 1e3,
         )
 
     def warm_up(self, batch: RolloutBatch) -> None:
-        """Run both ways untimed, and choose the row length that dense is fastest with.
+        """Run both policies untimed, and choose the row length that dense is fastest with.
 
         The trials run the batch's first group.
         """
@@ -143,7 +159,7 @@ class Loop:
         tried = [self.dense.with_config(max_microbatch_tokens=n) for n in limits]
         self._gradient(tried[0], group)
         times = [[self._gradient(policy, group)[1] for policy in tried] for _ in range(TRIALS)]
-        self.dense: Policy = tried[int(np.min(times, axis=0).argmin())]
+        self.dense = tried[int(np.min(times, axis=0).argmin())]
 
     def exact_report(self, rollouts: Rollouts) -> VerifyReport:
         """The first group's gradients, shared and dense, on a float64 copy of the model."""
@@ -154,12 +170,13 @@ class Loop:
         """Take both gradients from the same weights, and one optimizer step with the shared one."""
         batch = rollouts.batch
         shared_first = number % 2 == 0
-        if shared_first:
-            stats, shared_ms, gradients = self._gradient(self.shared, batch)
-            _, dense_ms, expected = self._gradient(self.dense, batch)
-        else:
-            _, dense_ms, expected = self._gradient(self.dense, batch)
-            stats, shared_ms, gradients = self._gradient(self.shared, batch)
+        policies = [self.dense, self.shared]
+        runs = {
+            policy: self._gradient(policy, batch)
+            for policy in (reversed(policies) if shared_first else policies)
+        }
+        _, dense_ms, expected = runs[self.dense]
+        stats, shared_ms, gradients = runs[self.shared]
         norm, difference = _norm(expected), _norm(gradients, less=expected)
         for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
@@ -168,14 +185,15 @@ class Loop:
         plan = stats.plan
         assert plan.shape is not None
         trained = stats.logprobs[torch.from_numpy(batch.loss_mask.astype(bool))]
-        apart = (trained - rollouts.logprobs_GNR.flatten()).abs().max()
         return Step(
             step=number,
             reward=float(rollouts.rewards_GN.mean()),
             group_rewards=tuple(rollouts.rewards_GN.mean(1).tolist()),
             gradient_norm=norm,
             gradient_difference=difference / norm if norm else math.inf if difference else 0.0,
-            sampler_logprob_difference=float(apart),
+            sampler_logprob_difference=float(
+                (trained - rollouts.logprobs_GNR.flatten()).abs().max()
+            ),
             sampling_ms=rollouts.ms,
             shared_ms=shared_ms,
             dense_ms=dense_ms,
@@ -198,25 +216,13 @@ class Loop:
         return stats, ms, gradients
 
 
-def train(
-    loop: Loop,
-    first: Rollouts,
-    steps: int,
-    on_step: Callable[[Step, Rollouts], None],
-) -> list[Step]:
-    """Run the loop; its first step trains on `first`, the others sample on their own."""
-    done: list[Step] = []
-    rollouts = first
-    for number in range(1, steps + 1):
-        if number > 1:
-            rollouts = loop.rollouts()
-        done.append(loop.step(number, rollouts))
-        on_step(done[-1], rollouts)
-    return done
-
-
 def summary(steps: list[Step]) -> dict[str, Any]:
     """Sums over the steps, and their lists; ready for JSON."""
+    times = {
+        "sampling": [step.sampling_ms for step in steps],
+        "shared": [step.shared_ms for step in steps],
+        "dense": [step.dense_ms for step in steps],
+    }
     values: dict[str, Any] = {
         "steps": len(steps),
         "logical_tokens": sum(step.logical_tokens for step in steps),
@@ -225,20 +231,15 @@ def summary(steps: list[Step]) -> dict[str, Any]:
         **rise([step.reward for step in steps]),
         "max_gradient_difference": max(step.gradient_difference for step in steps),
         "max_sampler_logprob_difference": max(step.sampler_logprob_difference for step in steps),
-    }
-    for name in ("sampling_ms", "shared_ms", "dense_ms"):
-        ms = [asdict(step)[name] for step in steps]
-        way = name.removesuffix("_ms")
-        values |= {
-            name: sum(ms),
-            f"{way}_median_ms": statistics.median(ms),
-            f"{way}_step_ms": ms,
-        }
-    return values | {
         "bound": sum(step.dense_flops for step in steps) / sum(step.shared_flops for step in steps),
-        "speedup": values["dense_ms"] / values["shared_ms"],
+        "speedup": sum(times["dense"]) / sum(times["shared"]),
         "median_speedup": statistics.median(step.dense_ms / step.shared_ms for step in steps),
     }
+    for name, ms in times.items():
+        values[f"{name}_ms"] = sum(ms)
+        values[f"{name}_median_ms"] = statistics.median(ms)
+        values[f"{name}_step_ms"] = ms
+    return values
 
 
 def rise(rewards: list[float]) -> dict[str, Any]:
@@ -248,7 +249,7 @@ def rise(rewards: list[float]) -> dict[str, Any]:
     standard error of their difference, as the spread between steps gives it. With fewer than two
     steps in a quarter there is no spread, and `reward_rose` is None.
     """
-    few = max(1, len(rewards) // QUARTERS)
+    few = max(1, len(rewards) // 4)
     first, last = rewards[:few], rewards[-few:]
     gain = statistics.fmean(last) - statistics.fmean(first)
     rose = None
@@ -262,41 +263,12 @@ def rise(rewards: list[float]) -> dict[str, Any]:
     }
 
 
-def _rewarded(prompts: list[IntArray], sampled: Sampled) -> tuple[RolloutBatch, np.ndarray]:
-    """Rollouts whose advantages are the rewards normalised within each group; and the rewards."""
-    responses_GNR = sampled.token_ids_GNR.numpy()
-    rewards_GN = np.array(
-        [
-            [reward(prompt, response) for response in responses]
-            for prompt, responses in zip(prompts, responses_GNR, strict=True)
-        ]
-    )
-    rollouts = [
-        Rollout(
-            token_ids=np.concatenate([prompt, response]),
-            loss_mask=np.repeat([0, 1], [len(prompt), len(response)]),
-            advantage=float(advantage),
-            group_id=f"g{group}",
-            rollout_id=f"g{group}-r{n}",
-        )
-        for group, prompt in enumerate(prompts)
-        for n, (response, advantage) in enumerate(
-            zip(responses_GNR[group], normalised(rewards_GN[group]), strict=True)
-        )
-    ]
-    return RolloutBatch(rollouts), rewards_GN
-
-
 def _norm(gradients: list[Tensor | None], less: list[Tensor | None] | None = None) -> float:
     """Norm over all parameters, of the gradients or of their difference from others."""
-    others = less or [None] * len(gradients)
     squares = 0.0
-    for gradient, other in zip(gradients, others, strict=True):
-        if gradient is None and other is None:
-            continue
-        a = 0.0 if gradient is None else gradient.double()
-        b = 0.0 if other is None else other.double()
-        apart = a - b
-        assert isinstance(apart, Tensor)
-        squares += float(apart.square().sum())
+    for gradient, other in zip(gradients, less or [None] * len(gradients), strict=True):
+        present = [g.double() for g in (gradient, other) if g is not None]
+        if present:
+            difference = present[0] - present[1] if len(present) == 2 else present[0]
+            squares += float(difference.square().sum())
     return math.sqrt(squares)

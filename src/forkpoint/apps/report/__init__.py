@@ -1,4 +1,4 @@
-"""Reports of a replay, or of the savings on a file of rollouts: one HTML page, or plots.
+"""Reports of a replay, or of the savings on a file of rollouts: one HTML page, and plots.
 
-Imports neither torch nor, for the page, matplotlib.
+Imports no torch. `draw` needs matplotlib, and `page` jinja2 as well: `forkpoint[report]`.
 """

@@ -1,88 +1,142 @@
 """A chapter for each input: a replay's folder, or a file of rollouts. Imports no torch."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from forkpoint.apps.replay.reading import PlannedBatch, read_manifest, read_plans, read_steps
 from forkpoint.apps.replay.records import ReplayReport, ReplayStep
-from forkpoint.apps.report.curves import drift_figure, loss_figure, speed_figure
-from forkpoint.apps.report.experts import experts_figure
-from forkpoint.apps.report.figure import Chapter, Figure, Table, Tile
-from forkpoint.apps.report.forests import draw_forest, forest_figure
-from forkpoint.apps.report.groups import group_names, groups_figure
-from forkpoint.apps.report.runs import MOST_BATCHES, Run
-from forkpoint.apps.report.schedules import (
-    counted_lane,
-    measured_lane,
-    timeline_figure,
+from forkpoint.apps.report.batches import (
+    MAX_BATCHES,
+    Batch,
+    counted_schedule,
+    forest_figure,
+    group_names,
+    groups_figure,
+    measured_schedule,
+    schedule_figure,
 )
-from forkpoint.apps.report.text import cut, shown
+from forkpoint.apps.report.figure import Cell, Chapter, Figure, Table, Tile
+from forkpoint.apps.report.steps import drift_figure, experts_figure, loss_figure, speed_figure
+from forkpoint.apps.report.text import abbreviate, json_text
 from forkpoint.apps.report.verdict import (
-    Peak,
     gradients_tile,
     measured_speed_tile,
+    memory_answer,
     predicted_speed_tile,
     tokens_tile,
 )
+from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan, Totals
+from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.batch_tensors.identifiers import prompt_lengths
 from forkpoint.units import exactly
 
-MOST_GROUPS_NAMED = 3
-MOST_NAME_CHARACTERS = 100
+MAX_GROUPS_IN_LABEL = 3
+MAX_NAME_CHARACTERS = 100
 """Of the names of a group, a file and a kind of model."""
 
 
-def replay_chapter(run: Run, *, device_memory_bytes: int | None = None) -> Chapter:
-    """Chapters on the steps of a replay.
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A replay as its folder holds it; it may still be going on."""
 
-    `device_memory_bytes` is all the memory of the device, which the peak is shown beside.
+    path: Path
+    manifest: dict[str, Any]
+    steps: tuple[ReplayStep, ...]
+    planned: tuple[PlannedBatch, ...]
+    """The first batches that ran, in order of first appearance."""
+    batches: int
+    """How many different batches have plans."""
+
+
+def read_run(folder: Path) -> Run:
+    """The replay in a folder, as far as it has come, with the plans of its first batches.
+
+    Raises ConfigError where there is none, where it has no whole row yet, and for files that are
+    not as forkpoint writes them, naming file, line and field.
     """
-    steps = run.steps
-    peak = Peak(measured=all(step.shared.peak_memory_bytes is not None for step in steps))
-    budget = run.manifest["fixed"]["runs_on"]["memory_budget_bytes"]
-    for step in steps:
+    manifest = read_manifest(folder)
+    # Rows first: a replay that goes on meanwhile adds a batch's plans before the row that ran it.
+    steps = read_steps(folder, manifest)
+    if not steps:
+        raise ConfigError(f"{folder} has no step yet. Wait for the replay's first row.")
+    planned: list[PlannedBatch] = []
+    batches = 0
+    for batch in read_plans(folder, steps):
+        batches += 1
+        if len(planned) < MAX_BATCHES:
+            planned.append(batch)
+    return Run(
+        path=folder, manifest=manifest, steps=tuple(steps), planned=tuple(planned), batches=batches
+    )
+
+
+def replay_chapter(run: Run) -> Chapter:
+    """A chapter on the steps of a replay."""
+    steps, manifest = run.steps, run.manifest
+    measured = all(step.shared.peak_memory_bytes is not None for step in steps)
+    budget = manifest["fixed"]["runs_on"]["memory_budget_bytes"]
+    peaks = [
         # A budget is for what is predicted; what was measured has fitted.
-        if peak.measured:
-            peak.add(step.shared.peak_memory_bytes, None, None)
-        else:
-            peak.add(step.shared.predicted_peak_bytes, budget, device_memory_bytes)
+        (step.shared.peak_memory_bytes, None)
+        if measured
+        else (step.shared.predicted_peak_bytes, budget)
+        for step in steps
+    ]
+    memory, warnings = memory_answer(
+        [(peak, limit) for peak, limit in peaks if peak is not None], measured=measured
+    )
     totals = ReplayReport(steps=steps).to_dict()
+    batches = [
+        _replayed_batch(planned, step)
+        for planned in run.planned
+        # Without a step it was planned, and then interrupted before its first row.
+        if (step := typical_step(steps, planned.fingerprint)) is not None
+    ]
     left_out = run.batches - len(run.planned)
-    forests, timelines = [], []
-    for planned in run.planned:
-        step = typical_step(steps, planned.fingerprint)
-        if step is None:
-            continue  # planned, and then interrupted before its first row
-        label = f"step {step.step}: {named_groups(planned.group_ids)}"
-        picture = draw_forest(planned.shared, planned.rollout_ids, planned.group_ids)
-        forests.append((label, picture))
-        lanes = [measured_lane("shared", planned.shared, step.shared)]
-        if planned.dense is not None and step.dense is not None:
-            lanes.insert(0, measured_lane("dense", planned.dense, step.dense))
-        timelines.append((label, lanes))
     figures = [
-        forest_figure(forests, left_out),
-        groups_figure(forests, left_out),
-        timeline_figure(timelines, left_out),
+        forest_figure(batches, left_out),
+        groups_figure(batches, left_out),
+        schedule_figure(batches, left_out),
         speed_figure(steps),
         drift_figure(steps),
         loss_figure(steps),
         experts_figure(steps),
-        environment_figure(run.manifest),
+        environment_figure(manifest),
     ]
-    about = run.manifest["about"]
-    done = f"{len(steps):,} steps"
-    if len(steps) < run.steps_asked:
-        done = f"{len(steps):,} of {run.steps_asked:,} steps so far"
+    tiles = (
+        gradients_tile(steps, manifest),
+        measured_speed_tile(totals["speedup"], totals["bound"]),
+        tokens_tile(totals["computed_tokens"], totals["logical_tokens"], totals["left_out_tokens"]),
+        memory,
+    )
+    asked = manifest["fixed"]["steps"]
+    done = f"{len(steps):,} of {asked:,} steps so far" if len(steps) < asked else f"{asked:,} steps"
+    compared = "dense beside shared" if steps[0].dense is not None else "shared alone"
     return Chapter(
-        title=cut(about.get("file", run.path.name), MOST_NAME_CHARACTERS),
-        subtitle=f"A replay of {done} on {model_name(run.manifest)}, "
-        + ("dense beside shared." if steps[0].dense is not None else "shared alone."),
-        tiles=replay_tiles(run, totals, peak.tile(device_memory_bytes)),
-        warnings=peak.warnings(),
+        title=abbreviate(manifest["about"].get("file", run.path.name), MAX_NAME_CHARACTERS),
+        subtitle=f"A replay of {done} on {model_name(manifest)}, {compared}.",
+        tiles=tuple(tile for tile in tiles if tile is not None),
+        warnings=warnings,
         figures=tuple(figure for figure in figures if figure is not None),
+    )
+
+
+def _replayed_batch(planned: PlannedBatch, step: ReplayStep) -> Batch:
+    label = f"step {step.step}: {named_groups(planned.group_ids)}"
+    lanes = [("shared", planned.shared, step.shared)]
+    if planned.dense is not None and step.dense is not None:
+        lanes.insert(0, ("dense", planned.dense, step.dense))
+    return Batch(
+        label=label,
+        plan=planned.shared,
+        group_ids=planned.group_ids,
+        prompt_tokens=None,
+        schedule=measured_schedule(label, lanes),
     )
 
 
@@ -91,125 +145,105 @@ def rollouts_chapter(
     batches: Iterable[tuple[RolloutBatch, Plan, Plan]],
     *,
     recorded: bool = False,
-    device_memory_bytes: int | None = None,
-    besides_bytes: int | None = None,
+    device: DeviceMemory | None = None,
 ) -> Chapter:
-    """Chapters on the savings of sharing on batches, from a plan and a dense plan of each.
+    """A chapter on the savings of sharing on batches, from a plan and a dense plan of each.
 
-    They are read one at a time, and the first MOST_BATCHES are drawn.
+    They are read one at a time, and the first MAX_BATCHES are drawn.
 
     Args:
         name: the file's.
         batches: rollouts, the plan and a dense plan of each batch.
         recorded: whether they are those of a trace, and not one file taken as one batch.
-        device_memory_bytes: all the memory of the device. The predicted peak is shown beside it,
-            and a plan that needs more is warned of.
-        besides_bytes: what weights, gradients, the optimizer and a margin take of it; None where
-            that is not known.
+        device: the device that is planned for. The predicted peak is shown beside its memory, and
+            a plan that needs more is warned of.
     """
-    totals, peak = Totals(), Peak(besides_bytes=besides_bytes)
+    totals = Totals()
+    peaks: list[tuple[int, int | None]] = []
+    drawn: list[Batch] = []
     groups = trained = 0
     reason = ""
-    forests, timelines = [], []
+    name = abbreviate(name, MAX_NAME_CHARACTERS)
     for number, (batch, plan, dense) in enumerate(batches):
         totals.add(plan)
-        peak.add(plan.predicted_peak_bytes, plan.memory_budget_bytes, device_memory_bytes)
+        if plan.predicted_peak_bytes is not None:
+            peaks.append((plan.predicted_peak_bytes, plan.memory_budget_bytes))
         groups += len(batch.groups())
         trained += batch.trained_tokens
         reason = plan.reason
-        if number >= MOST_BATCHES:
+        if number >= MAX_BATCHES:
             continue
-        of_batch = f"batch {number}: {named_groups(batch.group_ids)}"
-        label = of_batch if recorded else f"all of {cut(name, MOST_NAME_CHARACTERS)}"
-        lanes = [counted_lane(way, made) for way, made in (("dense", dense), ("shared", plan))]
-        prompts = prompt_lengths(batch.loss_mask, batch.offsets).tolist()
-        forests.append((label, draw_forest(plan, batch.rollout_ids, group_names(batch), prompts)))
-        timelines.append((label, lanes))
-    left_out = totals.batches - len(forests)
-    what = f"{totals.batches:,} recorded batches, each on its own"
-    if not recorded:
-        what = "rollouts, taken as one batch"
-    return Chapter(
-        title=cut(name, MOST_NAME_CHARACTERS),
-        subtitle=f"What sharing would save on these {what}. Nothing was run.",
-        tiles=tuple(
-            tile
-            for tile in (
-                predicted_speed_tile(totals),
-                tokens_tile(totals.computed_tokens, totals.logical_tokens, totals.left_out.tokens),
-                peak.tile(device_memory_bytes),
-                Tile(
-                    value=f"{totals.rollouts:,} rollouts",
-                    label=f"in {groups:,} group{'' if groups == 1 else 's'}",
-                    remark=f"{trained:,} trained tokens of {totals.logical_tokens:,} given.",
-                ),
+        label = f"all of {name}"
+        if recorded:
+            label = f"batch {number}: {named_groups(batch.group_ids)}"
+        drawn.append(
+            Batch(
+                label=label,
+                plan=plan,
+                group_ids=group_names(batch),
+                prompt_tokens=prompt_lengths(batch.loss_mask, batch.offsets).tolist(),
+                schedule=counted_schedule(label, [("dense", dense), ("shared", plan)]),
             )
-            if tile is not None
+        )
+    left_out = totals.batches - len(drawn)
+    memory, warnings = memory_answer(peaks, device=device)
+    tiles = (
+        predicted_speed_tile(totals),
+        tokens_tile(totals.computed_tokens, totals.logical_tokens, totals.left_out.tokens),
+        memory,
+        Tile(
+            value=f"{totals.rollouts:,} rollouts",
+            label=f"in {groups:,} group{'' if groups == 1 else 's'}",
+            remark=f"{trained:,} trained tokens of {totals.logical_tokens:,} given.",
         ),
-        warnings=peak.warnings(),
+    )
+    what = "rollouts, taken as one batch"
+    if recorded:
+        what = f"{totals.batches:,} recorded batches, each on its own"
+    return Chapter(
+        title=name,
+        subtitle=f"What sharing would save on these {what}. Nothing was run.",
+        tiles=tuple(tile for tile in tiles if tile is not None),
+        warnings=warnings,
         figures=(
-            forest_figure(forests, left_out),
-            groups_figure(forests, left_out),
-            timeline_figure(timelines, left_out),
-            _counts_figure(totals, groups, trained, reason),
+            forest_figure(drawn, left_out),
+            groups_figure(drawn, left_out),
+            schedule_figure(drawn, left_out),
+            counts_figure(totals, groups, trained, reason),
         ),
     )
 
 
-def _unit(totals: Totals) -> str:
-    return "tokens" if totals.shape is None else "FLOPs"
-
-
-def _counts_figure(totals: Totals, groups: int, trained: int, reason: str) -> Figure:
-    several = totals.batches > 1
-    counts: list[tuple[str, float | str]] = [("batches", totals.batches)] if several else []
-    counts += [
+def counts_figure(totals: Totals, groups: int, trained: int, reason: str) -> Figure:
+    """Sums over the plans of all batches."""
+    rows: list[tuple[str, Cell]] = [
+        ("batches", totals.batches),
         ("rollouts", totals.rollouts),
         ("groups", groups),
         ("tokens as given (logical)", totals.logical_tokens),
-        (
-            f"tokens once in {'each' if several else 'the whole'} batch (unique)",
-            totals.unique_tokens,
-        ),
-        *(
-            [("tokens without gradient, not run", totals.left_out.tokens)]
-            if totals.left_out.tokens
-            else []
-        ),
+        ("tokens once in a batch (unique)", totals.unique_tokens),
+        ("tokens without gradient, not run", totals.left_out.tokens),
         ("tokens run (edges)", totals.computed_tokens),
         ("trained tokens", trained),
         ("microbatches", totals.microbatches),
     ]
     for kind, count in totals.kinds.most_common():
-        counts.append(
+        several = totals.batches > 1
+        rows.append(
             (f"batches planned as {kind}", count) if several else ("plan", f"{kind}: {reason}")
         )
-    counts.append((f"bound on the speed-up ({_unit(totals)})", f"{totals.bound:.2f}x"))
+    unit = "tokens" if totals.shape is None else "FLOPs"
+    rows.append((f"bound on the speed-up ({unit})", f"{totals.bound:.2f}x"))
     if totals.predicted_peak_bytes is not None:
-        of = ", the largest of any batch" if several else ""
         peak = exactly(totals.predicted_peak_bytes)
-        counts.append((f"predicted peak of activations and prefix cache{of}", peak))
+        rows.append(("predicted peak of activations and prefix cache, of any batch", peak))
     return Figure(
         name="counts",
         title="Counts",
         caption="From the token ids alone"
         + ("." if totals.shape is None else ", and the model's sizes."),
-        kind="table",
-        table=Table(columns=("what", "value"), rows=counts),
+        table=Table(columns=("what", "value"), rows=rows),
     )
-
-
-def replay_tiles(run: Run, totals: dict[str, Any], memory: Tile | None) -> tuple[Tile, ...]:
-    """The answers of a replay: gradients, speed, tokens, memory."""
-    steps = run.steps
-    tiles = [
-        gradients_tile(steps, run.manifest),
-        measured_speed_tile(totals["speedup"], totals["bound"]),
-        tokens_tile(totals["computed_tokens"], totals["logical_tokens"], totals["left_out_tokens"]),
-    ]
-    if memory is not None:
-        tiles.append(memory)
-    return tuple(tiles)
 
 
 def typical_step(steps: Sequence[ReplayStep], fingerprint: str) -> ReplayStep | None:
@@ -225,11 +259,13 @@ def typical_step(steps: Sequence[ReplayStep], fingerprint: str) -> ReplayStep | 
 def named_groups(group_ids: Sequence[str | None]) -> str:
     """The groups of a batch, the first few of many."""
     names = list(dict.fromkeys("no group" if name is None else name for name in group_ids))
-    more = f" and {len(names) - MOST_GROUPS_NAMED} more" if len(names) > MOST_GROUPS_NAMED else ""
-    return ", ".join(cut(name, MOST_NAME_CHARACTERS) for name in names[:MOST_GROUPS_NAMED]) + more
+    shown = ", ".join(abbreviate(name, MAX_NAME_CHARACTERS) for name in names[:MAX_GROUPS_IN_LABEL])
+    more = len(names) - MAX_GROUPS_IN_LABEL
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
-def model_name(manifest: dict[str, Any]) -> str:
+def model_name(manifest: Mapping[str, Any]) -> str:
+    """Such as "a llama (2 layers, 32 wide)"."""
     model = manifest["fixed"]["model"]
     config = model["config"] or {}
     sizes = [
@@ -238,37 +274,35 @@ def model_name(manifest: dict[str, Any]) -> str:
         if type(config.get(key)) is int
     ]
     name = config.get("model_type")
-    name = cut(name if isinstance(name, str) and name else model["kind"], MOST_NAME_CHARACTERS)
-    return f"a {name} ({', '.join(sizes)})" if sizes else f"a {name}"
+    name = name if isinstance(name, str) and name else model["kind"]
+    return f"a {abbreviate(name, MAX_NAME_CHARACTERS)}" + (
+        f" ({', '.join(sizes)})" if sizes else ""
+    )
 
 
-def environment_figure(manifest: dict[str, Any]) -> Figure:
+def environment_figure(manifest: Mapping[str, Any]) -> Figure:
     """All that decides the numbers, and where they came from."""
     about, fixed = manifest["about"], manifest["fixed"]
-    rows: list[tuple[str, Any]] = [(name, about.get(name)) for name in ("command", "device")]
-    rows += [(f"runs on: {key}", value) for key, value in fixed["runs_on"].items()]
     environment = about.get("environment", {})
-    rows.append(("commit", environment.get("commit")))
-    versions = {**about.get("versions", {}), **environment.get("versions", {})}
-    rows += [(f"version: {key}", value) for key, value in versions.items()]
-    rows = [(name, value) for name, value in rows if value]
-    rows.append(("loss", fixed["loss"]))
-    for part in ("optimizer", "rate", "config", "batches", "router"):
-        rows += [(f"{part}: {key}", value) for key, value in fixed.get(part, {}).items()]
+    parts: dict[str, Mapping[str, Any]] = {
+        "runs on": fixed["runs_on"],
+        "version": {**about.get("versions", {}), **environment.get("versions", {})},
+        **{part: fixed.get(part, {}) for part in ("optimizer", "rate", "config", "batches")},
+        "router": fixed.get("router", {}),
+        "model": {**(fixed["model"]["config"] or {}), **fixed["model"], "config": None},
+    }
+    rows: list[tuple[str, Any]] = [(name, about.get(name)) for name in ("command", "device")]
+    rows += [("commit", environment.get("commit")), ("loss", fixed["loss"])]
     rows.append(("max_grad_norm", fixed["max_grad_norm"]))
-    model = fixed["model"]
-    rows += [
-        (f"model: {key}", value)
-        for key, value in {**(model["config"] or {}), **model}.items()
-        if key != "config" and isinstance(value, str | int | float)
-    ]
+    for part, values in parts.items():
+        rows += [(f"{part}: {key}", value) for key, value in values.items()]
     return Figure(
         name="environment",
         title="Environment",
         caption="What decides these numbers. A replay that is resumed with anything else is "
         "refused.",
-        kind="table",
         table=Table(
-            columns=("what", "value"), rows=[(cut(name), shown(value)) for name, value in rows]
+            columns=("what", "value"),
+            rows=[(abbreviate(n), json_text(v)) for n, v in rows if v is not None],
         ),
     )

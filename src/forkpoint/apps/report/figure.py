@@ -1,15 +1,18 @@
-"""Figures of a report with their numbers. Imports no torch."""
+"""A report as data: chapters of answers, pictures and tables. Imports no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
+
+from forkpoint.tree.forest import IntArray
 
 Cell = str | int | float | None
+Color = Literal["shared", "dense", "bound", "accent"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Numbers as they are copied: raw values, with the unit in the column's name."""
+    """Numbers with their unit in the column's name."""
 
     columns: tuple[str, ...]
     rows: Sequence[Sequence[Cell]]
@@ -17,11 +20,11 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve. `color` is a name of the page's palette; None in `values` is a gap."""
+    """One curve; None in `values` is a gap."""
 
     name: str
     values: Sequence[float | None]
-    color: Literal["shared", "dense", "bound", "accent"]
+    color: Color
     style: Literal["line", "dashed", "points", "under"] = "line"
 
 
@@ -41,28 +44,75 @@ class Chart:
     band_name: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One of the pictures of a figure that shows several, one at a time."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForestPicture:
+    """Segments of a batch: as long as their tokens, as wide as the rollouts through them."""
 
     label: str
-    data: Any
-    """A forest or a timeline, ready for JSON."""
+    start: IntArray
+    """First position of each segment, in tokens; int64 [S]."""
+    length: IntArray
+    """Tokens of each segment; int64 [S]."""
+    begin: IntArray
+    """First lane of each segment, of one lane a rollout; int64 [S]."""
+    end: IntArray
+    """One past its last lane; int64 [S]."""
+    groups: tuple[tuple[str, float], ...]
+    """Names of groups, and the lane in the middle of each; none if there are too many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """An instruction of a plan's program."""
+
+    name: str
+    phase: str
+    """A key of `draw.PHASES`."""
+    tokens: int
+    """Of its microbatch."""
+    size: float
+    """Time or work, in the picture's `unit`."""
+    held: float
+    """Memory held meanwhile, in the picture's `held_unit`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """The events of one step, in order."""
+
+    name: str
+    events: tuple[Event, ...]
+    rest: float = 0.0
+    """Time besides the events: planning and optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulePicture:
+    """Lanes of one batch on one scale."""
+
+    label: str
+    lanes: tuple[Lane, ...]
+    unit: str
+    """Of sizes: ms, or a unit of FLOPs, or tokens."""
+    held_unit: str
+    """Of memory: a unit of bytes, or tokens."""
+    held_source: Literal["measured", "counted"]
+
+
+Picture = Chart | ForestPicture | SchedulePicture
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A picture, what it says, and its numbers."""
+    """Pictures, what they say, and their numbers."""
 
     name: str
-    """For anchors and file names."""
+    """For file names."""
     title: str
     caption: str
-    kind: Literal["chart", "forest", "timeline", "table"]
     table: Table
-    charts: tuple[Chart, ...] = ()
-    choices: tuple[Choice, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    pictures: tuple[Picture, ...] = ()
+    notes: tuple[str, ...] = ()
     """Notes on what is left out, and on how unmeasured numbers were counted."""
 
 

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-MOST_CHARACTERS = 500
+MAX_CHARACTERS = 500
 """Of one text that is shown, such as the id of a rollout."""
 
 _HIDDEN = re.compile(
@@ -19,7 +19,7 @@ _HIDDEN = re.compile(
 
 
 def visible(text: str) -> str:
-    """The text with escapes in the place of characters that nobody sees or that change others.
+    """The text with escapes in place of characters that are invisible or change others.
 
     These are control characters (also those that steer a terminal), those that turn the direction
     of writing, and what UTF-8 or XML cannot hold. Tabs and line feeds stay.
@@ -27,11 +27,11 @@ def visible(text: str) -> str:
     return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
-def cut(text: str, most: int = MOST_CHARACTERS) -> str:
+def abbreviate(text: str, most: int = MAX_CHARACTERS) -> str:
     """The text, or its beginning and an ellipsis where it is longer than `most` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def shown(value: Any) -> str:
-    """A value of JSON as text: text as it is, anything else as JSON, cut where it is long."""
-    return cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+def json_text(value: Any) -> str:
+    """A value of JSON as text: text as it is, anything else as JSON, abbreviated."""
+    return abbreviate(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,291 @@
+"""Lines and tables of `forkpoint plan`. Imports no torch."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from forkpoint.apps.cli.output import table
+from forkpoint.plan import Estimate, Plan, Totals
+from forkpoint.plan.device_memory import DeviceMemory
+from forkpoint.plan.explain import flops_text
+from forkpoint.units import shown
+
+LABEL = 14
+"""Characters of the names of answers."""
+WIDTH = 80
+_WHERE = {"group": "within groups", "tree": "within the batch"}
+_SHARING = {"none": "nobody (dense)", "group": "each group", "tree": "each batch (tree)"}
+
+
+# Lines
+# ------------------------------------------------------------
+
+
+def plan_lines(
+    plan: Plan,
+    totals: Totals,
+    estimate: Estimate,
+    file: Path,
+    model: Path | None,
+    device: DeviceMemory | None = None,
+    remedies: Sequence[str] = (),
+) -> list[str]:
+    """Answers, each a line: what shares, what that saves, what runs, memory, why, what next; and
+    what gives no gradient, where there is any.
+
+    Args:
+        plan: of the one batch, or of one of several, all planned with the same settings.
+        totals: over the plans of all batches.
+        estimate: what all batches share.
+        file: the rollouts.
+        model: as it was named; None where tokens alone are counted.
+        device: the device that is planned for, if one was given.
+        remedies: settings with which it fits there, where it does not.
+    """
+    answers = {
+        "shares": _shares(totals),
+        "left out": _left_out(totals, estimate.groups),
+        "speed-up": _speed_up(totals),
+        "microbatches": _microbatches(plan, totals, estimate.groups),
+        "memory": _memory(totals, device),
+        "plan": _plan(plan, totals),
+        "next": _next(totals, file, model),
+    }
+    if device is not None and not device.fits(totals.predicted_peak_bytes or 0):
+        answers["next"] = _remedy(remedies)
+    return [f"{name:{LABEL}}{answer}" for name, answer in answers.items() if answer]
+
+
+def _shares(totals: Totals) -> str:
+    kinds = {kind.partition(" ")[0] for kind in totals.kinds} - {"none"}
+    run, given = totals.computed_tokens, totals.logical_tokens - totals.left_out.tokens
+    if not kinds:
+        return f"nothing: {given:,} tokens"
+    where = " or ".join(text for kind, text in _WHERE.items() if kind in kinds)
+    return f"{where}: {run:,} of {given:,} tokens run ({run / given:.0%})"
+
+
+def _left_out(totals: Totals, groups: int) -> str:
+    left = totals.left_out
+    if not left.tokens:
+        return ""
+    tokens = f"{left.tokens:,} of {totals.logical_tokens:,} tokens"
+    if not left.rollouts:
+        return f"{tokens}, after the last trained token of their rollout"
+    rollouts = _count(left.rollouts, "rollout")
+    return f"{tokens}: {rollouts} ({left.groups:,} of {groups:,} groups) without gradient"
+
+
+def _speed_up(totals: Totals) -> str:
+    unit = "tokens" if totals.shape is None else "FLOPs"
+    bound = f"at most {totals.bound:.2f}x (counted in {unit})"
+    if totals.predicted_speedup is None:
+        return bound
+    predicted = f"predicted {totals.predicted_speedup:.2f}x over dense"
+    if totals.predicted_speedup > totals.bound:
+        # Short microbatches leave a device idle, dense the more often.
+        return f"{predicted} in these limits; bound {totals.bound:.2f}x in {unit}"
+    if totals.predicted_ms is not None:
+        predicted += " (calibrated)"
+    return f"{predicted}, of {bound}"
+
+
+def _microbatches(plan: Plan, totals: Totals, groups: int) -> str:
+    of = f"{_count(totals.rollouts, 'rollout')}, {_count(groups, 'group')}"
+    if totals.batches > 1:
+        of += f", {totals.batches:,} batches"
+    return f"{totals.microbatches:,} of at most {plan.max_microbatch_tokens:,} tokens each: {of}"
+
+
+def _memory(totals: Totals, device: DeviceMemory | None) -> str:
+    if totals.predicted_peak_bytes is None:
+        return "not predicted without a model"
+    peak = shown(totals.predicted_peak_bytes)
+    if device is None:
+        return f"{peak} of activations and prefix cache; see --device-memory 80GB"
+    verdict = "fits" if device.fits(totals.predicted_peak_bytes) else "DOES NOT FIT"
+    fixed = f"{shown(device.besides_bytes)} of weights etc."
+    return f"{verdict}: {fixed} + {peak} in {shown(device.total_bytes)}"
+
+
+def _remedy(remedies: Sequence[str]) -> str:
+    """Settings that make it fit, as far as there is room for them."""
+    if not remedies:
+        return "take a larger device, a smaller model, or shards of it on several"
+    found = remedies[0]
+    for other in remedies[1:]:
+        if len(f"{found}, or {other}") <= WIDTH - LABEL - len("fits with "):
+            found = f"{found}, or {other}"
+    return f"fits with {found}"
+
+
+def _plan(plan: Plan, totals: Totals) -> str:
+    if totals.batches > 1:
+        kind, count = totals.kinds.most_common(1)[0]
+        others = f", others in {totals.batches - count:,}" if count < totals.batches else ""
+        why = "as asked" if plan.reason == "as asked" else "as is predicted to be fastest"
+        return f"{kind} in {count:,} batches{others}, {why}"
+    able = sum(candidate.cost is not None for candidate in plan.candidates)
+    chosen = f", chosen of {able}" if able > 1 and plan.sharing != "none" else ""
+    return f"{plan.sharing} + {plan.boundary}, {plan.reason}{chosen}"
+
+
+def _next(totals: Totals, file: Path, model: Path | None) -> str:
+    if model is None:
+        return "add --model Qwen/Qwen3-8B, say, to count FLOPs (or --details)"
+    if all(kind.startswith("none ") for kind in totals.kinds):
+        return "nothing to gain here; --details shows what was looked at"
+    weights = shlex.quote(str(model)) if model.exists() else "DIR"
+    return f"forkpoint verify {shlex.quote(str(file))} --model {weights} (or --details)"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+# Tables
+# ------------------------------------------------------------
+
+
+def totals_table(totals: Totals, groups: int) -> Table:
+    """The plans of several batches in one table."""
+    rows = [
+        ("rollouts, groups", f"{totals.rollouts:,}, {groups:,}"),
+        ("logical tokens (as given)", f"{totals.logical_tokens:,}"),
+        ("unique tokens (once in each batch)", f"{totals.unique_tokens:,}"),
+        ("tokens without gradient, not run", f"{totals.left_out.tokens:,}"),
+        ("computed tokens (edges run)", f"{totals.computed_tokens:,}"),
+        ("padding run besides", f"{totals.padding:,}"),
+        ("microbatches", f"{totals.microbatches:,}"),
+    ]
+    for kind, count in totals.kinds.most_common():
+        rows.append((f"planned as {kind}", f"{count:,} of {totals.batches:,}"))
+    if totals.shape is not None and totals.dense is not None and totals.shared is not None:
+        rows.append(("FLOPs of dense steps", flops_text(totals.dense.step_flops(totals.shape))))
+        rows.append(("FLOPs of these steps", flops_text(totals.shared.step_flops(totals.shape))))
+    if totals.predicted_peak_bytes is not None:
+        peak = shown(totals.predicted_peak_bytes)
+        rows.append(("activations and prefix cache at the worst peak", peak))
+    if totals.predicted_ms is not None:
+        rows.append(("predicted time of all steps, ms", f"{totals.predicted_ms:,.1f}"))
+    if totals.shape is not None:
+        rows.append(("predictions rest on", totals.rests_on or "counted FLOPs and bytes"))
+    if totals.predicted_speedup is not None:
+        speedup = f"{totals.predicted_speedup:.2f}x"
+        rows.append(("predicted speed-up, padding included", speedup))
+    unit = "FLOPs" if totals.shape is not None else "tokens"
+    rows.append((f"bound on the speed-up ({unit})", f"{totals.bound:.2f}x"))
+    return table(f"{totals.batches:,} batches, each with a plan of its own", rows)
+
+
+def mode_table(estimate: Estimate, name: str) -> Table:
+    dense = max(1, estimate.work["none"].tokens)
+    distinct = {
+        "none": estimate.logical_tokens,
+        "group": estimate.group_tokens,
+        "tree": estimate.unique_tokens,
+    }
+    unit = "tokens" if estimate.shape is None else "FLOPs"
+    caption = f"forward and backward; at most that speed-up, counted in {unit}"
+    if dense < estimate.logical_tokens - estimate.rollouts:
+        caption += "; tokens without gradient are run by none of them"
+    return table(
+        f"what sharing saves on {name}",
+        [
+            (
+                _SHARING[mode],
+                f"{distinct[mode]:,}",
+                f"{values['tokens']:,}",
+                f"{values['tokens'] / dense:.1%}",
+                "-" if values["flops"] is None else flops_text(values["flops"]),
+                f"{values['bound']:.2f}x",
+            )
+            for mode, values in modes(estimate).items()
+        ],
+        ("who shares", "distinct", "tokens run", "of dense", "FLOPs", "speed-up"),
+        caption,
+    )
+
+
+def distribution_table(estimate: Estimate) -> Table:
+    texts = {
+        "prefix_ratio": ("of a rollout, shared in its group", ".1%", ".1%"),
+        "group_size": ("rollouts of a group", ",.1f", ",.0f"),
+        "group_depth": ("segments of a rollout, groups sharing", ",.1f", ",.0f"),
+        "tree_depth": ("segments of a rollout, batches sharing", ",.1f", ",.0f"),
+    }
+    rows = []
+    for name, values in distributions(estimate).items():
+        text, of_mean, of_others = texts[name]
+        cells = (format(v, of_mean if k == "mean" else of_others) for k, v in values.items())
+        rows.append((text, *cells))
+    return table("how rollouts share", rows, ("", "mean", "p10", "p50", "p90", "max"))
+
+
+def split_table(estimate: Estimate) -> Table:
+    kinds = {
+        "microbatch": "parts of {}, in order",
+        "ranks": "{}, consecutive parts",
+        "ranks, dealt in turn": "{}, dealt in turn",
+    }
+    return table(
+        "tokens run where a batch is cut (parts share nothing), more than uncut",
+        [
+            (
+                kinds[row["kind"]].format(
+                    _count(row["count"], "rollout" if row["kind"] == "microbatch" else "rank")
+                ),
+                f"{row['group_tokens']:,}",
+                f"+{row['group_more']:.0%}",
+                f"{row['tree_tokens']:,}",
+                f"+{row['tree_more']:.0%}",
+            )
+            for row in splits(estimate)
+        ],
+        ("cut into", "groups share", "", "batches share", ""),
+    )
+
+
+# Fields of the JSON line
+# ------------------------------------------------------------
+
+
+def modes(estimate: Estimate) -> dict[str, dict[str, Any]]:
+    """For each way of sharing: tokens run, FLOPs of forward and backward, and the speed-up."""
+    shape = estimate.shape
+    return {
+        mode: {
+            "tokens": work.tokens,
+            "labelled": work.labelled,
+            "flops": None if shape is None else work.step_flops(shape),
+            "bound": estimate.bound(mode),
+        }
+        for mode, work in estimate.work.items()
+    }
+
+
+def distributions(estimate: Estimate) -> dict[str, dict[str, float]]:
+    """Mean, percentiles and maximum of what rollouts share."""
+    return {
+        "prefix_ratio": estimate.prefix_ratio.summary(),
+        "group_size": estimate.group_size.summary(),
+        "group_depth": estimate.group_depth.summary(),
+        "tree_depth": estimate.tree_depth.summary(),
+    }
+
+
+def splits(estimate: Estimate) -> list[dict[str, Any]]:
+    """Tokens that batches cut into parts would run, and how many more than uncut."""
+    rows = []
+    for split, tokens in estimate.split_tokens.items():
+        if split.count >= estimate.rollouts / estimate.batches:
+            continue  # it does not cut batches of this size
+        row: dict[str, Any] = {"kind": split.kind, "count": split.count}
+        for mode in ("group", "tree"):
+            whole = max(1, estimate.work[mode].tokens)
+            row |= {f"{mode}_tokens": tokens[mode], f"{mode}_more": tokens[mode] / whole - 1}
+        rows.append(row)
+    return rows
