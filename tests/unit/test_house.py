@@ -29,7 +29,7 @@ CORE = {
     "schema": {"rollouts"},
     "rollout_files": {"rollouts", "errors"},
     "formats": {"byte_sizes", "rollout_files", "rollout_fields", "rollouts", "errors"},
-    "traces": {"formats", "byte_sizes", "rollout_files", "rollouts", "errors"},
+    "traces": {"formats", "byte_sizes", "rollout_files", "rollouts", "schema", "errors"},
     "forest": set(),
     "layout": {"forest"},
     "plan": {"byte_sizes", "layout", "forest", "rollouts", "schema", "config", "errors"},

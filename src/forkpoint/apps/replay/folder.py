@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from filelock import FileLock
+
 from forkpoint.apps.replay.reading import CHANGED, read_manifest, read_plans, read_steps
 from forkpoint.apps.replay.records import ReplayStep
 from forkpoint.apps.replay.schema import (
@@ -37,7 +39,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.rollouts.schema import SchemaError, finite
-from forkpoint.rollouts.traces.lock import LOCK, FolderLock
+from forkpoint.rollouts.traces.disk import LOCK, lock_folder
 
 SAVING = ".saving"
 """A folder in which files are written before they are renamed. What is in it is never needed."""
@@ -67,7 +69,7 @@ class ReplayFolder:
         self.path: Path = Path(path)
         self.resume: bool = resume
         self._known: set[str] = set()
-        self._lock = FolderLock(self.path)
+        self._lock: FileLock | None = None
 
     def open(self, fixed: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
         """Begin, or see that what is to be resumed is the same replay; True if one had begun.
@@ -84,11 +86,11 @@ class ReplayFolder:
             raise ConfigError(f"{self.path} is a file; a replay is a folder. Give another path.")
         self.path.mkdir(parents=True, exist_ok=True)
         self._refuse_links(LOCK)
-        holder = self._lock.take()
-        if holder is not None:
+        self._lock = lock_folder(self.path)
+        if self._lock is None:
             raise ConfigError(
-                f"{self.path} is being written by the replay of {holder}; a folder has one at a "
-                "time. Wait until that one ends or end its process, or give another folder."
+                f"another replay writes into {self.path}; a folder has one at a time. Wait until "
+                "that one ends or end its process, or give another folder."
             )
         try:
             return self._open(fixed, about)
@@ -104,7 +106,8 @@ class ReplayFolder:
 
     def close(self) -> None:
         """Let others open the folder; closing again does nothing."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def _open(self, fixed: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
         self._remove_leftovers()

@@ -60,7 +60,6 @@ class TraceBatches:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "trace": self.trace.trace_id,
             "batches": self.count,
             "digest": self.trace.entries[self.count - 1].checksum,
         }
