@@ -36,17 +36,15 @@ def _plan(given: Any, field: str) -> Plan:
 
 SCHEMA = 1
 MANIFEST, ROWS, PLANS = "manifest.json", "rows.jsonl", "plans.jsonl"
-CHECKPOINT = "checkpoint.safetensors"
-SHARDS = "checkpoint-"
-"""How the folder of a checkpoint of several ranks begins; the number of its step follows."""
-SHARDS_FACTS = "checkpoint.json"
-MOST_FACTS_BYTES = 1 << 26
-MOST_RANKS = 1 << 16
+CHECKPOINT = "checkpoint-"
+"""How the name of a checkpoint's folder begins; its step follows."""
+STATE = "state.json"
+"""The file of a checkpoint that holds everything but tensors."""
 
 MOST_MANIFEST_BYTES = 1 << 24
 MOST_LINE_BYTES = 1 << 26
-"""Of one row, and of the plans of one batch. What JSON becomes in memory is up to 24 times that."""
-MOST_ROWS_BYTES = 1 << 32
+"""Of one row, of the plans of one batch, of a checkpoint's state. In memory, JSON takes up to 24
+times that."""
 MOST_STEPS = 2**31
 MOST_NUMBER = 1e30
 """Of a loss's options and a step's scale: torch makes float32 of them, which holds 3e38."""
@@ -219,83 +217,24 @@ PLANNED = record(
     }
 )
 
-# The facts beside a checkpoint -------------------------------------------------------------------
-
-_WORD = whole(0, 2**32 - 1)
-_CRC = whole(0, 2**32 - 1)
-NOT_JSON = {name: float(name) for name in ("Infinity", "-Infinity", "NaN")}
-"""How numbers that JSON lacks are written, where a number has to come back as it was."""
+# What a checkpoint holds beside its tensors -------------------------------------------------------
 
 
-def plain_value(value: Any, field: str) -> Any:
-    """A number, a boolean, text or null of an optimizer's state, as it was.
-
-    A list of one of the names of NOT_JSON stands for that number.
-    """
-    if isinstance(value, list) and len(value) == 1 and value[0] in list(NOT_JSON):
-        return NOT_JSON[value[0]]
+def _plain(value: Any, field: str) -> Any:
+    """A value of an optimizer's state that is no tensor; NaN and infinities are allowed."""
     if isinstance(value, list | dict):
         raise refuse(field, value, "a number, true, false, text or null")
-    return tree(value, field)
+    return value
 
 
-def _python_random(value: Any, field: str) -> tuple[int, tuple[int, ...], float | None]:
-    """The state that `random.setstate` takes."""
-    if not isinstance(value, list) or len(value) != 3:
-        raise refuse(field, value, "a list of three entries, as random.getstate gives it")
-    version = one_of(3)(value[0], f"{field}[0]")
-    numbers = array(_WORD, length=625)(value[1], f"{field}[1]")
-    whole(0, 624)(numbers[624], f"{field}[1][624]")
-    return version, numbers, or_null(number())(value[2], f"{field}[2]")
-
-
-def _numpy_random(value: Any, field: str) -> tuple[str, tuple[int, ...], int, int, float]:
-    """The state that `numpy.random.set_state` takes."""
-    if not isinstance(value, list) or len(value) != 5:
-        raise refuse(field, value, "a list of five entries, as numpy.random.get_state gives it")
-    return (
-        one_of("MT19937")(value[0], f"{field}[0]"),
-        array(_WORD, length=624)(value[1], f"{field}[1]"),
-        whole(0, 624)(value[2], f"{field}[2]"),
-        whole(0, 1)(value[3], f"{field}[3]"),
-        number()(value[4], f"{field}[4]"),
-    )
-
-
-FACTS = record(
+CHECKPOINT_STATE = record(
     {
         "schema": one_of(SCHEMA),
         "step": STEPS,
-        "bytes": record({ROWS: whole(1, MOST_ROWS_BYTES), PLANS: whole(1)}),
-        "crc": record({ROWS: _CRC, PLANS: _CRC}),
-        "devices": mapping(text),
-        "plain": mapping(plain_value),
-        "python_random": _python_random,
-        "numpy_random": _numpy_random,
-        "crc32": mapping(_CRC),
+        "bytes": record({ROWS: whole(1), PLANS: whole(1)}),
+        "files": mapping(text),
+        "states": mapping(record({"device": text, "shape": array(whole())})),
+        "plain": mapping(_plain),
+        "generators": array(mapping(lambda value, _: value)),
     }
 )
-
-SHARDED_FACTS = record(
-    {
-        "schema": one_of(SCHEMA),
-        "step": STEPS,
-        "ranks": whole(1, MOST_RANKS),
-        "bytes": record({ROWS: whole(1, MOST_ROWS_BYTES), PLANS: whole(1)}),
-        "crc": record({ROWS: _CRC, PLANS: _CRC}),
-        "plain": mapping(plain_value),
-        "scalars": array(text),
-        "local": array(text),
-        "files": mapping(record({"bytes": whole(1), "crc": _CRC})),
-        "generators": array(
-            record(
-                {
-                    "torch": record({"cpu": text, "cuda": text}, optional=("cuda",)),
-                    "python_random": _python_random,
-                    "numpy_random": _numpy_random,
-                }
-            )
-        ),
-    }
-)
-"""Facts beside the shards of a checkpoint of several ranks."""
