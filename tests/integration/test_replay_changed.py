@@ -145,7 +145,11 @@ RESEALED: dict[str, tuple[Change, str]] = {
     "a tensor besides": (lambda t, s: t.update(x=torch.ones(1)), "and here it is nothing"),
     "a state's shape": (
         lambda t, s: s["states"][MOMENT].update(shape=[2]),
-        r"of shape \(2,\), and its parameter",
+        r"exp_avg' is .*, and here it is \(\(2,\)",
+    ),
+    "a state larger than its parameter": (
+        lambda t, s: s["states"][MOMENT].update(shape=[10**12]),
+        "larger than its parameter",
     ),
     "a state's device": (
         lambda t, s: s["states"][MOMENT].update(device="cuda:7"),

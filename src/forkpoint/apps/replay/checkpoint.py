@@ -8,6 +8,7 @@ was, because `load_state_dict` would cast it to the parameters' dtype.
 """
 
 import hashlib
+import math
 import random
 import re
 import warnings
@@ -154,9 +155,9 @@ class Checkpoints:
         tensors = dict(self._of_models())
         for key, state in facts["states"].items():
             parameter, shape = self._parameter(path, key), tuple(state["shape"])
-            if shape not in ((), (1,), tuple(parameter.shape)):
+            if math.prod(shape) > max(1, parameter.numel()):
                 raise ConfigError(
-                    f"{path} has {short(key)} of shape {shape}, and its parameter has "
+                    f"{path} has {short(key)} of shape {shape}, larger than its parameter of shape "
                     f"{tuple(parameter.shape)}. {_AGAIN}"
                 )
             if state["device"] not in ("cpu", parameter.device.type):

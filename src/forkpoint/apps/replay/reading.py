@@ -109,7 +109,7 @@ def read_steps(folder: Path, manifest: dict[str, Any], end: int | None = None) -
     fixed, steps = manifest["fixed"], []
 
     def step_of(value: Any) -> ReplayStep:
-        step = read_step(value)
+        step = read_step(value, "")
         if step.step != len(steps) + 1:
             raise SchemaError(f"step is {step.step}; here belongs step {len(steps) + 1}")
         if step.step > fixed["steps"]:

@@ -1,24 +1,19 @@
-"""The schema of a replay's folder, for all who read one: reports, and replays that resume.
+"""The files of a replay's folder, and the types and bounds of their fields. Imports no torch.
 
-Every field of every file has its type and its bounds here. Imports no torch.
+Those of rows are in `records`.
 """
 
 import math
 from typing import Any, get_args
 
-from forkpoint.apps.replay.experts import expert_loads, given_routes
 from forkpoint.apps.replay.rates import Schedule
-from forkpoint.config import Boundary, Sharing
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.program import PHASES
-from forkpoint.plan.written import BYTES, FINGERPRINT, MOST_TOKENS, plan_of
+from forkpoint.plan.written import FINGERPRINT, TOKENS, plan_of
 from forkpoint.rollouts.schema import (
-    SchemaError,
     array,
     flag,
     mapping,
     number,
-    number_or_nan,
     one_of,
     or_null,
     record,
@@ -51,14 +46,7 @@ MOST_NUMBER = 1e30
 MOST_WHOLE_NUMBER = 2**53
 """Of these where they are whole: torch takes no more than 64 bits of them."""
 
-TOKENS = whole(0, MOST_TOKENS)
-SOME_TOKENS = whole(1, MOST_TOKENS)
-# Times divide each other.
-STEP_MS = number(1e-9, 1e12)
-MS = number(0, 1e12)
-FLOPS = number(0, 1e60)
 STEPS = whole(1, MOST_STEPS)
-SIZE_OR_NAN = number_or_nan(0)
 
 
 def is_too_large(value: object) -> bool:
@@ -130,79 +118,6 @@ FIXED = record(
     optional=("sharded", "router", "expert_counts"),
 )
 MANIFEST_FIELDS = record({"schema": one_of(SCHEMA), "fixed": FIXED, "about": ABOUT})
-
-# Rows --------------------------------------------------------------------------------------------
-
-_RECORD = record(
-    {
-        "loss": number_or_nan(),
-        "gradient_norm": number_or_nan(0),
-        "ms": STEP_MS,
-        "phase_ms": record(dict.fromkeys(PHASES, MS)),
-        "events": array(text),
-        "event_ms": array(MS),
-        "event_memory_bytes": or_null(array(whole(-(2**62), 2**62))),
-        "sharing": one_of(*get_args(Sharing)),
-        "boundary": one_of(*get_args(Boundary)),
-        "microbatches": TOKENS,
-        "computed_tokens": TOKENS,
-        "flops": FLOPS,
-        "peak_memory_bytes": BYTES,
-        "predicted_peak_bytes": BYTES,
-        "router_loss": number_or_nan(),
-        "experts": expert_loads,
-        "routes": given_routes,
-    },
-    # Of mixtures of experts alone.
-    optional=("router_loss", "experts", "routes"),
-)
-
-
-def step_record(value: Any, field: str) -> dict[str, Any]:
-    """The fields of a StepRecord; each event has its time and, if measured, its memory."""
-    found = _RECORD(value, field)
-    for name in ("event_ms", "event_memory_bytes"):
-        if found[name] is not None and len(found[name]) != len(found["events"]):
-            raise SchemaError(
-                f"{field}.{name} has {len(found[name])} entries and {field}.events "
-                f"{len(found['events'])}; they have one for each event"
-            )
-    return found
-
-
-_SHARE = record(
-    {
-        **dict.fromkeys(("rollouts", "logical_tokens", "unique_tokens"), TOKENS),
-        **dict.fromkeys(("computed_tokens", "microbatches"), TOKENS),
-        **dict.fromkeys(("dense_flops", "flops"), FLOPS),
-        "left_out_tokens": TOKENS,
-    },
-    optional=("left_out_tokens",),
-)
-STEP = record(
-    {
-        "step": STEPS,
-        "fingerprint": FINGERPRINT,
-        "lr": number(),
-        "rollouts": SOME_TOKENS,
-        "logical_tokens": SOME_TOKENS,
-        "unique_tokens": SOME_TOKENS,
-        "dense_flops": FLOPS,
-        "shared": step_record,
-        "dense": or_null(step_record),
-        "difference": or_null(
-            record(
-                {
-                    **dict.fromkeys(("max", "mean_absolute", "rms", "rms_change"), SIZE_OR_NAN),
-                    "mean": number_or_nan(),
-                }
-            )
-        ),
-        "left_out_tokens": TOKENS,
-        "others": array(_SHARE),
-    },
-    optional=("left_out_tokens", "others"),
-)
 
 # Plans -------------------------------------------------------------------------------------------
 
