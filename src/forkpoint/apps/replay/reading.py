@@ -73,7 +73,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside its tensors.
+    """The state of a checkpoint without its tensors.
 
     Raises ConfigError if it is missing, of another version, or has other fields.
     """
