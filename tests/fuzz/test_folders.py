@@ -1,77 +1,150 @@
-"""Replays' folders that somebody has changed: a report, and a replay that resumes, read or refuse.
+"""Replays' folders that somebody has changed: a report and a replay that resumes read or refuse.
 
-The long run is `python tests/fuzz/run_folders.py --cases 5000`.
+FORKPOINT_FUZZ_FOLDERS=2000 tries so many changes; a failure prints its number.
 """
 
+import hashlib
 import json
+import os
+import random
+import shutil
+from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
 
-import fuzz_folders
 import pytest
-from fuzz_folders import Base, Tally, faults_of_page, make_bases, try_one
 
-REPORTS, REPLAYS = 60, 10
+import json_mutations
+from forkpoint.apps.cli import main
+from forkpoint.apps.replay.checkpoint import Checkpoints
+from forkpoint.apps.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS, STATE
+from forkpoint.apps.report.markup import ATTRIBUTES, ELEMENTS
+from integration.commands import write_config, write_rollouts
+
+CASES = int(os.environ.get("FORKPOINT_FUZZ_FOLDERS", "60"))
+RESUMED = 6
+"""Of so many cases one is resumed as well, which takes most of the time."""
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("folders")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder of a replay that was killed after its third step, and the command to resume it."""
+    place = tmp_path_factory.mktemp("folders")
+    rollouts = write_rollouts(place / "rollouts.jsonl")
+    config = write_config(place / "config.json", num_hidden_layers=1, hidden_size=16)
+    command = ["replay", str(rollouts), "--model", str(config), "--steps", "3", "--json"]
+    command += ["--checkpoint-every", "2", "--baseline", "dense", "--output", str(place / "run")]
+    command += ["--max-microbatch-tokens", "24", "--activations", "recompute"]
+    real = Checkpoints.save
+
+    def save(checkpoints: Checkpoints, step: int) -> None:
+        if step == 3:  # a process that is killed now leaves this
+            shutil.copytree(place / "run", place / "kept")
+        real(checkpoints, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save)
+        assert main(command) == 0
+    return place, [*command, "--resume"]
 
 
-@pytest.fixture(scope="module")
-def bases(place: Path) -> list[Base]:
-    return make_bases(place, "recompute")
+def change(folder: Path, rng: random.Random) -> str:
+    """Change one thing in a replay's folder, and say what."""
+    (checkpoint,) = folder.glob(f"{CHECKPOINT}*")
+    tensors = next(checkpoint.glob("*.safetensors"))
+    state = checkpoint / STATE
+    kind = rng.choice(("json", "json", "json", "bytes", "tensors"))
+    if kind == "json":
+        path = rng.choice((folder / MANIFEST, folder / ROWS, folder / PLANS, state))
+        lines = [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines()
+        number = rng.randrange(len(lines))
+        new, what = json_mutations.mutate(json.loads(lines[number]), rng)
+        lines[number] = json_mutations.dumps(new)
+        path.write_bytes(("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"))
+    else:
+        path = (
+            tensors if kind == "tensors" else rng.choice([folder / MANIFEST, folder / ROWS, state])
+        )
+        what = change_bytes(path, rng)
+    if rng.random() < 0.7:
+        seal(folder, state, tensors)
+    return f"{path.name}: {what}"
 
 
-def said(tally: Tally) -> str:
-    return json.dumps(tally.failures[:3], indent=1)
+def seal(folder: Path, state: Path, tensors: Path) -> None:
+    """Make lengths and hashes in the state those of the files, if it can still be read."""
+    try:
+        values = json.loads(state.read_text())
+        rows = (folder / ROWS).read_bytes().splitlines(keepends=True)
+        values["bytes"] = {
+            ROWS: len(b"".join(rows[:2])),
+            PLANS: (folder / PLANS).stat().st_size,
+        }
+        values["files"] = {tensors.name: hashlib.sha256(tensors.read_bytes()).hexdigest()}
+    except (ValueError, TypeError, OSError, RecursionError):
+        return
+    state.write_text(json_mutations.dumps(values), "utf-8", "surrogatepass")
 
 
-def test_reports_of_changed_folders(bases: list[Base], place: Path) -> None:
-    tally = Tally()
-    for seed in range(REPORTS):
-        try_one(bases, seed, place, tally, resume=False)
-    assert not tally.failures, said(tally)
-    assert min(tally.codes["report 0"], tally.codes["report 2"]) > REPORTS / 5, tally.codes
+def change_bytes(path: Path, rng: random.Random) -> str:
+    content = bytearray(path.read_bytes())
+    # The header of a file of tensors is at its beginning.
+    place = rng.randrange(min(len(content), rng.choice((8, 2000, len(content)))))
+    how = rng.choice(("flip", "cut", "insert", "empty", "missing", "append"))
+    if how == "missing":
+        path.unlink()
+        return how
+    if how == "flip":
+        content[place] ^= 1 << rng.randrange(8)
+    elif how == "cut":
+        del content[place:]
+    elif how == "insert":
+        content[place:place] = rng.randbytes(4)
+    elif how == "empty":
+        content.clear()
+    else:
+        content += rng.randbytes(40)
+    path.write_bytes(bytes(content))
+    return f"{how} at {place}"
 
 
-def test_replays_that_resume_changed_folders(bases: list[Base], place: Path) -> None:
-    tally = Tally()
-    for seed in range(2_000, 2_000 + REPLAYS):
-        try_one(bases, seed, place, tally)
-    assert not tally.failures, said(tally)
-    assert tally.codes["replay 0"] > 0 and tally.codes["replay 2"] > REPLAYS / 3, tally.codes
+class Structure(HTMLParser):
+    """Asserts that a page has the elements and attributes of reports, and two scripts."""
+
+    scripts = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in ELEMENTS and {name for name, _ in attrs} <= ATTRIBUTES, (tag, attrs)
+        self.scripts += tag == "script"
 
 
-# The fuzzer can fail -----------------------------------------------------------------------------
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_defects_are_found(bases: list[Base], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forkpoint.apps.replay.reading.PLANNED", lambda value, _: dict(value))
-    tally = Tally()
-    for seed in range(25):
-        try_one(bases, seed, place, tally, resume=False)
-    assert tally.codes["report 70"] > 1
-    assert any("exit code 70" in failure["what"] for failure in tally.failures)
-
-
-def test_refusals_that_change_a_folder_are_found(
-    bases: list[Base], place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = fuzz_folders.call
-
-    def careless(*arguments: str) -> fuzz_folders.Outcome:
-        (bases[0].folder / "rows.jsonl").unlink(missing_ok=True)
-        return real(*arguments)
-
-    monkeypatch.setattr(fuzz_folders, "call", careless)
-    tally = Tally()
-    try_one(bases, 0, place, tally, resume=False)
-    assert any("changed the folder" in failure["what"] for failure in tally.failures)
-
-
-def test_pages_with_other_elements_are_found() -> None:
-    good = '<!doctype html><p class="x">a</p>'
-    assert faults_of_page(good) == []
-    for bad in ("<iframe>", '<p onclick="x">', "<script></script>", '<p style="x">', "<a>"):
-        assert faults_of_page(good + bad)
+def test_changed_folders(base: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    place, resume = base
+    codes: Counter[str] = Counter()
+    for seed in range(CASES):
+        rng = random.Random(seed)
+        shutil.rmtree(place / "run", ignore_errors=True)
+        shutil.copytree(place / "kept", place / "run")
+        said = f"seed {seed}, {change(place / 'run', rng)}"
+        page = place / "page.html"
+        commands = [["report", str(place / "run"), "--output", str(page), "--json"]]
+        commands += [resume] if seed % RESUMED == 0 else []
+        for command in commands:
+            before = contents(place / "run")
+            code = main(command)
+            out, err = capsys.readouterr()
+            codes[f"{command[0]} {code}"] += 1
+            assert code in (0, 2) and "internal error" not in err, f"{said}\n{err}"
+            if code == 2:
+                assert err.startswith("error: ") and not out, said
+                assert contents(place / "run") == before, said
+            elif command[0] == "report":
+                structure = Structure()
+                structure.feed(page.read_text(encoding="utf-8"))
+                assert structure.scripts == 2, said
+    assert min(codes["report 0"], codes["report 2"]) > CASES / 6, codes
+    assert min(codes["replay 0"], codes["replay 2"]) > 0, codes

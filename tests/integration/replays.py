@@ -1,6 +1,7 @@
 """Replays that tests interrupt, resume and change."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from forkpoint import RolloutBatch
 from forkpoint.apps.replay.folder import ReplayFolder
 from forkpoint.apps.replay.loop import replay
 from forkpoint.apps.replay.rates import Rate
-from forkpoint.apps.replay.schema import CHECKPOINT, ROWS
+from forkpoint.apps.replay.schema import CHECKPOINT, ROWS, STATE
 from forkpoint.testing import tiny_model
 
 STEPS = 40
@@ -56,19 +57,30 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [without_times(json.loads(line)) for line in (folder / ROWS).read_text().splitlines()]
 
 
+def checkpoint_of(folder: Path) -> Path:
+    """The one checkpoint of a folder."""
+    (path,) = folder.glob(f"{CHECKPOINT}*")
+    return path
+
+
 def assert_same_end(folder: Path, expected: Path) -> None:
+    """Bitwise, except times."""
     assert rows(folder) == rows(expected)
-    found, other = (load_file(path / CHECKPOINT) for path in (folder, expected))
+    paths = checkpoint_of(folder), checkpoint_of(expected)
+    assert paths[0].name == paths[1].name
+    found, other = (load_file(*path.glob("*.safetensors")) for path in paths)
     assert found.keys() == other.keys()
     for name, tensor in found.items():
         assert tensor.dtype == other[name].dtype, name
         one, two = (t.reshape(-1).view(torch.uint8) for t in (tensor, other[name]))
         assert torch.equal(one, two), name
+    states = [json.loads((path / STATE).read_text()) for path in paths]
+    for name in ("step", "states", "plain"):
+        assert repr(states[0][name]) == repr(states[1][name]), name  # NaN equals NaN
+    torchs = [[rank["torch"] for rank in state["generators"]] for state in states]
+    assert torchs[0] == torchs[1]
     assert (folder / "plans.jsonl").read_bytes() == (expected / "plans.jsonl").read_bytes()
 
 
 def copy_of(folder: Path, path: Path) -> Path:
-    path.mkdir()
-    for file in folder.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    return path
+    return Path(shutil.copytree(folder, path))

@@ -10,26 +10,24 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import Shell, changed, made_up_rollouts, write_config, write_rollouts
-from replays import STEPS, assert_same_end, copy_of, rows, run
+from replays import STEPS, assert_same_end, checkpoint_of, copy_of, rows, run
 from safetensors.torch import load_file
 
 from forkpoint import ConfigError, RolloutBatch
 from forkpoint.apps.replay.folder import SAVING, read_manifest
 from forkpoint.apps.replay.rates import Rate
-from forkpoint.apps.replay.reading import read_steps
-from forkpoint.apps.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS
+from forkpoint.apps.replay.schema import CHECKPOINT, MANIFEST, ROWS
 from forkpoint.losses import GRPO
 from forkpoint.testing import tiny_model
 from lanes import slow_besides
 
-KILLS = 10
+KILLS = 6
 # Each replay would begin with the same sample of the same model.
 pytestmark = pytest.mark.usefixtures("without_sample")
 
@@ -82,7 +80,7 @@ def test_killed_at_random_moments(
     generator = random.Random(0)
     folder, kills, resumed = tmp_path / "0", 0, 0
     while True:
-        resumed += (folder / CHECKPOINT).exists()
+        resumed += any(folder.glob(f"{CHECKPOINT}*"))
         longest = generator.uniform(0, seconds / 2.5) if kills < KILLS else None
         code = finish(processes.Process(target=run, args=(folder,)), longest)
         assert code in (0, -signal.SIGKILL)
@@ -96,10 +94,10 @@ def test_killed_at_random_moments(
     assert resumed > 0, "every kill came before the first checkpoint, so that nothing was resumed"
 
 
-@pytest.mark.parametrize("call", slow_besides(["replace"], ["replace", "fsync"]))
+@pytest.mark.parametrize("call", slow_besides(["rename"], ["rename", "replace", "fsync"]))
 def test_killed_while_it_saves(call: str, processes: Any, tmp_path: Path) -> None:
-    """Before each rename and each sync, in turn."""
-    expected = tmp_path / "expected"
+    """Before each rename and each sync, in turn; a checkpoint that was made stays."""
+    expected, had = tmp_path / "expected", False
     run(expected, steps=2, checkpoint_every=1)
     for count in range(100):
         folder = tmp_path / f"{call}-{count}"
@@ -107,9 +105,13 @@ def test_killed_while_it_saves(call: str, processes: Any, tmp_path: Path) -> Non
         if code == 0:
             break
         assert code == -signal.SIGKILL
+        has = any(folder.glob(f"{CHECKPOINT}*"))
+        assert has or not had
+        had = has
         run(folder, steps=2, checkpoint_every=1)
         assert_same_end(folder, expected)
-    assert count >= 3, f"os.{call} was called only {count} times"
+    assert had, "the last kill left no checkpoint"
+    assert count >= 2, f"os.{call} was called only {count} times"
 
 
 # What is resumed must be the same -----------------------------------------------------------------
@@ -120,6 +122,10 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replay") / "begun"
     run(folder, steps=2)
     return folder
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def other_advantages() -> RolloutBatch:
@@ -156,12 +162,12 @@ CHANGES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_replay_is_refused(what: str, begun: Path) -> None:
     make, said = CHANGES[what]
-    before = {path.name: path.read_bytes() for path in begun.iterdir()}
+    before = files(begun)
     with pytest.raises(ConfigError, match="was begun with other input") as caught:
         run(begun, **{"steps": 2, **make()})
     for part in said:
         assert part in str(caught.value)
-    assert {path.name: path.read_bytes() for path in begun.iterdir()} == before
+    assert files(begun) == before
 
 
 def test_another_torch_is_refused(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,21 +201,19 @@ def test_a_folder_that_is_being_written_is_refused(processes: Any, tmp_path: Pat
     process = processes.Process(target=run_and_wait, args=(folder, begun))
     process.start()
     assert begun.wait(120)
-    (folder / SAVING).mkdir()
-    for name in (".tmpAb12Cd", CHECKPOINT):
-        (folder / SAVING / name).write_bytes(b"half of what it is saving")
-    (folder / ".tmpAb12Cd").write_bytes(b"the same, of an earlier version")
-    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    (folder / SAVING / f"{CHECKPOINT}00000002").mkdir(parents=True)
+    (folder / SAVING / f"{CHECKPOINT}00000002" / "x").write_bytes(b"half of what it is saving")
+    before = files(folder)
     for resume in (True, False):
-        with pytest.raises(ConfigError, match=f"is being written by .* {process.pid} on"):
+        with pytest.raises(ConfigError, match="another replay writes into"):
             run(folder, steps=3, checkpoint_every=1, resume=resume)
-    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+    assert files(folder) == before
     assert len(rows(folder)) == 1, "rows can be read meanwhile"
     process.kill()
     process.join()
     run(folder, steps=3, checkpoint_every=1)
     assert len(rows(folder)) == 3
-    assert not list(folder.glob(".*"))
+    assert [path.name for path in folder.glob(".*")] == [".lock"]
 
 
 def test_resuming_what_is_finished_gives_its_report(begun: Path, tmp_path: Path) -> None:
@@ -226,41 +230,24 @@ def test_resuming_what_is_finished_gives_its_report(begun: Path, tmp_path: Path)
 OPTIMIZERS: dict[str, Any] = {
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "factored": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "groups": lambda p: torch.optim.Adagrad([{"params": p[:3]}, {"params": p[3:], "lr": 0.1}]),
 }
-OTHERS: dict[str, Any] = {
-    "Adadelta": torch.optim.Adadelta,
-    "Adam": torch.optim.Adam,
-    "Adamax": torch.optim.Adamax,
-    "ASGD": torch.optim.ASGD,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
-    "Rprop": torch.optim.Rprop,
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
-    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
-}
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @pytest.mark.parametrize(
     ("dtype", "optimizer"),
-    slow_besides(
-        [(torch.float32, "groups"), (torch.bfloat16, "momentum")], product(DTYPES, OPTIMIZERS)
-    ),
+    [
+        (torch.bfloat16, "momentum"),
+        (torch.float32, "factored"),
+        pytest.param(torch.float32, "groups", marks=pytest.mark.slow),
+        pytest.param(torch.float64, "amsgrad", marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_every_state_comes_back(dtype: torch.dtype, optimizer: str, tmp_path: Path) -> None:
     """Two steps of four, then the rest, in one process: as all four at once."""
     stopped_and_resumed(dtype, OPTIMIZERS[optimizer], tmp_path)
-
-
-@pytest.mark.parametrize("optimizer", slow_besides(("Adam", "foreach"), OTHERS))
-def test_every_optimizer_of_torch_comes_back(optimizer: str, tmp_path: Path) -> None:
-    """A checkpoint has the entries of each optimizer that the check of checkpoints expects."""
-    stopped_and_resumed(torch.float32, OTHERS[optimizer], tmp_path)
 
 
 def stopped_and_resumed(dtype: torch.dtype, optimizer: Any, tmp_path: Path) -> None:
@@ -326,28 +313,10 @@ def test_what_could_not_be_read_back_is_not_written(
 ) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read back: about.file is 5; it takes text"):
         run(tmp_path / "run", steps=2, about={"file": 5})
-    assert not list((tmp_path / "run").iterdir())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
     monkeypatch.setattr("forkpoint.apps.replay.folder.MOST_LINE_BYTES", 1_000)
     with pytest.raises(ConfigError, match=r"plans.jsonl would have \d+ bytes, and at most 1000"):
         run(tmp_path / "run", steps=2)
-
-
-def test_lines_and_files_of_any_length_are_not_read_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(tmp_path / "run", steps=2)
-    manifest = read_manifest(tmp_path / "run")
-    monkeypatch.setattr("forkpoint.apps.replay.reading.MOST_LINE_BYTES", 1_000)
-    with pytest.raises(ConfigError, match=r"rows.jsonl, line 1 is too long: a line has at most"):
-        read_steps(tmp_path / "run", manifest)
-    monkeypatch.undo()
-    most = (tmp_path / "run" / ROWS).stat().st_size - 1
-    monkeypatch.setattr("forkpoint.apps.replay.reading.MOST_ROWS_BYTES", most)
-    with pytest.raises(ConfigError, match=f"rows.jsonl, line 2 is too long: .* the file {most}"):
-        read_steps(tmp_path / "run", manifest)
-    monkeypatch.setattr("forkpoint.apps.replay.reading.MOST_MANIFEST_BYTES", 1_000)
-    with pytest.raises(ConfigError, match=r"manifest.json has \d+ bytes; at most 1000"):
-        read_manifest(tmp_path / "run")
 
 
 def run_without_room(folder: Path) -> None:
@@ -355,36 +324,18 @@ def run_without_room(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
     try:
         run(folder, steps=2, checkpoint_every=1)
-    except OSError as error:
+    except (ConfigError, OSError) as error:
         os._exit(3 if "cannot be written" in str(error) else 4)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no limits to processes")
 def test_a_disk_without_room(processes: Any, tmp_path: Path) -> None:
-    """A checkpoint that does not fit is said to, and leaves nothing behind."""
+    """A checkpoint that does not fit is an error, and the replay can be resumed."""
     folder = tmp_path / "run"
     assert finish(processes.Process(target=run_without_room, args=(folder,))) == 3
-    assert sorted(path.name for path in folder.rglob("*")) == [MANIFEST, PLANS, ROWS]
+    assert not list(folder.glob(f"{CHECKPOINT}*"))
     run(folder, steps=2, checkpoint_every=1)
     assert len(rows(folder)) == 2
-
-
-def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
-    """Files and links of others stay, also under the names of our own folders."""
-    folder = tmp_path / "run"
-    (folder / SAVING).mkdir(parents=True)
-    (folder / SAVING / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"1 other files, among them .saving"):
-        run(folder, steps=2)
-    assert (folder / SAVING / "thesis.txt").read_text() == "mine"
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / CHECKPOINT).write_text("mine")
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    (linked / SAVING).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="holds no replay"):
-        run(linked, steps=2)
-    assert (tmp_path / "elsewhere" / CHECKPOINT).read_text() == "mine"
 
 
 def test_state_in_float32_of_parameters_in_16_bits_is_not_rounded(tmp_path: Path) -> None:
@@ -414,8 +365,20 @@ def test_state_in_float32_of_parameters_in_16_bits_is_not_rounded(tmp_path: Path
                     **options,
                 )
     assert_same_end(tmp_path / "twice", tmp_path / "once")
-    state = load_file(tmp_path / "twice" / CHECKPOINT)
+    (file,) = checkpoint_of(tmp_path / "twice").glob("*.safetensors")
+    state = load_file(file)
     assert state["shared/optimizer/0/sums"].dtype == torch.float32
+
+
+def test_a_checkpoint_of_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch holds a whole file in memory, so large states are split."""
+    monkeypatch.setattr("forkpoint.apps.replay.checkpoint._FILE_BYTES", 50_000)
+    models = [tiny_model("qwen3", dtype=torch.float32) for _ in range(2)]
+    run(tmp_path / "run", steps=2, loss=GRPO(), model=models[0])
+    assert len(list(checkpoint_of(tmp_path / "run").glob("*.safetensors"))) > 3
+    run(tmp_path / "run", steps=2, loss=GRPO(), model=models[1])
+    for name, parameter in models[0].named_parameters():
+        assert torch.equal(parameter, models[1].get_parameter(name)), name
 
 
 def test_numbers_that_json_lacks(tmp_path: Path) -> None:

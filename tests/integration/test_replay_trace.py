@@ -13,10 +13,9 @@ from commands import Shell, made_up_rollouts, write_config
 
 import forkpoint
 from forkpoint import ConfigError, RolloutBatch, TraceError, wrap
-from forkpoint.apps.replay.batches import StepInput
+from forkpoint.apps.replay.batches import StepInput, TraceBatches, recorded_loss
 from forkpoint.apps.replay.folder import ROWS, ReplayFolder
 from forkpoint.apps.replay.loop import replay
-from forkpoint.apps.replay.recorded import TraceBatches, recorded_loss
 from forkpoint.losses import DAPO, GRPO, Denominators, LogLikelihood, ValueLoss
 from forkpoint.rollouts.traces import Trace, open_trace
 from forkpoint.testing import tiny_model
@@ -149,7 +148,7 @@ def test_only_what_is_replayed_has_to_be_the_same(tmp_path: Path) -> None:
     )
     assert report.resumed_at == 2 and len((tmp_path / "run" / ROWS).read_bytes().splitlines()) == 2
     other = record(tmp_path / "other", [{}, {}, {}])
-    with pytest.raises(ConfigError, match=r"batches\.trace was .* and is now"):
+    with pytest.raises(ConfigError, match=r"batches\.digest was .* and is now"):
         run(other, steps=2, folder=ReplayFolder(tmp_path / "run", resume=True))
     shard = tmp_path / "trace" / trace.entries[1].file
     data = bytearray(shard.read_bytes())

@@ -17,12 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, load_rollouts, save_rollouts, wrap
-from forkpoint.errors import RolloutError, TraceError, UnsupportedError
+from forkpoint.errors import RolloutError, UnsupportedError
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import LossOutputs
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.plan import make_plan
-from forkpoint.rollouts.traces.shard import encode
 from forkpoint.testing import lifted_upcasts, tiny_model
 from lanes import slow_besides
 
@@ -357,8 +356,6 @@ def test_what_cannot_hold_routes_is_refused() -> None:
         wrap(tiny_model("qwen3")).score(BATCH)
     with pytest.raises(UnsupportedError, match="verify compares with a stock model"):
         wrap(tiny()).verify(BATCH, GRPO())
-    with pytest.raises(TraceError, match="traces do not hold"):
-        encode(BATCH, {}, "trace", 0)
     with pytest.raises(RolloutError, match=r"of 2 layers.*of 1 with 2"):
         RolloutBatch(
             [BATCH[0], replace(BATCH[1], routed_experts=np.array(BATCH[1].routed_experts)[:, :1])]

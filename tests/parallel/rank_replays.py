@@ -18,7 +18,7 @@ from forkpoint.apps.replay.folder import ReplayFolder
 from forkpoint.apps.replay.loop import replay
 from forkpoint.apps.replay.rates import Rate
 from forkpoint.apps.replay.records import ReplayReport, ReplayStep
-from forkpoint.apps.replay.schema import PLANS, ROWS, SHARDS
+from forkpoint.apps.replay.schema import CHECKPOINT, PLANS, ROWS
 from forkpoint.losses import GRPO
 from forkpoint.testing import lifted_upcasts, tiny_model
 
@@ -70,7 +70,7 @@ def replayed(
 
 def whole_state(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder's one checkpoint, their shards put together."""
-    (path,) = folder.glob(f"{SHARDS}*")
+    (path,) = folder.glob(f"{CHECKPOINT}*")
     parts: dict[str, list[Tensor]] = {}
     for file in sorted(path.glob("*.safetensors")):
         for name, tensor in load_file(file).items():

@@ -18,8 +18,9 @@ from rank_replays import assert_same_end, copied, leaves_at, replayed, rollouts,
 
 from forkpoint import save_rollouts
 from forkpoint.apps.cli import main
-from forkpoint.apps.replay import rank_folder
-from forkpoint.apps.replay.schema import SHARDS, SHARDS_FACTS
+from forkpoint.apps.replay.checkpoint import Checkpoints
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.schema import CHECKPOINT, STATE
 from forkpoint.errors import ConfigError, ForkpointError, RankError, UnsupportedError
 from forkpoint.testing import tiny_model
 
@@ -86,7 +87,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def checkpoint(folder: Path) -> Path:
-    (found,) = folder.glob(f"{SHARDS}*")
+    (found,) = folder.glob(f"{CHECKPOINT}*")
     return found
 
 
@@ -95,7 +96,7 @@ def shard(folder: Path) -> Path:
 
 
 def changed_facts(folder: Path, **changes: Any) -> None:
-    path = checkpoint(folder) / SHARDS_FACTS
+    path = checkpoint(folder) / STATE
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -107,11 +108,7 @@ def flipped(path: Path) -> None:
 
 def renamed(folder: Path) -> None:
     path = checkpoint(folder)
-    path.rename(path.with_name(f"{SHARDS}00000003"))
-
-
-def of_one_process(folder: Path) -> None:
-    (folder / "checkpoint.safetensors").write_bytes(b"")
+    path.rename(path.with_name(f"{CHECKPOINT}00000003"))
 
 
 def with_pickle(folder: Path) -> None:
@@ -126,31 +123,16 @@ def with_pickle(folder: Path) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing shard": (lambda f: shard(f).unlink(), "lacks shard-00002"),
-    "truncated shard": (
-        lambda f: os.truncate(shard(f), shard(f).stat().st_size - 8),
-        "was written with",
-    ),
-    "changed shard": (lambda f: flipped(shard(f)), "differs from its checksum"),
-    "no facts": (lambda f: (checkpoint(f) / SHARDS_FACTS).unlink(), "has no checkpoint.json"),
+    "missing shard": (lambda f: shard(f).unlink(), "is missing"),
+    "changed shard": (lambda f: flipped(shard(f)), "is damaged: it has SHA-256"),
     "another version": (lambda f: changed_facts(f, schema=99), "has schema 99"),
     "another step": (renamed, "is of step 2"),
-    "of one process": (of_one_process, "has the checkpoint of one process"),
-    "pickle": (with_pickle, "lacks shard-00002"),
-    "local state": (
-        lambda f: changed_facts(f, ranks=3, local=["x"], generators=_three(f)),
-        "was written by 3 ranks, here are 2",
-    ),
+    "pickle": (with_pickle, "is missing"),
 }
 
 
-def _three(folder: Path) -> list[Any]:
-    facts = json.loads((checkpoint(folder) / SHARDS_FACTS).read_text())
-    return [*facts["generators"], facts["generators"][0]]
-
-
 @pytest.mark.parametrize(
-    "name", [n if n == "missing shard" else pytest.param(n, marks=pytest.mark.slow) for n in WRONG]
+    "name", [n if n == "changed shard" else pytest.param(n, marks=pytest.mark.slow) for n in WRONG]
 )
 def test_wrong_folders_are_refused_on_all_ranks(
     name: str, undisturbed: Path, tmp_path: Path
@@ -201,16 +183,16 @@ def test_ranks_with_other_options_are_refused() -> None:
 
 def killed_while_saving(folder: Path, at: str, rank: int) -> None:
     """One rank is killed at a call within the second save."""
-    module, name = (rank_folder, at) if at != "write" else (rank_folder.ShardedCheckpoint, at)
-    original, calls = getattr(module, name), [0]
+    kind = Checkpoints if at.startswith("_") else ReplayFolder
+    original, calls = getattr(kind, at), [0]
 
     def dies(*args: Any) -> Any:
         calls[0] += 1
-        if dist.get_rank() == rank and calls[0] == (2 if at in ("write", "facts_text") else 5):
+        if dist.get_rank() == rank and calls[0] == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args)
 
-    setattr(module, name, dies)
+    setattr(kind, at, dies)
     try:
         replayed(folder)
     except RankError as error:
@@ -218,14 +200,8 @@ def killed_while_saving(folder: Path, at: str, rank: int) -> None:
         raise
 
 
-@pytest.mark.parametrize(
-    ("at", "rank"),
-    [
-        pytest.param("facts_text", 0, marks=pytest.mark.slow),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("write", 1), ("write", 0))),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("sync", 0), ("_remove", 0))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("at", "rank"), [("_write", 1), ("_hashes", 0), ("finish_checkpoint", 0)])
 def test_a_rank_that_is_killed_while_saving(
     at: str, rank: int, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -10,13 +10,15 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.rollouts.batch import short
 
+T = TypeVar("T")
 Check = Callable[[Any, str], Any]
 
 MOST_DEPTH = 32
@@ -272,6 +274,30 @@ def record(
                     f"{', '.join(fields)}; a newer forkpoint may have written it"
                 )
             found[key] = inner(entry, _below(field, key))
+        return found
+
+    return check
+
+
+def object_of(kind: type[T], agree: Callable[[T, str], None] | None = None) -> Callable[..., T]:
+    """An object with the fields of a dataclass, as that dataclass.
+
+    Args:
+        kind: the dataclass. The annotation of each field is Annotated[type, check]. Fields with a
+            default may be left out.
+        agree: raises SchemaError for fields that do not go together; given the name of the object.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    known = fields(kind)  # pyright: ignore[reportArgumentType]
+    inner = record(
+        {item.name: hints[item.name].__metadata__[0] for item in known},
+        optional=[item.name for item in known if item.default is not MISSING],
+    )
+
+    def check(value: Any, field: str) -> T:
+        found = kind(**inner(value, field))
+        if agree is not None:
+            agree(found, field)
         return found
 
     return check

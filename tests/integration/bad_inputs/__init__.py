@@ -12,7 +12,6 @@ from bad_inputs.models import MODELS
 from bad_inputs.options import OPTIONS
 from bad_inputs.plans import KERNELS, PLANS
 from bad_inputs.rank_replays import RANK_REPLAYS
-from bad_inputs.recorders import RECORDERS
 from bad_inputs.rollouts import ROLLOUTS
 from bad_inputs.routers import ROUTERS
 from bad_inputs.splits import SPLITS
@@ -37,7 +36,7 @@ TOPICS: dict[str, tuple[Kind, ...]] = {
     "Engines for verl": VERL,
     "Plans": PLANS,
     "Attention kernels": KERNELS,
-    "Traces and folders of replays": (*TRACES, *RECORDERS),
+    "Traces and folders of replays": TRACES,
     "Folders of replays that were changed": FOLDERS,
     "Replays on several ranks": RANK_REPLAYS,
 }

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from bad_inputs.kind import Kind
 from bad_inputs.traces import REPLAY, replayed
 from forkpoint.errors import ConfigError
 
+SAVED = Path("out/checkpoint-00000001")
 REPORT = ("report", "out")
 RESUME = (*REPLAY, "--output", "out", "--resume")
 CHANGED = (
@@ -58,17 +57,6 @@ def lines_of_manifest(change: Callable[[dict[str, Any]], object]) -> None:
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
-
-
-def facts(change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a checkpoint says besides its tensors."""
-    path = Path("out/checkpoint.safetensors")
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        values = json.loads(file.metadata()["forkpoint"])
-    change(values)
-    path.unlink()
-    save_file(tensors, path, metadata={"forkpoint": json.dumps(values)})
 
 
 def linked() -> None:
@@ -162,12 +150,12 @@ FOLDERS = (
         remedy="Take a copy of the folder as the replay left it, or replay again.",
     ),
     changed_kind(
-        "A checkpoint that says something else",
-        lambda: facts(lambda values: values.update(step=0)),
-        message="out/checkpoint.safetensors, its metadata: step is 0; it takes a whole number from "
-        f"1 to 2147483648. {CHANGED}",
-        means="A checkpoint is put back whole or not at all, so all of it is checked before.",
-        remedy="Begin anew in another folder.",
+        "A damaged checkpoint",
+        lambda: (SAVED / "shard-00001-model-00001-of-00001.safetensors").unlink(),
+        message="out/checkpoint-00000001/shard-00001-model-00001-of-00001.safetensors is missing. "
+        "Begin anew in another folder.",
+        means="A file was removed or damaged since the replay wrote it.",
+        remedy="Take a copy of the folder as the replay left it, or replay again.",
         argv=RESUME,
     ),
     changed_kind(

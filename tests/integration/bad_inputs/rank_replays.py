@@ -10,11 +10,10 @@ import pytest
 
 from bad_inputs.kind import Kind
 from bad_inputs.traces import REPLAY
-from forkpoint.apps.replay.rank_folder import checkpoints
-from forkpoint.apps.replay.ranks import check_same
-from forkpoint.apps.replay.schema import SHARDS_FACTS
-from forkpoint.apps.replay.sharded_checkpoint import read_sharded_facts
-from forkpoint.apps.replay.team import Team, gone
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.ranks import RankGroup, check_same, lost_rank
+from forkpoint.apps.replay.reading import read_state
+from forkpoint.apps.replay.schema import STATE
 from forkpoint.errors import ConfigError, ForkpointError, RankError
 
 SAVED = Path("out/checkpoint-00000002")
@@ -35,8 +34,8 @@ def saved(content: dict[str, Any] | None) -> Callable[[], object]:
     def call() -> None:
         SAVED.mkdir(parents=True, exist_ok=True)
         if content is not None:
-            (SAVED / SHARDS_FACTS).write_text(json.dumps(content))
-        read_sharded_facts(SAVED)
+            (SAVED / STATE).write_text(json.dumps(content))
+        read_state(SAVED)
 
     return call
 
@@ -46,17 +45,16 @@ def linked() -> None:
     Path("elsewhere").mkdir(exist_ok=True)
     if not SAVED.is_symlink():
         SAVED.symlink_to(Path("elsewhere").resolve())
-    checkpoints(SAVED.parent)
+    ReplayFolder(SAVED.parent).last_checkpoint()
 
 
 def different() -> None:
-    ranks = SimpleNamespace(global_ranks=(0, 1))
-    team = SimpleNamespace(ranks=ranks, exchange=lambda own: [own, {"steps": "5"}])
-    check_same(cast(Team, team), {"steps": 4})
+    ranks = SimpleNamespace(names=(0, 1), exchange=lambda own: [own, {"steps": "5"}])
+    check_same(cast(RankGroup, ranks), {"steps": 4})
 
 
 def died() -> None:
-    error = gone(RuntimeError("[third_party/gloo/pair.cc:534] Connection closed by peer"))
+    error = lost_rank(RuntimeError("[third_party/gloo/pair.cc:534] Connection closed by peer"))
     assert isinstance(error, ForkpointError)
     raise error
 
@@ -85,43 +83,42 @@ RANK_REPLAYS = (
     Kind(
         name="A rank that has died in a replay",
         error=RankError,
-        message="a rank of this replay has died or ended, so that it cannot go on here: look at "
-        "what the other ranks have said. Start all of them again, with --resume where there is a "
-        "folder. The collective's error: RuntimeError: [third_party/gloo/pair.cc:534] Connection "
-        "closed by peer",
+        message="a rank of this replay has died or ended: look at the output of the other ranks. "
+        "Start all of them again, with --resume if there is a folder. The collective's error: "
+        "RuntimeError: [third_party/gloo/pair.cc:534] Connection closed by peer",
         means="Ranks wait for one another between steps too.",
         remedy="Mend what ended that rank, and resume.",
         call=died,
     ),
     Kind(
-        name="A checkpoint of ranks that is cut short",
+        name="A checkpoint that is cut short",
         error=ConfigError,
-        message=f"{SAVED} is no whole checkpoint: it has no checkpoint.json. Begin anew in another "
+        message=f"{SAVED} is no whole checkpoint: it has no state.json. Begin anew in another "
         "folder.",
-        means="What lies beside the shards says which files belong to them, with checksums.",
+        means="The file says which files belong to the checkpoint, with their SHA-256.",
         remedy="Take a copy of the folder as the replay left it, or replay again.",
         call=saved(None),
     ),
     Kind(
-        name="A checkpoint of ranks of another version",
+        name="A checkpoint of another version",
         error=ConfigError,
-        message=f"{SAVED}/checkpoint.json has schema 99, and this forkpoint reads 1. Resume with "
+        message=f"{SAVED}/state.json has schema 99, and this forkpoint reads 1. Resume with "
         "the forkpoint that wrote it, or begin anew in another folder.",
         means="Another version may mean something else by what it says.",
         remedy="Resume with the version that wrote it.",
         call=saved({"schema": 99}),
     ),
     Kind(
-        name="A checkpoint of ranks that says something else",
+        name="A checkpoint that says something else",
         error=ConfigError,
-        message=f"{SAVED}/checkpoint.json: step is missing; it has to be there. The file is not as "
+        message=f"{SAVED}/state.json: step is missing; it has to be there. The file is not as "
         "forkpoint wrote it: take the folder as it was written, or replay again.",
         means="A checkpoint is put back whole or not at all, so all of it is checked before.",
         remedy="Begin anew in another folder.",
         call=saved({"schema": 1}),
     ),
     Kind(
-        name="A link in place of a checkpoint of ranks",
+        name="A link in place of a checkpoint",
         error=ConfigError,
         message=f"{SAVED} is a link or no folder, and the replay would remove it. Put the folder "
         "itself there, or begin anew in another folder.",

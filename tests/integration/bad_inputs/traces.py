@@ -1,5 +1,6 @@
 """Traces, and folders that replays are kept in."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from forkpoint import load_rollouts
 from forkpoint.apps.cli import main
 from forkpoint.errors import ConfigError, ForkpointError, RolloutError, TraceError
 from forkpoint.rollouts.traces import open_trace, record
-from forkpoint.rollouts.traces.lock import LOCK, FolderLock
+from forkpoint.rollouts.traces.disk import lock_folder
 
 REPLAY = ("replay", "ok.jsonl", "--model", "ok.json", "--steps", "1")
 BATCH = forked_batch()
@@ -103,11 +104,43 @@ def replayed(_: pytest.MonkeyPatch) -> None:
         assert main([*REPLAY, "--output", "out"]) == 0
 
 
+HELD: list[object] = []
+"""Locks that are held while a test runs."""
+
+
 def held(folder: str) -> None:
-    """A folder that another process writes into, by a name that is the same every time."""
+    """A folder that another writer has locked."""
     Path(folder).mkdir(exist_ok=True)
-    assert FolderLock(Path(folder)).take() is None
-    Path(folder, LOCK).write_text("process 4711 on node3")
+    HELD.append(lock_folder(Path(folder)))
+
+
+def edited(**changes: Any) -> None:
+    """A trace with other fields in the line of its first batch; None removes one."""
+    recorded()
+    path = Path("trace/manifest.jsonl")
+    header, line, rest = path.read_text().split("\n", 2)
+    values = {**json.loads(line), **changes}
+    line = json.dumps({k: v for k, v in values.items() if v is not None})
+    path.write_text("\n".join([header, line, rest]))
+
+
+def old() -> None:
+    """A trace of the first format."""
+    recorded()
+    path = Path("trace/manifest.jsonl")
+    header, rest = path.read_text().split("\n", 1)
+    values = {**json.loads(header), "schema": 1, "forkpoint": "0.1.0.dev0"}
+    path.write_text(json.dumps(values) + "\n" + rest)
+
+
+def forked() -> None:
+    """A recorder that belongs to another process."""
+    with record("trace") as recorder:
+        recorder._process = 4711
+        try:
+            recorder.add(BATCH)
+        finally:
+            recorder._process = os.getpid()
 
 
 TRACES = (
@@ -170,8 +203,8 @@ TRACES = (
         "A folder that is being recorded into",
         lambda: record("trace", resume=True),
         prepare=lambda: held("trace"),
-        message="trace is being recorded into by process 4711 on node3; a trace has one recorder "
-        "at a time. Close that one or end its process, or record into another folder.",
+        message="another recorder writes into trace; a trace has one recorder at a time. Close "
+        "that one or end its process, or record into another folder.",
         means="Both would write batches of the same numbers.",
         remedy="Of several ranks let one record, or give each a folder of its own.",
     ),
@@ -187,20 +220,55 @@ TRACES = (
         "A manifest that lacks a line",
         lambda: open_trace("trace"),
         prepare=without_a_line,
-        message="trace/manifest.jsonl, line 2 does not follow the line before it: lines are "
-        "missing, out of order, or of another trace. Take a copy of the trace as it was "
-        "recorded.",
-        means="Every line has a checksum, and carries that of the line before it.",
+        message="trace/manifest.jsonl, line 2: file is 'batch-000001.safetensors', not "
+        "batch-000000.safetensors. Take a copy of the trace as it was recorded.",
+        means="Lines are in the order of the batches, and every batch has one.",
         remedy="Copy the trace again; nothing in it is to be edited.",
     ),
     trace_kind(
         "A manifest that lacks its end",
         lambda: open_trace("trace"),
         prepare=without_the_end,
-        message="trace/manifest.jsonl lists 0 batches, and batch-000001.safetensors is there: "
-        "lines are missing at its end. Take a copy of the trace as it was recorded.",
+        message="trace/manifest.jsonl lists 0 batches, and the folder has 2: lines are missing at "
+        "its end. Take a copy of the trace as it was recorded.",
         means="A batch has its line before the next one is written, so at most one file is ahead.",
         remedy="Copy the trace again, the manifest last if it is still being recorded.",
+    ),
+    trace_kind(
+        "A line of a manifest that lacks a field",
+        lambda: open_trace("trace"),
+        prepare=lambda: edited(bytes=None),
+        message="trace/manifest.jsonl, line 2: bytes is missing; it has to be there. Take a copy "
+        "of the trace as it was recorded.",
+        means="No recorder wrote the line.",
+        remedy="Take the trace as it was recorded.",
+    ),
+    trace_kind(
+        "A field of a manifest of another type",
+        lambda: open_trace("trace"),
+        prepare=lambda: edited(trained_tokens="two"),
+        message="trace/manifest.jsonl, line 2: trained_tokens is 'two'; it takes a whole number "
+        "from 0 to 9007199254740992. Take a copy of the trace as it was recorded.",
+        means="No recorder wrote the line.",
+        remedy="Take the trace as it was recorded.",
+    ),
+    trace_kind(
+        "A trace of an earlier format",
+        lambda: open_trace("trace"),
+        prepare=old,
+        message="trace is a trace of schema 1, written by forkpoint '0.1.0.dev0'; this forkpoint "
+        "reads schema 2. Read it with that version, or record again.",
+        means="The format changed.",
+        remedy="Read it with load_rollouts of that version and write it with save_rollouts, whose "
+        "files every version reads; or record again.",
+    ),
+    trace_kind(
+        "A batch added by a forked process",
+        forked,
+        message="the recorder of trace belongs to process 4711, and this process was forked from "
+        "it. Add batches in that process, or record into another folder.",
+        means="Parent and child would write batches of the same numbers.",
+        remedy="Send the batch to the parent, or call record in the child, with another folder.",
     ),
     trace_kind(
         "Loss inputs without names",
@@ -233,8 +301,8 @@ TRACES = (
         "A folder that a replay is writing",
         *("--output", "out", "--resume"),
         prepare=lambda _: held("out"),
-        message="out is being written by the replay of process 4711 on node3; a folder has one at "
-        "a time. Wait until that one ends or end its process, or give another folder.",
+        message="another replay writes into out; a folder has one at a time. Wait until that one "
+        "ends or end its process, or give another folder.",
         means="Each would cut off the rows of the other.",
         remedy="Resume once that process has ended; its lock ends with it.",
     ),

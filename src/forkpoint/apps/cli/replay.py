@@ -38,7 +38,7 @@ from forkpoint.rollouts.traces.trace import is_trace
 
 if TYPE_CHECKING:
     from forkpoint.apps.replay import MakeOptimizer, ReplayReport
-    from forkpoint.apps.replay.recorded import TraceBatches
+    from forkpoint.apps.replay.batches import TraceBatches
     from forkpoint.losses import Loss
     from forkpoint.rollouts.traces import Trace
 
@@ -248,7 +248,7 @@ class Replay:
             loss = objective.make()
             loss.check(batch)
             return batch, loss
-        from forkpoint.apps.replay.recorded import TraceBatches, recorded_loss
+        from forkpoint.apps.replay.batches import TraceBatches, recorded_loss
 
         if objective.loss == "auto" and (given := objective.given()):
             raise ConfigError(

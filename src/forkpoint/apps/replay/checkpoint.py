@@ -1,241 +1,261 @@
-"""The state of both sides of a replay as tensors of one safetensors file.
+"""Checkpoints of a replay, written and read by torch.distributed.checkpoint.
 
-Loading is bitwise: optimizer state is put back as it was, not through `load_state_dict`, which
-casts it to the parameters' dtype, and values are copied out of the file, so that all of them lie in
-memory as torch allocates it.
-
-Nothing of a file is believed: what belongs in it follows from the models and the optimizers at
-hand, and names, dtypes and shapes are compared with that before a tensor is read.
+A checkpoint is a folder, `checkpoint-00000012` after 12 steps. Each rank writes the tensors that it
+holds as safetensors (`HuggingFaceStorageWriter`): torch's own format keeps its metadata as a
+pickle. `state.json` beside them holds everything else, and a SHA-256 of every file. Any number of
+ranks can read it. Tensors come back bit by bit: optimizer state is put into the optimizer as it
+was, because `load_state_dict` would cast it to the parameters' dtype.
 """
 
 import hashlib
-import json
 import math
 import random
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from forkpoint.apps.replay.reading import CHANGED
-from forkpoint.apps.replay.schema import FACTS, SCHEMA
-from forkpoint.apps.replay.states import Kept, check_states, generator_takes
+from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.ranks import RankGroup, full_tensor, lost_rank
+from forkpoint.apps.replay.records import ReplayStep
 from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.parallel.call import of_backend
+from forkpoint.parallel.step import described
 from forkpoint.rollouts.batch import short
-from forkpoint.rollouts.schema import SchemaError, parse_json
 
 Side = tuple[nn.Module, torch.optim.Optimizer]
-FACTS_KEY = "forkpoint"
+_STATE = re.compile(r"(\w+)/optimizer/(0|[1-9]\d{0,8})/(.+)", re.ASCII | re.DOTALL)
+_AGAIN = "Begin anew in another folder."
+_FILE_BYTES = 1 << 31
 
 
-@dataclass
-class _Loaded:
-    """A checkpoint that was read and found to fit, and is not put back yet."""
+class Checkpoints:
+    """The state that a step changes, saved in a replay's folder. Methods are collective.
 
-    facts: dict[str, Any]
-    tensors: dict[str, Tensor]
+    Args:
+        folder: of the replay.
+        sides: the models with their optimizers, by name.
+        ranks: those that hold the models.
+    """
 
-
-class Checkpoint:
-    """State that a step changes: parameters, buffers, optimizer state, random generators."""
-
-    def __init__(self, sides: Mapping[str, Side]) -> None:
+    def __init__(self, folder: ReplayFolder, sides: Mapping[str, Side], ranks: RankGroup) -> None:
+        self.folder = folder
         self.sides = sides
-        self.cuda: bool = torch.cuda.is_available()
-        self._loaded: _Loaded | None = None
+        self.ranks = ranks
 
-    def write(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Write everything to `path`, with `facts` beside it.
+    def save(self, step: int) -> None:
+        """Make the state after `step` steps the checkpoint.
 
-        Raises UnsupportedError for state that a checkpoint cannot hold, and OSError where the file
-        cannot be written.
+        Raises:
+            UnsupportedError: an optimizer keeps state that is neither tensors nor plain values, or
+                the buffers of a model differ between ranks.
+            ConfigError: the files cannot be written.
         """
-        tensors = {name: tensor.detach() for name, tensor in self._of_models()}
-        plain: dict[str, Any] = {}
+        path = self.ranks.first(lambda: self.folder.begin_checkpoint(step))
+        facts = self.ranks.each(lambda: self._write(path))
+        self.ranks.first(lambda: self.folder.finish_checkpoint(step, facts))
+
+    def restore(self) -> list[ReplayStep]:
+        """Put the last checkpoint back, and return the steps up to it; none without a checkpoint.
+
+        Raises ConfigError, before anything changes, unless it is whole and fits the models.
+        """
+        found = self.ranks.first(self.folder.last_checkpoint)
+        facts, steps = (None, []) if found is None else found[1:]
+        if found is not None:
+            path, facts, _ = found
+            self.ranks.each(lambda: self._check_files(path, facts["files"]))
+            tensors = self.ranks.each(lambda: self._expected(path, facts))
+            given = facts["generators"]
+            # A rank that the checkpoint has none of takes those of another.
+            self.ranks.each(lambda: _set_generators(path, given[self.ranks.index % len(given)]))
+            self._transfer(path, "read", tensors)
+            self._put_back(tensors, facts)
+        self.ranks.first(lambda: self.folder.cut(facts, steps))
+        return steps
+
+    def _write(self, path: Path) -> dict[str, Any]:
+        """Write the tensors, and return what belongs beside them."""
+        buffers = (pair for model, _ in self.sides.values() for pair in model.named_buffers())
+        if len(set(self.ranks.exchange(digest_of(buffers)))) > 1:
+            raise UnsupportedError(
+                "buffers of the model differ between ranks, and a checkpoint holds one of each. "
+                "Replay without a folder, or on one rank."
+            )
+        tensors, states, plain = dict(self._of_models()), {}, {}
         for side, (_, optimizer) in self.sides.items():
             for index, parameter in enumerate(parameters_of(optimizer)):
                 for name, value in optimizer.state.get(parameter, {}).items():
                     key = f"{side}/optimizer/{index}/{name}"
                     if isinstance(value, Tensor):
-                        tensors[key] = value.detach()
+                        states[key] = {"device": value.device.type, "shape": list(value.shape)}
+                        tensors[key] = _with_dimension(value)
                     elif value is None or isinstance(value, bool | int | float | str):
-                        plain[key] = plain_value(value)
+                        plain[key] = value
                     else:
                         raise UnsupportedError(
                             f"the optimizer {type(optimizer).__name__} keeps {name} as "
                             f"{type(value).__name__}; checkpoints hold tensors, numbers and text. "
                             "Replay without a folder, or with another optimizer."
                         )
-        devices = {name: tensor.device.type for name, tensor in tensors.items()}
-        tensors |= self._generators()
-        tensors = {name: _copy(tensor) for name, tensor in tensors.items()}
-        facts = {
-            "schema": SCHEMA,
-            **facts,
-            "devices": devices,
+        self._transfer(path, "written", tensors)
+        hashes = self.ranks.exchange(dict(self._hashes(path)))
+        return {
+            "states": states,
             "plain": plain,
-            "python_random": random.getstate(),
-            "numpy_random": numpy_random(),
-            "crc32": {name: checkpoint_crc(tensor) for name, tensor in tensors.items()},
+            "generators": self.ranks.exchange(_generators()),
+            "files": {name: found for some in hashes for name, found in some.items()},
         }
-        text = json.dumps(facts, allow_nan=False)
-        try:
-            save_file(tensors, path, metadata={FACTS_KEY: text})
-        except SafetensorError as error:
-            raise OSError(
-                f"the checkpoint {path} cannot be written: {error}. Look at the room on its disk."
-            ) from error
 
-    def load(self, path: Path) -> dict[str, Any]:
-        """Read a file and return the facts written beside the state; `put_back` does the rest.
+    def _hashes(self, path: Path) -> Iterator[tuple[str, str]]:
+        """This rank's part of the files with their SHA-256."""
+        files = sorted(path.glob("*.safetensors"))
+        for file in files[self.ranks.index :: self.ranks.size]:
+            with file.open("rb") as opened:
+                yield file.name, hashlib.file_digest(opened, "sha256").hexdigest()
 
-        Raises ConfigError unless all of it fits these models and optimizers and is whole.
+    def _check_files(self, path: Path, expected: Mapping[str, str]) -> None:
+        present = {file.name for file in path.glob("*.safetensors")}
+        for name in sorted(expected.keys() ^ present):
+            problem = "is missing" if name in expected else "does not belong to the checkpoint"
+            raise ConfigError(f"{path / name} {problem}. {_AGAIN}")
+        for name, found in self._hashes(path):
+            if found != expected[name]:
+                raise ConfigError(
+                    f"{path / name} is damaged: it has SHA-256 {found}, and was written with "
+                    f"{expected[name]}. {_AGAIN}"
+                )
+
+    def _expected(self, path: Path, facts: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors to read into, by name: those of the models, and empty ones of the optimizers.
+
+        Names, shapes and dtypes in the files are compared first.
         """
-        self._loaded = None
         try:
-            with safe_open(path, "pt") as file:
-                facts = _facts(path, (file.metadata() or {}).get(FACTS_KEY))
-                self._check_header(path, facts, file)
-                # Each in memory of its own.
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            damaged = sorted(
-                n for n, t in tensors.items() if facts["crc32"][n] != checkpoint_crc(t)
-            )
-            if damaged:
+            written = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+            found = {
+                name: (tuple(header.size), header.properties.dtype)  # pyright: ignore
+                for name, header in written.items()
+            }
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{path} is no checkpoint ({error!r}). {_AGAIN}") from error
+        tensors = dict(self._of_models())
+        for key, state in facts["states"].items():
+            parameter, shape = self._parameter(path, key), tuple(state["shape"])
+            if math.prod(shape) > max(1, parameter.numel()):
                 raise ConfigError(
-                    f"{path} is damaged: {len(damaged)} of its tensors differ from their "
-                    f"checksums, among them {short(damaged[0])}. Begin anew in another folder."
+                    f"{path} has {short(key)} of shape {shape}, larger than its parameter of shape "
+                    f"{tuple(parameter.shape)}. {_AGAIN}"
                 )
-            self._check_values(facts, tensors)
-        except (SafetensorError, OSError) as error:
+            if state["device"] not in ("cpu", parameter.device.type):
+                raise ConfigError(f"{path} has {short(key)} on {short(state['device'])}. {_AGAIN}")
+            dtype = found.get(key, (None, torch.float32))[1]
+            tensors[key] = (
+                torch.zeros_like(parameter, dtype=dtype, device=state["device"]).detach()
+                if shape == tuple(parameter.shape)
+                else torch.zeros(shape or 1, dtype=dtype, device=state["device"])
+            )
+        for key in facts["plain"]:
+            self._parameter(path, key)
+        expected = {name: (tuple(t.shape) or (1,), t.dtype) for name, t in tensors.items()}
+        for name in sorted(found.keys() | expected.keys()):
+            if found.get(name) != expected.get(name):
+                here, there = expected.get(name, "nothing"), found.get(name, "nothing")
+                raise ConfigError(
+                    f"{path} is the checkpoint of another model: {short(name)} is {there}, and "
+                    f"here it is {here}. {_AGAIN}"
+                )
+        return tensors
+
+    def _parameter(self, path: Path, key: str) -> nn.Parameter:
+        """The parameter that a value of an optimizer's state belongs to."""
+        found = _STATE.fullmatch(key)
+        if found is not None and found[1] in self.sides:
+            parameters = parameters_of(self.sides[found[1]][1])
+            if int(found[2]) < len(parameters):
+                return parameters[int(found[2])]
+        raise ConfigError(f"{path} has {short(key)}, which is no state of these models. {_AGAIN}")
+
+    def _put_back(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Set the state of the optimizers. The tensors of the models have been read in place."""
+        states: dict[str, Any] = dict(facts["plain"])
+        for key, state in facts["states"].items():
+            states[key] = tensors[key] if state["shape"] else tensors[key].reshape(())
+        for key, value in states.items():
+            found = _STATE.fullmatch(key)
+            assert found is not None
+            optimizer = self.sides[found[1]][1]
+            optimizer.state[parameters_of(optimizer)[int(found[2])]][found[3]] = value
+
+    def _transfer(self, path: Path, done: str, tensors: dict[str, Tensor]) -> None:
+        """Write tensors, or read into them."""
+        options: dict[str, Any] = {
+            "process_group": self.ranks.group,
+            "no_dist": not self.ranks.is_sharded,
+        }
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                if done == "read":
+                    load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), **options)
+                else:
+                    numbers = _file_numbers(tensors)
+                    writer = HuggingFaceStorageWriter(str(path), numbers, save_distributed=True)
+                    save(tensors, storage_writer=writer, **options)
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            if of_backend(cause):
+                raise lost_rank(cause) from error
             raise ConfigError(
-                f"{path} is no whole checkpoint ({error}). Begin anew in another folder."
+                f"the checkpoint {path} cannot be {done} on rank {rank}: {described(cause)} Look "
+                "at the room on its disk, and at its permissions."
             ) from error
-        except SchemaError as error:
-            raise ConfigError(f"{path}: {error}. {CHANGED}.") from None
-        self._loaded = _Loaded(facts, tensors)
-        return facts
-
-    def put_back(self) -> None:
-        """Make what `load` has read the state of models, optimizers and generators."""
-        assert self._loaded is not None
-        facts, tensors = self._loaded.facts, self._loaded.tensors
-        self._loaded = None
-        with torch.no_grad():
-            for name, tensor in self._of_models():
-                tensor.copy_(tensors[name])
-        for side, (_, optimizer) in self.sides.items():
-            state: dict[int, dict[str, Any]] = {}
-            for key, value in (*tensors.items(), *facts["plain"].items()):
-                kept = Kept.of(key)
-                if kept is not None and kept.side == side:
-                    if isinstance(value, Tensor):
-                        value = value.to(facts["devices"][key])
-                    state.setdefault(kept.index, {})[kept.name] = value
-            for index, parameter in enumerate(parameters_of(optimizer)):
-                if index in state:
-                    optimizer.state[parameter] = state[index]
-        torch.set_rng_state(tensors["random/cpu"])
-        if self.cuda:
-            torch.cuda.set_rng_state_all(
-                [tensors[f"random/cuda:{n}"] for n in range(torch.cuda.device_count())]
-            )
-        random.setstate(facts["python_random"])
-        kind, keys, *rest = facts["numpy_random"]
-        np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))  # noqa: NPY002
-
-    def _generators(self) -> dict[str, Tensor]:
-        states = {"random/cpu": torch.get_rng_state()}
-        if self.cuda:
-            for index, state in enumerate(torch.cuda.get_rng_state_all()):
-                states[f"random/cuda:{index}"] = state
-        return states
-
-    def _check_header(self, path: Path, facts: dict[str, Any], file: Any) -> None:
-        """Refuse a file before any tensor is read, by what its header says of them."""
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        generators = self._generators()
-        expected = {**dict(self._of_models()), **generators}
-        states = {name: shape for name, shape in shapes.items() if Kept.of(name) is not None}
-        found = shapes.keys() - states.keys()
-        if found != expected.keys():
-            wrong = sorted(found ^ expected.keys())
-            raise ConfigError(
-                f"{path} is a checkpoint of another model: {len(wrong)} tensors are in one of them "
-                f"alone, among them {short(wrong[0])}. Begin anew in another folder."
-            )
-        for name, tensor in expected.items():
-            if shapes[name] != tuple(tensor.shape):
-                raise ConfigError(
-                    f"{path} has {name} with shape {shapes[name]}, and the model at hand has "
-                    f"{tuple(tensor.shape)}. Begin anew in another folder."
-                )
-        for field, known in (("crc32", {*shapes}), ("devices", shapes.keys() - generators.keys())):
-            if facts[field].keys() != known:
-                wrong = sorted(facts[field].keys() ^ known)
-                raise SchemaError(
-                    f"{field} and the tensors of the file have other names, among them "
-                    f"{short(wrong[0])}"
-                )
-        for key in (*states, *facts["plain"]):
-            kept = Kept.of(key)
-            if kept is None or kept.side not in self.sides:
-                raise SchemaError(
-                    f"there is {short(key)}, which is no state of {' or '.join(self.sides)}"
-                )
-        for side, (_, optimizer) in self.sides.items():
-            check_states(side, optimizer, parameters_of(optimizer), states, facts["plain"])
-
-    def _check_values(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Refuse values that a model, an optimizer or a generator fails on. Raises SchemaError."""
-        for name in self._generators():
-            if not generator_takes(name.removeprefix("random/"), tensors[name]):
-                raise SchemaError(f"{name} is no state of a random number generator")
-        for name, tensor in self._of_models():
-            if tensors[name].dtype != tensor.dtype:
-                raise SchemaError(f"{name} is {tensors[name].dtype}, and here {tensor.dtype}")
-        for side, (model, optimizer) in self.sides.items():
-            kinds = {"cpu", *(p.device.type for p in model.parameters())}
-            parameters = parameters_of(optimizer)
-            for key, device in facts["devices"].items():
-                if key.startswith(f"{side}/") and device not in kinds:
-                    allowed = " or ".join(sorted(kinds))
-                    raise SchemaError(f"devices.{key} is {short(device)}; it takes {allowed}")
-            for key, tensor in tensors.items():
-                kept = Kept.of(key)
-                if kept is not None and kept.side == side:
-                    kept.check(optimizer, parameters[kept.index], tensor, facts["step"])
+        except RuntimeError as error:
+            raise lost_rank(error) from error
 
     def _of_models(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the models that training changes, by names in the file."""
+        """Tensors of the models that training may change; frozen parameters are in the digest."""
         for side, (model, _) in self.sides.items():
-            for name, tensor in changing(model):
-                yield f"{side}/model/{name}", tensor
+            trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+            for name, tensor in (*trained, *model.named_buffers()):
+                yield f"{side}/model/{name}", _with_dimension(tensor)
 
 
-def model_digest(model: nn.Module) -> str:
-    """A digest of every parameter and buffer: names, dtypes, shapes and bytes.
+def _with_dimension(tensor: Tensor) -> Tensor:
+    """A view of at least one dimension: the files have no tensors without."""
+    return tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
 
-    Collective where parameters are sharded, and the same as that of the model before.
-    """
+
+def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of the file of each tensor. torch holds a file in memory while it writes it."""
+    numbers, total = {}, 0
+    for name, tensor in tensors.items():
+        numbers[name] = 1 + total // _FILE_BYTES
+        total += tensor.numel() * tensor.element_size()
+    return numbers
+
+
+def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A digest of names, dtypes, shapes and bytes. Collective if tensors are sharded."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
+        flat = full_tensor(tensor).detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that training may change. Of frozen parameters the model's digest is held."""
-    yield from ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    yield from model.named_buffers()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -243,52 +263,37 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _facts(path: Path, text: str | None) -> dict[str, Any]:
-    """Metadata that was written beside the state."""
+def _generators() -> dict[str, Any]:
+    """The states of this rank's random number generators, ready for JSON."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {
+        "torch": {name: state.numpy().tobytes().hex() for name, state in states.items()},
+        "python": random.getstate(),
+        "numpy": _listed(np.random.get_state(legacy=False)),  # noqa: NPY002
+    }
+
+
+def _listed(value: Any) -> Any:
+    """The same tree with arrays as lists."""
+    if isinstance(value, dict):
+        return {name: _listed(entry) for name, entry in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _set_generators(path: Path, states: Mapping[str, Any]) -> None:
     try:
-        facts = {} if text is None else parse_json(text)
-        schema = facts.get("schema") if isinstance(facts, dict) else None
-        if type(schema) is not int or schema != SCHEMA:
-            raise ConfigError(
-                f"{path} has schema {short(schema)}, and this forkpoint reads {SCHEMA}. Resume "
-                "with the forkpoint that wrote it, or begin anew in another folder."
-            )
-        return FACTS(facts, "")
-    except SchemaError as error:
-        raise ConfigError(f"{path}, its metadata: {error}. {CHANGED}.") from None
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """On the CPU, in memory of its own: safetensors refuses tensors that are parts of one."""
-    here = tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
-    return here.contiguous()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    whole = getattr(tensor, "full_tensor", None)  # of shards, which is collective
-    tensor = tensor if whole is None else whole()
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def checkpoint_crc(tensor: Tensor) -> int:
-    """The checksum of a tensor's bytes."""
-    return zlib.crc32(_bytes(tensor))
-
-
-def plain_value(value: Any) -> Any:
-    """A value as JSON has it; a number that JSON lacks as a list of its name."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return ["NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"]
-    return value
-
-
-def numpy_random() -> list[Any]:
-    """The state of numpy's global generator, ready for JSON."""
-    state: Any = np.random.get_state()  # noqa: NPY002
-    if isinstance(state, dict):
-        raise UnsupportedError(
-            f"numpy's global generator is {state.get('bit_generator')}; checkpoints hold the state "
-            "of MT19937. Replay without a folder, or leave numpy its own generator."
-        )
-    return [part.tolist() if isinstance(part, np.ndarray) else part for part in state]
+        version, numbers, gauss = states["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        np.random.set_state(states["numpy"])  # noqa: NPY002
+        for name, text in states["torch"].items():
+            state = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+            if name == "cpu":
+                torch.set_rng_state(state)
+            elif torch.cuda.is_available():
+                torch.cuda.set_rng_state(state)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(
+            f"{path} has no states of random number generators: {described(error)} {_AGAIN}"
+        ) from error

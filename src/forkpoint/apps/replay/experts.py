@@ -6,23 +6,25 @@ most of each layer, and their sum.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from forkpoint.rollouts.schema import SchemaError, array, record, whole
+from forkpoint.rollouts.schema import SchemaError, array, object_of, whole
 
 MOST_CHOICES = 2**53
 MOST_EXPERTS = 2**31
 MOST_LAYERS = 10_000
+Choices = Annotated[int, whole(0, MOST_CHOICES)]
+ChoicesByLayer = Annotated[tuple[int, ...], array(whole(0, MOST_CHOICES))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """Choices that one layer's router spread over its experts."""
 
-    least: int
+    least: Choices
     """Of the expert that was chosen least often."""
-    most: int
-    total: int
+    most: Choices
+    total: Choices
     """Of all experts."""
 
     @classmethod
@@ -31,15 +33,18 @@ class Load:
         return cls(least=min(counts), most=max(counts), total=sum(counts))
 
 
+Loads = Annotated[tuple[Load, ...], array(object_of(Load))]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertLoads:
     """Loads of the experts in one step, one entry for each layer that has a router."""
 
-    experts: int
+    experts: Annotated[int, whole(1, MOST_EXPERTS)]
     """Among how many each router chooses."""
-    logical: tuple[Load, ...]
+    logical: Loads
     """A token counts once for every rollout through it, as in ordinary training."""
-    computed: tuple[Load, ...]
+    computed: Loads
     """A token counts as often as the plan runs it."""
 
     @classmethod
@@ -64,60 +69,44 @@ class ExpertLoads:
 class GivenRoutes:
     """Routes that the rollouts of one step came with, one entry for each layer with a router."""
 
-    decisions: tuple[int, ...]
+    decisions: ChoicesByLayer
     """Choices that were given; a token counts once for every rollout through it."""
-    elsewhere: tuple[int, ...]
+    elsewhere: ChoicesByLayer
     """Those for which the router itself would have chosen other experts."""
 
 
-# Read back ----------------------------------------------------------------------------------------
-
-CHOICES = whole(0, MOST_CHOICES)
-_LOADS = record(
-    {
-        "experts": whole(1, MOST_EXPERTS),
-        **dict.fromkeys(
-            ("logical", "computed"),
-            array(record(dict.fromkeys(("least", "most", "total"), CHOICES))),
-        ),
-    }
-)
-_ROUTES = record(dict.fromkeys(("decisions", "elsewhere"), array(CHOICES)))
+# Read back
+# ------------------------------------------------------------
 
 
-def expert_loads(value: Any, field: str) -> ExpertLoads:
-    """The check of a field that holds loads."""
-    found = _LOADS(value, field)
-    _check_layers(found, field, ("logical", "computed"))
+def _check_loads(loads: ExpertLoads, field: str) -> None:
+    _check_layers(field, logical=loads.logical, computed=loads.computed)
     for name in ("logical", "computed"):
-        for layer, load in enumerate(found[name]):
-            least, most, total = load["least"], load["most"], load["total"]
-            experts = found["experts"]
+        for layer, load in enumerate(getattr(loads, name)):
+            least, most, experts, total = load.least, load.most, loads.experts, load.total
             if not least <= most or not least * experts <= total <= most * experts:
                 raise SchemaError(
                     f"{field}.{name}[{layer}] has a total of {total}, and {experts} experts of "
                     f"{least} to {most} choices each make no such total"
                 )
-        found[name] = tuple(Load(**load) for load in found[name])
-    return ExpertLoads(**found)
 
 
-def given_routes(value: Any, field: str) -> GivenRoutes:
-    """The check of a field that holds counts of given routes."""
-    found = _ROUTES(value, field)
-    _check_layers(found, field, ("decisions", "elsewhere"))
-    for layer, (given, other) in enumerate(
-        zip(found["decisions"], found["elsewhere"], strict=True)
-    ):
+def _check_routes(routes: GivenRoutes, field: str) -> None:
+    _check_layers(field, decisions=routes.decisions, elsewhere=routes.elsewhere)
+    pairs = zip(routes.decisions, routes.elsewhere, strict=True)
+    for layer, (given, other) in enumerate(pairs):
         if other > given:
             raise SchemaError(f"{field}.elsewhere[{layer}] is {other}, of {given} decisions")
-    return GivenRoutes(**found)
 
 
-def _check_layers(found: dict[str, Any], field: str, names: tuple[str, str]) -> None:
-    one, other = (len(found[name]) for name in names)
-    if one != other or not 1 <= one <= MOST_LAYERS:
+def _check_layers(field: str, **lists: Sequence[Any]) -> None:
+    (one, first), (other, second) = lists.items()
+    if len(first) != len(second) or not 1 <= len(first) <= MOST_LAYERS:
         raise SchemaError(
-            f"{field}.{names[0]} has {one} entries and {field}.{names[1]} {other}; both have one "
-            f"for each layer with a router, at most {MOST_LAYERS}"
+            f"{field}.{one} has {len(first)} entries and {field}.{other} {len(second)}; both have "
+            f"one for each layer with a router, at most {MOST_LAYERS}"
         )
+
+
+expert_loads = object_of(ExpertLoads, _check_loads)
+given_routes = object_of(GivenRoutes, _check_routes)

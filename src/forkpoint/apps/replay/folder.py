@@ -1,27 +1,26 @@
 """The folder of a replay: what it was begun with, its rows, its plans, and its last checkpoint.
 
-    manifest.json            what must stay the same, and what is good to know besides
-    rows.jsonl               one row a step, as it goes
-    plans.jsonl              the plans of every batch that is new, before its first row
-    checkpoint.safetensors   the state after some step, and how long the files then were
+    manifest.json          what must stay the same, and further facts
+    rows.jsonl             one row a step, as it goes
+    plans.jsonl            the plans of every new batch, before its first row
+    checkpoint-00000012/   the state after 12 steps, and how long rows and plans then were
 
-Whatever moment a replay is killed at, the checkpoint is whole: it is written in the folder
-`.saving`, synced and renamed. What a killed replay left in there is removed when the folder is
-opened again. What the other files hold beyond the checkpoint is cut off on resuming and made again.
-While a replay runs, a lock on `.lock` keeps others out. Imports no torch.
+A checkpoint is written in the folder `.saving`, flushed and renamed; then the one before it is
+removed. So there is always a whole one, whenever a process is killed. A replay that resumes goes on
+from the last one, and cuts off what rows and plans hold beyond it. Imports no torch.
 """
 
 import json
 import math
 import os
-import re
-import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from forkpoint.apps.replay.reading import CHANGED, read_manifest, read_plans, read_steps
+from filelock import FileLock
+
+from forkpoint.apps.replay.reading import CHANGED, read_manifest, read_state, read_steps
 from forkpoint.apps.replay.records import ReplayStep
 from forkpoint.apps.replay.schema import (
     CHECKPOINT,
@@ -32,34 +31,28 @@ from forkpoint.apps.replay.schema import (
     PLANS,
     ROWS,
     SCHEMA,
+    STATE,
 )
 from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.rollouts.schema import SchemaError, finite
-from forkpoint.rollouts.traces.lock import LOCK, FolderLock
+from forkpoint.rollouts.traces.disk import LOCK, TEMPORARY, flush, lock_folder, write_file
 
 SAVING = ".saving"
-"""A folder in which files are written before they are renamed. What is in it is never needed."""
+"""The folder in which a checkpoint is written. Its content is never needed later."""
 GROWING = (ROWS, PLANS)
-CHUNK_BYTES = 1 << 20
+_UNFINISHED = f".{MANIFEST}{TEMPORARY}"
 MOST_NAMED = 8
-
-
-class State(Protocol):
-    """State that is saved and put back: `forkpoint.apps.replay.checkpoint.Checkpoint`."""
-
-    def write(self, path: Path, facts: Mapping[str, Any]) -> None: ...
-    def load(self, path: Path) -> dict[str, Any]: ...
-    def put_back(self) -> None: ...
+"""Differences that are named, of a replay that is not the one that was begun."""
 
 
 class ReplayFolder:
-    """Where a replay writes, and from where it is resumed.
+    """Where a replay writes, and from where it is resumed. On several ranks, the first uses it.
 
     Args:
         path: the folder, made if it is not there.
-        resume: go on where the folder's replay was; where none has begun, begin. Otherwise a folder
+        resume: go on where the folder's replay was; begin if none has begun. Otherwise a folder
             that holds anything is refused.
     """
 
@@ -67,28 +60,28 @@ class ReplayFolder:
         self.path: Path = Path(path)
         self.resume: bool = resume
         self._known: set[str] = set()
-        self._lock = FolderLock(self.path)
+        self._lock: FileLock | None = None
 
     def open(self, fixed: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-        """Begin, or see that what is to be resumed is the same replay; True if one had begun.
-
-        Args:
-            fixed: what decides every result; on resuming, all of it must be as it was.
-            about: what is good to know besides, kept from the beginning.
+        """Begin, or check that what is to be resumed is the same replay; True if one had begun.
 
         Until `close`, or the end of the process, no other replay can open the folder.
 
-        Raises ConfigError for a folder in use, and for a replay that differs, naming in what.
+        Args:
+            fixed: what decides every result; on resuming, all of it must be as it was.
+            about: further facts, kept from the beginning.
+
+        Raises ConfigError for a folder in use, and for a replay that differs; it names in what.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; a replay is a folder. Give another path.")
         self.path.mkdir(parents=True, exist_ok=True)
         self._refuse_links(LOCK)
-        holder = self._lock.take()
-        if holder is not None:
+        self._lock = lock_folder(self.path)
+        if self._lock is None:
             raise ConfigError(
-                f"{self.path} is being written by the replay of {holder}; a folder has one at a "
-                "time. Wait until that one ends or end its process, or give another folder."
+                f"another replay writes into {self.path}; a folder has one at a time. Wait until "
+                "that one ends or end its process, or give another folder."
             )
         try:
             return self._open(fixed, about)
@@ -97,37 +90,34 @@ class ReplayFolder:
             raise
 
     def memory_budget_bytes(self) -> int | None:
-        """The budget that the replay to be resumed was begun with; None where there is none."""
+        """The budget that the replay to be resumed was begun with; None if there is none."""
         if not self.resume or not (self.path / MANIFEST).is_file():
             return None
         return read_manifest(self.path)["fixed"]["runs_on"]["memory_budget_bytes"]
 
     def close(self) -> None:
         """Let others open the folder; closing again does nothing."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def _open(self, fixed: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-        self._remove_leftovers()
-        present = sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
-        text = json.dumps(
-            _named_numbers({"schema": SCHEMA, "fixed": fixed, "about": about}),
-            indent=1,
-            default=str,
-        )
+        values = _named_numbers({"schema": SCHEMA, "fixed": fixed, "about": about})
+        text = json.dumps(values, indent=1, default=str)
         now = json.loads(text)
-        if MANIFEST in present:
+        if (self.path / MANIFEST).exists():
             if not self.resume:
                 raise ConfigError(
                     f"{self.path} holds a replay already. Add --resume to go on with it, or give "
                     "another folder."
                 )
-            self._refuse_links(MANIFEST, ROWS, PLANS, CHECKPOINT)
+            self._refuse_links(MANIFEST, *GROWING)
             self._compare(now["fixed"])
             return True
-        if present:
+        others = sorted(e.name for e in self.path.iterdir() if e.name not in (LOCK, _UNFINISHED))
+        if others:
             raise ConfigError(
-                f"{self.path} holds no replay, but {len(present)} other files, among them "
-                f"{present[0]}. Give an empty or a new folder."
+                f"{self.path} holds no replay, but {len(others)} other files, among them "
+                f"{others[0]}. Give an empty or a new folder."
             )
         try:
             MANIFEST_FIELDS(now, "")
@@ -138,25 +128,11 @@ class ReplayFolder:
                 f"what the manifest would say of this replay cannot be read back: {error}. Change "
                 "that, or replay without a folder."
             ) from None
-        self._put(MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+        write_file(self.path / MANIFEST, text.encode())
         return False
 
-    def _remove_leftovers(self) -> None:
-        """Remove what a process that was killed had begun to write; nothing else is touched."""
-        saving = self.path / SAVING
-        if saving.is_dir() and not saving.is_symlink():
-            left = list(saving.iterdir())
-            if all(e.name in (MANIFEST, CHECKPOINT) or _of_safetensors(e) for e in left):
-                for entry in left:
-                    entry.unlink()
-                saving.rmdir()
-        if (self.path / MANIFEST).exists():  # then these are of an earlier version of forkpoint
-            for entry in self.path.glob(".*"):
-                if entry.name == f".{CHECKPOINT}.tmp" or _of_safetensors(entry):
-                    entry.unlink()
-
     def _refuse_links(self, *names: str) -> None:
-        """Refuse files that lie elsewhere: they are cut off, appended to and replaced."""
+        """Refuse files that are elsewhere: they are cut off, appended to and replaced."""
         for name in names:
             path = self.path / name
             if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -167,7 +143,7 @@ class ReplayFolder:
 
     def _compare(self, now: dict[str, Any]) -> None:
         before = read_manifest(self.path)["fixed"]
-        changed = differences(_said_once(before, now), _said_once(now, before))
+        changed = differences(_without_same_rate(before, now), _without_same_rate(now, before))
         if changed:
             more = f"\nand {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
             raise ConfigError(
@@ -176,57 +152,15 @@ class ReplayFolder:
                 + f"{more}\nResume with what it was begun with, or begin anew in another folder."
             )
 
-    def restore(self, state: State) -> list[ReplayStep]:
-        """Put the last checkpoint back and return the steps up to it; none without a checkpoint.
-
-        Nothing is put back and nothing cut off unless all of it is as it was written. Raises
-        ConfigError otherwise.
-        """
-        lengths: dict[str, int] = {}
-        steps: list[ReplayStep] = []
-        path = self.path / CHECKPOINT
-        if path.exists():
-            facts = state.load(path)
-            lengths = facts["bytes"]
-            steps = self.checked_steps(path, facts)
-            state.put_back()
-        self.cut(lengths)
-        return steps
-
-    def checked_steps(self, path: Path, facts: Mapping[str, Any]) -> list[ReplayStep]:
-        """The steps up to a checkpoint, whose facts say how long the other files then were.
-
-        Raises ConfigError unless these are as they were.
-        """
-        lengths = facts["bytes"]
-        for name in GROWING:
-            if self._crc(name, lengths[name]) != facts["crc"][name]:
-                raise ConfigError(
-                    f"{self.path / name} is not as the checkpoint left it: its first "
-                    f"{lengths[name]} bytes have changed. Begin anew in another folder."
-                )
-        steps = read_steps(self.path, read_manifest(self.path), lengths[ROWS])
-        if len(steps) != facts["step"]:
-            raise ConfigError(
-                f"{path} is of step {facts['step']}, and {ROWS} has {len(steps)} rows up to "
-                f"it. {CHANGED}."
-            )
-        plans = read_plans(self.path, steps, lengths[PLANS])
-        self._known = {planned.fingerprint for planned in plans}
-        return steps
-
-    def cut(self, lengths: Mapping[str, int]) -> None:
-        """Cut off what the files that grow hold beyond a checkpoint; all of it without one."""
-        for name in GROWING:
-            with (self.path / name).open("ab") as file:
-                file.truncate(lengths.get(name, 0))
+    # Rows and plans
+    # ------------------------------------------------------------
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """Append a row; whoever reads along sees it at once."""
+        """Append a row; readers see it at once."""
         self._append(ROWS, row)
 
     def add_plans(self, fingerprint: str, batch: RolloutBatch, plans: Mapping[str, Plan]) -> None:
-        """Append what was planned for a batch, unless that batch has been there."""
+        """Append the plans of a batch, unless they are there."""
         if fingerprint in self._known:
             return
         self._known.add(fingerprint)
@@ -241,42 +175,6 @@ class ReplayFolder:
             },
         )
 
-    def save(self, state: State, step: int) -> None:
-        """Make `state` the checkpoint, as of `step` steps."""
-        facts = self.growing_facts(step)
-        self._put(CHECKPOINT, lambda path: state.write(path, facts))
-
-    def growing_facts(self, step: int) -> dict[str, Any]:
-        """How long the files are that grow, and their checksums, once they are on disk."""
-        lengths: dict[str, int] = {}
-        for name in GROWING:
-            sync(self.path / name)
-            lengths[name] = (self.path / name).stat().st_size
-        return {
-            "step": step,
-            "bytes": lengths,
-            "crc": {name: self._crc(name, length) for name, length in lengths.items()},
-        }
-
-    def _put(self, name: str, write: Callable[[Path], object]) -> None:
-        """A file is there whole or not at all, also after a power cut.
-
-        It is written in a folder of its own, since safetensors writes files under names of its
-        own, which a process that is killed leaves behind.
-        """
-        saving = self.path / SAVING
-        saving.mkdir(exist_ok=True)
-        temporary = saving / name
-        try:
-            write(temporary)
-            sync(temporary)
-            temporary.replace(self.path / name)
-        finally:
-            temporary.unlink(missing_ok=True)
-            with suppress(OSError):  # of what a library left in it; the next to open removes it
-                saving.rmdir()
-        sync(self.path)
-
     def _append(self, name: str, value: Mapping[str, Any]) -> None:
         line = json.dumps(finite(value), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         if len(line) > MOST_LINE_BYTES:
@@ -288,21 +186,94 @@ class ReplayFolder:
         with (self.path / name).open("ab") as file:
             file.write(line)
 
-    def _crc(self, name: str, length: int) -> int | None:
-        """The checksum of the first `length` bytes of a file; None where it has fewer."""
-        path, crc = self.path / name, 0
-        if not path.is_file() or path.stat().st_size < length:
+    # Checkpoints
+    # ------------------------------------------------------------
+
+    def begin_checkpoint(self, step: int) -> Path:
+        """The folder in which to write the checkpoint after `step` steps, empty."""
+        self._remove_unfinished()
+        path = self.path / SAVING / f"{CHECKPOINT}{step:08d}"
+        path.mkdir(parents=True)
+        return path
+
+    def finish_checkpoint(self, step: int, state: Mapping[str, Any]) -> None:
+        """Write what belongs beside the tensors, and make the checkpoint the last one."""
+        lengths: dict[str, int] = {}
+        for name in GROWING:
+            flush(self.path / name)
+            lengths[name] = (self.path / name).stat().st_size
+        text = json.dumps({"schema": SCHEMA, "step": step, "bytes": lengths, **state})
+        path = self.path / SAVING / f"{CHECKPOINT}{step:08d}"
+        write_file(path / STATE, text.encode())
+        for file in (*path.iterdir(), path):
+            flush(file)
+        before = self._checkpoints(self.path)
+        path.rename(self.path / path.name)
+        flush(self.path)
+        for old in before:
+            shutil.rmtree(old)
+        self._remove_unfinished()
+
+    def last_checkpoint(self) -> tuple[Path, dict[str, Any], list[ReplayStep]] | None:
+        """The last checkpoint, what is beside its tensors, and the steps up to it.
+
+        Raises ConfigError unless the rows up to it are there.
+        """
+        if (self.path / "checkpoint.safetensors").exists():
+            raise ConfigError(
+                f"{self.path} has the checkpoint of an earlier forkpoint. Resume with that version,"
+                " or begin anew in another folder."
+            )
+        found = self._checkpoints(self.path)
+        if not found:
             return None
-        with path.open("rb") as file:
-            while length and (chunk := file.read(min(CHUNK_BYTES, length))):
-                crc = zlib.crc32(chunk, crc)
-                length -= len(chunk)
-        return crc
+        path = found[-1]
+        state = read_state(path)
+        for name in GROWING:
+            if not (self.path / name).exists() or (
+                (self.path / name).stat().st_size < state["bytes"][name]
+            ):
+                raise ConfigError(
+                    f"{self.path / name} has fewer than the {state['bytes'][name]} bytes that it "
+                    f"had at {path.name}. {CHANGED}."
+                )
+        steps = read_steps(self.path, read_manifest(self.path), state["bytes"][ROWS])
+        if path.name != f"{CHECKPOINT}{len(steps):08d}" or len(steps) != state["step"]:
+            raise ConfigError(
+                f"{path} is of step {state['step']}, and {ROWS} has {len(steps)} rows up to it. "
+                f"{CHANGED}."
+            )
+        return path, state, steps
 
+    def cut(self, state: Mapping[str, Any] | None, steps: list[ReplayStep]) -> None:
+        """Go on from a checkpoint, or from the beginning: remove what is beyond it."""
+        self._remove_unfinished()
+        for old in self._checkpoints(self.path)[:-1]:
+            shutil.rmtree(old)
+        for name in GROWING:
+            with (self.path / name).open("ab") as file:
+                file.truncate(0 if state is None else state["bytes"][name])
+        self._known = {step.fingerprint for step in steps}
 
-def _of_safetensors(path: Path) -> bool:
-    """Whether a file has a name under which safetensors begins to write."""
-    return path.is_file() and re.fullmatch(r"\.tmp[A-Za-z0-9]{6}", path.name) is not None
+    def _checkpoints(self, folder: Path) -> list[Path]:
+        """The checkpoints in a folder, by step."""
+        found = sorted(folder.glob(f"{CHECKPOINT}{'[0-9]' * 8}"))
+        for path in found:
+            if path.is_symlink() or not path.is_dir():
+                raise ConfigError(
+                    f"{path} is a link or no folder, and the replay would remove it. Put the "
+                    "folder itself there, or begin anew in another folder."
+                )
+        return found
+
+    def _remove_unfinished(self) -> None:
+        """Remove the checkpoint that was being written when a process ended."""
+        saving = self.path / SAVING
+        if saving.is_dir() and not saving.is_symlink():
+            for path in self._checkpoints(saving):
+                shutil.rmtree(path)
+            if not any(saving.iterdir()):
+                saving.rmdir()
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[str]:
@@ -320,8 +291,8 @@ def differences(before: Any, now: Any, name: str = "") -> list[str]:
     return [f"{name} was {short(before)} and is now {short(now)}"]
 
 
-def _said_once(fixed: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The same without the rate's steps where, in both, they are those of the replay."""
+def _without_same_rate(fixed: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Without the steps of the rate, if in both they are those of the replay."""
     if any(one["rate"]["steps"] != one["steps"] for one in (fixed, other)):
         return fixed
     rate = {name: value for name, value in fixed["rate"].items() if name != "steps"}
@@ -337,16 +308,3 @@ def _named_numbers(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on disk."""
-    if not path.exists():
-        return
-    if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open folders
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

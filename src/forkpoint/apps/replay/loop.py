@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from forkpoint.apps.replay.batches import Batches, GroupBatches, StepInput
-from forkpoint.apps.replay.checkpoint import Checkpoint, model_digest
+from forkpoint.apps.replay.checkpoint import Checkpoints, digest_of
 from forkpoint.apps.replay.difference import parameter_difference
 from forkpoint.apps.replay.experts import ExpertLoads, GivenRoutes
 from forkpoint.apps.replay.folder import ReplayFolder
-from forkpoint.apps.replay.rank_folder import RankFolder
-from forkpoint.apps.replay.ranks import check_same, clip, placed, team_of, whole
+from forkpoint.apps.replay.ranks import RankGroup, check_same, clip, full_tensor, placed, ranks_of
 from forkpoint.apps.replay.rates import Rate
 from forkpoint.apps.replay.records import ReplayReport, ReplayStep, StepRecord
-from forkpoint.apps.replay.sharded_checkpoint import ShardedCheckpoint
 from forkpoint.config import AUTO, Config
 from forkpoint.engine.host import Host
 from forkpoint.engine.memory import measured_budget
@@ -124,25 +121,23 @@ def replay(
         dense = _Side(copy.deepcopy(model), dense_config, optimizer, rate, max_grad_norm, routers)
         start = [_on_host(parameter) for parameter in model.parameters()]
     shared = _Side(model, config, optimizer, rate, max_grad_norm, routers)
-    team = team_of(shared.policy)
+    ranks = ranks_of(shared.policy)
     sides = {"shared": shared} | ({} if dense is None else {"dense": dense})
-    if team is not None:
-        same = {"batches": batches.describe(), "loss": _named(loss), "rate": rate, "config": config}
-        same |= {"steps": steps, "max_grad_norm": max_grad_norm, "folder": folder and folder.path}
-        same |= {"router": router, "expert_counts": expert_counts}
-        check_same(team, {**same, "checkpoint_every": checkpoint_every})
-    kept = None if folder is None else RankFolder(folder, team) if team else folder
-    _set_budgets(list(sides.values()), config, kept)
+    same = {"batches": batches.describe(), "loss": _named(loss), "rate": rate, "config": config}
+    same |= {"steps": steps, "max_grad_norm": max_grad_norm, "folder": folder and folder.path}
+    same |= {"router": router, "expert_counts": expert_counts}
+    check_same(ranks, {**same, "checkpoint_every": checkpoint_every})
+    _set_budgets(list(sides.values()), config, folder, ranks)
     loss.check_head(shared.policy.host.head)
     for part in batches.every():
         loss.check(part)
         shared.policy.host.check(part, training=True, routed=router is not None)
     routers.check(shared.policy.host, batches, steps)
 
-    with nullcontext() if kept is None else closing(kept):
+    with nullcontext() if folder is None else closing(folder):
         done: list[ReplayStep] = []
-        save: Callable[[int], None] | None = None
-        if kept is not None:
+        checkpoints: Checkpoints | None = None
+        if folder is not None:
             fixed = {
                 "batches": batches.describe(),
                 "model": _model_facts(shared),
@@ -162,55 +157,38 @@ def replay(
                     ).rests_on,
                     "memory_budget_bytes": shared.policy.memory_budget_bytes,
                 },
+                **({"sharded": True} if ranks.is_sharded else {}),
             }
-            begun, save = _saving(kept, sides, fixed, about or {})
-            if begun:
-                done = begun()
+            trained = {name: (side.model, side.optimizer) for name, side in sides.items()}
+            checkpoints = Checkpoints(folder, trained, ranks)
+            if ranks.first(lambda: folder.open(fixed, about or {})):
+                done = checkpoints.restore()
                 if done and on_resume is not None:
                     on_resume(len(done))
         resumed_at = len(done) or None
 
         for index in range(len(done), steps):
             given = batches.at(index)
-            if team is not None:
-                whole = config.all_logprobs or shared.routers.active
-                mine = placed(team, given.batch, shared.policy, loss, runs_all=whole)
-                given = replace(given, batch=mine)
+            runs_all = config.all_logprobs or shared.routers.active
+            mine = placed(ranks, given.batch, shared.policy, loss, runs_all=runs_all)
+            given = replace(given, batch=mine)
             row, plans = _step(shared, dense, given, loss, index, start)
-            if team is not None:
-                row = replace(row, others=tuple(team.exchange(row.share)[1:]))
+            row = replace(row, others=tuple(ranks.exchange(row.share)[1:]))
             done.append(row)
-            if kept is not None and save is not None:
-                kept.add_plans(row.fingerprint, given.batch, plans)
-                kept.add_row(row.to_dict())
-                if index + 1 == steps or (checkpoint_every and (index + 1) % checkpoint_every == 0):
-                    save(index + 1)
+            if folder is not None and ranks.index == 0:
+                folder.add_plans(row.fingerprint, given.batch, plans)
+                folder.add_row(row.to_dict())
+            is_last = index + 1 == steps
+            is_due = checkpoint_every is not None and (index + 1) % checkpoint_every == 0
+            if checkpoints is not None and (is_last or is_due):
+                checkpoints.save(index + 1)
             if on_step is not None:
                 on_step(row)
         return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
 
 
-def _saving(
-    folder: ReplayFolder | RankFolder,
-    sides: dict[str, "_Side"],
-    fixed: dict[str, Any],
-    about: Mapping[str, Any],
-) -> tuple[Callable[[], list[ReplayStep]] | None, Callable[[int], None]]:
-    """Open a folder; how to restore what it has begun, if it has, and how to save a step."""
-    if isinstance(folder, RankFolder):
-        shared = sides["shared"]
-        sharded = ShardedCheckpoint(shared.model, shared.optimizer, folder.team)
-        begun = folder.open({**fixed, "sharded": True}, about)
-        restore, save = partial(folder.restore, sharded), partial(folder.save, sharded)
-    else:
-        alone = Checkpoint({name: (side.model, side.optimizer) for name, side in sides.items()})
-        begun = folder.open(fixed, about)
-        restore, save = partial(folder.restore, alone), partial(folder.save, alone)
-    return restore if begun else None, save
-
-
 def _set_budgets(
-    sides: list["_Side"], config: Config, folder: ReplayFolder | RankFolder | None
+    sides: list["_Side"], config: Config, folder: ReplayFolder | None, ranks: RankGroup
 ) -> None:
     """Let all sides plan for the memory that is free for each, or that was when the replay began.
 
@@ -219,13 +197,10 @@ def _set_budgets(
     device = sides[0].policy.host.device
     if config.memory_budget != AUTO or device.type != "cuda":
         return
-    budget = None if folder is None else folder.memory_budget_bytes()
+    budget = None if folder is None else ranks.first(folder.memory_budget_bytes)
     if budget is None:
         parameters = [parameter for side in sides for parameter in side.parameters]
-        budget = measured_budget(device, parameters, config)
-        team = team_of(sides[0].policy)
-        if team is not None:
-            budget = min(team.exchange(budget))
+        budget = min(ranks.exchange(measured_budget(device, parameters, config)))
     for side in sides:
         side.policy.use_memory_budget(budget)
 
@@ -410,7 +385,7 @@ def _on_host(parameter: nn.Parameter) -> Tensor:
 def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     """Summed in float64, whatever the gradients' dtype: 16 bits would hide what is compared."""
     norms = [
-        whole(torch.linalg.vector_norm(p.grad, dtype=torch.float64))
+        full_tensor(torch.linalg.vector_norm(p.grad, dtype=torch.float64))
         for p in parameters
         if p.grad is not None
     ]
@@ -433,7 +408,9 @@ def _model_facts(side: _Side) -> dict[str, Any]:
         "config": config.to_dict() if hasattr(config, "to_dict") else None,
         "training": side.model.training,
         "checkpointed": side.policy.host.shape.checkpointed,
-        "initial_parameters": model_digest(side.model),
+        "initial_parameters": digest_of(
+            (*side.model.named_parameters(), *side.model.named_buffers())
+        ),
     }
 
 

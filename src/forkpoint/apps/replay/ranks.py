@@ -1,58 +1,127 @@
-"""Steps of a replay on several ranks: which rollouts a rank has, and sums over shards."""
+"""The ranks of a replay: what they exchange, which rollouts each has, and sums over shards."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from forkpoint.apps.replay.team import Team
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, ForkpointError, RankError
 from forkpoint.losses.base import Loss
+from forkpoint.parallel.call import of_backend
 from forkpoint.parallel.placement import place
+from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.step import described
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import RolloutBatch, short
 
+T = TypeVar("T")
 
-def team_of(policy: Policy) -> Team | None:
-    """The ranks that hold a policy's model; None where this process does alone."""
+
+def lost_rank(error: BaseException) -> BaseException:
+    """The error to raise for one of a collective; other errors are returned as they are."""
+    if isinstance(error, ForkpointError) or not of_backend(error):
+        return error
+    return RankError(
+        "a rank of this replay has died or ended: look at the output of the other ranks. Start all "
+        f"of them again, with --resume if there is a folder. The collective's error: "
+        f"{described(error)}"
+    )
+
+
+class RankGroup:
+    """The ranks that replay one model together; by default this process alone.
+
+    The first rank writes the folder.
+    """
+
+    def __init__(self, ranks: DataRanks | None = None) -> None:
+        self._ranks = ranks
+        self.is_sharded: bool = ranks is not None
+        self.index: int = 0 if ranks is None else ranks.index
+        self.size: int = 1 if ranks is None else ranks.size
+        self.names: tuple[int, ...] = (0,) if ranks is None else ranks.global_ranks
+        self.group: dist.ProcessGroup | None = None if ranks is None else ranks.cpu_group
+
+    def exchange(self, value: T) -> list[T]:
+        """The values of all ranks. Collective. Raises RankError if one has died or ended."""
+        if self._ranks is None:
+            return [value]
+        try:
+            return self._ranks.exchange(value)
+        except RuntimeError as error:
+            raise lost_rank(error) from error
+
+    def each(self, work: Callable[[], T]) -> T:
+        """Call `work` on every rank. Collective.
+
+        If it fails on one rank, that rank raises the error and the others RankError, which names
+        the rank.
+        """
+        return self._agreed(work)
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Call `work` on the first rank, and return its value on all of them. Collective."""
+        value = self._agreed(work if self.index == 0 else lambda: None)
+        return self.exchange(value)[0]  # pyright: ignore[reportReturnType]
+
+    def _agreed(self, work: Callable[[], T]) -> T:
+        value, error = None, None
+        try:
+            value = work()
+        except (ForkpointError, OSError) as found:
+            error = found
+        found = self.exchange(None if error is None else described(error))
+        if error is not None:
+            raise error
+        for rank, text in zip(self.names, found, strict=True):
+            if text is not None:
+                raise RankError(f"rank {rank} cannot go on with the replay: {text}")
+        return value  # pyright: ignore[reportReturnType]
+
+
+def ranks_of(policy: Policy) -> RankGroup:
+    """The ranks that hold a policy's model."""
     group = policy.host.group
-    return None if group is None else Team(group.ranks)
+    return RankGroup(None if group is None else group.ranks)
 
 
-def check_same(team: Team, replay: Mapping[str, Any]) -> None:
-    """Raises ConfigError on all ranks where one replays something else. Collective."""
-    every = team.exchange({name: repr(value) for name, value in replay.items()})
-    for number, other in zip(team.ranks.global_ranks, every, strict=True):
+def check_same(ranks: RankGroup, replay: Mapping[str, Any]) -> None:
+    """Raises ConfigError on all ranks if one replays something else. Collective."""
+    every = ranks.exchange({name: repr(value) for name, value in replay.items()})
+    for number, other in zip(ranks.names, every, strict=True):
         for name, value in other.items():
             if value != every[0][name]:
                 raise ConfigError(
                     f"the ranks replay different things: {name} is {short(every[0][name])} on rank "
-                    f"{team.ranks.global_ranks[0]} and {short(value)} on rank {number}. Start "
-                    "every rank with the same file, model and options."
+                    f"{ranks.names[0]} and {short(value)} on rank {number}. Start every rank with "
+                    "the same file, model and options."
                 )
 
 
 def placed(
-    team: Team, batch: RolloutBatch, policy: Policy, loss: Loss, *, runs_all: bool
+    ranks: RankGroup, batch: RolloutBatch, policy: Policy, loss: Loss, *, runs_all: bool
 ) -> RolloutBatch:
     """This rank's rollouts of a batch. The first rank, which writes rows, has some.
 
-    `runs_all`: whether rollouts without gradient are run as well.
+    runs_all: whether rollouts without gradient are run as well.
     """
+    if not ranks.is_sharded:
+        return batch
     parts = place(
         batch,
-        ranks=team.size,
+        ranks=ranks.size,
         model=policy.host.shape,
         whole_groups=loss.decomposition != "token",
         max_microbatch_tokens=policy.config.max_microbatch_tokens,
         loss=None if runs_all else loss,
     )
-    return batch.select(sorted(parts, key=lambda part: not part)[team.index])
+    return batch.select(sorted(parts, key=lambda part: not part)[ranks.index])
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor as one process has it. Collective where it is sharded."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A tensor as one process has it. Collective if it is sharded."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 

@@ -1,26 +1,27 @@
 """Reading a replay's folder, for a report or to resume. Imports no torch.
 
-Whatever is in the folder, reading gives what the schema allows or raises ConfigError with the file,
-the line, the field and its value. Files are read a line at a time.
+Reading returns what the schema allows, or raises ConfigError with the file, the line, the field and
+its value. Files are read a line at a time.
 """
 
-import math
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forkpoint.apps.replay.records import ReplayStep, StepRecord, read_step
+from forkpoint.apps.replay.records import ReplayStep, read_step
 from forkpoint.apps.replay.schema import (
+    CHECKPOINT_STATE,
     MANIFEST,
     MANIFEST_FIELDS,
     MOST_LINE_BYTES,
     MOST_MANIFEST_BYTES,
-    MOST_ROWS_BYTES,
     PLANNED,
     PLANS,
     ROWS,
     SCHEMA,
+    STATE,
 )
 from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan
@@ -71,6 +72,35 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ConfigError(_changed(str(path), error)) from None
 
 
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The state of a checkpoint without its tensors.
+
+    Raises ConfigError if it is missing, of another version, or has other fields.
+    """
+    path = checkpoint / STATE
+    if not path.is_file() or path.is_symlink() or path.stat().st_size > MOST_LINE_BYTES:
+        raise ConfigError(
+            f"{checkpoint} is no whole checkpoint: it has no {STATE}. Begin anew in another folder."
+        )
+    try:
+        values = json.loads(path.read_bytes())  # an optimizer's state may have NaN and infinities
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: this is not JSON ({error}). {CHANGED}.") from None
+    found = values.get("schema") if isinstance(values, dict) else None
+    if found != SCHEMA:
+        raise ConfigError(
+            f"{path} has schema {short(found)}, and this forkpoint reads {SCHEMA}. Resume with the "
+            "forkpoint that wrote it, or begin anew in another folder."
+        )
+    try:
+        state = CHECKPOINT_STATE(values, "")
+    except SchemaError as error:
+        raise ConfigError(f"{path}: {error}. {CHANGED}.") from None
+    if not state["generators"]:
+        raise ConfigError(f"{path}: generators is empty. {CHANGED}.")
+    return state
+
+
 def read_steps(folder: Path, manifest: dict[str, Any], end: int | None = None) -> list[ReplayStep]:
     """The rows of a replay, in order; those of the first `end` bytes of the file, or all.
 
@@ -79,7 +109,7 @@ def read_steps(folder: Path, manifest: dict[str, Any], end: int | None = None) -
     fixed, steps = manifest["fixed"], []
 
     def step_of(value: Any) -> ReplayStep:
-        step = read_step(value)
+        step = read_step(value, "")
         if step.step != len(steps) + 1:
             raise SchemaError(f"step is {step.step}; here belongs step {len(steps) + 1}")
         if step.step > fixed["steps"]:
@@ -90,15 +120,13 @@ def read_steps(folder: Path, manifest: dict[str, Any], end: int | None = None) -
                 raise SchemaError(f"{name} {there}; the replay's baseline is {fixed['baseline']}")
         return step
 
-    for step in _values(folder / ROWS, step_of, end, MOST_ROWS_BYTES):
+    for step in _values(folder / ROWS, step_of, end):
         steps.append(step)
     return steps
 
 
-def read_plans(
-    folder: Path, steps: Sequence[ReplayStep], end: int | None = None
-) -> Iterator[PlannedBatch]:
-    """The plans of every batch of a replay, each held against the steps that ran it.
+def read_plans(folder: Path, steps: Sequence[ReplayStep]) -> Iterator[PlannedBatch]:
+    """The plans of every batch of a replay, compared with the steps that ran it.
 
     Raises ConfigError for what is no plan or not that of a step, and, at the end, for steps whose
     batch has no plan.
@@ -113,12 +141,16 @@ def read_plans(
         if planned.fingerprint in seen:
             raise SchemaError(f"fingerprint {planned.fingerprint} has been in a line before")
         seen.add(planned.fingerprint)
-        events = {way: plan.events() for way, plan in _ways(planned)}
-        for step in ran.get(planned.fingerprint, ()):
-            _check_step(step, planned, events)
+        for name in ("shared", "dense"):
+            plan: Plan | None = getattr(planned, name)
+            events = None if plan is None else plan.events()
+            for step in ran.get(planned.fingerprint, ()):
+                record = getattr(step, name)
+                if (None if record is None else record.events) != events:
+                    raise SchemaError(f"plans.{name} is not the plan that step {step.step} ran")
         return planned
 
-    for planned in _values(folder / PLANS, planned_of, end):
+    for planned in _values(folder / PLANS, planned_of):
         missing.discard(planned.fingerprint)
         yield planned
     if missing:
@@ -155,53 +187,10 @@ def _planned(value: Any) -> PlannedBatch:
     )
 
 
-def _ways(planned: PlannedBatch) -> Iterator[tuple[str, Plan]]:
-    yield "shared", planned.shared
-    if planned.dense is not None:
-        yield "dense", planned.dense
+def _values(path: Path, make: Callable[[Any], Any], end: int | None = None) -> Iterator[Any]:
+    """The result of `make` for the JSON of each line of the first `end` bytes, or of all.
 
-
-def _check_step(
-    step: ReplayStep, planned: PlannedBatch, events: dict[str, tuple[str, ...]]
-) -> None:
-    """Raises SchemaError where a plan is not the one that a step ran."""
-    if (step.dense is None) != (planned.dense is None):
-        raise SchemaError(f"plans.dense and dense of step {step.step} are not there both")
-    for way, plan in _ways(planned):
-        ran: StepRecord = getattr(step, way)
-        shape = plan.shape
-        assert shape is not None
-        if ran.events != events[way]:
-            raise SchemaError(f"{way}.events of step {step.step} are not those of plans.{way}")
-        for name, found, wanted in (
-            (f"{way}.sharing", ran.sharing, plan.sharing),
-            (f"{way}.boundary", ran.boundary, plan.boundary),
-            (f"{way}.microbatches", ran.microbatches, len(plan.microbatches)),
-            (f"{way}.computed_tokens", ran.computed_tokens, plan.computed_tokens),
-            (f"{way}.predicted_peak_bytes", ran.predicted_peak_bytes, plan.predicted_peak_bytes),
-            (f"{way}.flops", ran.flops, plan.shared.step_flops(shape)),
-            ("rollouts", step.rollouts, plan.rollouts),
-            ("logical_tokens", step.logical_tokens, plan.logical_tokens),
-            ("unique_tokens", step.unique_tokens, plan.unique_tokens),
-            ("left_out_tokens", step.left_out_tokens, plan.left_out.tokens),
-            ("dense_flops", step.dense_flops, plan.dense.step_flops(shape)),
-        ):
-            same = found == wanted
-            if isinstance(found, float) and isinstance(wanted, float):
-                same = math.isclose(found, wanted, rel_tol=1e-9)
-            if not same:
-                raise SchemaError(
-                    f"{name} of step {step.step} is {short(found)}, and plans.{way} says "
-                    f"{short(wanted)}"
-                )
-
-
-def _values(
-    path: Path, make: Callable[[Any], Any], end: int | None, most_bytes: int | None = None
-) -> Iterator[Any]:
-    """Objects that `make` makes of the JSON of each line; errors name file and line.
-
-    A last line without an end is still being written, or was when its writer ended; it is left.
+    Errors name file and line. A last line without its line feed was not finished, and is left out.
     """
     if not path.is_file():
         raise ConfigError(f"{path} is missing. Give the folder that forkpoint replay wrote.")
@@ -211,11 +200,9 @@ def _values(
             line = file.readline(MOST_LINE_BYTES + 1)
             at, number = at + len(line), number + 1
             where = f"{path}, line {number}"
-            if len(line) > MOST_LINE_BYTES or (most_bytes is not None and at > most_bytes):
+            if len(line) > MOST_LINE_BYTES:
                 raise ConfigError(
-                    f"{where} is too long: a line has at most {MOST_LINE_BYTES} bytes"
-                    + (f", and the file {most_bytes}" if most_bytes is not None else "")
-                    + f". {CHANGED}."
+                    f"{where} is too long: a line has at most {MOST_LINE_BYTES} bytes. {CHANGED}."
                 )
             if not line.endswith(b"\n"):
                 return

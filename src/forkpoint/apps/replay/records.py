@@ -4,12 +4,39 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, get_args
 
-from forkpoint.apps.replay.experts import ExpertLoads, GivenRoutes
-from forkpoint.apps.replay.schema import STEP
+from forkpoint.apps.replay.experts import ExpertLoads, GivenRoutes, expert_loads, given_routes
+from forkpoint.apps.replay.schema import STEPS
+from forkpoint.config import Boundary, Sharing
 from forkpoint.errors import ConfigError
-from forkpoint.rollouts.schema import SchemaError, finite
+from forkpoint.plan.program import PHASES
+from forkpoint.plan.written import BYTES, FINGERPRINT, MOST_TOKENS
+from forkpoint.rollouts.schema import (
+    SchemaError,
+    array,
+    finite,
+    number,
+    number_or_nan,
+    object_of,
+    one_of,
+    or_null,
+    record,
+    text,
+    whole,
+)
+
+_MS = number(0, 1e12)
+Tokens = Annotated[int, whole(0, MOST_TOKENS)]
+SomeTokens = Annotated[int, whole(1, MOST_TOKENS)]
+Flops = Annotated[float, number(0, 1e60)]
+Bytes = Annotated[int | None, BYTES]
+Size = Annotated[float, number_or_nan(0)]
+Number = Annotated[float, number_or_nan()]
+
+
+def _events(value: Any, field: str) -> tuple[str, ...]:
+    return tuple(map(sys.intern, array(text)(value, field)))  # the same few are in every row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,38 +46,49 @@ class StepRecord:
     Times are the only values that differ between two runs of one replay; their names end in `ms`.
     """
 
-    loss: float
-    gradient_norm: float
+    loss: Number
+    gradient_norm: Size
     """Of all trained parameters' gradients, before any clipping."""
-    ms: float
+    ms: Annotated[float, number(1e-9, 1e12)]  # times divide each other
     """Planning, forward, backward and the optimizer's step, with the device idle at both ends."""
-    phase_ms: dict[str, float]
+    phase_ms: Annotated[dict[str, float], record(dict.fromkeys(PHASES, _MS))]
     """Of `ms`, the phases of `StepStats.phase_ms`."""
-    events: tuple[str, ...]
+    events: Annotated[tuple[str, ...], _events]
     """The order of work, such as "forward prefix 0" (`Plan.events`)."""
-    event_ms: tuple[float, ...]
-    event_memory_bytes: tuple[int, ...] | None
+    event_ms: Annotated[tuple[float, ...], array(_MS)]
+    event_memory_bytes: Annotated[tuple[int, ...] | None, or_null(array(whole(-(2**62), 2**62)))]
     """Bytes that CUDA held allocated once each of `events` was issued, above those held when the
     step began; None on the CPU."""
-    sharing: str
-    boundary: str
-    microbatches: int
-    computed_tokens: int
-    flops: float
+    sharing: Annotated[str, one_of(*get_args(Sharing))]
+    boundary: Annotated[str, one_of(*get_args(Boundary))]
+    microbatches: Tokens
+    computed_tokens: Tokens
+    flops: Flops
     """Counted as for the bound: nothing of ours is useful work."""
-    peak_memory_bytes: int | None
+    peak_memory_bytes: Bytes
     """The most that CUDA held above what it held when the step began; None on the CPU."""
-    predicted_peak_bytes: int | None
+    predicted_peak_bytes: Bytes
     """Activations and prefix cache at the plan's worst moment, as counted."""
-    router_loss: float | None = None
+    router_loss: Annotated[float | None, number_or_nan()] = None
     """Of the routers of a mixture, with its coefficients; `loss` is without it. None where the
     replay has none."""
-    experts: ExpertLoads | None = None
+    experts: Annotated[ExpertLoads | None, expert_loads] = None
     """None where experts were not counted."""
-    routes: GivenRoutes | None = None
+    routes: Annotated[GivenRoutes | None, given_routes] = None
     """None where the rollouts have no routes."""
 
 
+def _check_events(record: StepRecord, field: str) -> None:
+    for name in ("event_ms", "event_memory_bytes"):
+        values = getattr(record, name)
+        if values is not None and len(values) != len(record.events):
+            raise SchemaError(
+                f"{field}.{name} has {len(values)} entries and {field}.events "
+                f"{len(record.events)}; they have one for each event"
+            )
+
+
+_STEP_RECORD = object_of(StepRecord, _check_events)
 OF_MIXTURES = ("router_loss", "experts", "routes")
 """Fields of a StepRecord that rows have where they are not None."""
 
@@ -59,13 +97,13 @@ OF_MIXTURES = ("router_loss", "experts", "routes")
 class ParameterDifference:
     """How far apart the two models' parameters are, over all elements: shared less dense."""
 
-    max: float
+    max: Size
     """The largest absolute difference."""
-    mean: float
+    mean: Number
     """With its sign: rounding averages out, a bias does not."""
-    mean_absolute: float
-    rms: float
-    rms_change: float
+    mean_absolute: Size
+    rms: Size
+    rms_change: Size
     """How far the dense model has come from where both began: the yardstick of the others."""
 
 
@@ -73,38 +111,38 @@ class ParameterDifference:
 class RankShare:
     """One rank's part of a step."""
 
-    rollouts: int
-    logical_tokens: int
-    unique_tokens: int
-    computed_tokens: int
-    microbatches: int
-    dense_flops: float
-    flops: float
-    left_out_tokens: int = 0
+    rollouts: Tokens
+    logical_tokens: Tokens
+    unique_tokens: Tokens
+    computed_tokens: Tokens
+    microbatches: Tokens
+    dense_flops: Flops
+    flops: Flops
+    left_out_tokens: Tokens = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayStep:
     """The same batch in both ways."""
 
-    step: int
+    step: Annotated[int, STEPS]
     """Counted from 1."""
-    fingerprint: str
+    fingerprint: Annotated[str, FINGERPRINT]
     """Of the batch; equal for equal batches."""
-    lr: float
+    lr: Annotated[float, number()]
     """The learning rate of the first parameter group."""
-    rollouts: int
-    logical_tokens: int
-    unique_tokens: int
-    dense_flops: float
+    rollouts: SomeTokens
+    logical_tokens: SomeTokens
+    unique_tokens: SomeTokens
+    dense_flops: Flops
     """Counted FLOPs of running every rollout on its own; it leaves out the same."""
-    shared: StepRecord
-    dense: StepRecord | None
-    difference: ParameterDifference | None
+    shared: Annotated[StepRecord, _STEP_RECORD]
+    dense: Annotated[StepRecord | None, or_null(_STEP_RECORD)]
+    difference: Annotated[ParameterDifference | None, or_null(object_of(ParameterDifference))]
     """After this step; None without a baseline."""
-    left_out_tokens: int = 0
+    left_out_tokens: Tokens = 0
     """Tokens that give no gradient and are not run, on both sides."""
-    others: tuple[RankShare, ...] = ()
+    others: Annotated[tuple[RankShare, ...], array(object_of(RankShare))] = ()
     """On several ranks the parts of all but the first, whose own is this step. Losses and
     gradients' norms are of all ranks."""
 
@@ -152,23 +190,13 @@ class ReplayStep:
         writes.
         """
         try:
-            return read_step(finite(values))
+            return read_step(finite(values), "")
         except SchemaError as error:
             raise ConfigError(f"this is no row of a replay: {error}. Replay again.") from None
 
 
-def read_step(values: Any) -> ReplayStep:
-    """The step of a row of JSON. Raises SchemaError for what is none."""
-    found = STEP(values, "")
-    for way in ("shared", "dense"):
-        if found[way] is not None:
-            # The same few names come in every row.
-            events = tuple(map(sys.intern, found[way]["events"]))
-            found[way] = StepRecord(**{**found[way], "events": events})
-    if found["difference"] is not None:
-        found["difference"] = ParameterDifference(**found["difference"])
-    found["others"] = tuple(RankShare(**share) for share in found.get("others", ()))
-    return ReplayStep(**found)
+read_step = object_of(ReplayStep)
+"""The step of a row of JSON, given as (values, field). Raises SchemaError."""
 
 
 @dataclass(frozen=True, kw_only=True)

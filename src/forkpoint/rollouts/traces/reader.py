@@ -229,8 +229,6 @@ class RolloutFile:
 
     def _open_trace(self) -> Trace:
         self.trace = Trace(self.path, self.memory)
-        if self.trace.broken is not None:
-            self.notes = (self.trace.broken,)
         return self.trace
 
     def _trace(self) -> Iterator[Rollout]:

@@ -1,7 +1,12 @@
-"""Reading a trace, also while it is being recorded. Imports no torch."""
+"""The manifest of a trace, and reading one, also while it is recorded. Imports no torch.
+
+A trace is a folder of one safetensors file per batch and `manifest.jsonl`. Line 1 of the manifest
+holds the settings, every further line the name, size, SHA-256 and counts of one batch file. A line
+is appended once its file is on the disk.
+"""
 
 import hashlib
-import logging
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,11 +16,44 @@ from typing import Any
 from forkpoint.errors import RolloutError, TraceError
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.rollouts.files import as_path
-from forkpoint.rollouts.formats.limits import MemoryLimit, tree_bytes
-from forkpoint.rollouts.traces import manifest, shard
+from forkpoint.rollouts.formats.limits import TIMES_FILE, MemoryLimit, tree_bytes
+from forkpoint.rollouts.schema import (
+    SchemaError,
+    mapping,
+    one_of,
+    or_null,
+    parse_json,
+    record,
+    text,
+    text_like,
+    whole,
+)
+from forkpoint.rollouts.traces.batch_file import ARRAYS, decode
 from forkpoint.units import MemorySize, size_in_bytes
 
-_log = logging.getLogger("forkpoint")
+SCHEMA = 2
+MANIFEST = "manifest.jsonl"
+KIND = "forkpoint trace"
+AGAIN = "Take a copy of the trace as it was recorded."
+
+_SETTINGS = or_null(mapping(lambda value, _: value))
+_HEADER = record(
+    {
+        "kind": one_of(KIND),
+        "schema": one_of(SCHEMA),
+        "forkpoint": text,
+        **dict.fromkeys(("model_config", "loss", "optimizer", "notes"), _SETTINGS),
+    }
+)
+_ENTRY = record(
+    {
+        "file": text,
+        "bytes": whole(1),
+        "sha256": text_like("[0-9a-f]{64}", "64 hexadecimal digits"),
+        **dict.fromkeys(("rollouts", "tokens"), whole(1)),
+        "trained_tokens": whole(),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +62,8 @@ class TraceBatch:
 
     index: its number in the trace, from 0.
     batch: the rollouts, equal to those that were recorded.
-    loss_inputs: what the loss was given besides, by name: arrays as numpy arrays, other things as
-        JSON gives them back (a `losses.Denominators` is a dict of its fields).
+    loss_inputs: the further inputs of the loss, by name: arrays as numpy arrays, other values as
+        JSON returns them (a `losses.Denominators` is a dict of its fields).
     """
 
     index: int
@@ -35,7 +73,7 @@ class TraceBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceEntry:
-    """Entry of the manifest for one batch."""
+    """The manifest's line for one batch."""
 
     index: int
     file: str
@@ -44,76 +82,69 @@ class TraceEntry:
     rollouts: int
     tokens: int
     trained_tokens: int
-    loss_inputs: Mapping[str, Any]
-    """Those that are no arrays."""
     checksum: str
-    """Of the manifest up to this batch: equal for equal traces up to here."""
+    """SHA-256 of the manifest up to this line: equal for equal traces up to this batch."""
+
+
+def batch_name(index: int) -> str:
+    """The file name of batch `index`."""
+    return f"batch-{index:06d}.safetensors"
+
+
+def encode_line(values: Mapping[str, Any]) -> bytes:
+    """A line of the manifest."""
+    return json.dumps(values, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def open_trace(path: str | os.PathLike[str], *, memory_limit: MemorySize | None = None) -> "Trace":
     """The trace that `forkpoint.record` writes, or wrote, into the folder `path`.
 
-    Lines of its manifest that do not follow those before them, which two writers leave, are left
-    out with all after them: `Trace.broken` says so, and a warning is logged.
-
     Args:
         path: the folder.
-        memory_limit: the most memory for one batch and for what is kept of the manifest, as a
-            number of bytes or text such as "8GB". None takes 640 MiB, or 16 times what the folder
-            has on disk where that is more.
+        memory_limit: the most memory for one batch and for the manifest, as a number of bytes or
+            text such as "8GB". None takes 640 MiB, or 16 times what the folder has on disk if that
+            is more.
 
-    Raises TraceError where there is no trace, or no line that can be read, where its manifest has
-    been changed, and where it was written by a newer schema; ConfigError for arguments that are not
-    allowed. Shards are checked when they are read.
+    Raises:
+        TraceError: there is no trace, its manifest is damaged, or its schema is another one. Batch
+            files are checked when they are read.
+        ConfigError: an argument is not allowed.
     """
     folder, limit_bytes = as_path(path, "a trace's folder"), size_in_bytes(memory_limit)
-    _check_is_trace(folder)
+    check_is_trace(folder)
     return Trace(folder, MemoryLimit(folder, limit_bytes))
 
 
 class Trace:
     """Batches in the order in which they were recorded; made by `open_trace`.
 
-    len(trace), trace[i], and iteration are over the whole batches that the manifest had when it was
-    last read; `refresh` reads on. Each access reads the batch's file and checks it.
+    len(trace), trace[i] and iteration cover the batches that the manifest had when it was last
+    read; `refresh` reads on. Each access reads the file of the batch and checks its SHA-256.
+
+    Attributes:
+        path: the folder.
+        entries: the lines of the manifest.
+        forkpoint: the version that recorded it.
+        model_config, loss, optimizer, notes: settings, None if none were given. `loss` has its
+            class as "name" and its fields; `optimizer` has its class as "name", and "groups".
+        fingerprint: SHA-256 of the manifest as read: equal if settings and batches are equal.
+        end: the length of the manifest as read, in bytes.
+        unfinished: whether the manifest goes on with a line that is not complete: its writer is
+            writing it, or was killed.
     """
 
     def __init__(self, path: Path, memory: MemoryLimit) -> None:
         self.path = path
-        self._manifest = path / manifest.MANIFEST
-        self._memory = memory
-        _check_is_trace(path)
         self.entries: list[TraceEntry] = []
-        self.broken: str | None = None
-        """Batches that are left out, and why: lines of the manifest that do not follow those before
-        them, and batches whose files a second writer replaced. None where nothing is."""
-        self._end = 0
-        last = manifest.last_shard(path)
-        lines = manifest.Lines(self._manifest, memory)
-        header = None
-        for line in lines:
-            if header is None:
-                header = line
-                self._checksum: str = line["checksum"]
-            else:
-                self._take(line)
-        if header is None:
-            raise TraceError(
-                f"{self._manifest} has no whole line: recording had not begun, or the file is cut "
-                "short. Wait for the recorder, or record again."
-            )
-        self._header = header
-        self.trace_id: str = header["trace"]
-        """Drawn at random when recording began; every shard carries it."""
-        self.forkpoint: str = header["forkpoint"]
-        """The version that recorded it."""
-        self.model_config: Mapping[str, Any] | None = header["model_config"]
-        self.loss: Mapping[str, Any] | None = header["loss"]
-        """Its class as `name`, and its fields."""
-        self.optimizer: Mapping[str, Any] | None = header["optimizer"]
-        """Its class as `name`, and the settings of its parameter `groups`."""
-        self.notes: Mapping[str, Any] | None = header["notes"]
-        self._finish(lines, last)
+        self.fingerprint: str = ""
+        self.end: int = 0
+        self.unfinished: bool = False
+        self._manifest = path / MANIFEST
+        self._memory = memory
+        check_is_trace(path)
+        self._read()
+        if not self.fingerprint:
+            raise TraceError(f"{self._manifest} has no complete line. {AGAIN}")
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -124,166 +155,145 @@ class Trace:
     def __getitem__(self, index: int) -> TraceBatch:
         """Batch `index`, from 0.
 
-        Raises IndexError outside the trace, and TraceError, naming the file, where the batch is
-        missing, is not what was recorded, or is that of another trace.
+        Raises:
+            IndexError: there is no such batch.
+            TraceError: the file of the batch is missing, or is not what was recorded.
         """
         entry = self.entries[index]
         where = self.path / entry.file
-        batch, arrays, about = self._decoded(where, entry)
-        if (about["trace"], about["batch"]) != (self.trace_id, entry.index):
-            raise TraceError(
-                f"{where} is batch {short(about['batch'])} of trace {short(about['trace'])}, and "
-                f"here belongs batch {entry.index} of {self.trace_id}. Take a copy of the whole "
-                "folder."
-            )
-        found = (len(batch), batch.logical_tokens, batch.trained_tokens)
-        if found != (entry.rollouts, entry.tokens, entry.trained_tokens):
-            raise TraceError(
-                f"{where} has {found[0]} rollouts with {found[1]} tokens, of which {found[2]} are "
-                f"trained, and the manifest says {entry.rollouts}, {entry.tokens} and "
-                f"{entry.trained_tokens}. {manifest.AGAIN}"
-            )
-        return TraceBatch(
-            index=entry.index, batch=batch, loss_inputs={**entry.loss_inputs, **arrays}
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 over the manifest as read: equal where header and batches are equal."""
-        return self._checksum
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether the manifest ends in a line that is not whole: its writer is in it, or ended."""
-        return self.broken is None and self._manifest.stat().st_size > self._end
-
-    def refresh(self) -> int:
-        """Read what was recorded since, and say how many batches that is.
-
-        Raises TraceError where the manifest has been changed, also in what was read before.
-        """
-        known = len(self.entries)
-        last = manifest.last_shard(self.path)
-        lines = manifest.Lines(self._manifest, self._memory)
-        same = False
-        for number, line in enumerate(lines, start=-1):  # that of the header is -1
-            if number == known - 1:
-                same = line["checksum"] == self._checksum
-                if not same:
-                    break
-            elif number >= known:
-                self._take(line)
-        if not same:
-            raise TraceError(
-                f"{self._manifest} is no longer the one that was opened. Open the trace again."
-            )
-        self._finish(lines, last)
-        return len(self.entries) - known
-
-    def verify(self) -> None:
-        """Read every batch. Raises TraceError where one is not what was recorded, and where lines
-        are left out."""
-        if self.broken is not None:
-            raise TraceError(self.broken)
-        for _ in self:
-            pass
-
-    def _take(self, line: manifest.Line) -> None:
-        self._memory.hold(tree_bytes(line, self._memory.left_bytes), "the manifest")
-        names = ("file", "bytes", "sha256", "rollouts", "tokens", "trained_tokens")
-        values = {name: line[name] for name in (*names, "loss_inputs", "checksum")}
-        self.entries.append(TraceEntry(index=len(self.entries), **values))
-        self._checksum = line["checksum"]
-
-    def _finish(self, lines: manifest.Lines, last: int) -> None:
-        """Take note of how the manifest ends."""
-        self._end = lines.end
-        broken = lines.broken
-        if broken is None:
-            self.broken = None
-            manifest.check_end(self._manifest, len(self), last)
-            return
-        # A second writer replaced the files of the batches that it wrote lines for.
-        first = min((n for n in broken.batches if n >= 0), default=len(self))
-        whole = first
-        while whole < len(self) and self._is_as_recorded(self.entries[whole]):
-            whole += 1
-        replaced = len(self) - whole if first < len(self) else 0
-        if replaced:
-            del self.entries[whole:]
-            self._checksum = self.entries[-1].checksum if whole else self._header["checksum"]
-        if not self.entries:
-            raise TraceError(broken.reason)
-        files = ""
-        if replaced:
-            files = f" The files of {_count(replaced, 'batch', 'batches')} before it were replaced."
-        self.broken = (
-            f"{broken.reason}{files} The {_count(len(self), 'batch', 'batches')} before are read, "
-            f"and {_count(broken.lines, 'line', 'lines')} from it on left out. Two recorders may "
-            "have written, as after a fork."
-        )
-        _log.warning("%s", self.broken)
-
-    def _is_as_recorded(self, entry: TraceEntry) -> bool:
-        path = self.path / entry.file
-        try:
-            with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size != entry.bytes:
-                    return False
-                return hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
-        except FileNotFoundError:
-            return False
-
-    def _decoded(
-        self, where: Path, entry: TraceEntry
-    ) -> tuple[RolloutBatch, shard.Arrays, Mapping[str, Any]]:
-        """Contents of a batch's file, as they were recorded."""
         try:
             with where.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != entry.bytes:
                     raise TraceError(
-                        f"{where} is not what was recorded: it has {size} bytes, and the manifest "
-                        f"says {entry.bytes}. {manifest.AGAIN}"
+                        f"{where} has {size} bytes, and the manifest says {entry.bytes}. {AGAIN}"
                     )
-                needed = shard.bytes_of(entry.bytes, entry.rollouts, entry.tokens)
-                self._memory.check(needed, f"batch {entry.index}")
+                self._memory.check(size, f"batch {entry.index}")
                 content = file.read()
-                found = manifest.sha256(content)
-                if found != entry.sha256:
-                    raise TraceError(
-                        f"{where} is not what was recorded: it has SHA-256 {found}, and the "
-                        f"manifest says {entry.sha256}. {manifest.AGAIN}"
-                    )
-                return shard.decode(content, str(where), self._memory)
         except FileNotFoundError:
             raise TraceError(
-                f"{where} is missing, and the manifest has it as batch {entry.index}. Take a copy "
-                "of the whole folder."
+                f"{where} is missing, and the manifest has it as batch {entry.index}. {AGAIN}"
             ) from None
+        found = hashlib.sha256(content).hexdigest()
+        if found != entry.sha256:
+            raise TraceError(
+                f"{where} is not what was recorded: it has SHA-256 {found}, and the manifest says "
+                f"{entry.sha256}. {AGAIN}"
+            )
+        try:
+            batch, loss_inputs = decode(content, entry.rollouts, entry.tokens, self._memory)
+            if batch.trained_tokens != entry.trained_tokens:
+                raise SchemaError(
+                    f"{batch.trained_tokens} tokens are trained, and the manifest says "
+                    f"{entry.trained_tokens}"
+                )
+        except SchemaError as error:
+            raise TraceError(
+                f"{where} is no batch of a trace: {str(error).rstrip('.')}. {AGAIN}"
+            ) from None
+        return TraceBatch(index=entry.index, batch=batch, loss_inputs=loss_inputs)
 
+    def refresh(self) -> int:
+        """Read the lines that were added since, and return the number of new batches.
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+        Raises TraceError if the lines that were read before have changed.
+        """
+        known = len(self.entries)
+        self._read()
+        return len(self.entries) - known
+
+    def verify(self) -> None:
+        """Read every batch. Raises TraceError for one that is not what was recorded."""
+        for _ in self:
+            pass
+
+    def _read(self) -> None:
+        # Counted first: a recorder at work is one file ahead of its manifest, and no more.
+        files = sum(1 for _ in self.path.glob("batch-*.safetensors"))
+        digest, end, before = hashlib.sha256(), 0, self.end
+        is_same = True
+        with self._manifest.open("rb") as file:
+            for number, raw in enumerate(self._lines(file), start=1):
+                begin, end = end, end + len(raw)
+                digest.update(raw)
+                if begin >= before:
+                    self._take(raw, number, digest.hexdigest())
+                    self.end, self.fingerprint = end, digest.hexdigest()
+                elif end >= before:  # the last line that is known
+                    is_same = end == before and digest.hexdigest() == self.fingerprint
+                    if not is_same:
+                        break
+        if not is_same or end < before:
+            raise TraceError(
+                f"{self._manifest} is no longer the one that was opened. Open the trace again."
+            )
+        if files > len(self) + 1:
+            raise TraceError(
+                f"{self._manifest} lists {len(self)} batches, and the folder has {files}: lines "
+                f"are missing at its end. {AGAIN}"
+            )
+
+    def _lines(self, file: Any) -> Iterator[bytes]:
+        """The complete lines of the manifest."""
+        self.unfinished = False
+        while raw := file.readline(most := max(1, self._memory.left_bytes // TIMES_FILE)):
+            if not raw.endswith(b"\n"):
+                if len(raw) == most:
+                    self._memory.check(TIMES_FILE * (most + 1), "a line of the manifest")
+                self.unfinished = True
+                return
+            yield raw
+
+    def _take(self, raw: bytes, number: int, checksum: str) -> None:
+        try:
+            values = parse_json(raw)
+            if number == 1:
+                self._take_header(values)
+                return
+            entry, index = _ENTRY(values, ""), number - 2
+            if entry["file"] != batch_name(index):
+                raise SchemaError(f"file is {short(entry['file'])}, not {batch_name(index)}")
+        except SchemaError as error:
+            raise TraceError(f"{self._manifest}, line {number}: {error}. {AGAIN}") from None
+        self._memory.hold(tree_bytes(entry, self._memory.left_bytes), "the manifest")
+        self.entries.append(TraceEntry(index=index, checksum=checksum, **entry))
+
+    def _take_header(self, values: Any) -> None:
+        if not isinstance(values, dict) or values.get("kind") != KIND:
+            raise SchemaError("this is not the first line of a trace")
+        if values.get("schema") != SCHEMA:
+            raise TraceError(
+                f"{self.path} is a trace of schema {short(values.get('schema'))}, written by "
+                f"forkpoint {short(values.get('forkpoint'))}; this forkpoint reads schema {SCHEMA}."
+                " Read it with that version, or record again."
+            )
+        header = _HEADER(values, "")
+        self._memory.hold(tree_bytes(header, self._memory.left_bytes), "the manifest")
+        self.forkpoint: str = header["forkpoint"]
+        self.model_config: Mapping[str, Any] | None = header["model_config"]
+        self.loss: Mapping[str, Any] | None = header["loss"]
+        self.optimizer: Mapping[str, Any] | None = header["optimizer"]
+        self.notes: Mapping[str, Any] | None = header["notes"]
 
 
 def is_trace(path: Path) -> bool:
     """Whether `path` is a folder with a manifest."""
-    return (path / manifest.MANIFEST).is_file()
+    return (path / MANIFEST).is_file()
 
 
-def _check_is_trace(path: Path) -> None:
+def check_is_trace(path: Path) -> None:
+    """Raises TraceError if `path` is not a folder with a manifest."""
     if not is_trace(path):
         raise TraceError(
-            f"{path} is no trace: there is no {manifest.MANIFEST} in it. Give the folder that "
-            "was given to forkpoint.record."
+            f"{path} is no trace: there is no {MANIFEST} in it. Give the folder that was given to "
+            "forkpoint.record."
         )
 
 
 def refuse_part_of_trace(values: Mapping[str, Any], path: Path) -> None:
-    """Raises RolloutError where a file's values are those of a manifest or of a shard."""
+    """Raises RolloutError if a file's values are those of a manifest or of a batch file."""
     kind = values.get("kind")
-    if (isinstance(kind, str) and kind == manifest.KIND) or values.keys() >= shard.ARRAYS:
+    if (isinstance(kind, str) and kind == KIND) or values.keys() >= ARRAYS:
         raise RolloutError(
             f"{path} is a part of a trace, which is read as a whole. Give its folder, "
             f"{path.parent}."
