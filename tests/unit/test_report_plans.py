@@ -12,7 +12,7 @@ from forkpoint.apps.report import forests, schedules
 from forkpoint.apps.report.forests import draw_forest, forest_figure
 from forkpoint.apps.report.schedules import counted_lane, timeline_figure
 from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.align_programs import align
+from forkpoint.plan.align import align
 from forkpoint.plan.program import IDLE
 from forkpoint.tree.forest import build_forest, sort_rollouts
 

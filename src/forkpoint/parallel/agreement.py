@@ -14,7 +14,7 @@ from forkpoint.parallel.copies import Contents, check_same_batches
 from forkpoint.parallel.ranks import DataRanks, firsts_of
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, joined
 from forkpoint.parallel.step import StepOfRanks
-from forkpoint.plan.align_programs import align
+from forkpoint.plan.align import align
 from forkpoint.plan.exchanging import align_exchanging
 from forkpoint.plan.gathering import Gathering, RankCosts, choose_gathering
 from forkpoint.plan.program import Program

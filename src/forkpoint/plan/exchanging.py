@@ -7,7 +7,7 @@ are there, and when the gradients of these are. Between the two each runs the re
 from collections.abc import Iterable, Sequence
 
 from forkpoint.errors import PlanError
-from forkpoint.plan.align_programs import align
+from forkpoint.plan.align import align
 from forkpoint.plan.program import (
     BACKWARD,
     FORWARD,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from forkpoint.plan import Plan
-from forkpoint.plan.align_programs import align
+from forkpoint.plan.align import align
 from forkpoint.plan.exchanging import align_exchanging, exchanging
 from forkpoint.plan.gathering import (
     Gathering,
