@@ -29,9 +29,12 @@ from forkpoint.plan.program import (
     HEAD,
     IDLE,
     RECOMPUTE,
+    RETURN,
     SCORE,
+    SHARE,
     Instruction,
     Program,
+    last_backward_marked,
 )
 
 NO_PARENT = -1
@@ -63,6 +66,9 @@ def align(
     """Give the programs of all ranks one common shape, with idle instructions where one has
     nothing to do.
 
+    Where ranks exchange prompts, forwards of these meet one another, whatever ranks own them, then
+    all ranks exchange, and the rest of the programs is aligned by itself.
+
     All results have the same number of instructions. At each position they agree in the pass, the
     operation, the slot, how far a forward goes, whether it records, and whether it is the last
     backward. They differ in the microbatch. Each rank's instructions keep their order and their
@@ -83,6 +89,51 @@ def align(
     """
     if not programs:
         raise PlanError("there are no programs to align; give one of each rank, if only empty.")
+    if not any(program.exchanges for program in programs):
+        return _align(programs, costs)
+    parts = [_around_and_inside(program) for program in programs]
+    around, inside = (_align(part, costs) for part in zip(*parts, strict=True))
+    scored = any(program.scores for program in programs)
+    return tuple(_exchanging(*each, scored) for each in zip(around, inside, strict=True))
+
+
+def _around_and_inside(program: Program) -> tuple[Program, Program]:
+    """Parts of a program: what runs around the exchanges (prompts that are sent), and the rest."""
+    around: list[Instruction] = []
+    inside: list[Instruction] = []
+    for instructions in (program.scores, program.training):
+        part = around
+        for instruction in instructions:
+            if instruction.exchanges:
+                part = inside if instruction.operation == SHARE else around
+            else:
+                part.append(instruction)
+    return Program(tuple(around)), Program(tuple(inside))
+
+
+def _exchanging(around: Program, inside: Program, scored: bool) -> Program:
+    """The program that `_around_and_inside` takes apart; `scored`: whether it has scores."""
+    number = int(scored)
+    share = Instruction(number, SHARE, 0, IDLE)
+    found: list[Instruction] = []
+    if scored:
+        found += [*around.scores, share._replace(pass_index=0, records=False)]
+        found += [i._replace(slot=i.slot + len(around.scores)) for i in inside.scores]
+    slots = 1 + max((i.slot for i in around.training), default=-1)
+    opening = [i for i in around.training if i.operation == FORWARD]
+    closing = around.training[len(opening) :]
+    if any(i.operation == FORWARD for i in closing):
+        raise PlanError("programs whose prompts do not lie around one another cannot be aligned")
+    within = [i._replace(slot=i.slot + slots) for i in inside.training]
+    training = [*opening, share, *within, share._replace(operation=RETURN), *closing]
+    found += [i._replace(pass_index=number) for i in training]
+    return Program(last_backward_marked(found))
+
+
+def _align(
+    programs: Sequence[Program], costs: Sequence[Sequence[float]] | None
+) -> tuple[Program, ...]:
+    """`align` of programs without exchanges."""
     nodes = [nodes_of(program) for program in programs]
     shapes = [tuple(node.parent for node in own) for own in nodes]
     parents, slots_of = common_forest(shapes, _costs(nodes, costs))
