@@ -6,8 +6,8 @@ groups of the file share at least (the 1,291 tokens of the airline's policy), an
 what they share in the file. Copies lie one after the other.
 
 Steps are those of Qwen3-8B, or another `--model`, in counted FLOPs: each rank plans its own
-rollouts, programs are aligned, and every instruction waits for the slowest rank. The mean is that of
-the ranks' own work; a share is what one rank would take for all of it, over the number of ranks.
+rollouts, programs are aligned, and every instruction waits for the slowest rank. The mean is that
+of the ranks' own work; a share is what one rank would take for all of it, over the number of ranks.
 
 `verl` is verl's published rule for groups that share a prompt (its trainer's balancing with
 use_prefix_grouper): the workload of a rollout of n tokens is 24576 n + n^2, that of a group the
