@@ -38,7 +38,7 @@ SOURCE = ROOT / "src" / "forkpoint"
 CHANGED = {
     "engine": ("boundary", "states", "gradient_sums", "offload", "guard"),
     "tree": ("launches", "microbatch", "recurrence"),
-    "plan": ("packing", "cache", "ordered_forest"),
+    "plan": ("packing", "cache", "align"),
     "ops/attention": ("operator", "merge", "source", "table", "cpu_flash", "reference"),
     "ops/recurrence": ("convolution", "levels", "sequences"),
     "ops/delta_rule": ("chunked", "reference"),

@@ -4,8 +4,8 @@ Quality: slots over the microbatches of the rank that has most, the mean over ra
 Shapes are those of tests/random_forests.py: alike ones, wild ones of 32 microbatches, and planned
 ones. Time: 64 wild programs of 32 microbatches, by kind, in milliseconds of one core (CPU time, so
 that others on the machine do not count); of their shapes alone, and of whole programs, a fifth of
-whose prefixes are recomputed and a third of which have scores; cold, with nothing remembered, and
-warm. Bars are those of alike shapes, and of times without costs.
+whose prefixes are recomputed and a third of which have scores. Bars are those of alike shapes, and
+of the times of shapes.
 """
 
 import random
@@ -19,8 +19,8 @@ import numpy as np
 
 from benchmarks.rows import ResultRow, timed_row
 from benchmarks.runner import Benchmark, Deadline
-from benchmarks.timing import Timing, time_host
-from forkpoint.plan import align, align_programs
+from benchmarks.timing import time_host
+from forkpoint.plan.align import align, common_forest
 from forkpoint.plan.program import Program, step_program
 from forkpoint.tree import Microbatch
 from tests.random_forests import KINDS, WILD, Shape, planned
@@ -29,13 +29,13 @@ NAME = "align"
 RANKS = (2, 8, 32)
 BARS = {
     "flat": {2: 1.04, 8: 1.06, 32: 1.09},
-    "mixed": {2: 1.00, 8: 1.04, 32: 1.05},
-    "deep": {2: 1.05, 8: 1.27, 32: 1.36},
+    "mixed": {2: 1.01, 8: 1.04, 32: 1.05},
+    "deep": {2: 1.05, 8: 1.17, 32: 1.22},
     "together": {8: 1.38, 32: 1.61},
 }
 SETS = {2: 40, 8: 20, 32: 10}
 PROGRAMS, MICROBATCHES = 64, 32
-COLD_MS, WARM_MS = 50.0, 10.0
+MOST_MS = 100.0
 REPEATS = 15
 
 Costs = list[list[float]]
@@ -74,18 +74,19 @@ def families() -> Iterator[tuple[str, str, Draw]]:
 
 
 def ratios(draw: Draw, count: int) -> dict[str, float]:
-    """Mean ratios of slots, and of costs where the costs were not given and where they were."""
-    slots, unaware, aware = [], [], []
+    """Mean ratios of slots, and of the cost of all slots to that of the costliest rank."""
+    slots, costly = [], []
     for seed in range(SETS[count]):
         shapes, costs = draw(count, seed)
-        alignment = align.align_shapes(shapes)
-        slots.append(alignment.ratio)
-        unaware.append(alignment.cost_ratio(costs))
-        aware.append(align.align_shapes(shapes, costs).cost_ratio(costs))
-    names = ("slots", "costs, not given", "costs")
+        parents, slots_of = common_forest(shapes, costs)
+        slots.append(len(parents) / max(map(len, shapes)))
+        highest = np.zeros(len(parents))
+        for shape, own in zip(shapes, costs, strict=True):
+            np.maximum.at(highest, list(slots_of[shape]), own)
+        costly.append(highest.sum() / max(map(sum, costs)))
     return {
-        name: round(float(np.mean(found)), 3)
-        for name, found in zip(names, (slots, unaware, aware), strict=True)
+        "slots": round(float(np.mean(slots)), 3),
+        "costs": round(float(np.mean(costly)), 3),
     }
 
 
@@ -112,17 +113,6 @@ def programs_of(shapes: list[Shape]) -> list[Program]:
         ]
         found.append(step_program(microbatches, scores=rng.random() < 1 / 3))
     return found
-
-
-def times(run: Callable[[], object]) -> dict[str, Timing]:
-    """CPU time, cold and warm by turns."""
-    found: dict[str, list[float]] = {"cold": [], "warm": []}
-    for _ in range(REPEATS):
-        align._common.cache_clear()
-        for samples in found.values():
-            once = time_host(run, repeats=1, warm_up=False, clock=time.process_time)
-            samples += once.samples_ms
-    return {name: Timing(samples) for name, samples in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,18 +144,17 @@ class Align(Benchmark):
             draw = drawn(lambda rng, wild=wild: wild(rng, MICROBATCHES), kind)
             shapes, costs = draw(PROGRAMS, 0)
             programs = programs_of(shapes)
-            for given in (None, costs):
-                bars = {} if given else {"cold": COLD_MS, "warm": WARM_MS}
-                costly = ", costs" if given else ""
-                runs: dict[str, Callable[[], object]] = {
-                    f"wild {kind}, {PROGRAMS} shapes{costly}": partial(
-                        align.align_shapes, shapes, given
-                    ),
-                    f"wild {kind}, {PROGRAMS} programs{costly}": partial(
-                        align_programs.align, programs, given
-                    ),
-                }
-                for case, run in runs.items():
-                    for name, timing in times(run).items():
-                        note = "CPU time"
-                        yield timed_row(NAME, case, name, timing, bar=bars.get(name), note=note)
+            runs: dict[str, Callable[[], object]] = {
+                "shapes": partial(common_forest, shapes, costs),
+                "programs": partial(align, programs, costs),
+            }
+            for of, run in runs.items():
+                timing = time_host(run, repeats=REPEATS, clock=time.process_time)
+                yield timed_row(
+                    NAME,
+                    f"wild {kind}, {PROGRAMS} {of}",
+                    "time",
+                    timing,
+                    bar=MOST_MS if of == "shapes" else None,
+                    note="CPU time",
+                )

@@ -5,9 +5,9 @@ its rollouts share is another one in each copy. So groups of different copies sh
 groups of the file share at least (the 1,291 tokens of the airline's policy), and groups of one copy
 what they share in the file. Copies lie one after the other.
 
-Steps are those of Qwen3-8B in counted FLOPs: each rank plans its own rollouts, programs are
-aligned, and every instruction waits for the slowest rank. The mean is that of the ranks' own work;
-a share is what one rank would take for all of it, over the number of ranks.
+Steps are those of Qwen3-8B, or another `--model`, in counted FLOPs: each rank plans its own
+rollouts, programs are aligned, and every instruction waits for the slowest rank. The mean is that
+of the ranks' own work; a share is what one rank would take for all of it, over the number of ranks.
 
 `verl` is verl's published rule for groups that share a prompt (its trainer's balancing with
 use_prefix_grouper): the workload of a rollout of n tokens is 24576 n + n^2, that of a group the
@@ -18,7 +18,7 @@ rank.
 
 import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,10 @@ from forkpoint.parallel.placement.lockstep import predict_step
 from forkpoint.parallel.placement.paths import Paths
 from forkpoint.parallel.placement.place import place_paths
 from forkpoint.parallel.placement.rates import Rates
-from forkpoint.plan import MODELS, ModelShape
+from forkpoint.plan import MODELS, ModelShape, Plan
+from forkpoint.plan.align import align
+from forkpoint.plan.gathering import RankCosts, costs_of_rank, predicted
+from forkpoint.plan.program import Program
 from forkpoint.tree.forest import IntArray, SortedRollouts
 
 NAME = "placement"
@@ -106,6 +109,14 @@ def verl(groups: IntArray, lengths: IntArray, ranks: int) -> IntArray:
     return largest_differences(workload, ranks)[groups]
 
 
+def gathered_step(plans: Sequence[Plan | None]) -> float:
+    """FLOPs of a step in lockstep whose weights are gathered for each microbatch."""
+    costs = [costs_of_rank(plan, plan) if plan else RankCosts() for plan in plans]
+    both = [[f + b for f, b in zip(c.forward, c.backward, strict=True)] for c in costs]
+    aligned = align([plan.program if plan else Program() for plan in plans], both)
+    return predicted(aligned, costs)[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement(Benchmark):
     """Predict steps of many ranks whose rollouts are placed by forkpoint, by tokens, and as verl.
@@ -114,6 +125,7 @@ class Placement(Benchmark):
         data: The folder of airline.jsonl and rag.jsonl.
         groups: Each file is repeated to so many groups.
         ranks: Numbers of ranks; each divides the number of groups.
+        model: Its name in forkpoint's list.
     """
 
     NAME: ClassVar[str] = NAME
@@ -121,6 +133,7 @@ class Placement(Benchmark):
     data: Path = Path("../shared/data")
     groups: int = 4096
     ranks: tuple[int, ...] = (8, 64, 512)
+    model: str = MODEL
 
     def check(self) -> None:
         for ranks in self.ranks:
@@ -131,7 +144,7 @@ class Placement(Benchmark):
                 )
 
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
-        shape = ModelShape.from_config(MODELS[MODEL], dtype_bytes=2)
+        shape = ModelShape.from_config(MODELS[self.model], dtype_bytes=2)
         rates = Rates.of(shape)
         for name in FILES:
             batch = RolloutBatch(load_rollouts(self.data / name))
@@ -193,6 +206,9 @@ class Placement(Benchmark):
         }
         for metric, (value, baseline, most) in figures.items():
             yield row(metric=metric, unit="1", value=round(value, 4), baseline=baseline, bar=most)
+        # To compare commits by.
+        whole = gathered_step(plans) / 1e15
+        yield row(metric="step, weights gathered a microbatch", unit="PFLOP", value=round(whole, 4))
         tokens = sum(plan.computed_tokens for plan in plans if plan)
         yield row(metric="computed tokens", unit="1", value=tokens)
         counts = np.unique(np.stack([paths.groups, rank]), axis=1)[0]

@@ -369,10 +369,10 @@ class _Measuring:
             calibration=self.calibration,
         )
         plans: list[Plan | None] = [planned(part) for part in parts]
-        others, trunks = exchange_plans(list(parts), plans, lambda b, t: planned(b, trunks=t))
+        others, prompts = exchange_plans(list(parts), plans, lambda b, t: planned(b, prompts=t))
         predicted = {
             "replicate": predict_step(plans, self.calibration).once,
-            "exchange": predict_step(others, self.calibration, trunks).once,
+            "exchange": predict_step(others, self.calibration, prompts).once,
         }
         found: dict[str, float] = {}
         for split, cost in predicted.items():

@@ -18,7 +18,6 @@ import json_mutations
 from forkpoint.apps.cli import main
 from forkpoint.apps.replay.checkpoint import Checkpoints
 from forkpoint.apps.replay.schema import CHECKPOINT, MANIFEST, PLANS, ROWS, STATE
-from forkpoint.apps.report.markup import ATTRIBUTES, ELEMENTS
 from integration.commands import write_config, write_rollouts
 
 CASES = int(os.environ.get("FORKPOINT_FUZZ_FOLDERS", "60"))
@@ -46,6 +45,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         patch.setattr(Checkpoints, "save", save)
         assert main(command) == 0
     return place, [*command, "--resume"]
+
+
+ELEMENTS = {
+    *("html", "head", "meta", "link", "title", "style", "body", "footer"),
+    *("article", "section", "div", "h1", "h2", "h3", "p", "img", "details", "summary"),
+    *("table", "thead", "tbody", "tr", "th", "td"),
+}
+ATTRIBUTES = {
+    *("lang", "charset", "http-equiv", "content", "name", "rel", "href"),
+    *("class", "src", "alt", "open", "scope"),
+}
 
 
 def change(folder: Path, rng: random.Random) -> str:

@@ -15,7 +15,7 @@ from forkpoint.losses.base import Loss, LossFunction, as_loss
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 
 VOCAB = 61
-# Microbatches of trunks, then microbatches below them that read several parents; segments are cut
+# Microbatches of prompts, then microbatches below them that read several parents; segments are cut
 # at 12 tokens.
 ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
 

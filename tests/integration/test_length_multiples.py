@@ -20,7 +20,7 @@ from forkpoint.engine.microbatches import microbatch_tokens
 from forkpoint.errors import PlanError
 from forkpoint.hosts.transformers import TransformersHost
 from forkpoint.plan import Plan
-from forkpoint.plan.align_programs import align
+from forkpoint.plan.align import align
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.planner import make_plan
 from forkpoint.rollouts.batch import Rollout, RolloutBatch

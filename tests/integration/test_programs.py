@@ -15,7 +15,7 @@ from forkpoint import Config, losses, wrap
 from forkpoint.errors import PlanError
 from forkpoint.losses.base import Loss
 from forkpoint.plan import Plan
-from forkpoint.plan.align_programs import align
+from forkpoint.plan.align import align
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from hybrids import HYBRIDS, tiny_hybrid
 from lanes import slow_besides_every

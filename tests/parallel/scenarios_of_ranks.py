@@ -131,7 +131,7 @@ def compared(scenario: Scenario) -> dict[str, Any]:
         "loss": abs(stats.loss - wanted.loss),
         "tokens": (stats.logical_tokens, own.logical_tokens),
         "events": len(stats.events),
-        "exchanges": sum(event.endswith(" trunks") for event in stats.events),
+        "exchanges": sum(event.endswith(" prompts") for event in stats.events),
         "split": stats.plan.split,
         "computed": stats.computed_tokens,
         "unique": wanted.computed_tokens,

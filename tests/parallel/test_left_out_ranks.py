@@ -18,8 +18,8 @@ from scenarios_of_ranks import (
     on_ranks,
     replicated,
 )
+from test_prompt_exchange import MIXED, TWO
 from test_ranks import lora, mamba, with_experts
-from test_trunks import MIXED, TWO
 from torch import Tensor
 
 from forkpoint import Config, Rollout, RolloutBatch

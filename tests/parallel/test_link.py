@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from processes import run_ranks
 from scenarios_of_ranks import group, replicated, sharded
-from test_trunks import dealt, model_of, of
+from test_prompt_exchange import dealt, model_of, of
 
 import forkpoint
 from forkpoint import Config, RolloutBatch

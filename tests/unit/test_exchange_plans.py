@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 from forkpoint import Config, Plan, PlanError, Rollout, RolloutBatch
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.plan import MODELS, ModelShape, make_plan
-from forkpoint.plan.exchanging import align_exchanging
-from forkpoint.plan.gathering import RankCosts
+from forkpoint.plan.align import align
+from forkpoint.plan.gathering import LinkSizes, RankCosts, choose_split, link_cost
 from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, RETURN, SCORE, SHARE
 from forkpoint.plan.runs import run_lengths
-from forkpoint.plan.shared_trunks import shared_trunks, trunks_of, worth_pricing
-from forkpoint.plan.splitting import LinkSizes, cannot_exchange, choose_split, link_cost
-from forkpoint.plan.trunks import untrained_prefix
+from forkpoint.plan.shared_prompts import (
+    cannot_exchange,
+    prompts_of,
+    shared_prompts,
+    untrained_prefix,
+    worth_pricing,
+)
 from forkpoint.tree.forest import build_forest, sort_rollouts
 
 SHAPE = ModelShape.from_config(MODELS["qwen3-8b"])
@@ -60,15 +64,15 @@ def test_plans_of_ranks_that_exchange(
     of = {id(b): c for b, c in zip(batches, coupling, strict=True)}
     given_batches = [batch if len(batch) else None for batch in batches]
     before = [make_plan(batch, config=config) if batch else None for batch in given_batches]
-    plans, trunks = exchange_plans(
+    plans, prompts = exchange_plans(
         given_batches,
         before,
-        lambda b, t: make_plan(b, config=config, trunks=t, coupling=of[id(b)]),
+        lambda b, t: make_plan(b, config=config, prompts=t, coupling=of[id(b)]),
     )
-    if not trunks:
+    if not prompts:
         assert plans == before
         return
-    spared = sum(trunk.edges * (len(trunk.ranks) - 1) for trunk in trunks)
+    spared = sum(trunk.edges * (len(trunk.ranks) - 1) for trunk in prompts)
     own = [plan for plan in plans if plan is not None]
     assert spared == sum(p.forest.edges - p.computed_tokens for p in own)
     for plan in own:
@@ -77,11 +81,11 @@ def test_plans_of_ranks_that_exchange(
         received = [m.index for m in plan.microbatches if m.trunk == "received"]
         ran = {i.microbatch for i in plan.program.instructions}
         assert not ran & set(received)
-        # Trunks lie around everything else, and train on nothing.
+        # Prompts lie around everything else, and train on nothing.
         assert all(m.labelled == 0 for m in plan.microbatches if m.trunk)
     programs = [plan.program for plan in own]
     costs = [[float(m.tokens) for m in plan.microbatches] for plan in own]
-    aligned = align_exchanging(programs, costs)
+    aligned = align(programs, costs)
     shapes = {
         tuple((i.pass_index, i.operation, i.slot, i.ends_at, i.records) for i in p.instructions)
         for p in aligned
@@ -105,12 +109,12 @@ def test_plans_of_ranks_that_exchange(
         assert program.instructions[-1].last_backward
         # What slots add is idle: each own instruction waits for nothing that comes later.
         Plan.from_json(replace(plan, program=program).to_json())
-    assert predict_step(plans, None, trunks).lockstep > 0
+    assert predict_step(plans, None, prompts).lockstep > 0
 
 
 def test_a_damaged_exchange_is_refused() -> None:
     batch = RolloutBatch([rollout([5, 6, 7, 8], [1, 2], "a"), rollout([5, 6, 7, 8], [3], "a")])
-    plan = make_plan(batch, trunks=())
+    plan = make_plan(batch, prompts=())
     assert plan.split == "exchange" and plan.program.exchanges
     text = plan.to_json()
     for one, other in (('"share"', '"return"'), ('"split": "exchange"', '"split": ""')):
@@ -134,7 +138,7 @@ def test_the_prefix_before_any_trained_token() -> None:
     assert [shared(0), shared(1), shared(0, 1), shared(0, 2)] == [3, 2, 2, 2]
 
 
-def test_trunks_of_a_batch() -> None:
+def test_prompts_of_a_batch() -> None:
     batch = RolloutBatch(
         [
             rollout([1, 2, 3], [4], "a"),
@@ -144,21 +148,21 @@ def test_trunks_of_a_batch() -> None:
             rollout([8, 8, 8], [], "d"),  # trains on nothing
         ]
     )
-    (trunk,) = trunks_of(batch, run_lengths(batch)).values()
+    (trunk,) = prompts_of(batch, run_lengths(batch)).values()
     assert trunk.edges == 2 and trunk.rollouts == (0, 1, 2)
     # Rollouts that a loss leaves out are not in it.
     zero = np.array([True, False, False, False, False])
-    (trunk,) = trunks_of(batch, run_lengths(batch, zero)).values()
+    (trunk,) = prompts_of(batch, run_lengths(batch, zero)).values()
     assert trunk.edges == 2 and trunk.rollouts == (1, 2)
 
 
 def test_owners_are_those_with_least_to_do() -> None:
-    trunks = shared_trunks(
+    prompts = shared_prompts(
         [{"a": 10, "b": 4, "c": 2}, {"a": 10, "b": 4}, {"d": 5}], [20.0, 20.0, 5.0]
     )
-    assert [(t.digest, t.owner, t.ranks) for t in trunks] == [("a", 0, (0, 1)), ("b", 1, (0, 1))]
-    assert worth_pricing(trunks, [20.0, 20.0, 5.0])
-    assert not worth_pricing(trunks, [20.0, 20.0, 5_000.0])
+    assert [(t.digest, t.owner, t.ranks) for t in prompts] == [("a", 0, (0, 1)), ("b", 1, (0, 1))]
+    assert worth_pricing(prompts, [20.0, 20.0, 5.0])
+    assert not worth_pricing(prompts, [20.0, 20.0, 5_000.0])
 
 
 # Prices
@@ -178,8 +182,8 @@ def steps(groups: list[list[Rollout]]) -> tuple[float, float]:
     """Predicted steps of two ranks that each have half of every group: replicated, exchanged."""
     batches = [RolloutBatch([r for g in groups for r in g[rank::2]]) for rank in range(2)]
     plans: list[Plan | None] = [make_plan(batch, SHAPE) for batch in batches]
-    others, trunks = exchange_plans(batches, plans, lambda b, t: make_plan(b, SHAPE, trunks=t))
-    return predict_step(plans).lockstep, predict_step(others, None, trunks).lockstep
+    others, prompts = exchange_plans(batches, plans, lambda b, t: make_plan(b, SHAPE, prompts=t))
+    return predict_step(plans).lockstep, predict_step(others, None, prompts).lockstep
 
 
 def test_prompts_of_several_groups_are_cheaper_to_exchange() -> None:

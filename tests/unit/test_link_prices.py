@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from forkpoint.errors import ConfigError
-from forkpoint.plan.gathering import RankCosts, gathering_cost, prices_of
+from forkpoint.plan.gathering import LinkSizes, RankCosts, gathering_cost, link_cost, prices_of
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.link import Link, LinkPrices
-from forkpoint.plan.splitting import LinkSizes, link_cost
 from made_calibrations import SHAPE, made_up
 
 LINK = Link(

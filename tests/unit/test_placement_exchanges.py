@@ -16,7 +16,7 @@ from forkpoint.parallel.placement.place import place_paths
 from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.pricing.link import Link
-from forkpoint.plan.shared_trunks import shared_trunks
+from forkpoint.plan.shared_prompts import shared_prompts
 from forkpoint.tree.forest import IntArray
 from made_calibrations import SHAPE, made_up
 
@@ -43,9 +43,9 @@ def steps(batch: RolloutBatch, rank: IntArray, ranks: int) -> tuple[float, float
     """Predicted steps of these ranks' plans, replicated and exchanged."""
     parts = [batch.select(np.flatnonzero(rank == r).tolist()) for r in range(ranks)]
     plans = [make_plan(part, QWEN) for part in parts]
-    others, trunks = exchange_plans(parts, plans, lambda b, t: make_plan(b, QWEN, trunks=t))
+    others, prompts = exchange_plans(parts, plans, lambda b, t: make_plan(b, QWEN, prompts=t))
     replicated = predict_step(plans).lockstep
-    return replicated, predict_step(others, None, trunks).lockstep if trunks else replicated
+    return replicated, predict_step(others, None, prompts).lockstep if prompts else replicated
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(5, 4), (9, 8)])
@@ -134,8 +134,8 @@ def test_prices_of_sending_are_measured_ones_where_there_are_any() -> None:
 
 def test_owners_have_equally_many_tokens_of_prompts() -> None:
     """All ranks run these at once, so what else they do does not count."""
-    trunks = shared_trunks([{"a": 10, "b": 10}, {"a": 10}, {"b": 10}], [90.0, 20.0, 500.0])
-    assert {t.digest: t.owner for t in trunks} == {"a": 1, "b": 0}
+    prompts = shared_prompts([{"a": 10, "b": 10}, {"a": 10}, {"b": 10}], [90.0, 20.0, 500.0])
+    assert {t.digest: t.owner for t in prompts} == {"a": 1, "b": 0}
 
 
 def test_place_takes_what_the_configuration_says() -> None:

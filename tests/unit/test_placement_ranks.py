@@ -59,7 +59,7 @@ def test_idle_ranks_and_slots() -> None:
     assert step.lockstep == step.once == 3_600
     assert step.idle_share == pytest.approx(0.5)
     assert predict_step([None, None]).lockstep == 0
-    with pytest.raises(PlanError, match="no shapes"):
+    with pytest.raises(PlanError, match="no programs"):
         predict_step([])
 
 

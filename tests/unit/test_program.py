@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.align_programs import align
+from forkpoint.plan.align import align
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.program import (
     BACKWARD,

@@ -27,13 +27,13 @@ from forkpoint.engine.microbatches import (
     MicrobatchInputs,
     prepare_microbatches,
 )
+from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.step_result import StepResult, after
 from forkpoint.engine.timing import Observer, Timing
 from forkpoint.engine.token_values import TokenValues
-from forkpoint.engine.trunk_exchange import TrunkExchange
 from forkpoint.engine.untrained import add_zero_gradients
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.losses.views import LossViews
@@ -58,7 +58,7 @@ class Engine:
         ranks: StepOfRanks | None = None,
         routing: Routing | None = None,
         replay: RouteReplay | None = None,
-        exchange: TrunkExchange | None = None,
+        exchange: PromptExchange | None = None,
         observers: tuple[Observer, ...] = (),
     ) -> None:
         """
@@ -69,7 +69,7 @@ class Engine:
             ranks: their agreement on this step; None where this rank is alone.
             routing: the statistics of routers that this step computes, if any.
             replay: the experts that routers are held to; None where they choose.
-            exchange: the trunks that ranks exchange in this step, if any.
+            exchange: the prompts that ranks exchange in this step, if any.
             observers: called with each event before it runs, for measurements.
         """
         self.host: Host = host

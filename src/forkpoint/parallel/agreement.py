@@ -14,12 +14,19 @@ from forkpoint.parallel.copies import Contents, check_same_batches
 from forkpoint.parallel.ranks import DataRanks, firsts_of
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, joined
 from forkpoint.parallel.step import StepOfRanks
-from forkpoint.plan.align_programs import align
-from forkpoint.plan.exchanging import align_exchanging
-from forkpoint.plan.gathering import Gathering, RankCosts, choose_gathering
+from forkpoint.plan.align import align
+from forkpoint.plan.gathering import (
+    ExchangeOffer,
+    Gathering,
+    RankCosts,
+    Splitting,
+    choose_gathering,
+    choose_split,
+    link_cost,
+    step_cost,
+)
 from forkpoint.plan.program import Program
-from forkpoint.plan.shared_trunks import SharedTrunk
-from forkpoint.plan.splitting import Exchanged, Splitting, choose_split, link_cost, step_cost
+from forkpoint.plan.shared_prompts import SharedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -56,10 +63,10 @@ class Proposal:
     """Of the step, where several ranks have the same batch."""
     sample: RolloutBatch | None = None
     """For the comparison with the stock model, where this rank wants it."""
-    trunks: Mapping[str, int] = field(default_factory=dict)
+    prompts: Mapping[str, int] = field(default_factory=dict)
     """By digest, the edges of what this rank would have another compute, or compute for others."""
-    exchanged: Exchanged | str | None = None
-    """This rank's part of a step in which trunks are exchanged, or why it cannot run one; None
+    exchanged: ExchangeOffer | str | None = None
+    """This rank's part of a step in which prompts are exchanged, or why it cannot run one; None
     before ranks have found that they have some in common."""
 
 
@@ -81,8 +88,8 @@ class Agreement:
     parts: tuple[RolloutBatch, ...] = ()
     """By rank, its rollouts, where the loss is computed from those of all ranks."""
     splitting: Splitting | None = None
-    """Treatment of trunks that several ranks have; None where there are none."""
-    trunks: tuple[SharedTrunk, ...] = ()
+    """Treatment of prompts that several ranks have; None where there are none."""
+    prompts: tuple[SharedPrompt, ...] = ()
     """Those that ranks exchange."""
     statistics: StatisticsOfRanks | None = None
     """Of routers, where the step takes any."""
@@ -119,7 +126,7 @@ def agreed(
     gather: Literal["", "auto", "microbatch", "step"],
     batches: Sequence[int] | None = None,
     split: str = "replicate",
-    trunks: tuple[SharedTrunk, ...] = (),
+    prompts: tuple[SharedPrompt, ...] = (),
 ) -> Agreement:
     """The step that all ranks run.
 
@@ -131,7 +138,7 @@ def agreed(
             microbatch, programs need one common shape.
         batches: by rank, which batch it has; ranks of one are counted once. None: each its own.
         split: as in the configuration.
-        trunks: those that ranks have in common.
+        prompts: those that ranks have in common.
 
     Raises RankError, naming the rank, where one cannot run the step or calls something else.
     """
@@ -173,9 +180,11 @@ def agreed(
             gathering = choose_gathering(gather, aligned, costs, names)
         if gathering is not None and gathering.gather == "microbatch":
             own = aligned[index]
-        if trunks:
+        if prompts:
             cost = step_cost(gathering, aligned, costs)
-            splitting, program, other = _split(proposals, names, gather, split, trunks, cost, index)
+            splitting, program, other = _split(
+                proposals, names, gather, split, prompts, cost, index
+            )
             if splitting.split == "exchange":
                 own, gathering = program, other
     if not refused:
@@ -196,7 +205,7 @@ def agreed(
         sample=sample,
         parts=tuple(p.gathered for p in proposals if p.gathered is not None),
         splitting=splitting,
-        trunks=trunks if splitting is not None and splitting.split == "exchange" else (),
+        prompts=prompts if splitting is not None and splitting.split == "exchange" else (),
         statistics=statistics,
     )
 
@@ -206,15 +215,15 @@ def _split(
     names: Sequence[int],
     gather: Literal["", "auto", "microbatch", "step"],
     asked: str,
-    trunks: Sequence[SharedTrunk],
+    prompts: Sequence[SharedPrompt],
     replicated: float,
     index: int,
 ) -> tuple[Splitting, Program, Gathering | None]:
-    """Treatment of trunks and, where ranks exchange them, this rank's program and how weights
+    """Treatment of prompts and, where ranks exchange them, this rank's program and how weights
     are held."""
-    offers: list[Exchanged] = []
+    offers: list[ExchangeOffer] = []
     for rank, proposal in zip(names, proposals, strict=True):
-        if not isinstance(proposal.exchanged, Exchanged):
+        if not isinstance(proposal.exchanged, ExchangeOffer):
             reason = f"rank {rank} cannot exchange prompts: {proposal.exchanged}"
             return Splitting("replicate", reason), Program(), None
         offers.append(proposal.exchanged)
@@ -226,10 +235,10 @@ def _split(
     aligned: Sequence[Program] = ()
     gathering = None
     if gather and gather != "step":
-        aligned = align_exchanging(programs, [offer.costs for offer in offers])
+        aligned = align(programs, [offer.costs for offer in offers])
     if gather:
         gathering = choose_gathering(gather, aligned, costs, names)
-    link = link_cost([(t.edges, t.owner, t.ranks) for t in trunks], offers[0].link, costs)
+    link = link_cost([(t.edges, t.owner, t.ranks) for t in prompts], offers[0].link, costs)
     splitting = choose_split(asked, replicated, step_cost(gathering, aligned, costs) + link)
     lockstep = gathering is not None and gathering.gather == "microbatch"
     return splitting, (aligned if lockstep else programs)[index], gathering

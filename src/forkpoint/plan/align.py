@@ -1,308 +1,390 @@
-"""Common schedules for ranks whose programs differ.
+"""Alignment of ranks' programs: one common shape, so that all issue the same collectives.
 
 A program runs microbatches forward and backward, properly nested: the microbatches that read the
 prefix cache of another one run between its forward and its backward. Ranks of one job issue
 collectives in every forward and every backward, so all must run the same operations in the same
-order, although each has microbatches of its own. `align_shapes` gives them a common forest of
-*slots*. A rank runs at most one microbatch in a slot. A rank that has none there idles the slot: it
-runs one token forward and a zero gradient backward.
+order, although each has microbatches of its own. `align` gives them a common forest of *slots*. A
+rank runs at most one microbatch in a slot. A rank that has none there idles the slot: it runs one
+token forward and a zero gradient backward.
 
 Slots keep the order and the nesting of each rank's microbatches: a microbatch is inside another one
 if and only if its slot is inside the other's slot. There may be further slots in between, which the
-rank idles, and slots around a microbatch that has no parent. This is admissible. An idle slot has
-no prefix cache and reads none, so it changes nothing for the rank's own microbatches, and theirs
-still run between the forward and the backward of those that they read from.
-
-A microbatch may read several parents. The order of its rank's program decides what it is nested in;
-`shape_of` reads the nesting from a program.
+rank idles, and slots around a microbatch that has no parent. An idle slot has no prefix cache and
+reads none, so it changes nothing for the rank's microbatches.
 """
 
-import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
 from math import isfinite
-from operator import index
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from forkpoint.errors import PlanError
-from forkpoint.plan.common_forest import LEVELS, CommonForest, Member
-from forkpoint.plan.program import BACKWARD, FORWARD, IDLE, RECOMPUTE
+from forkpoint.plan.program import (
+    BACKWARD,
+    BLOCKS,
+    ENDS,
+    FORWARD,
+    HEAD,
+    IDLE,
+    RECOMPUTE,
+    RETURN,
+    SCORE,
+    SHARE,
+    Instruction,
+    Program,
+    last_backward_marked,
+)
 
 NO_PARENT = -1
-CACHED_ALIGNMENTS = 64
-"""How many sets of shapes are remembered, the last used."""
+SLOT_COST = 0.1
+"""Cost of any slot, as a part of the costliest microbatch's: collectives that all ranks issue."""
+AGAIN = 4 / 3
+"""Cost of a microbatch that runs forward twice, over that of running it once."""
+Shape = tuple[int, ...]
+"""By microbatch in order of forwards: the position of the one it is inside of, or NO_PARENT."""
+Floats = NDArray[np.float64]
 
 
-class SlotStep(NamedTuple):
-    """One operation of a rank in a slot."""
+class Node(NamedTuple):
+    """One microbatch of a program, as alignment sees it."""
 
-    operation: str
-    """FORWARD, RECOMPUTE or BACKWARD."""
-    slot: int
+    parent: int
+    """Position in the order of forwards of the microbatch it is inside of, or NO_PARENT."""
     microbatch: int
-    """The rank's microbatch in this slot, or IDLE."""
+    """Its index in the rank's plan, or IDLE."""
+    recomputed: bool
+    """Whether it runs forward again before its backward."""
+    ends: int
+    """How far the forward goes that its backward belongs to, as a position in ENDS."""
 
 
-@dataclass(frozen=True)
-class Nesting:
-    """How the microbatches of a program are nested."""
+def align(
+    programs: Sequence[Program], costs: Sequence[Sequence[float]] | None = None
+) -> tuple[Program, ...]:
+    """Give the programs of all ranks one common shape, with idle instructions where one has
+    nothing to do.
 
-    order: tuple[int, ...]
-    """The program's microbatches in order of their first forwards."""
-    parents: tuple[int, ...]
-    """By position in `order`: the position of the microbatch it is inside of, or NO_PARENT."""
-    recomputed: tuple[bool, ...]
-    """By position in `order`: whether it runs forward again before its backward."""
+    Where ranks exchange prompts, forwards of these meet one another, whatever ranks own them, then
+    all ranks exchange, and the rest of the programs is aligned by itself.
 
+    All results have the same number of instructions. At each position they agree in the pass, the
+    operation, the slot, how far a forward goes, whether it records, and whether it is the last
+    backward. They differ in the microbatch. Each rank's instructions keep their order and their
+    nesting. If any rank needs a pass of scores all have one, if any rank computes a slot again all
+    do, and a forward goes as far as any rank needs in its slot: ranks that gather weights of the
+    head or of the last block then all do so.
 
-@dataclass(frozen=True)
-class Alignment:
-    """A common forest of slots, and where each rank runs its microbatches.
-
-    Slots are numbered in the order of their forwards. Every slot is used by at least one rank.
-    """
-
-    parents: tuple[int, ...]
-    """By slot: the slot it is inside of, or NO_PARENT."""
-    recomputed: tuple[bool, ...]
-    """By slot: whether all ranks run it forward a second time, which they do if the microbatch of
-    any rank asks for it."""
-    slots: tuple[tuple[int, ...], ...]
-    """By rank, by microbatch in order of forwards: its slot. Rising."""
-
-    @property
-    def ratio(self) -> float:
-        """Slots over the microbatches of the rank that has most; 1 is the least possible."""
-        longest = max(map(len, self.slots))
-        return len(self.parents) / longest if longest else 1.0
-
-    @property
-    def digest(self) -> str:
-        """16 hexadecimal digits that are equal if the common schedule is."""
-        text = f"{self.parents} {self.recomputed}"
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-    def cost_ratio(self, costs: Sequence[Sequence[float]]) -> float:
-        """The cost of all slots over that of the costliest rank; a slot costs what its costliest
-        microbatch does.
-
-        Args:
-            costs: by rank, by microbatch: its cost, in any unit.
-        """
-        highest = [0.0] * len(self.parents)
-        for slots, own in zip(self.slots, costs, strict=True):
-            for slot, cost in zip(slots, own, strict=True):
-                highest[slot] = max(highest[slot], cost)
-        costliest = max(sum(own) for own in costs)
-        return sum(highest) / costliest if costliest else 1.0
-
-    def microbatches(self, rank: int) -> tuple[int, ...]:
-        """By slot: the microbatch that a rank runs in it, by its position in the rank, or IDLE."""
-        found = [IDLE] * len(self.parents)
-        for microbatch, slot in enumerate(self.slots[rank]):
-            found[slot] = microbatch
-        return tuple(found)
-
-    @cached_property
-    def operations(self) -> tuple[tuple[str, int], ...]:
-        """Operations of every rank: (operation, slot) in order."""
-        found: list[tuple[str, int]] = []
-        opened: list[int] = []
-
-        def close(until: int) -> None:
-            while opened and opened[-1] != until:
-                slot = opened.pop()
-                if self.recomputed[slot]:
-                    found.append((RECOMPUTE, slot))
-                found.append((BACKWARD, slot))
-
-        for slot, parent in enumerate(self.parents):
-            close(parent)
-            found.append((FORWARD, slot))
-            opened.append(slot)
-        close(NO_PARENT)
-        return tuple(found)
-
-    def program(self, rank: int) -> tuple[SlotStep, ...]:
-        """`operations` with a rank's microbatches, by their positions in the rank, or IDLE."""
-        microbatches = self.microbatches(rank)
-        return tuple(SlotStep(op, slot, microbatches[slot]) for op, slot in self.operations)
-
-
-def align_shapes(
-    shapes: Sequence[Sequence[int]],
-    costs: Sequence[Sequence[float]] | None = None,
-    recomputed: Sequence[Sequence[bool]] | None = None,
-) -> Alignment:
-    """Find a common forest of slots for the microbatches of all ranks.
-
-    The number of slots is to be small. For two different shapes it is the least possible. For more
-    it is near it; `common_forest` says how it is found. Of as many slots, microbatches of similar
-    costs share slots, and so do recomputed ones. Ranks of one shape always get the same slots. The
-    result depends neither on the order of ranks nor on the process. Results for the last
-    CACHED_ALIGNMENTS sets of shapes, costs (rounded to quarters of the largest) and recomputed
-    microbatches are remembered.
-
-    Merging two shapes of n and m microbatches takes O(n m h d^2), where h is the depth and d the
-    greatest number of children in the larger one. k different shapes take k - 1 merges, and a
-    bounded amount of work to make the result smaller. Shapes of many hundreds of microbatches are
-    merged part by part, which takes about linear time and may take more slots than necessary.
+    The result depends on the arguments alone, and is the same in every process.
 
     Args:
-        shapes: by rank, by microbatch in order of first forwards: the position of the microbatch
-            that it is nested in, or NO_PARENT. A rank may have none.
-        costs: by rank, by microbatch: predicted milliseconds, or any other unit. None: all equal.
-        recomputed: by rank, by microbatch: whether it runs forward twice. None: none does.
+        programs: by rank; those of `Plan.program`, which begin forwards in any order that nests.
+        costs: by rank, by microbatch of its plan: predicted milliseconds, or any other unit.
+            Microbatches of similar costs then share slots. None: all equal.
 
     Raises:
-        PlanError: there is no rank; a shape is not that of a properly nested program; costs or
-            recomputed have other lengths than the shapes; a cost is negative or not finite.
+        PlanError: there is no rank, a program is not properly nested, or a cost is negative or not
+            finite.
     """
-    if not len(shapes):
-        raise PlanError(
-            "there are no shapes to align; give one of each rank, if only an empty one."
-        )
-    parents = [tuple(map(index, shape)) for shape in shapes]
-    for shape, rank in {shape: rank for rank, shape in enumerate(parents)}.items():
-        _check_nested(rank, shape)
-    levels = _levels(parents, costs)
-    if recomputed is None:
-        again = [(False,) * len(shape) for shape in parents]
-    else:
-        _check_lengths("recomputed", parents, recomputed)
-        again = [tuple(map(bool, own)) for own in recomputed]
-    members: dict[tuple[int, ...], Member] = {}
-    for shape, own_levels, own_again in zip(parents, levels, again, strict=True):
-        if not shape:
-            continue
-        if shape in members:
-            other = members[shape]
-            own_levels = tuple(map(max, own_levels, other.levels))
-            own_again = tuple(map(max, own_again, other.recomputed))
-        members[shape] = Member(shape, own_levels, own_again)
-    # The largest first; of equally large ones in any order that does not depend on the ranks.
-    order = sorted(members, key=lambda shape: (len(shape), shape), reverse=True)
-    common, slots = _common(tuple(members[shape] for shape in order))
-    slots_of = {(): (), **dict(zip(order, slots, strict=True))}
-    found = tuple(slots_of[shape] for shape in parents)
-    twice = [False] * len(common)
-    for own_slots, own_again in zip(found, again, strict=True):
-        for slot, value in zip(own_slots, own_again, strict=True):
-            twice[slot] |= value
-    return Alignment(common, tuple(twice), found)
+    if not programs:
+        raise PlanError("there are no programs to align; give one of each rank, if only empty.")
+    if not any(program.exchanges for program in programs):
+        return _align(programs, costs)
+    parts = [_around_and_inside(program) for program in programs]
+    around, inside = (_align(part, costs) for part in zip(*parts, strict=True))
+    scored = any(program.scores for program in programs)
+    return tuple(_exchanging(*each, scored) for each in zip(around, inside, strict=True))
 
 
-@lru_cache(maxsize=CACHED_ALIGNMENTS)
-def _common(members: tuple[Member, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Parents of the slots, and the slots of each member."""
-    if not members:
-        return (), ()
-    forest = CommonForest(members)
-    forest.refine()
-    slots = tuple(tuple(forest.slots(member)) for member in range(len(members)))
-    return tuple(forest.shape.parents), slots
+def _around_and_inside(program: Program) -> tuple[Program, Program]:
+    """Parts of a program: what runs around the exchanges (prompts that are sent), and the rest."""
+    around: list[Instruction] = []
+    inside: list[Instruction] = []
+    for instructions in (program.scores, program.training):
+        part = around
+        for instruction in instructions:
+            if instruction.exchanges:
+                part = inside if instruction.operation == SHARE else around
+            else:
+                part.append(instruction)
+    return Program(tuple(around)), Program(tuple(inside))
 
 
-def shape_of(program: Iterable[tuple[str, int]]) -> Nesting:
-    """Read from a program how its microbatches are nested, in O(n).
+def _exchanging(around: Program, inside: Program, scored: bool) -> Program:
+    """The program that `_around_and_inside` takes apart; `scored`: whether it has scores."""
+    number = int(scored)
+    share = Instruction(number, SHARE, 0, IDLE)
+    found: list[Instruction] = []
+    if scored:
+        found += [*around.scores, share._replace(pass_index=0, records=False)]
+        found += [i._replace(slot=i.slot + len(around.scores)) for i in inside.scores]
+    slots = 1 + max((i.slot for i in around.training), default=-1)
+    opening = [i for i in around.training if i.operation == FORWARD]
+    closing = around.training[len(opening) :]
+    if any(i.operation == FORWARD for i in closing):
+        raise PlanError("programs whose prompts do not lie around one another cannot be aligned")
+    within = [i._replace(slot=i.slot + slots) for i in inside.training]
+    training = [*opening, share, *within, share._replace(operation=RETURN), *closing]
+    found += [i._replace(pass_index=number) for i in training]
+    return Program(last_backward_marked(found))
 
-    Args:
-        program: (operation, microbatch) in order. Each microbatch has one FORWARD, then at most one
-            RECOMPUTE, then one BACKWARD; any numbers name microbatches.
+
+def _align(
+    programs: Sequence[Program], costs: Sequence[Sequence[float]] | None
+) -> tuple[Program, ...]:
+    """`align` of programs without exchanges."""
+    nodes = [nodes_of(program) for program in programs]
+    shapes = [tuple(node.parent for node in own) for own in nodes]
+    parents, slots_of = common_forest(shapes, _costs(nodes, costs))
+    slots = [slots_of[shape] for shape in shapes]
+    again, ends = [False] * len(parents), [0] * len(parents)
+    for own, own_slots in zip(nodes, slots, strict=True):
+        for node, slot in zip(own, own_slots, strict=True):
+            again[slot] |= node.recomputed
+            ends[slot] = max(ends[slot], node.ends)
+    # Where no rank leaves the last block early, the host cannot: idle ranks go through it as well.
+    early = not any(i.ends_at == BLOCKS for program in programs for i in program.instructions)
+    scores = _idle_scores(programs)
+    first = ENDS[0] if early else BLOCKS
+    training = _idle_training(parents, again, ends, first=first, number=int(len(scores) > 0))
+    found: list[Program] = []
+    # Ranks of one shape mostly have one program, which need not be made again.
+    made: dict[object, Program] = {}
+    for program, own, own_slots in zip(programs, nodes, slots, strict=True):
+        scored = tuple(i.microbatch for i in program.scores)
+        own_microbatches = tuple(node.microbatch for node in own)
+        key = own_slots, own_microbatches, scored
+        if key not in made:
+            in_slot = dict(zip(own_slots, own_microbatches, strict=True))
+            filled = [i._replace(microbatch=m) for i, m in zip(scores, scored, strict=False)]
+            filled += scores[len(scored) :]
+            filled += [
+                i._replace(microbatch=in_slot[i.slot]) if i.slot in in_slot else i for i in training
+            ]
+            made[key] = Program(tuple(filled))
+        found.append(made[key])
+    return tuple(found)
+
+
+def nodes_of(program: Program) -> list[Node]:
+    """How the microbatches of a program's forwards and backwards are nested, in O(n).
 
     Raises:
-        PlanError: the operations are not nested like that.
+        PlanError: a backward does not follow what ran inside of its microbatch.
     """
-    position: dict[int, int] = {}
-    parents: list[int] = []
-    recomputed: list[bool] = []
-    opened: list[int] = []
-    at, operation, microbatch = 0, "", 0
-
-    def here() -> str:
-        return f"step {at} of a program is the {operation} of microbatch {microbatch}"
-
-    for at, (operation, microbatch) in enumerate(program):  # noqa: B007 (of `here`)
+    found: list[Node] = []
+    opened: list[tuple[int, int]] = []
+    for at, (_, operation, slot, microbatch, ends, *_) in enumerate(program.training):
         if operation == FORWARD:
-            if microbatch in position:
-                raise PlanError(f"{here()}, which has run forward before; give each one forward.")
-            position[microbatch] = len(parents)
-            parents.append(position[opened[-1]] if opened else NO_PARENT)
-            recomputed.append(False)
-            opened.append(microbatch)
+            parent = opened[-1][1] if opened else NO_PARENT
+            opened.append((slot, len(found)))
+            found.append(Node(parent, microbatch, False, ENDS.index(ends)))
             continue
-        if operation not in (RECOMPUTE, BACKWARD):
+        if operation not in (RECOMPUTE, BACKWARD) or not opened or opened[-1][0] != slot:
             raise PlanError(
-                f"{here()}; operations are {FORWARD!r}, {RECOMPUTE!r} and {BACKWARD!r}. Leave out "
-                "others."
-            )
-        if not opened or opened[-1] != microbatch:
-            innermost = f"the innermost open one is {opened[-1]}" if opened else "none is open"
-            raise PlanError(
-                f"{here()}, and {innermost}; run the backwards of microbatches in reverse order of "
-                "their forwards."
+                f"instruction {at} is the {operation} of slot {slot}, which is not the innermost "
+                "open one.\nGive each forward one backward, in reverse order of the forwards."
             )
         if operation == BACKWARD:
             opened.pop()
-        elif recomputed[position[microbatch]]:
-            raise PlanError(f"{here()}, which is its second; give each at most one {RECOMPUTE}.")
         else:
-            recomputed[position[microbatch]] = True
+            node = opened[-1][1]
+            found[node] = found[node]._replace(recomputed=True, ends=ENDS.index(ends))
     if opened:
         raise PlanError(
-            f"a program ends before the backward of microbatch {opened[-1]}; add a backward for "
-            "each forward."
+            f"a program ends before the backward of slot {opened[-1][0]}.\nGive each forward one "
+            "backward."
         )
-    return Nesting(tuple(position), tuple(parents), tuple(recomputed))
+    return found
 
 
-def _check_nested(rank: int, shape: tuple[int, ...]) -> None:
-    path: list[int] = []
-    for node, parent in enumerate(shape):
-        while path and path[-1] != parent:
-            path.pop()
-        if not path and parent != NO_PARENT:
-            raise PlanError(
-                f"rank {rank}: microbatch {node} has the parent {parent}, which is not open when "
-                "it starts; number microbatches in order of their forwards, and give the number of "
-                f"one whose backward comes later, or {NO_PARENT} for none."
-            )
-        path.append(node)
-
-
-def _check_lengths(
-    name: str, shapes: list[tuple[int, ...]], values: Sequence[Sequence[object]]
-) -> None:
-    if len(values) != len(shapes):
-        raise PlanError(
-            f"{name} has {len(values)} entries and there are {len(shapes)} ranks; give one for "
-            "each."
-        )
-    for rank, (shape, own) in enumerate(zip(shapes, values, strict=True)):
-        if len(own) != len(shape):
-            raise PlanError(
-                f"rank {rank}: {name} has {len(own)} entries and there are {len(shape)} "
-                "microbatches; give one for each."
-            )
-
-
-def _levels(
-    shapes: list[tuple[int, ...]], costs: Sequence[Sequence[float]] | None
-) -> list[tuple[int, ...]]:
-    """Costs as whole numbers from 0 to LEVELS, so that every process computes alike."""
+def _costs(
+    nodes: Sequence[list[Node]], costs: Sequence[Sequence[float]] | None
+) -> list[list[float]]:
+    """By rank, by node: its cost as a part of the costliest microbatch's."""
     if costs is None:
-        return [(0,) * len(shape) for shape in shapes]
-    _check_lengths("costs", shapes, costs)
-    largest = 0.0
-    for rank, own in enumerate(costs):
-        for microbatch, cost in enumerate(own):
-            if not (isfinite(cost) and cost >= 0):
-                raise PlanError(
-                    f"rank {rank}: the cost of microbatch {microbatch} is {cost}; give a finite "
-                    "number of at least 0."
-                )
-            largest = max(largest, float(cost))
-    if not largest:
-        return [(0,) * len(shape) for shape in shapes]
-    return [tuple(round(LEVELS * (float(cost) / largest)) for cost in own) for own in costs]
+        own = [[float(node.microbatch != IDLE) for node in of_rank] for of_rank in nodes]
+    else:
+        own = [
+            [0.0 if node.microbatch == IDLE else cost[node.microbatch] for node in of_rank]
+            for of_rank, cost in zip(nodes, costs, strict=True)
+        ]
+    largest = max((cost for of_rank in own for cost in of_rank), default=0.0)
+    if not all(isfinite(cost) and cost >= 0 for of_rank in own for cost in of_rank):
+        raise PlanError(
+            "a microbatch's cost is negative or not finite; give numbers of at least 0."
+        )
+    return [
+        [cost / (largest or 1.0) * (AGAIN if node.recomputed else 1.0) for cost, node in pairs]
+        for pairs in (zip(*both, strict=True) for both in zip(own, nodes, strict=True))
+    ]
+
+
+def _idle_scores(programs: Sequence[Program]) -> list[Instruction]:
+    """The pass of scores of a rank without microbatches: as long as that of the rank with most."""
+    ends: list[int] = []
+    for program in programs:
+        own = [ENDS.index(i.ends_at) for i in program.scores]
+        ends += [0] * (len(own) - len(ends))
+        ends[: len(own)] = map(max, own, ends)
+    return [
+        Instruction(0, SCORE, slot, IDLE, ENDS[end], records=False) for slot, end in enumerate(ends)
+    ]
+
+
+def _idle_training(
+    parents: Sequence[int], again: Sequence[bool], ends: Sequence[int], *, first: str, number: int
+) -> list[Instruction]:
+    """Forwards and backwards of a rank without microbatches.
+
+    Args:
+        parents: by slot.
+        again: by slot, whether it is recomputed.
+        ends: by slot, how far the forward that records goes, as a position in ENDS.
+        first: how far a forward goes that is repeated.
+        number: of the pass.
+    """
+    found: list[Instruction] = []
+    opened: list[int] = []
+    for slot, parent in enumerate((*parents, NO_PARENT)):
+        while opened and opened[-1] != parent:
+            closed = opened.pop()
+            if again[closed]:
+                found.append(Instruction(number, RECOMPUTE, closed, IDLE, ENDS[ends[closed]]))
+            found.append(Instruction(number, BACKWARD, closed, IDLE, HEAD))
+        if slot < len(parents):
+            end = first if again[slot] else ENDS[ends[slot]]
+            found.append(Instruction(number, FORWARD, slot, IDLE, end, records=not again[slot]))
+            opened.append(slot)
+    if found:
+        found[-1] = found[-1]._replace(last_backward=True)
+    return found
+
+
+# The common forest
+# ------------------------------------------------------------
+
+
+def common_forest(
+    shapes: Sequence[Shape], costs: Sequence[Sequence[float]]
+) -> tuple[list[int], dict[Shape, Shape]]:
+    """A forest of slots that holds all shapes, at little cost of its slots in all.
+
+    A slot costs what its costliest microbatch does, and `SLOT_COST`. The largest shape comes first,
+    and each other one is laid over what the earlier ones came to (progressive alignment, after Feng
+    and Doolittle, Journal of Molecular Evolution 25 (1987), 351-360). Ranks of one shape get the
+    same slots.
+
+    Takes O(n m d) for each of the different shapes, for n and m microbatches and lists of d
+    siblings.
+
+    Args:
+        shapes: by rank.
+        costs: by rank, by microbatch: its cost, where 1 is the costliest's.
+
+    Returns:
+        By slot in order of forwards, the slot it is inside of; and by shape, its slots. Every slot
+        is used.
+    """
+    members: dict[Shape, Floats] = {}
+    for shape, own in zip(shapes, costs, strict=True):
+        members[shape] = np.maximum(members.get(shape, 0.0), np.asarray(own, np.float64))
+    parents: list[int] = []
+    highest = np.zeros(0)
+    slots: dict[Shape, Shape] = {}
+    # Of equally large shapes in any order that does not depend on the ranks.
+    for shape in sorted(members, key=lambda shape: (len(shape), shape), reverse=True):
+        parents, old, new = merged(parents, highest, shape, members[shape])
+        slots = {known: tuple(old[slot] for slot in those) for known, those in slots.items()}
+        slots[shape] = tuple(new)
+        before, highest = highest, np.zeros(len(parents))
+        highest[old] = before
+        highest[new] = np.maximum(highest[new], members[shape])
+    return parents, slots
+
+
+def merged(
+    base: Sequence[int], base_costs: Floats, shape: Sequence[int], costs: Floats
+) -> tuple[list[int], list[int], list[int]]:
+    """Lay one forest over another, so that nodes that lie over one another save most.
+
+    Two nodes save the lesser of their costs, and `SLOT_COST`. A node without counterpart becomes a
+    new one: around all trees of the other forest that follow at its place, or around none. (A new
+    node around some of them would at times save more. The exact alignment of ordered trees, Jiang,
+    Wang and Zhang, Theoretical Computer Science 143 (1995), 137-148, allows that, and takes several
+    times as long.)
+
+    Args:
+        base: [n] parents.
+        base_costs: [n]
+        shape: [m] parents of the forest to lay over it.
+        costs: [m]
+
+    Returns:
+        Parents of the result, [n] where nodes of the base are in it, and [m] where those of the
+        other forest are.
+    """
+    n, m = len(base), len(shape)
+    below, after, _ = _links(base)
+    below_m, after_m, end_m = _links(shape)
+    saved = np.minimum.outer(base_costs, costs) + SLOT_COST
+    # most[i, j]: the most that node i and its later siblings, with what is below them, can save
+    # over node j and its later siblings. No node is n, or m.
+    most = np.zeros((n + 1, m + 1))
+    below_j, after_j = np.asarray(below_m[:-1], int), np.asarray(after_m[:-1], int)
+    # Node j, its later siblings and what is below these, as pairs of a first and an end. For roots
+    # that is all that follows, whose running maximum takes O(m).
+    roots = np.asarray(shape, int) == NO_PARENT
+    ends_j = np.where(roots, np.arange(m) + 1, np.asarray(end_m, int))
+    lists = np.stack([np.arange(m), ends_j], axis=1).ravel()
+    best = np.zeros(m + 1)
+    for i in reversed(range(n)):
+        inside, rest = most[below[i]], most[after[i]]
+        over = saved[i] + inside[below_j] + rest[after_j]
+        # Else i is new, around all of the others or none; or so are j and some that follow it.
+        np.maximum(over, np.maximum(inside[:m], rest[:m]), out=best[:m])
+        of_roots = np.maximum.accumulate(best[::-1])[:0:-1]
+        most[i, :m] = np.where(roots, of_roots, np.maximum.reduceat(best, lists)[::2])
+
+    parents: list[int] = []
+    old, new = [0] * n, [0] * m
+    todo = [(0, 0, NO_PARENT)]
+    while todo:
+        i, j, parent = todo.pop()
+        if i == n and j == m:
+            continue
+        value = most[i, j]
+        if j < m and value == most[i, after_m[j]]:  # j is new, around none
+            uses, inside_of, follows = (False, True), (n, below_m[j]), (i, after_m[j])
+        elif i < n and value == most[after[i], j]:
+            uses, inside_of, follows = (True, False), (below[i], m), (after[i], j)
+        elif value == most[i, below_m[j]]:  # j is new, around all
+            uses, inside_of, follows = (False, True), (i, below_m[j]), (n, after_m[j])
+        elif value == most[below[i], j]:
+            uses, inside_of, follows = (True, False), (below[i], j), (after[i], m)
+        else:
+            uses, inside_of, follows = (True, True), (below[i], below_m[j]), (after[i], after_m[j])
+        if uses[0]:
+            old[i] = len(parents)
+        if uses[1]:
+            new[j] = len(parents)
+        todo += [(*follows, parent), (*inside_of, len(parents))]
+        parents.append(parent)
+    return parents, old, new
+
+
+def _links(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """First children and next siblings [n + 1], where n is none, and ends of sibling lists [n].
+
+    The list that a node is in, with all below, ends before the node `end`.
+    """
+    n = len(parents)
+    ends = list(range(1, n + 1))  # one more than the last node below each
+    for node in reversed(range(n)):
+        if parents[node] != NO_PARENT:
+            ends[parents[node]] = max(ends[parents[node]], ends[node])
+    below = [node + 1 if ends[node] > node + 1 else n for node in range(n)]
+    lists = [n if parent == NO_PARENT else ends[parent] for parent in parents]
+    after = [n if end == last else end for end, last in zip(ends, lists, strict=True)]
+    return [*below, n], [*after, n], lists

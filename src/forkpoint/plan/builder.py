@@ -23,7 +23,7 @@ from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, Meter
 from forkpoint.plan.pricing.prices import Prices
 from forkpoint.plan.program import Program
 from forkpoint.plan.runs import LeftOut, labels_run, run_lengths, sort_running
-from forkpoint.plan.trunks import Trunk, classes_of, cut_below
+from forkpoint.plan.shared_prompts import PlannedPrompt, classes_of, cut_below
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
 from forkpoint.units import exactly
@@ -64,12 +64,12 @@ class Builder:
         config: Config,
         capabilities: Capabilities | None = None,
         measured_budget: int | None = None,
-        trunks: tuple[Trunk, ...] | None = None,
+        prompts: tuple[PlannedPrompt, ...] | None = None,
         runs: IntArray | None = None,
     ) -> None:
-        """`measured_budget`: the bytes that a memory_budget of "auto" stands for, if any. `trunks`:
-        of a step whose ranks exchange them; None where ranks do not, or there is one. `runs`: as
-        `make_plan` takes it."""
+        """`measured_budget`: the bytes that a memory_budget of "auto" stands for, if any.
+        `prompts`: of a step whose ranks exchange them; None where ranks do not, or there is one.
+        `runs`: as `make_plan` takes it."""
         batch, shape, calibration = prices.batch, prices.shape, prices.calibration
         self.batch: RolloutBatch = batch
         self.capabilities: Capabilities = capabilities or Capabilities()
@@ -109,8 +109,8 @@ class Builder:
         firsts = np.unique(batch.token_ids[batch.offsets[:-1]])
         self.unique_tokens: int = int(order.new_edges.sum()) + len(firsts)
         self.tree_order: SortedRollouts = order
-        self.trunks: tuple[Trunk, ...] | None = trunks
-        if self.last_tokens or trunks or self.left_out.tokens:
+        self.prompts: tuple[PlannedPrompt, ...] | None = prompts
+        if self.last_tokens or prompts or self.left_out.tokens:
             self.tree_order = self._sorted(one_class)
         self.longest: int = int(self.tree_order.edges.max(initial=1))
         self.orders: dict[str, SortedRollouts] = {"tree": self.tree_order}
@@ -129,7 +129,7 @@ class Builder:
         return self.orders[sharing]
 
     def _sorted(self, classes: IntArray) -> SortedRollouts:
-        classes = classes_of(self.trunks or (), classes)
+        classes = classes_of(self.prompts or (), classes)
         return sort_running(self.batch, classes, self.runs, last_tokens=self.last_tokens)
 
     def forest(self, sharing: str) -> Forest:
@@ -138,7 +138,7 @@ class Builder:
         sharing = self._as(sharing)
         if sharing not in self._forests:
             forest = build_forest(self.order(sharing), len(self.batch))
-            self._forests[sharing] = cut_below(forest, self.trunks or ())
+            self._forests[sharing] = cut_below(forest, self.prompts or ())
         return self._forests[sharing]
 
     def _as(self, sharing: str) -> str:
@@ -329,7 +329,7 @@ class Builder:
                 microbatches_of_whole_paths(order, len(self.batch), tokens, multiple)
             if boundary == "mixed" and not padded:
                 forest, microbatches = microbatches_mixed(
-                    forest, tokens, multiple, self.trunks or ()
+                    forest, tokens, multiple, self.prompts or ()
                 )
             else:
                 forest, microbatches = microbatches_across(
@@ -380,7 +380,7 @@ class Builder:
                 self.windows,
                 [s for m in microbatches if m.trunk == "received" for s in m.segments],
             ),
-            split="" if self.trunks is None else "exchange",
+            split="" if self.prompts is None else "exchange",
             fingerprint=self.fingerprint,
             capabilities=self.capabilities,
             memory_budget_bytes=self.budget,

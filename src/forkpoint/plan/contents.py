@@ -13,7 +13,6 @@ import numpy as np
 
 from forkpoint.errors import PlanError
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.exchanging import exchanging
 from forkpoint.plan.pricing.cost import ModelShape, Work
 from forkpoint.plan.program import (
     BACKWARD,
@@ -25,6 +24,7 @@ from forkpoint.plan.program import (
     waits_for,
 )
 from forkpoint.plan.runs import LeftOut
+from forkpoint.plan.shared_prompts import exchanging
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray
@@ -182,7 +182,7 @@ class PlanContents:
     def event(self, instruction: Instruction) -> str:
         """An instruction in words, such as "forward prefix 0"."""
         if instruction.exchanges:
-            return f"{instruction.operation} trunks"
+            return f"{instruction.operation} prompts"
         name = "idle" if instruction.idle else self.microbatch_names[instruction.microbatch]
         return f"{instruction.operation} {name}"
 

@@ -1,4 +1,5 @@
-"""The choice of how ranks hold sharded weights in a step, from what is predicted of both ways.
+"""The choices of ranks in a step, from predicted costs: how they hold sharded weights, and whether
+they replicate or exchange the prompts that several of them have (`plan.shared_prompts`).
 
 In lockstep weights are gathered for each forward and backward, which all ranks run together: each
 instruction takes as long as on the slowest rank, and no less than gathering takes. Gathered once,
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from forkpoint.config import Gather
+from forkpoint.config import Gather, Split
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
@@ -27,7 +28,8 @@ FLOPs that a rank computes while a byte arrives. At 500 TFLOPS it stands for 244
 GPUs of one host gather at. It is taken where no calibration has measured the link.
 """
 NOISE = 0.005
-"""Gathering for each microbatch takes less memory, and is preferred within so much."""
+"""Gathering for each microbatch takes less memory, and replicating prompts needs nothing of the
+link: both are preferred within so much."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class RankCosts:
     once: float | None = 0.0
     """Its whole step where weights are gathered once; None where that is not possible."""
     parts: tuple[float, ...] = ()
-    """Of that, before, between and after the exchanges of trunks; empty where there are none."""
+    """Of that, before, between and after the exchanges of prompts; empty where there are none."""
     why_not: str = ""
     """Why it is not."""
     link: LinkPrices | None = None
@@ -216,3 +218,107 @@ def cost_of(plan: Plan, meter: Meter, instruction: Instruction) -> float:
     if instruction.operation == BACKWARD:
         return meter.backward(microbatch)
     return meter.forward(microbatch, boundary_only=instruction.ends_at != HEAD)
+
+
+# Prompts that several ranks have
+# ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """Treatment of prompts that several ranks have in one step, and why."""
+
+    split: Split
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExchangeOffer:
+    """One rank's part of a step in which prompts are exchanged."""
+
+    program: Program
+    costs: tuple[float, ...]
+    """By microbatch: predicted."""
+    held: RankCosts
+    link: "LinkSizes"
+
+
+@dataclass(frozen=True)
+class LinkSizes:
+    """Bytes of one model that prompts take on the link, and weights that its price is read from."""
+
+    token: int = 0
+    """Prefix cache of one token."""
+    gradient: int = 0
+    """Gradients of it."""
+    state: int = 0
+    """Recurrent states, and the inputs of convolutions before them, with their gradients."""
+    weights: int = 1
+    """Of the blocks' matrix products, in 16 bits."""
+    tensors: int = 0
+    """How many transfers prefix caches take: keys, values and states of each layer have their own.
+    """
+
+    @classmethod
+    def of(cls, shape: ModelShape | None) -> "LinkSizes":
+        """Those of a shape; nothing is known without."""
+        if shape is None:
+            return cls()
+        return cls(
+            shape.boundary_bytes_per_token,
+            shape.boundary_gradient_bytes_per_token,
+            shape.state_bytes,
+            2 * shape.linear_parameters,
+            2 * shape.layers,
+        )
+
+
+def step_cost(
+    gathering: Gathering | None, aligned: Sequence[Program], costs: Sequence[RankCosts]
+) -> float:
+    """Predicted cost of a step whose weights are held so; None: nothing is gathered."""
+    if gathering is None:
+        return apart_cost(costs)
+    if gathering.gather == "step":
+        return apart_cost(costs) + 2 * gathering_cost(costs)
+    return predicted(aligned, costs)[0]
+
+
+def link_cost(
+    prompts: Sequence[tuple[int, int, Sequence[int]]],
+    sizes: LinkSizes,
+    costs: Sequence[RankCosts],
+) -> float:
+    """Predicted cost of sending all shared prompts and getting their gradients back.
+
+    Args:
+        prompts: edges, owner and ranks of each.
+        sizes: of the model.
+        costs: by rank.
+
+    As long as it takes on the rank that sends or receives most: at the rate that a calibration has
+    measured, or else at that at which weights are gathered (`GATHER_TOKENS`).
+    """
+    out, back = [0] * len(costs), [0] * len(costs)
+    for edges, owner, ranks in prompts:
+        nbytes = edges * (sizes.token + sizes.gradient) + sizes.state
+        for rank in ranks:
+            if rank != owner:
+                out[owner] += nbytes
+                back[rank] += nbytes
+    most = max(*out, *back)
+    link = link_prices(costs)
+    if link is not None:
+        return most * link.byte + 2 * sizes.tensors * link.transfer * (most > 0)
+    return nominal_gathering_cost(costs) * most / sizes.weights
+
+
+def choose_split(asked: str, replicated: float, exchanged: float) -> Splitting:
+    """Replication or exchange, of which the predicted costs are given, links included."""
+    if asked == "exchange":
+        return Splitting("exchange", "as asked")
+    if exchanged < replicated * (1 - NOISE):
+        ratio = replicated / exchanged if exchanged else 1.0
+        return Splitting("exchange", f"predicted {ratio:.2f}x faster than replicating prompts")
+    ratio = exchanged / replicated if replicated else 1.0
+    return Splitting("replicate", f"predicted {ratio:.2f}x faster than exchanging prompts")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.errors import PlanError
-from forkpoint.plan.trunks import Trunk
+from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, SortedRollouts, build_forest
 
@@ -169,14 +169,14 @@ def microbatches_mixed(
     forest: Forest,
     max_microbatch_tokens: int,
     multiple: int = 1,
-    trunks: Sequence[Trunk] = (),
+    prompts: Sequence[PlannedPrompt] = (),
 ) -> tuple[Forest, list[Microbatch]]:
     """Microbatches of whole subtrees below microbatches of what is too large for one (boundary
     mixed).
 
     A segment whose subtree does not fit in a microbatch belongs to the spine. Spines are small
     where trees are bushy, so microbatches of whole subtrees can be filled well while little stays
-    open around them. The `trunks`, each the first edges of a tree of its own, are spines as well,
+    open around them. The `prompts`, each the first edges of a tree of its own, are spines as well,
     around everything: those that other ranks send in one microbatch, which does not run, and those
     that this rank sends in as few as they fit in.
     """
@@ -184,11 +184,11 @@ def microbatches_mixed(
     below, length = forest.children(), forest.length.tolist()
     subtree = forest.subtree_edges().tolist()
     drafts: list[_Draft] = []
-    every = [segment for trunk in trunks for segment in trunk.segments(forest)]
-    sent = [s for trunk in trunks if not trunk.received for s in trunk.segments(forest)]
+    every = [segment for trunk in prompts for segment in trunk.segments(forest)]
+    sent = [s for trunk in prompts if not trunk.received for s in trunk.segments(forest)]
     for segments in _in_order(sent, length, max_microbatch_tokens):
         drafts.append(_Draft(len(drafts) - 1, segments, trunk="sent"))
-    received = [s for trunk in trunks if trunk.received for s in trunk.segments(forest)]
+    received = [s for trunk in prompts if trunk.received for s in trunk.segments(forest)]
     if received:
         drafts.append(_Draft(len(drafts) - 1, received, trunk="received"))
     inside = set(every)

@@ -13,7 +13,7 @@ from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.prices import Prices
 from forkpoint.plan.routing import RouterDemand
-from forkpoint.plan.trunks import Trunk
+from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
 from forkpoint.units import shown
@@ -35,7 +35,7 @@ def make_plan(
     measured_budget_bytes: int | None = None,
     tempers: bool = True,
     routers: RouterDemand | None = None,
-    trunks: tuple[Trunk, ...] | None = None,
+    prompts: tuple[PlannedPrompt, ...] | None = None,
     runs: IntArray | None = None,
 ) -> Plan:
     """Plan a batch.
@@ -57,8 +57,9 @@ def make_plan(
         tempers: whether the head's outputs depend on temperatures, as log-probs do and a critic's
             values do not. An edge then has an entry for each temperature at which it is trained.
         routers: demands of routers' statistics; None where there are no such statistics.
-        trunks: of a step in which ranks exchange trunks, those of this rank, none of them too; the
-            configuration must allow it (`plan.trunks.can_exchange`). None where they do not.
+        prompts: of a step in which ranks exchange prompts, those of this rank, none of them
+            too; the configuration must allow it (`plan.shared_prompts.cannot_exchange`). None
+            where they do not.
         runs: int64 [N], how many edges of each rollout run, from its first: what
             `plan.runs.run_lengths` gives. None: all.
 
@@ -73,10 +74,10 @@ def make_plan(
     if capabilities is None:
         capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
     prices = Prices(batch, shape, coupling, calibration, tempers=tempers, routers=routers)
-    builder = Builder(prices, config, capabilities, measured_budget_bytes, trunks, runs)
+    builder = Builder(prices, config, capabilities, measured_budget_bytes, prompts, runs)
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
-    if trunks:
+    if prompts:
         sharings, boundaries = ("tree" if config.sharing == AUTO else config.sharing,), ("mixed",)
     plans: list[Plan] = []
     candidates: list[Candidate] = []

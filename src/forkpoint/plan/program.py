@@ -37,8 +37,8 @@ class Instruction(NamedTuple):
     several microbatches needs two: scores, then forwards and backwards."""
     operation: str
     """SCORE: a forward without a graph. FORWARD. RECOMPUTE: the forward again, for the activations
-    that were not kept. BACKWARD. SHARE: ranks send one another prefix caches of trunks. RETURN: and
-    the gradients of these. Both are of no microbatch, and all ranks of the step take part."""
+    that were not kept. BACKWARD. SHARE: ranks send one another prefix caches of prompts. RETURN:
+    and the gradients of these. Both are of no microbatch, and all ranks of the step take part."""
     slot: int
     """The place in the nesting of forwards and backwards. Ranks whose programs were aligned run
     the same slots at the same time. In the program of one device it is the microbatch."""
@@ -110,6 +110,16 @@ class Program:
     def exchanges(self) -> bool:
         """Whether ranks exchange prefix caches in it."""
         return any(i.exchanges for i in self.instructions)
+
+
+def last_backward_marked(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
+    """The instructions, with the last backward among them, and no other, as the step's last."""
+    found = [i._replace(last_backward=False) for i in instructions]
+    for at in reversed(range(len(found))):
+        if found[at].operation == BACKWARD:
+            found[at] = found[at]._replace(last_backward=True)
+            break
+    return tuple(found)
 
 
 def _scores(instruction: Instruction) -> bool:
@@ -249,7 +259,7 @@ def waits_for(
 
 
 def _of_pass(program: Program, at: int, microbatches: Sequence[Microbatch]) -> set[int]:
-    """Instructions that an exchange waits for: that of caches for forwards of trunks, that of
+    """Instructions that an exchange waits for: that of caches for forwards of prompts, that of
     gradients for all other backwards."""
     exchange = program.instructions[at]
     returns = exchange.operation == RETURN

@@ -46,7 +46,7 @@ def check_program(plan: PlanContents) -> None:
         wanted = [(SHARE, 0, IDLE), (RETURN, 0, IDLE)][: 2 if part is training else 1]
         _require(
             exchanges == (wanted if plan.split == "exchange" else []),
-            "its program exchanges trunks with other ranks otherwise than it says",
+            "its program exchanges prompts with other ranks otherwise than it says",
         )
     _check_each(plan, scores, training)
     backwards = [i.last_backward for i in instructions if i.operation == BACKWARD]

@@ -10,7 +10,7 @@ from forkpoint.engine.compiling import WARNING
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
-from forkpoint.engine.trunk_exchange import TrunkExchange
+from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, RankError
 from forkpoint.losses.base import Loss, is_own
 from forkpoint.parallel.agreement import (
@@ -27,7 +27,7 @@ from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks, Statisti
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan import Plan
 from forkpoint.plan.program import Program
-from forkpoint.plan.trunks import Trunk
+from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.rank_plans import ExchangePlans, Ways
 from forkpoint.step.sample_checks import SampleChecks
@@ -61,8 +61,8 @@ class JointStep:
         self.agreement: Agreement | None = None
         """None where this rank is alone, and before `agree`."""
         self.ranks: StepOfRanks | None = None
-        self.exchange: TrunkExchange | None = None
-        """Of trunks, where ranks have agreed on one."""
+        self.exchange: PromptExchange | None = None
+        """Of prompts, where ranks have agreed on one."""
         self._met = False
         """Whether all ranks have run the forwards of the sample."""
         self._batch: RolloutBatch | None = None
@@ -91,7 +91,7 @@ class JointStep:
             loss: of `forward_backward`. A function's gradients are averaged over the ranks.
             scores: whether forwards alone run.
             sampled: whether the model is compared with the stock model where that is due.
-            exchanges: whether ranks may exchange trunks.
+            exchanges: whether ranks may exchange prompts.
             numbers: what ranks with the same batch have in common besides it, but for rounding.
             statistics: this rank's part of statistics of routers.
 
@@ -108,14 +108,14 @@ class JointStep:
         ranks = group.ranks
         while True:
             found = looked_at()
-            own = self.ways.trunks(batch, found[0]) if exchanges else {}
+            own = self.ways.prompts(batch, found[0]) if exchanges else {}
             share = statistics(found)
             proposal, once = self._proposal(
                 call, found, batch, loss=loss, scores=scores, sampled=sampled, share=share
             )
             if ranks.shares_batches:
                 proposal = replace(proposal, contents=contents_of(batch, found[:1], numbers(found)))
-            proposal = replace(proposal, trunks={name: each.edges for name, each in own.items()})
+            proposal = replace(proposal, prompts={name: each.edges for name, each in own.items()})
             proposals = ranks.exchange(proposal)
             least = least_budget(proposals)
             if least is None:
@@ -139,7 +139,7 @@ class JointStep:
                 gather=gather,
                 batches=ranks.batches if ranks.shares_batches else None,
                 split=self.config.split,
-                trunks=shared,
+                prompts=shared,
             )
         except ForkpointError:  # the same on all ranks
             ranks.phase = "told"
@@ -211,19 +211,19 @@ class JointStep:
     def _chosen(
         self, plan: Plan, once: Plan | None, scores: bool, plans: ExchangePlans | None
     ) -> Plan:
-        """The plan for the way to hold weights, and for what is done about trunks, that was agreed
+        """The plan for the way to hold weights, and for what is done about prompts, that was agreed
         on; `agreement.program` runs."""
         assert self.agreement is not None and self.host.group is not None
         gathering, splitting = self.agreement.gathering, self.agreement.splitting
-        own: tuple[Trunk, ...] = ()
-        if self.agreement.trunks:
+        own: tuple[PlannedPrompt, ...] = ()
+        if self.agreement.prompts:
             assert plans is not None
-            plan, once, own = plans.lockstep, plans.once, plans.trunks
+            plan, once, own = plans.lockstep, plans.once, plans.prompts
         if gathering is not None and self.host.group.gathers:
             if gathering.gather == "step":
                 plan = once or plan
                 program = plan.program
-                if not self.agreement.trunks:
+                if not self.agreement.prompts:
                     statistics = self.agreement.statistics
                     gathers = statistics is not None and statistics.gathers
                     program = _program(plan, scores, gathers or bool(self.agreement.parts))
@@ -231,11 +231,11 @@ class JointStep:
             plan = replace(plan, gather=gathering.gather, gather_reason=gathering.reason)
         if splitting is not None:
             plan = replace(plan, split=splitting.split, split_reason=splitting.reason)
-        if self.agreement.trunks:
+        if self.agreement.prompts:
             assert self.ranks is not None
-            trunks = self.agreement.trunks
+            prompts = self.agreement.prompts
             host = self.host
-            self.exchange = TrunkExchange(self.ranks, trunks, own, plan, host.model, host.device)
+            self.exchange = PromptExchange(self.ranks, prompts, own, plan, host.model, host.device)
         return plan
 
     def _give_up_compiling(self, proposals: Sequence[Proposal]) -> None:

@@ -14,10 +14,10 @@ from forkpoint.engine.engine import Engine
 from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.guard import Step, StepOutcome
 from forkpoint.engine.host import Host, Settings
+from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
 from forkpoint.engine.timing import Observer
-from forkpoint.engine.trunk_exchange import TrunkExchange
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.tensor_parallel import ModelParallel
 from forkpoint.hosts.unreduced import check_reduced
@@ -37,7 +37,7 @@ from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import run_lengths
-from forkpoint.plan.trunks import Trunk
+from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import Rollout, RolloutBatch, short
 from forkpoint.step.differentiable import FirstHalf, GivenWeights, sizes_of
 from forkpoint.step.joint_steps import JointStep, kind_of, run_joint_step
@@ -122,7 +122,7 @@ class PolicySteps:
         budget_bytes: int | None,
         routers: RouterDemand | None = None,
         *,
-        trunks: tuple[Trunk, ...] | None = None,
+        prompts: tuple[PlannedPrompt, ...] | None = None,
     ) -> Plan:
         """The plan within a budget."""
         loss = None if loss is None else as_loss(loss)
@@ -138,7 +138,7 @@ class PolicySteps:
             measured_budget_bytes=budget_bytes,
             tempers=self.host.head == "logprobs",
             routers=routers,
-            trunks=trunks,
+            prompts=prompts,
             runs=self._runs(batch, loss, routers),
         )
 
@@ -162,10 +162,10 @@ class PolicySteps:
         budget_bytes: int | None,
         /,
         *,
-        trunks: tuple[Trunk, ...] | None = None,
+        prompts: tuple[PlannedPrompt, ...] | None = None,
     ) -> Plan:
         """The plan another way, with what routers have demanded of the first."""
-        return self._planned(batch, loss, budget_bytes, demands[-1], trunks=trunks)
+        return self._planned(batch, loss, budget_bytes, demands[-1], prompts=prompts)
 
     def _run(self, work: Callable[[Step], T], plan: Plan | None) -> T:
         """Run a step's work, and once more with a lower budget where memory ran out.
@@ -321,7 +321,7 @@ class PolicySteps:
         ranks: StepOfRanks | None,
         routing: Routing | None,
         replay: RouteReplay | None,
-        exchange: TrunkExchange | None = None,
+        exchange: PromptExchange | None = None,
     ) -> Engine:
         """The engine of a step with backwards."""
         return Engine(

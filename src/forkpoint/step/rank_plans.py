@@ -1,5 +1,5 @@
 """Plans of a rank beside the one for lockstep in which it runs all of its rollouts' tokens: for
-weights that are gathered once a step, and for trunks that ranks exchange."""
+weights that are gathered once a step, and for prompts that ranks exchange."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,18 +12,18 @@ from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.errors import PlanError
 from forkpoint.parallel.agreement import Proposal
 from forkpoint.plan import Plan
-from forkpoint.plan.gathering import RankCosts, costs_of_rank
+from forkpoint.plan.gathering import ExchangeOffer, LinkSizes, RankCosts, costs_of_rank
 from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.shared_trunks import (
-    OwnTrunk,
-    SharedTrunk,
-    own_of,
-    shared_trunks,
-    trunks_of,
+from forkpoint.plan.shared_prompts import (
+    PlannedPrompt,
+    PromptOfBatch,
+    SharedPrompt,
+    cannot_exchange,
+    planned_prompts,
+    prompts_of,
+    shared_prompts,
     worth_pricing,
 )
-from forkpoint.plan.splitting import Exchanged, LinkSizes, cannot_exchange
-from forkpoint.plan.trunks import Trunk
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.units import shown
 
@@ -32,15 +32,15 @@ class Again(Protocol):
     """Makes a rank's plan another way."""
 
     def __call__(
-        self, budget_bytes: int | None, /, *, trunks: tuple[Trunk, ...] | None = None
+        self, budget_bytes: int | None, /, *, prompts: tuple[PlannedPrompt, ...] | None = None
     ) -> Plan: ...
 
 
 @dataclass(frozen=True)
 class ExchangePlans:
-    """Plans of a rank for a step in which trunks are exchanged."""
+    """Plans of a rank for a step in which prompts are exchanged."""
 
-    trunks: tuple[Trunk, ...]
+    prompts: tuple[PlannedPrompt, ...]
     """Of this rank."""
     lockstep: Plan
     once: Plan | None
@@ -96,10 +96,10 @@ class Ways:
         costs = costs_of_rank(plan, once, self.calibration(), scores=scores, why_not=why_not)
         return costs, once
 
-    # Trunks
+    # Prompts
     # ------------------------------------------------------------
 
-    def trunks(self, batch: RolloutBatch, plan: Plan) -> dict[str, OwnTrunk]:
+    def prompts(self, batch: RolloutBatch, plan: Plan) -> dict[str, PromptOfBatch]:
         """By digest, what other ranks may have as well, where this rank can exchange it.
 
         `plan` is one of the batch, in which this rank runs all of that.
@@ -110,27 +110,27 @@ class Ways:
         able = able and batch.routed_experts is None
         if not able or self.config.split == "replicate" or cannot_exchange(self.config):
             return {}
-        return trunks_of(batch, plan.run_lengths)
+        return prompts_of(batch, plan.run_lengths)
 
-    def common(self, proposals: Sequence[Proposal]) -> tuple[SharedTrunk, ...]:
-        """Trunks of several ranks that are to be priced, the same on all; none where ranks do not
+    def common(self, proposals: Sequence[Proposal]) -> tuple[SharedPrompt, ...]:
+        """Prompts of several ranks that are to be priced, the same on all; none where ranks do not
         make the same call, which is refused."""
         if any(p.error is not None for p in proposals) or len({p.call for p in proposals}) > 1:
             return ()
         tokens = [sum(proposal.costs) for proposal in proposals]
-        found = shared_trunks([proposal.trunks for proposal in proposals], tokens)
+        found = shared_prompts([proposal.prompts for proposal in proposals], tokens)
         asked = self.config.split == "exchange"
         return found if asked or worth_pricing(found, tokens) else ()
 
     def exchanged(
         self,
-        shared: tuple[SharedTrunk, ...],
-        own: Mapping[str, OwnTrunk],
+        shared: tuple[SharedPrompt, ...],
+        own: Mapping[str, PromptOfBatch],
         plan: Plan,
         *,
         scores: bool,
-    ) -> tuple[Exchanged | str, ExchangePlans | None]:
-        """This rank's part of a step in which trunks are exchanged, or why it has none.
+    ) -> tuple[ExchangeOffer | str, ExchangePlans | None]:
+        """This rank's part of a step in which prompts are exchanged, or why it has none.
 
         Args:
             shared: all of the step.
@@ -142,10 +142,10 @@ class Ways:
         assert group is not None
         if self.again is None:
             return "its plan was given", None
-        trunks = own_of(shared, own, group.ranks.index)
+        prompts = planned_prompts(shared, own, group.ranks.index)
         ways = self
-        if trunks:
-            ways = replace(self, again=partial(self.again, trunks=trunks))
+        if prompts:
+            ways = replace(self, again=partial(self.again, prompts=prompts))
             try:
                 plan = ways.again(self.budgets.of(self.host, self.config))  # type: ignore[misc]
             except PlanError as error:
@@ -159,10 +159,10 @@ class Ways:
             return replace(plan, split="exchange").with_program(scores=scores)
 
         lockstep = exchanging(plan)
-        plans = ExchangePlans(trunks, lockstep, None if once is None else exchanging(once))
+        plans = ExchangePlans(prompts, lockstep, None if once is None else exchanging(once))
         calibration = self.calibration()
         costs = costs_of_rank(lockstep, plans.once, calibration, why_not=held.why_not)
-        return Exchanged(
+        return ExchangeOffer(
             plans.lockstep.program,
             tuple(float(m.tokens) for m in plan.microbatches),
             costs,

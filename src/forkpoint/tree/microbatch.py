@@ -46,7 +46,7 @@ class Microbatch:
     """Places after the last segment of a packed microbatch, so that its length is a multiple of
     what the host takes. They are a sequence of their own, which nothing else reads."""
     trunk: Literal["", "sent", "received"] = ""
-    """Whether it holds trunks, which several ranks read: sent to the others, or received from
+    """Whether it holds prompts, which several ranks read: sent to the others, or received from
     them, so that it does not run here."""
 
     @property

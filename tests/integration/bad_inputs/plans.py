@@ -167,7 +167,7 @@ PLANS = (
     ),
     plan_kind(
         "The plan of a step in which ranks exchanged prompts",
-        lambda: policy().forward_backward(BATCH, losses.GRPO(), plan=make_plan(BATCH, trunks=())),
+        lambda: policy().forward_backward(BATCH, losses.GRPO(), plan=make_plan(BATCH, prompts=())),
         message="this plan is of a step in which ranks exchanged prefix caches, and says nothing "
         "of the other ranks. Make a plan with policy.plan(batch), or give none.",
         means="What other ranks send is agreed on in each step, and is no part of a plan.",

@@ -48,8 +48,7 @@ from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.runs import run_lengths
-from forkpoint.plan.splitting import cannot_exchange
-from forkpoint.plan.trunks import Trunk
+from forkpoint.plan.shared_prompts import PlannedPrompt, cannot_exchange
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.rollouts.traces import RolloutFile
 
@@ -223,7 +222,7 @@ class Plan:
         device: DeviceMemory | None,
         *,
         rewarded: bool,
-        trunks: tuple[Trunk, ...] | None = None,
+        prompts: tuple[PlannedPrompt, ...] | None = None,
     ) -> MadePlan:
         """The plan of a batch; errors of batches that are not the first say which it is.
 
@@ -243,7 +242,7 @@ class Plan:
                 coupling=coupling(self.loss, batch),
                 calibration=calibration,
                 measured_budget_bytes=None if device is None else device.budget_bytes,
-                trunks=trunks,
+                prompts=prompts,
                 runs=run_lengths(batch, zero),
             )
         except ForkpointError as error:

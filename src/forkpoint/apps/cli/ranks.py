@@ -14,18 +14,18 @@ from forkpoint.parallel.placement.place import place_paths
 from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.trunks import Trunk
+from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 
 PLACEMENTS = ("forkpoint", "token counts", "file order")
 
 
 class MakePlan(Protocol):
-    """Makes the plan of some rollouts, as a policy would; with `trunks`, of ranks that exchange
+    """Makes the plan of some rollouts, as a policy would; with `prompts`, of ranks that exchange
     them."""
 
     def __call__(
-        self, batch: RolloutBatch, /, *, trunks: tuple[Trunk, ...] | None = None
+        self, batch: RolloutBatch, /, *, prompts: tuple[PlannedPrompt, ...] | None = None
     ) -> Plan: ...
 
 
@@ -124,12 +124,12 @@ class Ranks:
         if not self.exchanges:
             return None, 0
         try:
-            others, trunks = exchange_plans(parts, plans, lambda b, t: make(b, trunks=t))
+            others, prompts = exchange_plans(parts, plans, lambda b, t: make(b, prompts=t))
         except PlanError:  # they do not fit
             return None, 0
-        if not trunks:
+        if not prompts:
             return None, 0
-        return predict_step(others, self.calibration, trunks), len(trunks)
+        return predict_step(others, self.calibration, prompts), len(prompts)
 
     def _over_share(self, cost: float) -> float:
         """A cost over an equal share of what one rank would take for all."""

@@ -36,39 +36,26 @@ class Placement:
         return int(self.load.max())
 
 
-def greedy(items: Items, ranks: int, most: int, affinity: int) -> Placement:
-    """Place items, the costliest first.
+def greedy(items: Items, ranks: int) -> Placement:
+    """Place items, the costliest first, each on the rank whose load is least afterwards.
 
-    An item goes to a rank that it does not fill beyond `most`, where the load and `affinity` times
-    what the item adds is least. With an affinity of 1 that is the rank that is emptiest afterwards;
-    with more, items stay near those that they share with. If it fits nowhere it goes where the
-    load is least afterwards.
+    What an item shares with those that a rank has already costs nothing more there.
     """
     load = np.zeros(ranks, np.int64)
     held = np.zeros((len(items.shared_cost), ranks), np.int64)
     rank = np.zeros(len(items), np.int64)
     whole, begin = items.whole, items.begin.tolist()
     cost_of = items.shared_cost[items.shared]
-    # Equal ones in an order of no meaning: those that follow each other tend to share a little, and
+    # Equal ones in a scrambled order: those that follow each other tend to share a little, and
     # would meet on one rank, where what shares a little is packed as one.
     scrambled = np.arange(len(items)) * SCRAMBLE % (1 << 32)
     for item in np.lexsort((scrambled, -whole)).tolist():
         own = slice(begin[item], begin[item + 1])
         segments = items.shared[own]
-        alone = whole[item]
-        if len(segments):
-            saved = np.add.reduce(held.take(segments, axis=0), axis=0)
-            after = load - saved
-            chosen = int(after.argmin())
-            if affinity > 1 and after[chosen] + alone <= most:
-                near = after - (affinity - 1) * saved
-                near[after > most - alone] = NOWHERE
-                chosen = int(near.argmin())
-            load[chosen] = after[chosen] + alone
-            held[segments, chosen] = cost_of[own]
-        else:
-            chosen = int(load.argmin())
-            load[chosen] += alone
+        after = load - np.add.reduce(held.take(segments, axis=0), axis=0)
+        chosen = int(after.argmin())
+        load[chosen] = after[chosen] + whole[item]
+        held[segments, chosen] = cost_of[own]
         rank[item] = chosen
     return Placement(items, rank, load)
 

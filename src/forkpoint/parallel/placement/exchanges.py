@@ -1,8 +1,8 @@
 """The exchange of prompts between ranks, as far as placing needs to price it.
 
 Ranks that have rollouts of one group can run its prompt each, or one of them runs it and sends its
-prefix cache to the others (`forkpoint.plan.exchanging`). All ranks run the prompts that they own,
-then exchange, then run the rest. Whichever is predicted to take less time is what a step does, so
+prefix cache to the others (`forkpoint.plan.shared_prompts`). All ranks run the prompts that they
+own, then exchange, then run the rest. A step does whichever is predicted to take less time, so
 placements are compared by the cheaper of the two.
 """
 
@@ -14,10 +14,9 @@ from forkpoint.parallel.placement.items import Priced, shared_edges_of
 from forkpoint.parallel.placement.packed import lockstep_cost
 from forkpoint.parallel.placement.paths import Paths
 from forkpoint.parallel.placement.rates import Rates
-from forkpoint.plan.gathering import GATHER_TOKENS, prices_of
+from forkpoint.plan.gathering import GATHER_TOKENS, LinkSizes, prices_of
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import LINEAR_BACKWARD, ModelShape
-from forkpoint.plan.splitting import LinkSizes
 from forkpoint.tree.forest import IntArray, SortedRollouts
 
 
@@ -112,7 +111,7 @@ class Prompts:
         order = np.argsort(groups, kind="stable")
         bounds = np.searchsorted(groups[order], np.stack([self.group, self.group + 1]))
         readers = [np.unique(rank[order[a:b]]) for a, b in bounds.T.tolist()]
-        # As `shared_trunks` gives them to ranks.
+        # As `shared_prompts` gives them to ranks.
         tokens = np.zeros(ranks, np.int64)
         counts = np.asarray([len(own) for own in readers])
         for prompt in np.lexsort((counts, -self.edges)).tolist():

@@ -53,12 +53,6 @@ class Items:
         before = np.concatenate([[0], np.cumsum(self.shared_cost[self.shared])])
         return self.own + before[self.begin[1:]] - before[self.begin[:-1]]
 
-    @cached_property
-    def shared_lists(self) -> list[list[int]]:
-        """[I] the shared segments of each item."""
-        flat = self.shared.tolist()
-        return [flat[low:high] for low, high in pairwise(self.begin.tolist())]
-
 
 @dataclass(frozen=True, eq=False)
 class Priced:
@@ -125,10 +119,6 @@ class Priced:
                 item[by_group.rollouts[begin:end]] = count
                 count += 1
         return item
-
-    def costs_of(self, item: IntArray) -> IntArray:
-        """[I] cost of each item on a rank of its own."""
-        return _ByItem.of(self, item).cost
 
     @cached_property
     def _by_group(self) -> "_ByItem":

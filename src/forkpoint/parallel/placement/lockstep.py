@@ -9,22 +9,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from forkpoint.plan import Plan
-from forkpoint.plan.align_programs import align
-from forkpoint.plan.exchanging import align_exchanging, exchanging
+from forkpoint.plan.align import align
 from forkpoint.plan.gathering import (
     Gathering,
+    LinkSizes,
     RankCosts,
     apart_cost,
     choose_gathering,
     cost_of,
     costs_of_rank,
+    link_cost,
     meter_of,
 )
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.program import Program
-from forkpoint.plan.shared_trunks import SharedTrunk, own_of, shared_trunks, trunks_of
-from forkpoint.plan.splitting import LinkSizes, link_cost
-from forkpoint.plan.trunks import Trunk
+from forkpoint.plan.shared_prompts import (
+    PlannedPrompt,
+    SharedPrompt,
+    exchanging,
+    planned_prompts,
+    prompts_of,
+    shared_prompts,
+)
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -58,30 +64,30 @@ class RanksStep:
 def predict_step(
     plans: Sequence[Plan | None],
     calibration: Calibration | None = None,
-    trunks: Sequence[SharedTrunk] = (),
+    prompts: Sequence[SharedPrompt] = (),
 ) -> RanksStep:
     """Predict the step of ranks that each have a plan.
 
-    Copies to the host's memory are not counted, nor is communication but that of trunks: what is
+    Copies to the host's memory are not counted, nor is communication but that of prompts: what is
     predicted is computation, and waiting for that of others. An idle instruction is counted as
     free, because there is always a rank that does not idle it.
 
     Args:
         plans: by rank; None where a rank has no rollouts.
         calibration: that the plans were priced with, if any.
-        trunks: those that the ranks exchange, if the plans are of `exchange_plans`.
+        prompts: those that the ranks exchange, if the plans are of `exchange_plans`.
 
     Raises:
         PlanError: there is no rank.
     """
     meters = [plan and meter_of(plan, calibration) for plan in plans]
-    nothing = exchanging(Program(), (), scores=_scored(plans)) if trunks else Program()
+    nothing = exchanging(Program(), (), scores=_scored(plans)) if prompts else Program()
     programs = [plan.program if plan else nothing for plan in plans]
     costs = [
         [meter.forward(m) + meter.backward(m) for m in plan.microbatches] if plan and meter else []
         for plan, meter in zip(plans, meters, strict=True)
     ]
-    aligned = (align_exchanging if trunks else align)(programs, costs)
+    aligned = align(programs, costs)
     length = len(aligned[0].instructions)
     slowest = [0.0] * length
     own = []
@@ -97,9 +103,9 @@ def predict_step(
     shares = [costs_of_rank(plan, plan, calibration) if plan else RankCosts() for plan in plans]
     gathering = choose_gathering("auto", aligned, shares)
     link = 0.0
-    if trunks:
+    if prompts:
         sizes = LinkSizes.of(next(plan.shape for plan in plans if plan))
-        link = link_cost([(t.edges, t.owner, t.ranks) for t in trunks], sizes, shares)
+        link = link_cost([(t.edges, t.owner, t.ranks) for t in prompts], sizes, shares)
     once = apart_cost(shares)
     return RanksStep(sum(slowest) + link, once + link, tuple(own), length, gathering)
 
@@ -107,39 +113,39 @@ def predict_step(
 def exchange_plans(
     batches: Sequence[RolloutBatch | None],
     plans: Sequence[Plan | None],
-    make: Callable[[RolloutBatch, tuple[Trunk, ...]], Plan],
-) -> tuple[list[Plan | None], tuple[SharedTrunk, ...]]:
+    make: Callable[[RolloutBatch, tuple[PlannedPrompt, ...]], Plan],
+) -> tuple[list[Plan | None], tuple[SharedPrompt, ...]]:
     """Plans of ranks that exchange the prompts that several of them have, and those prompts.
 
-    Without any, the plans are those given, and there are no trunks.
+    Without any, the plans are those given, and there are no prompts.
 
     Args:
         batches: by rank; None where a rank has no rollouts.
         plans: of these, each rank running all of its tokens.
-        make: makes the plan of a rank's rollouts with its trunks.
+        make: makes the plan of a rank's rollouts with its prompts.
 
     Raises:
         PlanError: the settings have no such plan.
     """
     own = [
-        trunks_of(batch, plan.run_lengths) if batch and plan else {}
+        prompts_of(batch, plan.run_lengths) if batch and plan else {}
         for batch, plan in zip(batches, plans, strict=True)
     ]
     edges = [{name: trunk.edges for name, trunk in each.items()} for each in own]
     tokens = [float(plan.computed_tokens) if plan else 0.0 for plan in plans]
-    shared = shared_trunks(edges, tokens)
+    shared = shared_prompts(edges, tokens)
     if not shared:
         return list(plans), ()
     found: list[Plan | None] = []
     for rank, (batch, plan) in enumerate(zip(batches, plans, strict=True)):
-        trunks = own_of(shared, own[rank], rank)
+        prompts = planned_prompts(shared, own[rank], rank)
         if batch and plan:
-            plan = make(batch, trunks) if trunks else replace(plan, split="exchange")
+            plan = make(batch, prompts) if prompts else replace(plan, split="exchange")
         found.append(plan)
     scores = _scored(found)
     return [plan and plan.with_program(scores=scores) for plan in found], shared
 
 
 def _scored(plans: Sequence[Plan | None]) -> bool:
-    """Whether a pass of scores comes first on any rank, and so on all that exchange trunks."""
+    """Whether a pass of scores comes first on any rank, and so on all that exchange prompts."""
     return any(plan is not None and plan.program.has_scores for plan in plans)

@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 
 Model = ModelShape | Mapping[str, Any] | str | Path | None
 
-AFFINITIES = (1, 4, 16)
-"""How much more what an item adds to a rank may count than how full the rank is."""
-FILL = 50
-"""Ranks are filled beyond the mean by one part of so many, as long as there is room elsewhere."""
-CLOSE = 0.01
-"""Placements whose fullest ranks differ by less are as good as each other."""
 SPLITS = (1.0, 0.5, 0.25)
 """Groups that cost more than these parts of the mean may be split, one after the other."""
 EVEN = 1.02
@@ -211,15 +205,7 @@ class _Search:
             return np.zeros(len(self.priced.paths), np.int64)
         share = self.priced.total // self.ranks
         groups = self.priced.items(self.priced.groups())
-        # Without segments that items share there is nothing to stay near to.
-        able = AFFINITIES if len(groups.shared_cost) else AFFINITIES[:1]
-        ways = [greedy(groups, self.ranks, share + share // FILL, near) for near in able]
-        # The least affinity that is about as good: what shares a little had better be apart.
-        enough = min(way.most for way in ways) * (1 + CLOSE)
-        near, placed = next(
-            (near, way) for near, way in zip(able, ways, strict=True) if way.most <= enough
-        )
-        placed = [improved(placed)]
+        placed = [improved(greedy(groups, self.ranks))]
         for part in () if self.whole_groups else SPLITS:
             before = placed[-1]
             if before.most <= EVEN * int(before.load.sum()) / self.ranks:
@@ -227,7 +213,7 @@ class _Search:
             items = self.priced.items(self.priced.split(int(part * share), self.price))
             if len(items) == len(before.items):
                 continue
-            split = improved(greedy(items, self.ranks, share + share // FILL, near))
+            split = improved(greedy(items, self.ranks))
             if split.most < before.most:
                 placed.append(split)
         known = [in_rounds(groups, self.ranks)[groups.item], *self._naive()]
@@ -268,7 +254,7 @@ class _Search:
     def _in_parts(self, share: int) -> Placement:
         """Small parts of groups: what is small fills the slots of all ranks alike."""
         items = self.priced.items(self.priced.split(share // PARTS, self.price))
-        return improved(greedy(items, self.ranks, share + share // FILL, AFFINITIES[0]))
+        return improved(greedy(items, self.ranks))
 
     def _with_prompts_apart(self, groups: Items, share: int) -> Iterator[IntArray]:
         """Placements [N] that pay little for a prompt on a further rank, of as many groups as there
@@ -278,10 +264,8 @@ class _Search:
             chosen = costliest[:several]
             priced = Prompts.of(self.priced, chosen, left=1 / LITTLE).priced
             items = priced.items(self.priced.split(share // PARTS, lambda _: 0, chosen))
-            most = priced.total // self.ranks
-            for near in AFFINITIES:
-                placed = improved(greedy(items, self.ranks, most + most // FILL, near))
-                yield placed.rank[items.item]
+            placed = improved(greedy(items, self.ranks))
+            yield placed.rank[items.item]
 
     def _exchanged_cost(self, rank: IntArray) -> int:
         """Predicted cost of a step whose ranks exchange the prompts that several of them have."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.engine.trunk_exchange import TrunkExchange
+from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError, RankError
 from forkpoint.losses import GRPO, GSPO, Loss, ValueLoss
 from forkpoint.parallel import watch
@@ -155,7 +155,7 @@ def test_without_the_gradients_that_come_back_a_step_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The negative control."""
-    monkeypatch.setattr(TrunkExchange, "_return", lambda *_: None)
+    monkeypatch.setattr(PromptExchange, "_return", lambda *_: None)
     for rank in run_ranks(2, compared, of(wrap=replicated)):
         assert rank["error"] > 1e-4 and rank["loss"] < BAR
 
@@ -199,7 +199,7 @@ def failed_and_repeated(wrap: Any, gather: Any, moment: str) -> tuple[str, float
     rank = VICTIMS[moment]
 
     def hook(*_: Any) -> None:
-        exchanged = "share trunks" in events
+        exchanged = "share prompts" in events
         if moment != "loss" and failing and exchanged == (moment == "between"):
             raise MemoryError("of the test")
 
@@ -312,7 +312,7 @@ def nothing_else_changes(gather: Any) -> list[str]:
 @pytest.mark.slow
 def test_other_calls_replicate() -> None:
     for events in run_ranks(2, nothing_else_changes, "step"):
-        assert not any("trunks" in event for event in events)
+        assert not any("prompts" in event for event in events)
 
 
 def differing() -> None:

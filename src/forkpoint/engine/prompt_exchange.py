@@ -1,6 +1,6 @@
-"""The exchange of trunks between ranks: their prefix caches once, and the gradients of these once.
+"""The exchange of prompts between ranks: their prefix caches once, and the gradients of these once.
 
-The rank that owns a trunk runs it as any microbatch that others read. What it leaves in the cache
+The rank that owns a prompt runs it as any microbatch that others read. What it leaves in the cache
 is copied into the caches of the other ranks, whose microbatches read it there as if it had been
 computed there. Their sums of gradients are added to the owner's, whose backward injects the whole.
 """
@@ -18,8 +18,7 @@ from forkpoint.parallel.ranks import Phase
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import RETURN, SHARE, Instruction
-from forkpoint.plan.shared_trunks import SharedTrunk
-from forkpoint.plan.trunks import Trunk
+from forkpoint.plan.shared_prompts import PlannedPrompt, SharedPrompt
 
 Layout = dict[tuple[str, str], tuple[bool, tuple[int, ...], torch.dtype]]
 """By the name of a module and of a tensor within it: as `PrefixCache.layout`."""
@@ -27,14 +26,14 @@ Run = tuple[int, int]
 """First place, and one past the last."""
 
 
-class TrunkExchange(Feature):
-    """The trunks of one step, as this rank sends and receives them."""
+class PromptExchange(Feature):
+    """The prompts of one step, as this rank sends and receives them."""
 
     def __init__(
         self,
         step: StepOfRanks,
-        trunks: Sequence[SharedTrunk],
-        own: Sequence[Trunk],
+        prompts: Sequence[SharedPrompt],
+        own: Sequence[PlannedPrompt],
         plan: Plan,
         model: nn.Module,
         device: torch.device,
@@ -42,7 +41,7 @@ class TrunkExchange(Feature):
         """
         Args:
             step: of the ranks.
-            trunks: all of the step, the same on all ranks.
+            prompts: all of the step, the same on all ranks.
             own: those that this rank has rollouts of.
             plan: this rank's.
             model: the same on all ranks, but for its weights.
@@ -53,17 +52,17 @@ class TrunkExchange(Feature):
         self._names: dict[int, str] = {id(m): name for name, m in self._modules.items()}
         here = step.ranks.index
         self._sent: dict[int, list[int]] = {}
-        """By rank that reads them, the numbers of this rank's trunks."""
+        """By rank that reads them, the numbers of this rank's prompts."""
         self._received: dict[int, list[int]] = {}
-        """By rank that owns them, the numbers of trunks that this rank reads."""
-        for number, trunk in enumerate(trunks):
-            for reader in trunk.ranks:
-                if reader == trunk.owner:
+        """By rank that owns them, the numbers of prompts that this rank reads."""
+        for number, prompt in enumerate(prompts):
+            for reader in prompt.ranks:
+                if reader == prompt.owner:
                     continue
-                if trunk.owner == here:
+                if prompt.owner == here:
                     self._sent.setdefault(reader, []).append(number)
                 elif reader == here:
-                    self._received.setdefault(trunk.owner, []).append(number)
+                    self._received.setdefault(prompt.owner, []).append(number)
         self._segments: dict[int, list[int]] = {t.number: t.segments(plan.forest) for t in own}
         self._plan = plan
         self._device = device
@@ -131,7 +130,7 @@ class TrunkExchange(Feature):
     ) -> list[tuple[Tensor, list[Run]]]:
         """Send places of a buffer; return what arrives, with the places that it is of.
 
-        `sent` and `received`: by rank, the numbers of trunks.
+        `sent` and `received`: by rank, the numbers of prompts.
         """
         operations: list[dist.P2POp] = []
         arriving: list[tuple[Tensor, list[Run]]] = []
@@ -160,7 +159,7 @@ class TrunkExchange(Feature):
         return self._modules[name[0]], name[1]
 
     def _runs(self, numbers: Sequence[int], *, of_states: bool) -> list[Run]:
-        """Places of these trunks in this rank's cache, in order, neighbours joined."""
+        """Places of these prompts in this rank's cache, in order, neighbours joined."""
         found: list[Run] = []
         for begin, end in self._places(numbers, of_states=of_states):
             if found and found[-1][1] == begin:

@@ -1,0 +1,251 @@
+"""Prompts that several ranks have: found by digests, each run by one rank for all of them.
+
+A *shared prompt* is what the rollouts of a group share before any trained token, where the group
+has rollouts on several ranks. The rank that owns it runs it. All ranks meet twice: when the prefix
+caches of all shared prompts are there, and when the gradients of these are. Between the two each
+runs the rest of its program.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.config import AUTO, Config
+from forkpoint.plan.program import (
+    FORWARD,
+    IDLE,
+    RETURN,
+    SHARE,
+    Instruction,
+    Program,
+    last_backward_marked,
+)
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree import Microbatch
+from forkpoint.tree.forest import Forest, IntArray
+
+LEAST_SHARE = 0.02
+"""Exchanging is priced where as large a part of all ranks' tokens would not have to run again."""
+
+
+@dataclass(frozen=True)
+class PromptOfBatch:
+    """First tokens of rollouts of this rank, before any that is trained."""
+
+    edges: int
+    rollouts: tuple[int, ...]
+    """Positions in this rank's batch."""
+
+
+@dataclass(frozen=True)
+class SharedPrompt:
+    """A prompt that several ranks have; the same on all of them."""
+
+    digest: str
+    edges: int
+    owner: int
+    """Index of the rank that runs it."""
+    ranks: tuple[int, ...]
+    """Indices of those that have rollouts of it, the owner's among them."""
+
+
+@dataclass(frozen=True)
+class PlannedPrompt:
+    """A shared prompt in the plan of one rank that has rollouts of it.
+
+    No token of it is trained. The rank that owns it runs it, and sends its prefix cache to the
+    others, whose gradients come back.
+    """
+
+    number: int
+    """Of all shared prompts of the step, the same on all ranks."""
+    edges: int
+    rollouts: tuple[int, ...]
+    """Positions in this rank's batch."""
+    received: bool
+    """Whether another rank owns it."""
+
+    def segments(self, forest: Forest) -> list[int]:
+        """Its segments in a forest that is cut where it ends, from the root down."""
+        path = forest.path(int(forest.leaf[self.rollouts[0]]))
+        return [segment for segment in path if forest.start[segment] < self.edges]
+
+
+# Prompts of a batch, and of all ranks
+# ------------------------------------------------------------
+
+
+def cannot_exchange(config: Config) -> str:
+    """The option that keeps a rank from exchanging prompts; empty where none does."""
+    if config.sharing == "none":
+        return "sharing is 'none'"
+    if config.boundary not in (AUTO, "mixed"):
+        return f"boundary is {config.boundary!r}"
+    return "leaf_layout is 'padded'" if config.leaf_layout == "padded" else ""
+
+
+def prompts_of(batch: RolloutBatch, runs: IntArray) -> dict[str, PromptOfBatch]:
+    """By digest of its tokens, what the rollouts of each group share before any trained token.
+
+    Groups that share the same belong together. Rollouts that do not run are left out.
+
+    Args:
+        batch: the rollouts.
+        runs: int64 [N], how many edges of each run; none run beyond the last trained token.
+    """
+    found: dict[str, PromptOfBatch] = {}
+    mask = np.asarray(batch.loss_mask) != 0
+    for number in np.unique(batch.group_index[runs > 0]).tolist():
+        rollouts = np.flatnonzero((batch.group_index == number) & (runs > 0))
+        tokens = untrained_prefix(batch.token_ids, batch.offsets, mask, rollouts)
+        if tokens < 2:
+            continue
+        begin = int(batch.offsets[rollouts[0]])
+        content = np.ascontiguousarray(batch.token_ids[begin : begin + tokens], np.int64)
+        digest = hashlib.blake2b(content.tobytes(), digest_size=16).hexdigest()
+        others = found[digest].rollouts if digest in found else ()
+        found[digest] = PromptOfBatch(tokens - 1, (*others, *rollouts.tolist()))
+    return found
+
+
+def untrained_prefix(
+    token_ids: NDArray[np.integer], offsets: IntArray, mask: NDArray[np.bool_], rollouts: IntArray
+) -> int:
+    """How many first tokens all of these rollouts share before any of them trains on one.
+
+    Args:
+        token_ids: [T], those of the batch back to back.
+        offsets: [N + 1].
+        mask: [T], what is trained.
+        rollouts: positions in the batch, at least one.
+    """
+    first = int(rollouts[0])
+    own = token_ids[offsets[first] : offsets[first + 1]]
+    shared = len(own)
+    for rollout in rollouts.tolist():
+        begin, end = int(offsets[rollout]), int(offsets[rollout + 1])
+        shared = min(shared, end - begin)
+        for differs in (
+            mask[begin : begin + shared],
+            token_ids[begin : begin + shared] != own[:shared],
+        ):
+            if differs[:shared].any():
+                shared = min(shared, int(differs[:shared].argmax()))
+    return shared
+
+
+def shared_prompts(
+    prompts: Sequence[Mapping[str, int]], tokens: Sequence[float]
+) -> tuple[SharedPrompt, ...]:
+    """Prompts that at least two ranks have, each owned by the rank that has fewest tokens of them.
+
+    All ranks run the prompts that they own before anything else goes on, so these are balanced by
+    themselves: the longest first, and of those as long the ones that fewest ranks could run. Of
+    ranks with equally many the one owns it that has least to do besides.
+
+    Args:
+        prompts: by rank, the edges of each of its prompts, by digest.
+        tokens: by rank, of its microbatches, prompts included.
+    """
+    ranks: dict[str, list[int]] = {}
+    edges: dict[str, int] = {}
+    for rank, own in enumerate(prompts):
+        for digest, length in own.items():
+            ranks.setdefault(digest, []).append(rank)
+            edges[digest] = length
+    shared = [digest for digest, those in ranks.items() if len(those) > 1]
+    load = list(tokens)
+    for digest in shared:
+        for rank in ranks[digest]:
+            load[rank] -= edges[digest]
+    found = []
+    owned = [0] * len(tokens)
+    for digest in sorted(shared, key=lambda d: (-edges[d], len(ranks[d]), d)):
+        owner = min(ranks[digest], key=lambda rank: (owned[rank], load[rank], rank))
+        owned[owner] += edges[digest]
+        found.append(SharedPrompt(digest, edges[digest], owner, tuple(ranks[digest])))
+    return tuple(found)
+
+
+def worth_pricing(prompts: Sequence[SharedPrompt], tokens: Sequence[float]) -> bool:
+    """Whether enough tokens would not have to run again."""
+    spared = sum(prompt.edges * (len(prompt.ranks) - 1) for prompt in prompts)
+    return spared > LEAST_SHARE * sum(tokens)
+
+
+def planned_prompts(
+    prompts: Sequence[SharedPrompt], own: Mapping[str, PromptOfBatch], index: int
+) -> tuple[PlannedPrompt, ...]:
+    """Those of the prompts that this rank has, as its plan takes them."""
+    return tuple(
+        PlannedPrompt(
+            number, prompt.edges, own[prompt.digest].rollouts, received=prompt.owner != index
+        )
+        for number, prompt in enumerate(prompts)
+        if index in prompt.ranks
+    )
+
+
+# In the plan of one rank
+# ------------------------------------------------------------
+
+
+def cut_below(forest: Forest, prompts: tuple[PlannedPrompt, ...]) -> Forest:
+    """The forest with its trees cut where prompts end.
+
+    The rollouts of a prompt share no token with others, so its first segment is a root.
+    """
+    return forest.split({prompt.segments(forest)[-1]: prompt.edges for prompt in prompts})
+
+
+def classes_of(prompts: tuple[PlannedPrompt, ...], classes: IntArray) -> IntArray:
+    """int64 [N] which rollouts may share: those of a prompt with each other alone.
+
+    classes: int64 [N], none negative, which may otherwise share.
+    """
+    found = classes.copy()
+    for prompt in prompts:
+        found[list(prompt.rollouts)] = -1 - prompt.number
+    return found
+
+
+# Programs that meet
+# ------------------------------------------------------------
+
+
+def exchanging(program: Program, microbatches: Sequence[Microbatch], *, scores: bool) -> Program:
+    """The program of a rank that exchanges prompts with others in the step.
+
+    It does not run the microbatch that it receives. All ranks have run the forwards of prompts that
+    they send, and nothing else, before the prefix caches are exchanged, and run the backwards of
+    these last, once they have the gradients.
+
+    Args:
+        program: what `step_program` gave; prompts lie around everything else.
+        microbatches: those of the plan.
+        scores: whether a pass of scores comes first on any rank.
+    """
+    prompts = {m.index: m.trunk for m in microbatches if m.trunk}
+
+    def parts(instructions: Iterable[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
+        own = [i for i in instructions if prompts.get(i.microbatch) != "received"]
+        return (
+            [i for i in own if i.microbatch in prompts],
+            [i for i in own if i.microbatch not in prompts],
+        )
+
+    found: list[Instruction] = []
+    number = int(scores)
+    if scores:
+        around, inside = parts(program.scores)
+        found += [*around, Instruction(0, SHARE, 0, IDLE, records=False), *inside]
+    around, inside = parts(program.training)
+    forwards = [i for i in around if i.operation == FORWARD]
+    backwards = [i for i in around if i.operation != FORWARD]
+    share, back = (Instruction(number, operation, 0, IDLE) for operation in (SHARE, RETURN))
+    every = [*forwards, share, *inside, back, *backwards]
+    found += [i._replace(pass_index=number, last_backward=False) for i in every]
+    return Program(last_backward_marked(found))
