@@ -244,7 +244,7 @@ def check_schedule(plan: Plan) -> None:
     scored = [(i.operation, i.microbatch) for i in plan.score_program.instructions]
     assert scored == [("score", index) for index in forwards]
     assert len(set(plan.events())) == len(plan.events()) == len(plan.program.instructions)
-    check_order(plan.waits_for(), range(len(plan.events())))
+    check_order(plan.waits_for(), range(len(plan.program.units)))
     check_program(plan)
 
 

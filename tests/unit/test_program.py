@@ -67,24 +67,61 @@ def test_the_program_of_a_coupled_loss_by_hand() -> None:
 def test_dependencies_by_hand() -> None:
     plan = three_levels()
     plan = plan.with_program(scores=False)
-    # F0 F1 F2 B2 B1 F3 F4 B4 B3 B0: the prompts 1 and 3 lie in the same places of the cache.
+    # F0 F1 F2 B2 B1 F3 F4 B4 B3 B0
     assert plan.waits_for() == (
         *((), (0,), (1,), (2,), (1, 3)),
-        *((0, 4), (5,), (6,), (5, 7), (0, 4, 8)),
+        *((0,), (5,), (6,), (5, 7), (0, 4, 8)),
     )
     both = plan.with_program(scores=True).waits_for()
-    # Scores: prompt 3 takes the places of prompt 1, which response 2 has read by then.
-    assert both[:5] == ((), (0,), (1,), (0, 1, 2), (3,))
+    assert both[:5] == ((), (0,), (1,), (0,), (3,))
     scores = (0, 1, 2, 3, 4)
     assert both[5:8] == (scores, (*scores, 5), (*scores, 6))
 
 
+def test_a_recompute_and_its_backward_are_one_unit() -> None:
+    plan = three_levels(activations="recompute").with_program(scores=False)
+    kept = three_levels().with_program(scores=False)
+    assert plan.waits_for() == kept.waits_for()
+    operations = [[i.operation for i in unit] for unit in plan.program.units]
+    assert operations == [
+        *([FORWARD], [FORWARD], [FORWARD], [BACKWARD], [RECOMPUTE, BACKWARD]),
+        *([FORWARD], [FORWARD], [BACKWARD], [RECOMPUTE, BACKWARD], [RECOMPUTE, BACKWARD]),
+    ]
+    other = plan.reordered([0, 5, 1, 6, 2, 7, 3, 8, 4, 9])
+    assert other.program.units == tuple(
+        plan.program.units[at] for at in (0, 5, 1, 6, 2, 7, 3, 8, 4, 9)
+    )
+
+
 def test_an_order_that_breaks_a_dependency_is_refused() -> None:
     plan = three_levels().with_program(scores=False)
-    with pytest.raises(PlanError, match="instruction 5 runs before instruction 4"):
-        plan.reordered([0, 1, 2, 5, 3, 4, 6, 7, 8, 9])
-    with pytest.raises(PlanError, match="give the position of each instruction once"):
+    with pytest.raises(PlanError, match="unit 4 runs before unit 3"):
+        plan.reordered([0, 1, 2, 4, 3, 5, 6, 7, 8, 9])
+    with pytest.raises(PlanError, match="give the position of each unit once"):
         plan.reordered([0, 1, 2, 3])
+
+
+def test_slots_follow_the_order() -> None:
+    plan = three_levels().with_program(scores=False)
+
+    def slots(plan: Plan) -> list[int]:
+        return [m.cache_begin[0] for m in plan.microbatches]
+
+    # One prompt after the other: both have the same slots, above those of what they share.
+    assert (slots(plan), plan.cache_tokens) == ([0, 4, -1, 4, -1], 7)
+    # Both prompts at once, as stages of a pipeline would run them.
+    both = plan.reordered([0, 1, 5, 2, 6, 3, 7, 4, 8, 9])
+    assert (slots(both), both.cache_tokens) == ([0, 4, -1, 7, -1], 10)
+    assert both.predicted_peak_bytes is None and both.predicted_ms is None
+
+
+configs = st.builds(
+    Config,
+    sharing=st.sampled_from(("none", "group", "tree")),
+    boundary=st.sampled_from(("across", "mixed")),
+    max_microbatch_tokens=st.integers(1, 12),
+    activations=st.sampled_from(("keep", "recompute")),
+)
 
 
 def any_order(plan: Plan, rng: random.Random) -> list[int]:
@@ -97,13 +134,46 @@ def any_order(plan: Plan, rng: random.Random) -> list[int]:
     return order
 
 
-configs = st.builds(
-    Config,
-    sharing=st.sampled_from(("none", "group", "tree")),
-    boundary=st.sampled_from(("across", "mixed")),
-    max_microbatch_tokens=st.integers(1, 12),
-    activations=st.sampled_from(("keep", "recompute")),
-)
+@settings(max_examples=150 if FULL else 60, derandomize=True, deadline=None)
+@given(batches(), configs, st.booleans(), st.randoms(use_true_random=False))
+def test_in_any_order_slots_do_not_clash(
+    batch: RolloutBatch, config: Config, coupled: bool, rng: random.Random
+) -> None:
+    """Slots of captures that live at the same time are apart, and within the stated bound."""
+    coupling = np.zeros(len(batch), np.int64) if coupled else None
+    nested = make_plan(batch, config=config, coupling=coupling)
+    plan = nested.reordered(any_order(nested, rng))
+    captured = [
+        [
+            (begin, begin + int(plan.forest.length[s]))
+            for s, begin in zip(m.segments, m.cache_begin, strict=True)
+            if begin >= 0
+        ]
+        for m in plan.microbatches
+    ]
+    sizes = [sum(end - begin for begin, end in runs) for runs in captured]
+    live: dict[int, set[int]] = {}
+    peak = 0
+    bound = 0
+    for i in plan.program.training:
+        if i.operation == FORWARD and sizes[i.microbatch]:
+            held = set().union(*live.values())
+            own = {slot for begin, end in captured[i.microbatch] for slot in range(begin, end)}
+            assert not held & own and max(own) < plan.cache_tokens
+            peak = max(peak, len(held | own))
+            bound = max(bound, len(held) + len(live) * (len(own) - 1) + len(own))
+            live[i.microbatch] = own
+        elif i.operation == BACKWARD:
+            live.pop(i.microbatch, None)
+    assert not live
+    assert peak <= plan.cache_tokens
+    if not plan.program.scores:  # which may come in another order, and need other slots
+        assert plan.cache_tokens <= bound
+    again = plan.with_program(scores=plan.program.has_scores)
+    assert [m.cache_begin for m in again.microbatches] == [
+        m.cache_begin for m in nested.microbatches
+    ]
+    assert again.cache_tokens == nested.cache_tokens
 
 
 @settings(max_examples=150 if FULL else 60, derandomize=True, deadline=None)
@@ -311,4 +381,4 @@ def test_ranks_without_rollouts_idle_all_slots() -> None:
     assert one == plan.program
     assert all(i.idle for i in other.instructions)
     assert [i.operation for i in other.instructions] == [i.operation for i in one.instructions]
-    check_order(plan.waits_for(), range(len(one.instructions)))
+    check_order(plan.waits_for(), range(len(one.units)))

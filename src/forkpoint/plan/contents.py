@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from forkpoint.errors import PlanError
+from forkpoint.plan.cache import allocate_cache
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.exchanging import exchanging
 from forkpoint.plan.pricing.cost import ModelShape, Work
@@ -198,9 +199,9 @@ class PlanContents:
         return tuple(self.event(instruction) for instruction in program.instructions)
 
     def waits_for(self) -> tuple[tuple[int, ...], ...]:
-        """For each instruction of the program, the positions of those that it waits for.
+        """For each unit of the program (`Program.units`), the positions of those that it waits for.
 
-        An order that keeps to them computes the same: see `check_order`.
+        An order that keeps to them computes the same: see `reordered`.
         """
         forest = self.forest
         of = {segment: m.index for m in self.microbatches for segment in m.segments}
@@ -213,25 +214,26 @@ class PlanContents:
             - {microbatch.index}
             for microbatch in self.microbatches
         ]
-        return waits_for(
-            self.program, self.microbatches, parents, lambda segment: int(forest.length[segment])
-        )
+        return waits_for(self.program, self.microbatches, parents)
 
     def reordered(self, order: Sequence[int]) -> Self:
-        """The plan whose program runs its instructions in another order.
+        """The plan with its program in another order, and cache slots for that order.
+
+        It has no predictions of time and memory: these were those of the present order.
 
         Args:
-            order: positions in the present program, in the order in which they are to run.
+            order: positions of units (`Program.units`), in the order in which they are to run.
 
         Raises:
-            PlanError: an instruction would run before one that it waits for.
+            PlanError: a unit would run before one that it waits for.
         """
         check_order(self.waits_for(), order)
-        chosen = [self.program.instructions[at] for at in order]
+        chosen = [i for at in order for i in self.program.units[at]]
         backwards = [at for at, i in enumerate(chosen) if i.operation == BACKWARD]
         for at in backwards:
             chosen[at] = chosen[at]._replace(last_backward=at == backwards[-1])
-        return replace(self, program=Program(tuple(chosen)))
+        found = self._in_order(Program(tuple(chosen)))
+        return replace(found, predicted_ms=None, predicted_peak_bytes=None)
 
     def microbatch_of_rollouts(self, loss_mask: np.ndarray, offsets: IntArray) -> IntArray:
         """[N] the one microbatch that holds all trained tokens of each rollout.
@@ -341,17 +343,31 @@ class PlanContents:
         return len(np.unique(pairs[0])) < pairs.shape[1]
 
     def with_microbatches(self, microbatches: Iterable[Microbatch]) -> Self:
-        """The plan with other microbatches, and the program of these."""
+        """The plan with other microbatches, and their program in the order of one device."""
         plan = replace(self, microbatches=tuple(microbatches))
         return plan.with_program(scores=self.program.has_scores)
 
     def with_program(self, *, scores: bool) -> Self:
-        """The plan with the program of its microbatches, which begins with scores or does not."""
+        """The plan with the program of its microbatches in the order of one device.
+
+        scores: whether it begins with a pass of scores.
+        """
         early = self.capabilities.leaves_early
         program = step_program(self.microbatches, scores=scores, leaves_early=early)
         if self.split == "exchange":
             program = exchanging(program, self.microbatches, scores=scores)
-        return replace(self, program=program)
+        return self._in_order(program)
+
+    def _in_order(self, program: Program) -> Self:
+        """The plan with this program, and cache slots for its order."""
+        microbatches, tokens, states = allocate_cache(self.forest, self.microbatches, program)
+        return replace(
+            self,
+            program=program,
+            microbatches=microbatches,
+            cache_tokens=tokens,
+            cache_states=states,
+        )
 
     def to_json(self) -> str:
         """The plan as JSON; `Plan.from_json` reads it back."""

@@ -54,7 +54,7 @@ def check_program(plan: PlanContents) -> None:
         sum(i.last_backward for i in instructions) == sum(backwards[-1:]) == len(backwards[-1:]),
         "its program does not mark its last backward, and that alone, as the last",
     )
-    check_order(plan.waits_for(), range(len(instructions)))
+    check_order(plan.waits_for(), range(len(plan.program.units)))
 
 
 def _check_each(

@@ -21,7 +21,7 @@ from forkpoint.config import (
     Split,
 )
 from forkpoint.errors import ConfigError, PlanError
-from forkpoint.plan.cache import place_boundaries
+from forkpoint.plan.cache import allocate_cache
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.contents import READ_VERSIONS, Candidate, PlanContents
 from forkpoint.plan.pricing.cost import ModelShape, Work
@@ -205,9 +205,9 @@ def plan_of(given: Any, field: str, kind: type[P]) -> P:
         plan = kind(**_values(values))
         _check_forest(plan)
         _check_microbatches(plan)
-        _check_places(plan)
         _check_counts(plan)
         check_program(plan)
+        _check_places(plan)
     except (SchemaError, ConfigError, PlanError) as error:
         said = str(error).removeprefix("this plan is damaged: ").removesuffix(REMEDY)
         said = said.rstrip(". ")
@@ -390,7 +390,7 @@ def _check_layout(forest: Forest, microbatch: Microbatch) -> None:
 
 def _check_places(plan: PlanContents) -> None:
     """Prefix cache lies in the cache where the planner puts it."""
-    microbatches, places, states = place_boundaries(plan.forest, list(plan.microbatches))
+    microbatches, places, states = allocate_cache(plan.forest, plan.microbatches, plan.program)
     _require(
         (plan.cache_tokens, plan.cache_states) == (places, states)
         and all(
