@@ -1,6 +1,5 @@
 """Programs: what each instruction waits for, other orders, and common shapes for ranks."""
 
-import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -17,18 +16,14 @@ from forkpoint.plan.align_programs import align
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.program import (
     BACKWARD,
-    BOUNDARY,
     FORWARD,
-    HEAD,
-    IDLE,
     RECOMPUTE,
     SCORE,
-    Instruction,
     Program,
     check_order,
 )
-from forkpoint.plan.program_checks import check_program
 from pairwise import FULL
+from programs import check_program
 from strategies import batches
 
 
@@ -72,10 +67,7 @@ def test_dependencies_by_hand() -> None:
         *((), (0,), (1,), (2,), (1, 3)),
         *((0,), (5,), (6,), (5, 7), (0, 4, 8)),
     )
-    both = plan.with_program(scores=True).waits_for()
-    assert both[:5] == ((), (0,), (1,), (0,), (3,))
-    scores = (0, 1, 2, 3, 4)
-    assert both[5:8] == (scores, (*scores, 5), (*scores, 6))
+    assert plan.with_program(scores=True).waits_for() == plan.waits_for()
 
 
 def test_a_recompute_and_its_backward_are_one_unit() -> None:
@@ -167,8 +159,7 @@ def test_in_any_order_slots_do_not_clash(
             live.pop(i.microbatch, None)
     assert not live
     assert peak <= plan.cache_tokens
-    if not plan.program.scores:  # which may come in another order, and need other slots
-        assert plan.cache_tokens <= bound
+    assert plan.cache_tokens <= bound
     again = plan.with_program(scores=plan.program.has_scores)
     assert [m.cache_begin for m in again.microbatches] == [
         m.cache_begin for m in nested.microbatches
@@ -186,9 +177,8 @@ def test_in_any_order_each_microbatch_reads_its_own_ancestors(
     plan = make_plan(batch, config=config, coupling=coupling)
     plan = plan.reordered(any_order(plan, rng))
     check_program(plan)
-    assert Plan.from_json(plan.to_json()).program == plan.program
     home = {s: m.index for m in plan.microbatches for s in m.segments}
-    for instructions in plan.program.passes:
+    for instructions in (*plan.program.passes, plan.score_program.instructions):
         held: dict[int, int] = {}
         states: dict[int, int] = {}
         gradients: Counter[int] = Counter()
@@ -227,93 +217,6 @@ def test_in_any_order_each_microbatch_reads_its_own_ancestors(
                         if s in plan.forest.path(below) and home[below] != microbatch.index
                     }
                     assert gradients[s] == len(readers)
-
-
-# Damaged programs
-# ------------------------------------------------------------
-
-
-def damaged(plan: Plan, change: str) -> Program:
-    """The program of a plan, changed so that it would compute something else."""
-    found = list(plan.program.instructions)
-    first = next(at for at, i in enumerate(found) if i.operation == FORWARD)
-    trained = next(at for at, i in enumerate(found) if i.operation == FORWARD and i.ends_at == HEAD)
-    match change:
-        case "a forward is missing":
-            del found[first]
-        case "a backward is missing":
-            del found[-1]
-        case "a forward runs twice":
-            found.insert(first, found[first])
-        case "a backward comes before its forward":
-            found[trained], found[trained + 1] = found[trained + 1], found[trained]
-        case "a parent comes after its child":
-            found[first], found[first + 1] = found[first + 1], found[first]
-        case "the head is left out":
-            found[trained] = found[trained]._replace(ends_at=BOUNDARY)
-        case "activations are dropped":
-            found[trained] = found[trained]._replace(records=False)
-        case "no backward is the last":
-            found[-1] = found[-1]._replace(last_backward=False)
-        case "an early backward is the last":
-            at = next(at for at, i in enumerate(found) if i.operation == BACKWARD)
-            found[at] = found[at]._replace(last_backward=True)
-        case "another slot":
-            found[first] = found[first]._replace(slot=77)
-        case "no microbatch":
-            found[first] = found[first]._replace(microbatch=IDLE)
-        case "an unknown microbatch":
-            found[first] = found[first]._replace(microbatch=99)
-        case "a scoring pass among the others":
-            found.append(Instruction(0, SCORE, 0, 0, records=False))
-        case "another pass":
-            found[-1] = found[-1]._replace(pass_index=1)
-        case _:
-            raise AssertionError(change)
-    return Program(tuple(found))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "a forward is missing",
-        "a backward is missing",
-        "a forward runs twice",
-        "a backward comes before its forward",
-        "a parent comes after its child",
-        "the head is left out",
-        "activations are dropped",
-        "no backward is the last",
-        "an early backward is the last",
-        "another slot",
-        "no microbatch",
-        "an unknown microbatch",
-        "a scoring pass among the others",
-        "another pass",
-    ],
-)
-def test_damaged_programs_are_refused(change: str) -> None:
-    plan = three_levels().with_program(scores=False)
-    changed = replace(plan, program=damaged(plan, change))
-    with pytest.raises(PlanError, match=r"damaged|which it waits for"):
-        check_program(changed)
-    with pytest.raises(PlanError, match="this plan is damaged"):
-        Plan.from_json(changed.to_json())
-
-
-def test_a_dropped_recompute_is_refused() -> None:
-    plan = three_levels(activations="recompute")
-    kept = tuple(i for i in plan.program.instructions if i.operation != RECOMPUTE)
-    with pytest.raises(PlanError, match="never computes the activations of microbatch 0 again"):
-        check_program(replace(plan, program=Program(kept)))
-
-
-def test_instructions_in_json_have_types() -> None:
-    values = json.loads(three_levels().to_json())
-    for entry in ([0, "forwards", 0, 0, "head", True, False], [0, "score", 0], "forward"):
-        values["program"][0] = entry
-        with pytest.raises(PlanError, match=r"program\[0\]"):
-            Plan.from_json(json.dumps(values))
 
 
 # What a host can do

@@ -1,23 +1,25 @@
 """Slots of the prefix cache, given by lifetime once the instructions are in order.
 
-A microbatch captures what other microbatches read of it. It takes slots when its forward (or
-score) runs, and gives them back after its backward, or in a pass of scores after the last score
-below it. Trunks that another rank sends live from the exchange of caches to that of gradients.
+A microbatch captures what other microbatches read of it. It takes slots at its forward and gives
+them back after its backward. Trunks that another rank sends live from the exchange of caches to
+that of gradients. Scores need no other slots: they run in the order of the forwards, or in visiting
+order, where a microbatch's readers come before all that lies beside them.
 
 Each microbatch takes one run of slots, the first that is free. In the program of one device
 microbatches nest, so this is a stack: a path through microbatches of one segment each (a chain, a
-prefix and its suffixes) lies in one run, and `tokens` is the most that is live at once. In other
-orders there may be gaps: a microbatch of n tokens begins at most `live + count * (n - 1)` slots
-from the start, where `count` microbatches of `live` tokens in all live at the same time as it does.
+prefix and its suffixes) lies in one run, and the cache is as large as what is live at once. In
+other orders there may be gaps: a microbatch of n tokens begins at most `live + count * (n - 1)`
+slots from the start, where `count` microbatches of `live` tokens in all are live before it.
 
 Layers that attend keep something for every token of a segment, and all microbatches below read it.
 Layers that carry a state keep one for the segment's end, which only its own children start from.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from forkpoint.plan.program import BACKWARD, FORWARD, RETURN, SCORE, SHARE, Instruction, Program
+from forkpoint.plan.program import BACKWARD, FORWARD, RETURN, SHARE, Program
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest
 
@@ -41,9 +43,8 @@ def allocate_cache(
         m.index: sum(int(forest.length[s]) for s in m.segments if s in read) for m in microbatches
     }
     states = {m.index: sum(s in forks for s in m.segments) for m in microbatches}
-    together = _live_together(program, microbatches, {i for i, count in tokens.items() if count})
-    begin_of, cache_tokens = _first_fit(tokens, together)
-    state_of, cache_states = _first_fit(states, together)
+    begin_of, cache_tokens = _first_fit(tokens, program, microbatches)
+    state_of, cache_states = _first_fit(states, program, microbatches)
     placed: list[Microbatch] = []
     for microbatch in microbatches:
         at, state = begin_of.get(microbatch.index, 0), state_of.get(microbatch.index, 0)
@@ -84,70 +85,54 @@ def captured_segments(
     return read, forks
 
 
-def _live_together(
-    program: Program, microbatches: Sequence[Microbatch], captures: set[int]
-) -> dict[int, set[int]]:
-    """By microbatch that captures: the others that are live at the same time in some pass.
-
-    In the order of their captures in the last pass.
-    """
-    received = [m.index for m in microbatches if m.trunk == "received"]
-    together: dict[int, set[int]] = {}
-    for instructions in program.passes:
-        order: dict[int, set[int]] = {}
-        live: set[int] = set()
-        ends = _ends(instructions, microbatches, received)
-        for at, instruction in enumerate(instructions):
-            begun: Sequence[int] = ()
-            if instruction.operation == SHARE:
-                begun = received
-            elif instruction.operation in (SCORE, FORWARD):
-                begun = (instruction.microbatch,)
-            for microbatch in begun:
-                if microbatch in captures:
-                    order[microbatch] = live | together.get(microbatch, set())
-                    for other in live:
-                        order[other].add(microbatch)
-                    live.add(microbatch)
-            live.difference_update(ends.get(at, ()))
-        together = order
-    return together
-
-
-def _ends(
-    instructions: Sequence[Instruction], microbatches: Sequence[Microbatch], received: list[int]
-) -> dict[int, list[int]]:
-    """By position in a pass: the microbatches whose prefix cache is not read from there on."""
-    last: dict[int, int] = {}
-    for at, instruction in enumerate(instructions):
-        if instruction.operation == SCORE:
-            above = instruction.microbatch
-            while above >= 0:
-                last[above] = at
-                above = microbatches[above].parent
-        elif instruction.operation == BACKWARD:
-            last[instruction.microbatch] = at
-        elif instruction.operation == RETURN:
-            last |= dict.fromkeys(received, at)
-    ends: dict[int, list[int]] = {}
-    for microbatch, at in last.items():
-        ends.setdefault(at, []).append(microbatch)
-    return ends
-
-
 def _first_fit(
-    sizes: Mapping[int, int], together: Mapping[int, set[int]]
+    sizes: Mapping[int, int], program: Program, microbatches: Sequence[Microbatch]
 ) -> tuple[dict[int, int], int]:
-    """The first slot of each microbatch, and how many slots there are."""
+    """The first slot of each microbatch that has some, and how many slots there are."""
+    received = [m.index for m in microbatches if m.trunk == "received"]
+    slots = _Slots()
     begin_of: dict[int, int] = {}
-    total = 0
-    for microbatch, others in together.items():
-        size, at = sizes[microbatch], 0
-        taken = sorted((begin_of[o], begin_of[o] + sizes[o]) for o in others if o in begin_of)
-        for begin, end in taken:
-            if begin - at >= size:
-                break
-            at = max(at, end)
-        begin_of[microbatch] = at
-        total = max(total, at + size)
-    return begin_of, total
+    for instruction in program.training:
+        operation = instruction.operation
+        exchanged = received if instruction.exchanges else [instruction.microbatch]
+        for microbatch in exchanged:
+            size = sizes.get(microbatch, 0)
+            if size and operation in (FORWARD, SHARE):
+                begin_of[microbatch] = slots.take(size)
+            elif size and operation in (BACKWARD, RETURN):
+                slots.free(begin_of[microbatch], size)
+    return begin_of, slots.most
+
+
+class _Slots:
+    """Slots from 0 on, all of them free at first."""
+
+    def __init__(self) -> None:
+        self.most: int = 0
+        """One past the last slot that was ever taken."""
+        self._top = 0
+        """One past the last slot that is taken."""
+        self._gaps: list[tuple[int, int]] = []
+        """Free runs below, ascending, none next to another."""
+
+    def take(self, size: int) -> int:
+        """Take the first free run of this size; returns its first slot."""
+        for at, (begin, end) in enumerate(self._gaps):
+            if end - begin >= size:
+                self._gaps[at : at + 1] = [(begin + size, end)] if end - begin > size else []
+                return begin
+        begin, self._top = self._top, self._top + size
+        self.most = max(self.most, self._top)
+        return begin
+
+    def free(self, begin: int, size: int) -> None:
+        end, at = begin + size, bisect_left(self._gaps, (begin,))
+        if at < len(self._gaps) and self._gaps[at][0] == end:
+            end = self._gaps.pop(at)[1]
+        if at and self._gaps[at - 1][1] == begin:
+            at -= 1
+            begin = self._gaps.pop(at)[0]
+        if end == self._top:
+            self._top = begin
+        else:
+            self._gaps.insert(at, (begin, end))

@@ -92,12 +92,13 @@ class Program:
 
     @cached_property
     def units(self) -> tuple[tuple[Instruction, ...], ...]:
-        """What a scheduler orders: a RECOMPUTE together with its BACKWARD, all others alone.
+        """Entries that a scheduler orders: of the training pass, a RECOMPUTE together with its
+        BACKWARD, and every other instruction alone.
 
         Recomputed activations take memory until the backward, so nothing runs between the two.
         """
         found: list[tuple[Instruction, ...]] = []
-        for instruction in self.instructions:
+        for instruction in self.training:
             if found and found[-1][-1].operation == RECOMPUTE:
                 found[-1] = (*found[-1], instruction)
             else:
@@ -201,9 +202,9 @@ def waits_for(
 ) -> tuple[tuple[int, ...], ...]:
     """For each unit of a program the positions of the units that it waits for, directly.
 
-    A forward (or score) waits for the forwards of the microbatches that it reads. A backward, with
-    its recompute, waits for the forward and for the backwards of the microbatches that read its
-    prefix cache. Forwards wait for all scores, if there are any: the loss is computed from these.
+    A forward waits for the forwards of the microbatches that it reads. A backward, with its
+    recompute, waits for the forward and for the backwards of the microbatches that read its prefix
+    cache. Scores come before all units.
 
     Args:
         program: the instructions.
@@ -211,52 +212,33 @@ def waits_for(
         parents: by microbatch, the microbatches that hold parents of its segments.
     """
     units = [unit[-1] for unit in program.units]
-    in_slot = {(i.pass_index, i.operation, i.slot): at for at, i in enumerate(units)}
-    of = {(i.pass_index, i.operation, i.microbatch): at for at, i in enumerate(units) if not i.idle}
+    in_slot = {(i.operation, i.slot): at for at, i in enumerate(units)}
+    of = {(i.operation, i.microbatch): at for at, i in enumerate(units) if not i.idle}
+    share, returned = in_slot.get((SHARE, 0)), in_slot.get((RETURN, 0))
+    received = {m.index for m in microbatches if m.trunk == "received"}
     children: list[set[int]] = [set() for _ in microbatches]
     for index, above in enumerate(parents):
         for parent in above:
             children[parent].add(index)
-    scores = {at for at, i in enumerate(units) if i.operation == SCORE}
-    received = {m.index for m in microbatches if m.trunk == "received"}
-    found: list[set[int]] = [set() for _ in units]
-    for waits, instruction in zip(found, units, strict=True):
-        number, operation, slot, microbatch = instruction[:4]
-        if instruction.exchanges:
-            waits |= scores if instruction.records else set()
-            waits |= _before_exchange(units, instruction, microbatches)
-            continue
-        if operation == FORWARD:
-            waits |= scores
-        if operation == BACKWARD:
-            waits.add(in_slot[number, FORWARD, slot])
-            if not instruction.idle:
-                waits |= {of[number, BACKWARD, child] for child in children[microbatch]}
-                if microbatches[microbatch].trunk and (number, RETURN, 0) in in_slot:
-                    waits.add(in_slot[number, RETURN, 0])
-        elif not instruction.idle:
-            share = in_slot.get((number, SHARE, 0))
-            if share is not None and not microbatches[microbatch].trunk:
+    found: list[set[int]] = []
+    for operation, slot, microbatch in ((i.operation, i.slot, i.microbatch) for i in units):
+        waits: set[int] = set()
+        if operation == SHARE:
+            waits = {at for (o, m), at in of.items() if o == FORWARD and microbatches[m].trunk}
+        elif operation == RETURN:
+            waits = {at for (o, m), at in of.items() if o == BACKWARD and not microbatches[m].trunk}
+        elif operation == BACKWARD:
+            waits = {in_slot[FORWARD, slot]}
+        if microbatch != IDLE and operation == BACKWARD:
+            waits |= {of[BACKWARD, child] for child in children[microbatch]}
+            if microbatches[microbatch].trunk and returned is not None:
+                waits.add(returned)
+        elif microbatch != IDLE:
+            waits |= {of[FORWARD, p] for p in parents[microbatch] if p not in received}
+            if not microbatches[microbatch].trunk and share is not None:
                 waits.add(share)
-            waits |= {of[number, operation, p] for p in parents[microbatch] if p not in received}
+        found.append(waits)
     return tuple(tuple(sorted(waits)) for waits in found)
-
-
-def _before_exchange(
-    units: Sequence[Instruction], exchange: Instruction, microbatches: Sequence[Microbatch]
-) -> set[int]:
-    """Units that an exchange waits for: that of caches for forwards of trunks, that of gradients
-    for all other backwards."""
-    returns = exchange.operation == RETURN
-    operations = (BACKWARD,) if returns else (SCORE, FORWARD)
-    return {
-        at
-        for at, i in enumerate(units)
-        if i.pass_index == exchange.pass_index
-        and i.operation in operations
-        and not i.idle
-        and bool(microbatches[i.microbatch].trunk) is not returns
-    }
 
 
 def check_order(waits: Sequence[Iterable[int]], order: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from forkpoint.plan import Estimate, Totals
 from forkpoint.plan.estimate import Distribution, Split
-from forkpoint.plan.explain import flops_text
+from forkpoint.plan.plan import flops_text
 from forkpoint.units import shown
 
 NAMES = {"none": "nobody (dense)", "group": "each group", "tree": "each batch (tree)"}

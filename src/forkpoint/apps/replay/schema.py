@@ -9,7 +9,6 @@ from typing import Any, get_args
 from forkpoint.apps.replay.experts import expert_loads, given_routes
 from forkpoint.apps.replay.rates import Schedule
 from forkpoint.config import Boundary, Sharing
-from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import PHASES
 from forkpoint.plan.written import BYTES, FINGERPRINT, MOST_TOKENS, plan_of
 from forkpoint.rollouts.schema import (
@@ -27,12 +26,6 @@ from forkpoint.rollouts.schema import (
     tree,
     whole,
 )
-
-
-def _plan(given: Any, field: str) -> Plan:
-    """The check of a field that holds a plan."""
-    return plan_of(given, field, Plan)
-
 
 SCHEMA = 1
 MANIFEST, ROWS, PLANS = "manifest.json", "rows.jsonl", "plans.jsonl"
@@ -215,7 +208,7 @@ PLANNED = record(
         "rollout_ids": array(text),
         "group_ids": array(or_null(text)),
         "trained_tokens": TOKENS,
-        "plans": record({"shared": _plan, "dense": _plan}, optional=("dense",)),
+        "plans": record({"shared": plan_of, "dense": plan_of}, optional=("dense",)),
     }
 )
 

@@ -21,7 +21,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.link import Link
 from forkpoint.plan.pricing.sizes import MOST_LAYERS
-from forkpoint.plan.written import SHAPE, shape_of
+from forkpoint.plan.written import check_of
 from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.schema import (
     Check,
@@ -207,7 +207,7 @@ class Calibration:
             found = _FIELDS({"link": None, **values}, "")
             del found["schema"]
             link = None if found["link"] is None else Link(**found["link"])
-            return cls(**{**found, "shape": shape_of(found["shape"]), "link": link})
+            return cls(**{**found, "link": link})
         except (ConfigError, SchemaError) as error:
             raise ConfigError(
                 f"the calibration {path} is damaged: {str(error).rstrip('.')}. Run forkpoint "
@@ -241,7 +241,7 @@ _FIELDS = record(
         "device": text,
         "versions": mapping(text),
         "compiled": flag,
-        "shape": SHAPE,
+        "shape": check_of(ModelShape),
         "measured_layers": array(whole(0, MOST_LAYERS), length=2),
         **{name: _curve(_POSITIVE if name in RATES else _NUMBER) for name in CURVES},
         "out_bytes_per_ms": _POSITIVE,

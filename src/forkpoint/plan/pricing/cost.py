@@ -71,6 +71,10 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "vocab"):
             size(f"the model's {name}", getattr(self, name))
+        size("the model's layers", self.layers, MOST_LAYERS)
+        counts = (v for v in (*vars(self).values(), *self.windows) if isinstance(v, int))
+        if any(value < 0 for value in counts):
+            raise ConfigError(f"a size of the model is below 0: {self}. {REMEDY}")
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"the model has {self.heads} query heads and {self.kv_heads} key-value heads; each "
