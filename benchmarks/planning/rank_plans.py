@@ -17,7 +17,7 @@ from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS
 from forkpoint.plan.packing import microbatches_mixed, microbatches_of_whole_paths
 from forkpoint.plan.planner import NOISE
 from forkpoint.plan.predict import plan_cost
-from forkpoint.plan.pricing.meters import CountedMeter
+from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.program import Program
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
@@ -93,5 +93,5 @@ def _plan(
         fingerprint="",
         shape=shape,
     ).with_program(scores=False)
-    meter = CountedMeter(plan, [microbatch.labelled for microbatch in plan.microbatches])
+    meter = meter_of(plan)
     return replace(plan, cost=plan_cost(plan, meter), cost_unit=meter.unit)

@@ -7,8 +7,7 @@ import pytest
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan.gathering import RankCosts, gathering_cost, prices_of
-from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.pricing.link import Link, LinkPrices
+from forkpoint.plan.pricing.calibration import Calibration, Link, LinkPrices
 from forkpoint.plan.splitting import LinkSizes, link_cost
 from made_calibrations import SHAPE, made_up
 

@@ -18,9 +18,9 @@ from forkpoint.plan.gathering import (
     choose_gathering,
     cost_of,
     costs_of_rank,
-    meter_of,
 )
 from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_trunks import SharedTrunk, own_of, shared_trunks, trunks_of
 from forkpoint.plan.splitting import LinkSizes, link_cost
