@@ -159,7 +159,7 @@ class Plan:
 
     @cached_property
     def cache_of(self) -> dict[int, int]:
-        """First cache place of every segment whose prefix cache other microbatches read."""
+        """First cache slot of every segment whose prefix cache other microbatches read."""
         return {
             segment: begin
             for microbatch in self.microbatches
@@ -169,7 +169,7 @@ class Plan:
 
     @cached_property
     def state_of(self) -> dict[int, int]:
-        """State place of every segment that a segment of another microbatch starts from."""
+        """State slot of every segment that a segment of another microbatch starts from."""
         return {
             segment: place
             for microbatch in self.microbatches
