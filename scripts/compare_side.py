@@ -58,7 +58,8 @@ def numbered(events: tuple[str, ...], plan: Any) -> tuple[str, ...]:
     """
     rows = plan.microbatches if hasattr(plan, "microbatches") else plan.rows
     names = plan.microbatch_names if hasattr(plan, "microbatch_names") else plan.row_names
-    sizes = [row.run_tokens if hasattr(row, "run_tokens") else row.slots for row in rows]
+    known = ("padded_tokens", "run_tokens", "slots")
+    sizes = [next(getattr(row, n) for n in known if hasattr(row, n)) for row in rows]
     size_of = dict(zip(names, sizes, strict=True))
     number_of: dict[str, int] = {}
     found = []

@@ -14,11 +14,10 @@ from forkpoint.errors import PlanError
 from forkpoint.parallel.placement.paths import Paths
 from forkpoint.plan import ModelShape, Plan, Work
 from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS
-from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.packing import microbatches_mixed, microbatches_of_whole_paths
 from forkpoint.plan.planner import NOISE
 from forkpoint.plan.predict import plan_cost
-from forkpoint.plan.pricing.meters import CountedMeter
+from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.program import Program
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
@@ -68,7 +67,6 @@ def _plan(
     of: tuple[str, str, int],
     shape: ModelShape,
 ) -> Plan:
-    microbatches, cache_tokens, cache_states = place_boundaries(forest, microbatches)
     labelled_S = paths.labels_of(forest)
     microbatches = [
         replace(microbatch, labelled=int(labelled_S[list(microbatch.segments)].sum()))
@@ -84,8 +82,8 @@ def _plan(
         forest=forest,
         microbatches=tuple(microbatches),
         program=Program(),
-        cache_tokens=cache_tokens,
-        cache_states=cache_states,
+        cache_tokens=0,
+        cache_states=0,
         rollouts=len(forest.order),
         logical_tokens=0,
         unique_tokens=0,
@@ -95,5 +93,5 @@ def _plan(
         fingerprint="",
         shape=shape,
     ).with_program(scores=False)
-    meter = CountedMeter(plan, [microbatch.labelled for microbatch in plan.microbatches])
+    meter = meter_of(plan)
     return replace(plan, cost=plan_cost(plan, meter), cost_unit=meter.unit)

@@ -475,10 +475,7 @@ def test_a_plan_is_of_what_its_loss_needs() -> None:
     policy, batch = wrap(model(), TREE), ADVANTAGES
     small, whole = policy.plan(batch, GRPO()), policy.plan(batch)
     assert left_out(small, batch) == LEFT_OUT and left_out(whole, batch) == ()
-    again = Plan.from_json(small.to_json())
-    assert np.array_equal(again.run_lengths, small.run_lengths)
-    assert again.left_out == small.left_out and again.explain() == small.explain()
-    step(GRPO(), batch, TREE, plan=again)
+    step(GRPO(), batch, TREE, plan=small)
     # One that runs more than a call needs is exact as well.
     assert left_out(step(GRPO(), batch, TREE, plan=whole).plan, batch) == ()
     more = policy.plan(batch, GSPO(kl=0.1))

@@ -20,7 +20,7 @@ from forkpoint import Config, RolloutBatch
 from forkpoint.apps.calibrate.link import measure_link
 from forkpoint.device import device_name
 from forkpoint.losses import GRPO
-from forkpoint.plan.pricing.link import Link
+from forkpoint.plan.pricing.calibration import Link
 from made_calibrations import made_up
 
 CPU = torch.device("cpu")

@@ -607,7 +607,7 @@ def test_files_traces_and_plans(tmp_path: Path) -> None:
         trace.add(batch)
     (step,) = open_trace(tmp_path / "trace")
     assert list(step.batch) == list(wanted)
-    assert make_plan(batch).to_json() == make_plan(wanted).to_json()
+    assert make_plan(batch).to_dict() == make_plan(wanted).to_dict()
 
 
 USE_ADVANTAGES = [losses.GRPO(), losses.GSPO(), losses.CISPO(), losses.SAPO(), losses.DPO(beta=0.1)]

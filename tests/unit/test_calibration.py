@@ -234,7 +234,7 @@ def test_rows_are_let_go_as_defined(batch, tokens, boundary, share, moved) -> No
         for r in plan.microbatches
     )
     plan = plan.with_microbatches(rows)
-    meter = CountedMeter(plan, [0] * len(plan.microbatches))
+    meter = CountedMeter(plan)
     budget = int(peak_bytes(plan, meter, SHAPE) * share)
     fitted = let_go(plan, microbatches_let_go(plan, meter, SHAPE, budget), "recompute")
     assert [row.activations for row in fitted.microbatches] == as_defined(plan, meter, budget)
@@ -247,7 +247,7 @@ def test_a_long_chain_is_fitted_in_no_time() -> None:
         SHAPE,
         Config(sharing="none", boundary="across", max_microbatch_tokens=1, activations="keep"),
     )
-    meter = CountedMeter(plan, [0] * len(plan.microbatches))
+    meter = CountedMeter(plan)
     begin = time.perf_counter()
     budget = peak_bytes(plan, meter, SHAPE) // 2
     fitted = let_go(plan, microbatches_let_go(plan, meter, SHAPE, budget), "recompute")
@@ -381,7 +381,7 @@ DAMAGES: dict[str, tuple[Callable[[dict], object], str]] = {
     ),
     "layers without end": (
         lambda v: v["shape"].update(layers=10**15, windows=[]),
-        "shape.layers is 1000000000000000; it takes a whole number from 1 to",
+        "layers is 1000000000000000; it takes a whole number of at most",
     ),
     "a number without end": (lambda v: v.update(seconds=10**400), "seconds is an integer of"),
     "versions without names": (lambda v: v.update(versions=[]), r"versions is \[\]"),

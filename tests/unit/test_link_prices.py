@@ -7,8 +7,7 @@ import pytest
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan.gathering import LinkSizes, RankCosts, gathering_cost, link_cost, prices_of
-from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.pricing.link import Link, LinkPrices
+from forkpoint.plan.pricing.calibration import Calibration, Link, LinkPrices
 from made_calibrations import SHAPE, made_up
 
 LINK = Link(

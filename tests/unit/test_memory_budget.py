@@ -109,7 +109,7 @@ def test_a_device_without_room_has_the_least_budget(device: dict[str, int]) -> N
 
 def test_a_step_that_fits_is_planned_as_without_a_limit() -> None:
     free, roomy = planned(None), planned(500)
-    assert replace(roomy, memory_budget_bytes=None).to_json() == free.to_json()
+    assert replace(roomy, memory_budget_bytes=None).to_dict() == free.to_dict()
     assert roomy.fits and roomy.memory_budget_bytes == 500 * GIB
 
 
@@ -118,8 +118,6 @@ def test_a_plan_keeps_to_what_was_measured(budget_gib: float) -> None:
     plan = planned(budget_gib)
     assert plan.predicted_peak_bytes <= budget_gib * GIB and plan.fits
     assert plan.predicted_peak_bytes < planned(None).predicted_peak_bytes
-    again = Plan.from_json(plan.to_json())
-    assert again.fits and again.to_json() == plan.to_json()
     # It costs about as much at most as recomputing all blocks does, without a limit.
     full = planned(None, Config(checkpointing="full"))
     assert plan.cost <= full.cost * 1.15 or budget_gib < 4

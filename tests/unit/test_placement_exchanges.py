@@ -15,7 +15,7 @@ from forkpoint.parallel.placement.paths import Paths
 from forkpoint.parallel.placement.place import place_paths
 from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import MODELS, ModelShape, make_plan
-from forkpoint.plan.pricing.link import Link
+from forkpoint.plan.pricing.calibration import Link
 from forkpoint.plan.shared_prompts import shared_prompts
 from forkpoint.tree.forest import IntArray
 from made_calibrations import SHAPE, made_up

@@ -7,7 +7,7 @@ import pytest
 from forkpoint import Config, Plan
 from forkpoint.plan import make_plan
 from forkpoint.plan.predict import play
-from forkpoint.plan.pricing.measured import MeasuredMeter
+from forkpoint.plan.pricing.meters import MeasuredMeter
 from made_calibrations import SHAPE, group, line, made_up
 
 
@@ -18,7 +18,7 @@ def test_waiting_for_copies_by_hand() -> None:
     batch = group(1001, 10, 2)
     plan = make_plan(batch, SHAPE, config, calibration=measured)
     (parent, child) = plan.microbatches
-    meter = MeasuredMeter(measured, plan, [0, 20])
+    meter = MeasuredMeter(measured, plan)
     forward, backward = meter.forward(parent), meter.backward(parent)
     wave = meter.forward(child) + meter.backward(child)
     copies = meter.kept_bytes(parent) / 100
@@ -35,7 +35,7 @@ def played(plan: Plan, back_bytes_per_ms: float) -> tuple[float, list[tuple[floa
     """Cost of a plan whose copies out take no time, and of each microbatch its forward, backward
     and bytes kept."""
     measured = made_up(out_bytes_per_ms=1e15, back_bytes_per_ms=back_bytes_per_ms)
-    meter = MeasuredMeter(measured, plan, [0] * (len(plan.microbatches) - 1) + [1])
+    meter = MeasuredMeter(measured, plan)
     microbatches = [
         (meter.forward(microbatch), meter.backward(microbatch), meter.kept_bytes(microbatch))
         for microbatch in plan.microbatches

@@ -36,7 +36,7 @@ def entries_of_microbatches(plan: Plan, batch: RolloutBatch) -> list[int]:
 
 def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple[float, int]:
     """Cost and peak of a plan by a meter of its own."""
-    meter = CountedMeter(plan, entries_of_microbatches(plan, batch))
+    meter = CountedMeter(plan)
     return plan_cost(plan, meter), peak_bytes(plan, meter, SHAPE)
 
 

@@ -1,6 +1,5 @@
-"""A plan as text: JSON that reads back, the batch it was made for, and what explain() says."""
+"""A plan as text, and the batch that it was made for."""
 
-import json
 import re
 
 import pytest
@@ -9,8 +8,7 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, ModelShape, Plan, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import make_plan
-from forkpoint.plan.explain import flops_text
-from forkpoint.plan.plan import fingerprint
+from forkpoint.plan.plan import fingerprint, flops_text
 from pairwise import FULL
 from plan_shapes import SHAPE
 from strategies import batches
@@ -31,44 +29,14 @@ def batch_of(lists: list[list[int]]) -> RolloutBatch:
     st.sampled_from(("packed", "padded")),
     st.sampled_from(("auto", "across")),
 )
-def test_every_plan_reads_back_and_explains_its_counts(
+def test_every_plan_explains_its_counts(
     batch: RolloutBatch, shape, microbatch_tokens, leaf_layout, boundary
 ) -> None:
     config = Config(
         max_microbatch_tokens=microbatch_tokens, leaf_layout=leaf_layout, boundary=boundary
     )
     plan = make_plan(batch, shape, config)
-    text, written = plan.explain(), plan.to_json()
-    check_explained(plan, text)
-    again = Plan.from_json(written)
-    assert again.to_json() == written
-    assert again.explain() == text
-
-
-def test_a_plan_of_another_version_is_refused() -> None:
-    plan = make_plan(batch_of([[1, 2, 3], [1, 2, 4]]), SHAPE)
-    values = json.loads(plan.to_json())
-    assert values["version"] == 11
-    for version in (1, "2", None):
-        text = json.dumps({**values, "version": version})
-        with pytest.raises(PlanError, match=f"version {version!r} .* of version 9, 10 and"):
-            Plan.from_json(text)
-    with pytest.raises(PlanError, match="version 'list'"):
-        Plan.from_json("[]")
-
-
-def test_a_plan_read_back_is_the_plan() -> None:
-    batch = batch_of([[*range(20), *range(20 + 7 * i, 27 + 7 * i)] for i in range(8)])
-    plan = make_plan(batch, SHAPE, Config(max_microbatch_tokens=24, boundary="across"))
-    again = Plan.from_json(plan.to_json())
-    assert again.to_json() == plan.to_json()
-    assert again.events() == plan.events()
-    assert again.shape == plan.shape
-    assert again.shared == plan.shared
-    assert again.candidates == plan.candidates
-    assert again.cache_of == plan.cache_of
-    assert again.explain() == plan.explain()
-    again.check_batch(batch)
+    check_explained(plan, plan.explain())
 
 
 @pytest.mark.parametrize(

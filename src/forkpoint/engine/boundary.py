@@ -101,7 +101,7 @@ class Capture:
     """Which tokens of a microbatch are prefix cache, and where they go in the cache."""
 
     def __init__(self, cache: PrefixCache, runs: list[tuple[int, int, int]]) -> None:
-        """`runs` are (first place, one past the last, first cache place)."""
+        """`runs` are (first place, one past the last, first cache slot)."""
         self.cache = cache
         self.runs = runs
         self.open = True

@@ -90,7 +90,7 @@ class _Join(torch.autograd.Function):
         ctx: Any, output_T: Tensor, state_K: Tensor, gradient: Tensor, places: Tensor
     ) -> Tensor:
         # Not save_for_backward: the buffer is written on purpose until this backward reads it.
-        ctx.gradient, ctx.run_tokens, ctx.dtype = gradient, places, state_K.dtype
+        ctx.gradient, ctx.slots, ctx.dtype = gradient, places, state_K.dtype
         return output_T.view_as(output_T)
 
     @staticmethod
@@ -99,7 +99,7 @@ class _Join(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
         (grad_T,) = grad_outputs
-        return grad_T, ctx.gradient.index_select(0, ctx.run_tokens).to(ctx.dtype), None, None
+        return grad_T, ctx.gradient.index_select(0, ctx.slots).to(ctx.dtype), None, None
 
 
 class _Read(torch.autograd.Function):

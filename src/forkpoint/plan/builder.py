@@ -8,7 +8,6 @@ import numpy as np
 
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
-from forkpoint.plan.cache import place_boundaries
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.packing import (
     microbatches_across,
@@ -339,7 +338,6 @@ class Builder:
                     padded=padded,
                     max_leaf_tokens=self.config.max_leaf_tokens,
                 )
-        microbatches, cache_tokens, cache_states = place_boundaries(forest, microbatches)
         labelled_S = self.prices.labelled(forest)
         microbatches = [
             replace(
@@ -364,8 +362,8 @@ class Builder:
             forest=forest,
             microbatches=tuple(microbatches),
             program=Program(),
-            cache_tokens=cache_tokens,
-            cache_states=cache_states,
+            cache_tokens=0,
+            cache_states=0,
             rollouts=len(self.batch),
             logical_tokens=int(self.batch.offsets[-1]),
             unique_tokens=self.unique_tokens,

@@ -71,6 +71,6 @@ def entries_of(
         count = np.bincount(pairs // len(temperatures), minlength=edges)
         if count.max(initial=0) > 1:
             return Entries(len(pairs), trained, of_trained, count, np.cumsum(count) - count)
-    labelled = np.zeros(edges, bool)
-    labelled[trained_edge] = True
-    return Entries(edges, trained, trained_edge, labelled, None)
+    has_entry = np.zeros(edges, bool)
+    has_entry[trained_edge] = True
+    return Entries(edges, trained, trained_edge, has_entry, None)

@@ -13,11 +13,9 @@ from typing import Literal
 
 from forkpoint.config import Gather, Split
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.calibration import Calibration, LinkPrices
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.link import LinkPrices
-from forkpoint.plan.pricing.measured import MeasuredMeter
-from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, CountedMeter, Meter, TokenMeter
+from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, Meter, meter_of
 from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
 
 GATHER_TOKENS = 2048
@@ -198,16 +196,6 @@ def costs_of_rank(
         why_not=why_not,
         link=prices_of(calibration, plan.shape),
     )
-
-
-def meter_of(plan: Plan, calibration: Calibration | None) -> Meter:
-    """The prices of a plan's microbatches."""
-    if plan.shape is None:
-        return TokenMeter()
-    labelled = [microbatch.labelled for microbatch in plan.microbatches]
-    if calibration is None:
-        return CountedMeter(plan, labelled)
-    return MeasuredMeter(calibration, plan, labelled)
 
 
 def cost_of(plan: Plan, meter: Meter, instruction: Instruction) -> float:

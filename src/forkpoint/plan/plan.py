@@ -1,38 +1,592 @@
-"""Plans: the contents of one, as text for people and for files."""
+"""A plan: microbatches, what each reads from outside itself, and the order of instructions."""
 
-from dataclasses import dataclass
+import hashlib
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, Self
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
 
 from forkpoint.errors import PlanError
-from forkpoint.plan.contents import Candidate as Candidate
-from forkpoint.plan.contents import PlanContents
-from forkpoint.plan.contents import fingerprint as fingerprint
-from forkpoint.plan.explain import explain
-from forkpoint.plan.written import read_plan
-from forkpoint.rollouts.schema import SchemaError, parse_json
+from forkpoint.plan.cache import allocate_cache
+from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.pricing.cost import ModelShape, Work
+from forkpoint.plan.program import (
+    BACKWARD,
+    FORWARD,
+    SHARE,
+    Instruction,
+    Program,
+    check_order,
+    score_program,
+    step_program,
+    waits_for,
+)
+from forkpoint.plan.runs import LeftOut
+from forkpoint.plan.shared_prompts import exchanging
+from forkpoint.rollouts.batch import RolloutBatch, short
+from forkpoint.tree import Microbatch
+from forkpoint.tree.forest import Forest, IntArray
+from forkpoint.units import shown
+
+MOST_ROWS = 24
+MOST_SEGMENTS = 40
+MOST_LEVELS = 12
+"""The most that a description shows."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination that the planner looked at."""
+
+    sharing: str
+    boundary: str
+    cost: float | None
+    """Predicted cost of the step, in the plan's cost_unit."""
+    refused: str | None = None
+    """Why there is no such plan."""
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(PlanContents):
+class Plan:
     """The complete program of a step on one batch.
 
     Made by `forkpoint.plan.make_plan`; needs no torch.
     """
 
-    def explain(self, *, width: int = 100) -> str:
-        """A description as text: what runs, what is saved, why it was chosen, what was refused."""
-        return explain(self, width=width)
+    sharing: str
+    boundary: str
+    leaf_layout: str
+    max_microbatch_tokens: int
+    forest: Forest
+    microbatches: tuple[Microbatch, ...]
+    """In visiting order."""
+    program: Program
+    """The instructions that `forward_backward` runs. A pass of scores comes first where a loss
+    couples rollouts of several microbatches."""
+    cache_tokens: int
+    """The most tokens whose prefix cache exists at once."""
+    cache_states: int
+    """The most segments whose final state, in layers that carry one, exists at once."""
+    rollouts: int
+    logical_tokens: int
+    """Tokens as given."""
+    unique_tokens: int
+    """Distinct (path, token) pairs of the whole batch."""
+    labelled: int
+    """Entries of the head: edges whose label some rollout trains on, each as often as there are
+    temperatures at which it is trained. A critic's edges have one each."""
+    dense: Work
+    """Work of nobody sharing. It leaves out the same as the plan."""
+    shared: Work
+    fingerprint: str
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    """Capabilities of the host that the plan was made for."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """Rollouts and tails that are not run, because they give no gradient."""
+    counts_first: bool = False
+    """Whether the program's scores count experts, for a router loss whose statistics span
+    microbatches."""
+    last_tokens: bool = False
+    """Whether rollouts' last tokens run, which no loss of log-probs needs: for routers' statistics
+    over whole rollouts."""
+    shape: ModelShape | None = None
+    cost: float = 0.0
+    """Predicted cost of the step; plans are compared by it."""
+    cost_unit: str = "tokens"
+    """ms where a calibration is at hand, else FLOPs, else (without a model shape) tokens."""
+    predicted_ms: float | None = None
+    """Time of a step; None without a calibration."""
+    predicted_peak_bytes: int | None = None
+    """Activations, prefix cache and its gradients at the worst moment; not weights."""
+    memory_budget_bytes: int | None = None
+    """The most that `predicted_peak_bytes` was to be; None is no limit. Beyond a budget that was
+    measured (`Config.memory_budget`) a plan is made all the same where nothing fits."""
+    rests_on: str = ""
+    """The calibration that the predictions are made from; without one they are counted."""
+    candidates: tuple[Candidate, ...] = ()
+    reason: str = ""
+    gather: Literal["", "microbatch", "step"] = ""
+    """How ranks hold sharded weights in the step (`Config.gather`); "" where weights are not
+    sharded, and before ranks have agreed on it."""
+    gather_reason: str = ""
+    split: Literal["", "replicate", "exchange"] = ""
+    """Treatment of first tokens that several ranks have: each runs them, or one does and
+    sends their prefix cache to the others (`Config.split`); "" where there are none, and before
+    ranks have agreed on it."""
+    split_reason: str = ""
 
-    @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        """Read a plan that `to_json` wrote.
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is within the budget, if there is one."""
+        budget, peak = self.memory_budget_bytes, self.predicted_peak_bytes
+        return budget is None or peak is None or peak <= budget
+
+    @property
+    def computed_tokens(self) -> int:
+        """Edges run on this rank, padding not counted."""
+        return sum(m.tokens for m in self.microbatches if m.trunk != "received")
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens that go through the model, padding included."""
+        return sum(m.run_tokens for m in self.microbatches if m.trunk != "received")
+
+    @property
+    def bound(self) -> float:
+        """The counted speed-up over dense: FLOPs where the shape is known, else tokens.
+
+        Both leave out what gives no gradient, so that this counts sharing alone.
+        """
+        if not self.shared.tokens:
+            return 1.0
+        if self.shape is None:
+            return self.dense.tokens / self.shared.tokens
+        return self.dense.step_flops(self.shape) / self.shared.step_flops(self.shape)
+
+    @cached_property
+    def run_lengths(self) -> IntArray:
+        """How many edges of each rollout run, from its first: int64 [N]."""
+        ends = np.append(self.forest.start + self.forest.length, 0)
+        return ends[self.forest.leaf]
+
+    @cached_property
+    def cache_of(self) -> dict[int, int]:
+        """First cache slot of every segment whose prefix cache other microbatches read."""
+        return {
+            segment: begin
+            for microbatch in self.microbatches
+            for segment, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True)
+            if begin >= 0
+        }
+
+    @cached_property
+    def state_of(self) -> dict[int, int]:
+        """State slot of every segment that a segment of another microbatch starts from."""
+        return {
+            segment: place
+            for microbatch in self.microbatches
+            for segment, place in zip(microbatch.segments, microbatch.state_index, strict=True)
+            if place >= 0
+        }
+
+    @cached_property
+    def microbatch_names(self) -> tuple[str, ...]:
+        """By microbatch: "prefix" where others read its prefix cache, "leaf" where none does,
+        "received" where another rank runs it, and its index."""
+        return tuple(f"{_kind(microbatch)} {microbatch.index}" for microbatch in self.microbatches)
+
+    @cached_property
+    def score_program(self) -> Program:
+        """The instructions that `policy.score` runs: a forward of every microbatch."""
+        early = self.capabilities.leaves_early
+        return score_program(self.microbatches, leaves_early=early)
+
+    def event(self, instruction: Instruction) -> str:
+        """An instruction in words, such as "forward prefix 0"."""
+        if instruction.exchanges:
+            return f"{instruction.operation} prompts"
+        name = "idle" if instruction.idle else self.microbatch_names[instruction.microbatch]
+        return f"{instruction.operation} {name}"
+
+    def events(self, *, backward: bool = True) -> tuple[str, ...]:
+        """Events of the step, in order and in words: "forward prefix 0", "forward leaf 1",
+        "backward leaf 1", "backward prefix 0".
+
+        "recompute prefix 0" is the forward that computes activations again which were not kept.
+        "score leaf 1" is a forward without a graph. Without `backward`: the events of
+        `policy.score`.
+        """
+        program = self.program if backward else self.score_program
+        return tuple(self.event(instruction) for instruction in program.instructions)
+
+    def waits_for(self) -> tuple[tuple[int, ...], ...]:
+        """For each unit of the program (`Program.units`), the positions of those that it waits for.
+
+        An order that keeps to them computes the same: see `reordered`.
+        """
+        forest = self.forest
+        of = {segment: m.index for m in self.microbatches for segment in m.segments}
+        parents = [
+            frozenset(
+                of[int(forest.parent[segment])]
+                for segment in microbatch.segments
+                if forest.parent[segment] >= 0
+            )
+            - {microbatch.index}
+            for microbatch in self.microbatches
+        ]
+        return waits_for(self.program, self.microbatches, parents)
+
+    def reordered(self, order: Sequence[int]) -> Self:
+        """The plan with its program in another order, and cache slots for that order.
+
+        Scores come first, in the order of the forwards. The plan has no predictions of time and
+        memory: these were those of the present order.
+
+        Args:
+            order: positions of units (`Program.units`), in the order in which they are to run.
 
         Raises:
-            PlanError: it is not a plan, one of another version, or one whose parts disagree.
+            PlanError: a unit would run before one that it waits for.
         """
-        try:
-            values = parse_json(text)
-        except SchemaError as error:
+        check_order(self.waits_for(), order)
+        chosen = [i for at in order for i in self.program.units[at]]
+        backwards = [at for at, i in enumerate(chosen) if i.operation == BACKWARD]
+        for at in backwards:
+            chosen[at] = chosen[at]._replace(last_backward=at == backwards[-1])
+        forwards = (i.microbatch for i in chosen if i.operation in (FORWARD, SHARE))
+        position = {microbatch: at for at, microbatch in enumerate(forwards)}
+        scores = sorted(self.program.scores, key=lambda score: position[score.microbatch])
+        found = self._in_order(Program((*scores, *chosen)))
+        return replace(found, predicted_ms=None, predicted_peak_bytes=None)
+
+    def microbatch_of_rollouts(self, loss_mask: np.ndarray, offsets: IntArray) -> IntArray:
+        """[N] the one microbatch that holds all trained tokens of each rollout.
+
+        -1 where there are none, -2 where they lie in several microbatches.
+        """
+        microbatch_of_segment = np.full(len(self.forest), -1, np.int64)
+        for microbatch in self.microbatches:
+            microbatch_of_segment[list(microbatch.segments)] = microbatch.index
+        before = np.concatenate([[0], np.cumsum(loss_mask, dtype=np.int64)])
+        found = np.full(self.rollouts, -1, np.int64)
+        for rollout, segment in self.forest.levels():
+            begin = np.asarray(offsets, np.int64)[rollout] + 1 + self.forest.start[segment]
+            end = np.minimum(begin + self.forest.length[segment], offsets[rollout + 1])
+            trained = before[end] > before[np.minimum(begin, end)]
+            rollout, microbatch = rollout[trained], microbatch_of_segment[segment[trained]]
+            known = found[rollout]
+            found[rollout] = np.where((known == -1) | (known == microbatch), microbatch, -2)
+        return found
+
+    def check_batch(self, batch: RolloutBatch) -> None:
+        """Refuse a batch that this plan was not made for.
+
+        Raises:
+            PlanError: tokens, lengths, masks or temperatures differ from those planned.
+        """
+        found = fingerprint(batch)
+        if found != self.fingerprint:
             raise PlanError(
-                f"this is {error}, so it is no plan. Give what Plan.to_json returned."
-            ) from error
-        return read_plan(values, cls)
+                f"this plan was made for a batch with fingerprint {self.fingerprint}, and this "
+                f"batch has {found}: their tokens, masks, groups or temperatures differ. Make a "
+                "plan for this batch."
+            )
+
+    def check_runs(self, batch: RolloutBatch, needed: IntArray) -> None:
+        """Refuse a call that needs tokens that this plan leaves out.
+
+        Args:
+            batch: the rollouts that it was made for.
+            needed: int64 [N], how many edges of each rollout the call needs, from its first.
+
+        Raises:
+            PlanError: the plan runs less of some rollout.
+        """
+        lacking = np.flatnonzero(self.run_lengths < needed)
+        if len(lacking):
+            first = int(lacking[0])
+            others = f" and more of {len(lacking) - 1} others" * (len(lacking) > 1)
+            raise PlanError(
+                f"this plan runs {self.run_lengths[first]} tokens of rollout "
+                f"{short(batch.rollout_ids[first])}, and this call needs {needed[first]}{others}: "
+                "the plan leaves out what had no gradient in the call that it was made for. Leave "
+                "plan= out, or make it for this call: policy.plan(batch, loss), and without a loss "
+                "for log-probs."
+            )
+
+    def check_host(self, capabilities: Capabilities) -> None:
+        """Refuse a host that cannot do what this plan asks for.
+
+        Raises:
+            PlanError: the plan leaves the last block early and the host does not, or a
+                microbatch has a length that the host does not take.
+        """
+        if self.capabilities.leaves_early and not capabilities.leaves_early:
+            raise PlanError(
+                "this plan leaves the last block of the model early, and the model cannot be left "
+                "early now: it checkpoints itself (gradient_checkpointing). Make the plan again "
+                "with policy.plan, in the state in which the model is trained."
+            )
+        multiple = capabilities.length_multiple
+        for microbatch in self.microbatches:
+            if microbatch.length % multiple:
+                raise PlanError(
+                    f"{self.microbatch_names[microbatch.index]} of this plan has "
+                    f"{microbatch.length} tokens, and the model takes multiples of {multiple}. "
+                    "Make the plan again with policy.plan."
+                )
+
+    def check_coupling(self, batch: RolloutBatch, coupling: IntArray) -> None:
+        """Refuse a loss that needs a pass of scores, which this plan does not have.
+
+        Args:
+            batch: the rollouts.
+            coupling: int64 [N], which rollouts the loss couples (same entry).
+
+        Raises:
+            PlanError: rollouts that the loss couples have trained tokens in several microbatches,
+                and the program begins with no pass of scores.
+        """
+        if not self.program.has_scores and self.splits(batch, coupling):
+            raise PlanError(
+                "this plan has one pass, and the loss couples rollouts whose trained tokens lie in "
+                "several microbatches, so that it needs a pass of scores first. Make the plan "
+                "for this loss: policy.plan(batch, loss)."
+            )
+
+    def splits(self, batch: RolloutBatch, coupling: IntArray) -> bool:
+        """Whether trained tokens of rollouts that a loss couples lie in several microbatches.
+
+        coupling: int64 [N], which rollouts the loss couples (same entry).
+        """
+        microbatches = self.microbatch_of_rollouts(batch.loss_mask, batch.offsets)
+        if (microbatches == -2).any():
+            return True
+        trained = microbatches >= 0
+        pairs = np.unique(np.stack([coupling[trained], microbatches[trained]]), axis=1)
+        return len(np.unique(pairs[0])) < pairs.shape[1]
+
+    def with_microbatches(self, microbatches: Iterable[Microbatch]) -> Self:
+        """The plan with other microbatches, and their program in the order of one device."""
+        plan = replace(self, microbatches=tuple(microbatches))
+        return plan.with_program(scores=self.program.has_scores)
+
+    def with_program(self, *, scores: bool) -> Self:
+        """The plan with the program of its microbatches in the order of one device.
+
+        scores: whether it begins with a pass of scores.
+        """
+        early = self.capabilities.leaves_early
+        program = step_program(self.microbatches, scores=scores, leaves_early=early)
+        if self.split == "exchange":
+            program = exchanging(program, self.microbatches, scores=scores)
+        return self._in_order(program)
+
+    def _in_order(self, program: Program) -> Self:
+        """The plan with this program, and cache slots for its order."""
+        microbatches, tokens, states = allocate_cache(self.forest, self.microbatches, program)
+        return replace(
+            self,
+            program=program,
+            microbatches=microbatches,
+            cache_tokens=tokens,
+            cache_states=states,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as values that JSON has."""
+        values = asdict(self)
+        values["forest"] = {name: x.tolist() for name, x in values["forest"].items()}
+        values["program"] = [list(instruction) for instruction in self.program.instructions]
+        return values
+
+    def explain(self, *, width: int = 100) -> str:
+        """A description as text: what runs, what is saved, why it was chosen, what was refused."""
+        return _explained(self, width)
+
+
+def _kind(microbatch: Microbatch) -> str:
+    if microbatch.trunk == "received":
+        return "received"
+    return "prefix" if microbatch.children else "leaf"
+
+
+# Batches cannot be written to, so each is read once.
+_fingerprints: WeakKeyDictionary[RolloutBatch, str] = WeakKeyDictionary()
+
+
+def fingerprint(batch: RolloutBatch) -> str:
+    """A digest of everything that decides which rollouts may share and which entries the head
+    computes."""
+    if batch not in _fingerprints:
+        _fingerprints[batch] = _fingerprint(batch)
+    return _fingerprints[batch]
+
+
+def _fingerprint(batch: RolloutBatch) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for array in (
+        batch.token_ids,
+        batch.offsets,
+        batch.loss_mask,
+        batch.group_index,
+        batch.temperatures,
+    ):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    if batch.route_index is not None:
+        digest.update(b"routes")
+        digest.update(batch.route_index.tobytes())
+    return digest.hexdigest()
+
+
+# A description as text
+# ------------------------------------------------------------
+
+
+def _explained(plan: Plan, width: int) -> str:
+    """Render what runs, what is saved, why this plan was chosen and what was refused."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    # No title of the table, which would be broken where the table ends.
+    title = Text(f"plan: {plan.sharing} + {plan.boundary}, {plan.reason}")
+    if plan.split:
+        how = "on each rank that has them" if plan.split == "replicate" else "on one rank, and sent"
+        title.append(f"\nprompts of several ranks run {how}: {plan.split_reason}")
+    if plan.gather:
+        how = "once a step" if plan.gather == "step" else "for each microbatch, in lockstep"
+        title.append(f"\nweights gathered {how}: {plan.gather_reason}")
+    console.print(Group(title, _summary(plan), _candidates(plan), _microbatches(plan), _tree(plan)))
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def flops_text(flops: float) -> str:
+    """A number of FLOPs as people read it: 14.3 TFLOP."""
+    for unit, name in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if flops >= unit:
+            return f"{flops / unit:,.1f} {name}"
+    return f"{flops / 1e6:,.1f} MFLOP"
+
+
+def _summary(plan: Plan) -> Table:
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    add = table.add_row
+    add("rollouts", f"{plan.rollouts:,}")
+    add("logical tokens (as given)", f"{plan.logical_tokens:,}")
+    add("unique tokens (once in the whole batch)", f"{plan.unique_tokens:,}")
+    away = plan.left_out
+    if away.tokens:
+        found = f"{away.rollouts:,} ({away.groups:,})"
+        add("rollouts (whole groups) without gradient, not run", found)
+        add("their tokens, not run", f"{away.rollout_tokens:,}")
+        add("tokens after rollouts' last trained ones, not run", f"{away.tail_tokens:,}")
+    if plan.last_tokens:
+        ends = int(np.unique(plan.forest.leaf[plan.forest.leaf >= 0]).size)
+        add("last tokens run for routers, among those computed", f"{ends:,}")
+    add("computed tokens (edges run)", f"{plan.computed_tokens:,}")
+    if plan.run_tokens != plan.computed_tokens:
+        add("padding run besides", f"{plan.run_tokens - plan.computed_tokens:,}")
+    add("labelled edges (head), for each temperature", f"{plan.labelled:,}")
+    add("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}")
+    add("prefix cache held at once, tokens", f"{plan.cache_tokens:,}")
+    if plan.shape is not None:
+        dense, shared = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
+        same = ", which leaves out the same" * bool(away.tokens)
+        add(f"FLOPs of a dense step{same}", flops_text(dense))
+        add("FLOPs of this step", flops_text(shared))
+        again = shared + plan.shared.forward_flops(plan.shape)
+        if not away.rollouts:  # of which it would give log-probs as well
+            add("FLOPs with policy.logprobs besides", flops_text(again))
+        if plan.counts_first:
+            add("FLOPs with the pass that counts experts", flops_text(again))
+            add("bound with that pass", f"{dense / again:.2f}x")
+    elif plan.counts_first:
+        add("a pass of scores counts experts first", "yes")
+    if plan.predicted_peak_bytes is not None:
+        add("activations and prefix cache at the peak", shown(plan.predicted_peak_bytes))
+    if plan.memory_budget_bytes is not None:
+        name = "budget for them" if plan.fits else "budget for them, which DOES NOT FIT"
+        add(name, shown(plan.memory_budget_bytes))
+    if plan.predicted_ms is not None:
+        add("predicted time of a step, ms", f"{plan.predicted_ms:,.1f}")
+    if plan.shape is not None:
+        add("predictions rest on", plan.rests_on or "counted FLOPs and bytes")
+    unit = "FLOPs" if plan.shape is not None else "tokens"
+    add(f"bound on the speed-up ({unit})", f"{plan.bound:.2f}x")
+    return table
+
+
+def _candidates(plan: Plan) -> Table:
+    """Plans that were looked at, by predicted speed-up; without a dense one, by cost."""
+    costs = {(c.sharing, c.boundary): c.cost for c in plan.candidates}
+    chosen = plan.sharing, plan.boundary
+    dense = min((c for (sharing, _), c in costs.items() if sharing == "none" and c), default=None)
+    table = Table(title="looked at")
+    figure = "cost against the plan" if dense is None else "predicted speed-up"
+    for name in ("sharing", "boundary", figure, "remark"):
+        table.add_column(name, justify="right" if name == figure else "left")
+    for candidate in plan.candidates:
+        combination = candidate.sharing, candidate.boundary
+        remark = "chosen" if combination == chosen else candidate.refused or ""
+        value = "-"
+        if candidate.cost and dense is not None:
+            value = f"{dense / candidate.cost:.3f}x"
+        elif candidate.cost and (of := costs.get(chosen)):
+            value = f"{candidate.cost / of:.3f}"
+        table.add_row(*combination, value, remark)
+    return table
+
+
+def _microbatches(plan: Plan) -> Table:
+    table = Table(title=f"microbatches in visiting order ({plan.leaf_layout} leaf_layout)")
+    policies = {microbatch.checkpointing for microbatch in plan.microbatches} - {"none"}
+    if policies:
+        table.title = f"{table.title}, checkpointing: {', '.join(policies)}"
+    if keeping := sum(microbatch.keeps_logits for microbatch in plan.microbatches):
+        table.title = f"{table.title}, logits kept in {keeping:,}"
+    text = ("microbatch", "reads", "activations")
+    names = ["microbatch", "reads", "segments", "tokens", "places", "prefix cache"]
+    moved = any(microbatch.activations != "keep" for microbatch in plan.microbatches)
+    for name in (*names, *(["activations"] if moved else [])):
+        table.add_column(name, justify="left" if name in text else "right")
+    for microbatch in plan.microbatches[:MOST_ROWS]:
+        kept = sum(
+            int(plan.forest.length[s])
+            for s, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True)
+            if begin >= 0
+        )
+        parent = plan.microbatch_names[microbatch.parent] if microbatch.parent >= 0 else "-"
+        table.add_row(
+            plan.microbatch_names[microbatch.index],
+            parent,
+            f"{len(microbatch.segments):,}",
+            f"{microbatch.tokens:,}",
+            f"{microbatch.run_tokens:,}",
+            f"{kept:,}",
+            *([microbatch.activations if microbatch.children else "-"] if moved else []),
+        )
+    if len(plan.microbatches) > MOST_ROWS:
+        table.caption = f"and {len(plan.microbatches) - MOST_ROWS:,} microbatches more"
+    return table
+
+
+def _tree(plan: Plan) -> Tree | Text:
+    forest = plan.forest
+    if len(forest) == 0:
+        if plan.left_out.rollouts:
+            return Text("no edges: no rollout gives a gradient")
+        return Text("no edges: every rollout is one token long")
+    microbatch_of = {
+        segment: microbatch.index
+        for microbatch in plan.microbatches
+        for segment in microbatch.segments
+    }
+    top = Tree("segments: tokens x rollouts through them, and their microbatch")
+    nodes: dict[int, Tree] = {-1: top}
+    multiplicity = forest.multiplicity
+    depth = forest.depth
+    for segment in range(len(forest)):
+        if depth[segment] >= MOST_LEVELS or len(nodes) > MOST_SEGMENTS:
+            continue
+        label = (
+            f"{int(forest.length[segment]):,} x {int(multiplicity[segment])}  "
+            f"{plan.microbatch_names[microbatch_of[segment]]}"
+        )
+        above = int(forest.parent[segment])
+        if above in nodes:
+            nodes[segment] = nodes[above].add(label)
+    hidden = len(forest) - (len(nodes) - 1)
+    if hidden:
+        top.add(f"and {hidden:,} segments more")
+    return top

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter
+from forkpoint.plan.pricing.meters import Meter, TokenMeter, meter_of
 from forkpoint.plan.program import BACKWARD, FORWARD, HEAD, PHASES, phase_of
 
 # Layers that a backward holds on to while it runs, and that are fetched ahead of it at least
@@ -99,15 +99,9 @@ def plan_cost(plan: Plan, meter: Meter | None = None) -> float:
     forwards that are repeated, scores, and waiting for copies. By default in FLOPs, in tokens
     without a shape.
     """
-    meter = meter or _counted_meter(plan)
+    meter = meter or meter_of(plan)
     cost = play(plan, meter).cost
     return cost / 3 if isinstance(meter, TokenMeter) else cost
-
-
-def _counted_meter(plan: Plan) -> Meter:
-    if plan.shape is None:
-        return TokenMeter()
-    return CountedMeter(plan, [microbatch.labelled for microbatch in plan.microbatches])
 
 
 def peak_bytes(plan: Plan, meter: Meter, shape: ModelShape) -> int:

@@ -2,11 +2,11 @@
 
 The engine runs a program from its first instruction to its last and decides nothing. What a step
 is predicted to take and to hold is computed from the same list. `waits_for` gives the dependencies
-of each instruction, so that another executor can order instructions differently and prove that it
-may.
+of each unit of instructions, so that a scheduler can order them differently (`Plan.reordered`).
+Slots of the prefix cache are given after the order is known (`plan.cache`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -89,6 +89,21 @@ class Program:
         """The instructions of each pass."""
         by_pass = groupby(self.instructions, key=attrgetter("pass_index"))
         return tuple(tuple(instructions) for _, instructions in by_pass)
+
+    @cached_property
+    def units(self) -> tuple[tuple[Instruction, ...], ...]:
+        """Entries that a scheduler orders: of the training pass, a RECOMPUTE together with its
+        BACKWARD, and every other instruction alone.
+
+        Recomputed activations take memory until the backward, so nothing runs between the two.
+        """
+        found: list[tuple[Instruction, ...]] = []
+        for instruction in self.training:
+            if found and found[-1][-1].operation == RECOMPUTE:
+                found[-1] = (*found[-1], instruction)
+            else:
+                found.append((instruction,))
+        return tuple(found)
 
     @cached_property
     def scores(self) -> tuple[Instruction, ...]:
@@ -193,150 +208,69 @@ def _ends(microbatch: Microbatch, leaves_early: bool) -> str:
 
 
 def waits_for(
-    program: Program,
-    microbatches: Sequence[Microbatch],
-    parents: Sequence[frozenset[int]],
-    lengths: Callable[[int], int],
+    program: Program, microbatches: Sequence[Microbatch], parents: Sequence[frozenset[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """For each instruction the positions of those that it waits for, directly.
+    """For each unit of a program the positions of the units that it waits for, directly.
 
-    A forward (or score) waits for the forwards of the microbatches that it reads and, where it
-    writes prefix cache, for the last use of what lay in its places before. A RECOMPUTE waits for
-    its forward. A backward waits for the forward that recorded its activations and for the
-    backwards of the microbatches that read its prefix cache. Forwards of a pass of backwards wait
-    for all scores, if there are any: the loss is computed from these.
+    A forward waits for the forwards of the microbatches that it reads. A backward, with its
+    recompute, waits for the forward and for the backwards of the microbatches that read its prefix
+    cache. Scores come before all units.
 
     Args:
         program: the instructions.
         microbatches: those of the plan.
         parents: by microbatch, the microbatches that hold parents of its segments.
-        lengths: the number of tokens of a segment.
     """
-    found: list[set[int]] = [set() for _ in program.instructions]
-    in_slot: dict[tuple[int, str, int], int] = {}
-    of: dict[tuple[int, str, int], int] = {}
-    for at, i in enumerate(program.instructions):
-        in_slot[i.pass_index, i.operation, i.slot] = at
-        if not i.idle:
-            of[i.pass_index, i.operation, i.microbatch] = at
+    units = [unit[-1] for unit in program.units]
+    in_slot = {(i.operation, i.slot): at for at, i in enumerate(units)}
+    of = {(i.operation, i.microbatch): at for at, i in enumerate(units) if not i.idle}
+    share, returned = in_slot.get((SHARE, 0)), in_slot.get((RETURN, 0))
+    received = {m.index for m in microbatches if m.trunk == "received"}
     children: list[set[int]] = [set() for _ in microbatches]
     for index, above in enumerate(parents):
         for parent in above:
             children[parent].add(index)
-    places = [_places(microbatch, lengths) for microbatch in microbatches]
-    scores = {at for at, i in enumerate(program.instructions) if i.operation == SCORE}
-    owners: dict[int, _Owners] = {}
-    received = {m.index for m in microbatches if m.trunk == "received"}
-    for at, instruction in enumerate(program.instructions):
-        number, operation, slot, microbatch = instruction[:4]
-        waits = found[at]
-        if instruction.exchanges:
-            waits |= scores if instruction.records else set()
-            waits |= _of_pass(program, at, microbatches)
-            continue
-        if operation in (FORWARD, RECOMPUTE):
-            waits |= scores
-        if operation == RECOMPUTE:
-            waits.add(in_slot[number, FORWARD, slot])
+    found: list[set[int]] = []
+    for operation, slot, microbatch in ((i.operation, i.slot, i.microbatch) for i in units):
+        waits: set[int] = set()
+        if operation == SHARE:
+            waits = {at for (o, m), at in of.items() if o == FORWARD and microbatches[m].trunk}
+        elif operation == RETURN:
+            waits = {at for (o, m), at in of.items() if o == BACKWARD and not microbatches[m].trunk}
         elif operation == BACKWARD:
-            forward = in_slot[number, FORWARD, slot]
-            waits.add(in_slot.get((number, RECOMPUTE, slot), forward))
-            if not instruction.idle:
-                waits |= {of[number, BACKWARD, child] for child in children[microbatch]}
-                if microbatches[microbatch].trunk and (number, RETURN, 0) in in_slot:
-                    waits.add(in_slot[number, RETURN, 0])
-        elif not instruction.idle:
-            share = in_slot.get((number, SHARE, 0))
-            if share is not None and not microbatches[microbatch].trunk:
+            waits = {in_slot[FORWARD, slot]}
+        if microbatch != IDLE and operation == BACKWARD:
+            waits |= {of[BACKWARD, child] for child in children[microbatch]}
+            if microbatches[microbatch].trunk and returned is not None:
+                waits.add(returned)
+        elif microbatch != IDLE:
+            waits |= {of[FORWARD, p] for p in parents[microbatch] if p not in received}
+            if not microbatches[microbatch].trunk and share is not None:
                 waits.add(share)
-            waits |= {of[number, operation, p] for p in parents[microbatch] if p not in received}
-            before = owners.setdefault(number, _Owners()).take(places[microbatch], microbatch)
-            last = BACKWARD if operation == FORWARD else SCORE
-            waits |= {of[number, last, owner] for owner in before}
-            if operation == SCORE:
-                waits |= {of[number, SCORE, r] for r in _below(children, before)}
+        found.append(waits)
     return tuple(tuple(sorted(waits)) for waits in found)
 
 
-def _of_pass(program: Program, at: int, microbatches: Sequence[Microbatch]) -> set[int]:
-    """Instructions that an exchange waits for: that of caches for forwards of prompts, that of
-    gradients for all other backwards."""
-    exchange = program.instructions[at]
-    returns = exchange.operation == RETURN
-    operations = (BACKWARD,) if returns else (SCORE, FORWARD)
-    return {
-        place
-        for place, i in enumerate(program.instructions)
-        if i.pass_index == exchange.pass_index
-        and i.operation in operations
-        and not i.idle
-        and bool(microbatches[i.microbatch].trunk) is not returns
-    }
-
-
 def check_order(waits: Sequence[Iterable[int]], order: Sequence[int]) -> None:
-    """Refuse an order in which an instruction runs before one that it waits for.
+    """Refuse an order in which a unit runs before one that it waits for.
 
     Args:
-        waits: what `waits_for` gave.
-        order: positions of instructions, in the order in which they are to run.
+        waits: the result of `waits_for`.
+        order: positions of units, in the order in which they are to run.
 
     Raises:
-        PlanError: an instruction runs too early, twice or never.
+        PlanError: a unit runs too early, twice or never.
     """
     if sorted(order) != list(range(len(waits))):
         raise PlanError(
             f"the order has {len(order)} entries, {len(set(order))} of them different, and the "
-            f"program {len(waits)} instructions; give the position of each instruction once."
+            f"program {len(waits)} units; give the position of each unit once."
         )
     done: set[int] = set()
     for at in order:
         missing = sorted(set(waits[at]) - done)
         if missing:
             raise PlanError(
-                f"instruction {at} runs before instruction {missing[0]}, which it waits for; run "
-                "that one first."
+                f"unit {at} runs before unit {missing[0]}, which it waits for; run that one first."
             )
         done.add(at)
-
-
-class _Owners:
-    """Which microbatch wrote each place of the prefix cache last."""
-
-    def __init__(self) -> None:
-        self._spans: dict[str, list[tuple[int, int, int]]] = {}
-
-    def take(self, places: Iterable[tuple[str, int, int]], microbatch: int) -> set[int]:
-        """Give places to a microbatch; returns those that had written some of them before."""
-        before: set[int] = set()
-        for kind, begin, end in places:
-            kept = [(begin, end, microbatch)]
-            for low, high, owner in self._spans.get(kind, []):
-                if high <= begin or end <= low:
-                    kept.append((low, high, owner))
-                    continue
-                before.add(owner)
-                kept += [(a, b, owner) for a, b in ((low, begin), (end, high)) if a < b]
-            self._spans[kind] = kept
-        return before
-
-
-def _places(microbatch: Microbatch, lengths: Callable[[int], int]) -> list[tuple[str, int, int]]:
-    """(kind of place, first, one past the last) of what a microbatch writes to the cache."""
-    found = []
-    for segment, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True):
-        if begin >= 0:
-            found.append(("tokens", begin, begin + lengths(segment)))
-    found.extend(("states", place, place + 1) for place in microbatch.state_index if place >= 0)
-    return found
-
-
-def _below(children: Sequence[set[int]], microbatches: set[int]) -> set[int]:
-    """All microbatches that read some of these, directly or through others."""
-    found: set[int] = set()
-    todo = list(microbatches)
-    while todo:
-        new = children[todo.pop()] - found
-        found |= new
-        todo += new
-    return found

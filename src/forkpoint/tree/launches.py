@@ -40,7 +40,7 @@ class Table:
 
     `launches` is int64 [n, 11] with the columns of LAUNCH_COLUMNS; `cu` is int32, the cumulative
     lengths that `cu_q_at` and `cu_k_at` point into; `key_index` is int64 [G] for windowed layers,
-    entries >= 0 places of the microbatch, entries < 0 cache place `-1 - entry`.
+    entries >= 0 places of the microbatch, entries < 0 cache slot `-1 - entry`.
     """
 
     launches: IntArray
@@ -205,14 +205,14 @@ def _adjacent_runs(pieces: list[_Piece]) -> list[list[_Piece]]:
 
 
 def _table(launches: list[tuple[bool, list[_Piece]]]) -> Table:
-    microbatches, cu, at = [], [], 0
+    launch_rows, cu, at = [], [], 0
     for causal, pieces in launches:
         count = len(pieces)
         q_lengths, k_lengths = [p.n for p in pieces], [p.m for p in pieces]
         cu.extend(accumulate(q_lengths, initial=0))
         cu.extend(accumulate(k_lengths, initial=0))
         first, last = pieces[0], pieces[-1]
-        microbatches.append(
+        launch_rows.append(
             (
                 first.source,
                 int(causal),
@@ -228,4 +228,4 @@ def _table(launches: list[tuple[bool, list[_Piece]]]) -> Table:
             )
         )
         at += 2 * (count + 1)
-    return Table(np.asarray(microbatches, np.int64), np.asarray(cu, np.int32))
+    return Table(np.asarray(launch_rows, np.int64), np.asarray(cu, np.int32))

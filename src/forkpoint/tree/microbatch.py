@@ -23,16 +23,16 @@ class Microbatch:
     """Places of each segment in a padded microbatch (batch x longest); 0 where the microbatch is
     packed."""
     cache_begin: tuple[int, ...]
-    """Where each segment's prefix cache lies in the cache; -1 where no other microbatch reads
-    it."""
+    """First slot of each segment in the prefix cache; -1 where no other microbatch reads it. A
+    slot holds what all layers keep of one token."""
     children: tuple[int, ...]
     run_tokens: int
     """Tokens that the forward runs, padding included."""
     tokens: int
     """Edges that the microbatch holds."""
     state_index: tuple[int, ...] = ()
-    """Where the cache keeps each segment's final state; -1 where no segment of another microbatch
-    starts from it."""
+    """Slot of each segment's final state; -1 where no segment of another microbatch starts from
+    it. States have slots of their own."""
     activations: str = "keep"
     """Where its activations are while its children run: keep, offload or recompute."""
     checkpointing: str = "none"

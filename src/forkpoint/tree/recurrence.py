@@ -28,7 +28,7 @@ class Level:
     length: IntArray
     """[S] places, padding included."""
     parent: IntArray
-    """[S] entries of the level above; at the first level, places of the cache or -1 for none."""
+    """[S] entries of the level above; at the first level, state slots or -1 for none."""
     kept: IntArray
     """Entries of this level whose final state other microbatches read."""
     final: bool
@@ -41,7 +41,7 @@ class StateLayout:
 
     levels: tuple[Level, ...]
     kept_index: IntArray
-    """[K] cache places of the kept states, level by level."""
+    """[K] cache slots of the kept states, level by level."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class ConvolutionLayout:
     """Inputs that a causal convolution of `width` reads beyond the segment of its place.
 
     Entries of `window` and `tail` are places of the microbatch, NOTHING, or -2 - i for input i of
-    the cache, which has `width` - 1 inputs for every state place, oldest first.
+    the cache, which has `width` - 1 inputs for every state slot, oldest first.
     """
 
     places: IntArray

@@ -135,10 +135,10 @@ FOLDERS = (
     ),
     changed_kind(
         "A plan whose parts disagree",
-        lambda: lines("plans.jsonl", lambda line: line["plans"]["shared"].update(labelled=5)),
-        message="out/plans.jsonl, line 1: plans.shared: shared.labelled is 32, and its forest has "
-        f"5. {CHANGED}",
-        means="The forest, the rows and the counts of a plan follow from each other.",
+        lambda: lines("plans.jsonl", lambda line: line["plans"]["shared"].update(microbatches=[])),
+        message="out/plans.jsonl, line 1: plans.shared: its microbatches do not hold each segment "
+        f"once. {CHANGED}",
+        means="Each segment of a plan's forest lies in one microbatch.",
         remedy="Take a copy of the folder as the replay left it, or replay again.",
     ),
     changed_kind(

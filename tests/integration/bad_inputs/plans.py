@@ -11,11 +11,10 @@ from steps import forked_batch
 
 from bad_inputs.kind import Kind
 from bad_inputs.rollouts import policy
-from forkpoint import Config, Plan, RolloutBatch, losses, wrap
+from forkpoint import Config, RolloutBatch, losses, wrap
 from forkpoint.errors import ConfigError, ForkpointError, PlanError, UnsupportedError
 from forkpoint.ops.attention import select_kernel
 from forkpoint.plan import make_plan
-from forkpoint.plan.contents import JSON_VERSION
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.testing import tiny_model
 
@@ -51,11 +50,6 @@ def calibration_kind(name: str, values: dict[str, Any], *, message: str, means: 
         argv=("plan", "ok.jsonl", "--calibration", "calibration.json"),
         prepare=lambda _: Path("calibration.json").write_text(json.dumps(values)),
     )
-
-
-def written(**changes: Any) -> str:
-    """A plan as JSON, with other values of some fields."""
-    return json.dumps(json.loads(make_plan(BATCH).to_json()) | changes)
 
 
 def scored_with(family: str = "llama", **options: Any) -> Callable[[], object]:
@@ -158,53 +152,12 @@ PLANS = (
         remedy='policy.with_config(sharing="tree").',
     ),
     plan_kind(
-        "A plan that is not JSON",
-        lambda: Plan.from_json("tree"),
-        message="this is not JSON (Expecting value: line 1 column 1 (char 0)), so it is no plan. "
-        "Give what Plan.to_json returned.",
-        means="The text was not written by Plan.to_json.",
-        remedy="Make the plan again; it takes little time.",
-    ),
-    plan_kind(
         "The plan of a step in which ranks exchanged prompts",
         lambda: policy().forward_backward(BATCH, losses.GRPO(), plan=make_plan(BATCH, prompts=())),
         message="this plan is of a step in which ranks exchanged prefix caches, and says nothing "
         "of the other ranks. Make a plan with policy.plan(batch), or give none.",
         means="What other ranks send is agreed on in each step, and is no part of a plan.",
         remedy="Leave the plan out; each step finds the prompts that its ranks have in common.",
-    ),
-    plan_kind(
-        "A plan of another version",
-        lambda: Plan.from_json(written(version=0)),
-        message="this JSON has version 0 and this forkpoint reads plans of version "
-        f"9, 10 and {JSON_VERSION}; make the plan again.",
-        means="Another version of forkpoint wrote it.",
-        remedy="Make the plan again; it takes little time.",
-    ),
-    plan_kind(
-        "A plan with other keys",
-        lambda: Plan.from_json(written(rowz=[])),
-        message="this plan is damaged: rowz is no field of this schema, which has "
-        f"{', '.join(['version', *(item.name for item in fields(Plan))])}; a newer forkpoint may "
-        "have written it. Make the plan again.",
-        means="The text was changed after it was written.",
-        remedy="Make the plan again; it takes little time.",
-    ),
-    plan_kind(
-        "A plan that is damaged",
-        lambda: Plan.from_json(written(forest=3)),
-        message="this plan is damaged: forest is 3; it takes an object with order, parent, start, "
-        "length, owner_begin, owner_end, leaf. Make the plan again.",
-        means="The text was changed after it was written.",
-        remedy="Make the plan again; it takes little time.",
-    ),
-    plan_kind(
-        "A plan that leaves segments out",
-        lambda: Plan.from_json(written(microbatches=[])),
-        message="this plan is damaged: its microbatches hold 0 segments and its forest has 12, "
-        "each of which lies in one microbatch. Make the plan again.",
-        means="Tokens would not be trained, silently.",
-        remedy="Make the plan again; it takes little time.",
     ),
 )
 

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from forkpoint.plan.pricing.link import Link
+from forkpoint.plan.pricing.calibration import Link
 
 MIB = 1 << 20
 SIZES = (MIB, 64 * MIB)

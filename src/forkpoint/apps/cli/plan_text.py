@@ -10,7 +10,7 @@ from rich.table import Table
 from forkpoint.apps.cli.output import table
 from forkpoint.plan import Estimate, Plan, Totals
 from forkpoint.plan.device_memory import DeviceMemory
-from forkpoint.plan.explain import flops_text
+from forkpoint.plan.plan import flops_text
 from forkpoint.units import shown
 
 LABEL = 14

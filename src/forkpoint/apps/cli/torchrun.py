@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from forkpoint.plan.pricing.link import Link
+    from forkpoint.plan.pricing.calibration import Link
 
 T = TypeVar("T")
 DeviceName = Literal["auto", "cpu", "cuda"]

@@ -171,7 +171,7 @@ class ReplayFolder:
                 "rollout_ids": list(batch.rollout_ids),
                 "group_ids": list(batch.group_ids),
                 "trained_tokens": batch.trained_tokens,
-                "plans": {name: json.loads(plan.to_json()) for name, plan in plans.items()},
+                "plans": {name: plan.to_dict() for name, plan in plans.items()},
             },
         )
 

@@ -7,8 +7,7 @@ import math
 from typing import Any, get_args
 
 from forkpoint.apps.replay.rates import Schedule
-from forkpoint.plan.plan import Plan
-from forkpoint.plan.written import FINGERPRINT, TOKENS, plan_of
+from forkpoint.plan.written import FINGERPRINT, MOST_TOKENS, plan_of
 from forkpoint.rollouts.schema import (
     array,
     flag,
@@ -23,12 +22,6 @@ from forkpoint.rollouts.schema import (
     whole,
 )
 
-
-def _plan(given: Any, field: str) -> Plan:
-    """The check of a field that holds a plan."""
-    return plan_of(given, field, Plan)
-
-
 SCHEMA = 1
 MANIFEST, ROWS, PLANS = "manifest.json", "rows.jsonl", "plans.jsonl"
 CHECKPOINT = "checkpoint-"
@@ -36,6 +29,7 @@ CHECKPOINT = "checkpoint-"
 STATE = "state.json"
 """The file of a checkpoint that holds everything but tensors."""
 
+TOKENS = whole(0, MOST_TOKENS)
 MOST_MANIFEST_BYTES = 1 << 24
 MOST_LINE_BYTES = 1 << 26
 """Of one row, of the plans of one batch, of a checkpoint's state. In memory, JSON takes up to 24
@@ -128,7 +122,7 @@ PLANNED = record(
         "rollout_ids": array(text),
         "group_ids": array(or_null(text)),
         "trained_tokens": TOKENS,
-        "plans": record({"shared": _plan, "dense": _plan}, optional=("dense",)),
+        "plans": record({"shared": plan_of, "dense": plan_of}, optional=("dense",)),
     }
 )
 

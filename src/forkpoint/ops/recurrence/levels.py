@@ -18,7 +18,7 @@ class LevelTable:
     """One level as tensors. A plain object: see `ops.attention.table`."""
 
     def __init__(self, level: Level, first: bool, device: torch.device | str) -> None:
-        self.run_tokens: np.ndarray = np.concatenate(
+        self.positions: np.ndarray = np.concatenate(
             [np.arange(b, b + n) for b, n in zip(level.begin, level.length, strict=True)]
         )
         self.sequences: Sequences = Sequences(level.length, device)
@@ -48,11 +48,11 @@ class StateTable:
         )
         """Those that start from a state of another microbatch; None if none does."""
         self.read_index: Tensor = to_device(torch.from_numpy(first[reading]), device)
-        """The cache places they start from."""
+        """The cache slots they start from."""
         self.kept_index: Tensor = to_device(torch.from_numpy(layout.kept_index), device)
         """[K] where the cache keeps the states that other microbatches start from."""
-        order = np.concatenate([level.run_tokens for level in self.levels])
-        self._tokens: list[int] = [len(level.run_tokens) for level in self.levels]
+        order = np.concatenate([level.positions for level in self.levels])
+        self._tokens: list[int] = [len(level.positions) for level in self.levels]
         self._order: Tensor | None = None
         self._inverse: Tensor | None = None
         if not (order == np.arange(len(order))).all():

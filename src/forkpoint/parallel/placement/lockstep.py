@@ -19,9 +19,9 @@ from forkpoint.plan.gathering import (
     cost_of,
     costs_of_rank,
     link_cost,
-    meter_of,
 )
 from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import (
     PlannedPrompt,

@@ -1,7 +1,7 @@
 """Measurements of a device for a model shape, as a file. Imports no torch.
 
 `forkpoint calibrate` writes these files (apps/calibrate/calibrator.py measures each figure);
-`forkpoint.plan.pricing.measured` prices plans by them.
+`forkpoint.plan.pricing.meters` prices plans by them.
 """
 
 import hashlib
@@ -19,9 +19,8 @@ from typing import Any
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.link import Link
 from forkpoint.plan.pricing.sizes import MOST_LAYERS
-from forkpoint.plan.written import SHAPE, shape_of
+from forkpoint.plan.written import check_of
 from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.schema import (
     Check,
@@ -89,6 +88,43 @@ def _interpolated(x: float, at: Sequence[float], values: Sequence[float]) -> flo
     low, high = at[above - 1], at[above]
     slope = (values[above] - values[above - 1]) / (high - low)
     return slope * (x - low) + values[above - 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Rates of one process group, the same on all of its ranks.
+
+    A transfer of n bytes takes a latency and n over a rate.
+    """
+
+    ranks: int
+    """How many ranks it was measured with."""
+    backend: str
+    """Of the process group: nccl or gloo."""
+    gather_bytes_per_ms: float
+    """Bytes that each rank receives in an all-gather."""
+    gather_latency_ms: float
+    send_bytes_per_ms: float
+    """Bytes that each rank sends to one other, while it receives as many from another."""
+    send_latency_ms: float
+
+    def describe(self) -> str:
+        """Such as "link of 2 ranks measured by nccl"."""
+        return f"link of {self.ranks} ranks measured by {self.backend}"
+
+
+@dataclass(frozen=True)
+class LinkPrices:
+    """Prices of a measured link, in milliseconds, for one model."""
+
+    gathering: float
+    """Receiving all weights of the blocks from other ranks, were all of them elsewhere."""
+    calls: float
+    """Latencies of these gathers."""
+    byte: float
+    """A byte sent to another rank."""
+    transfer: float
+    """Latency of one transfer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +243,7 @@ class Calibration:
             found = _FIELDS({"link": None, **values}, "")
             del found["schema"]
             link = None if found["link"] is None else Link(**found["link"])
-            return cls(**{**found, "shape": shape_of(found["shape"]), "link": link})
+            return cls(**{**found, "link": link})
         except (ConfigError, SchemaError) as error:
             raise ConfigError(
                 f"the calibration {path} is damaged: {str(error).rstrip('.')}. Run forkpoint "
@@ -241,7 +277,7 @@ _FIELDS = record(
         "device": text,
         "versions": mapping(text),
         "compiled": flag,
-        "shape": SHAPE,
+        "shape": check_of(ModelShape),
         "measured_layers": array(whole(0, MOST_LAYERS), length=2),
         **{name: _curve(_POSITIVE if name in RATES else _NUMBER) for name in CURVES},
         "out_bytes_per_ms": _POSITIVE,

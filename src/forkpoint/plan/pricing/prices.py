@@ -14,8 +14,7 @@ from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import peak_bytes, plan_cost
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.measured import MeasuredMeter
-from forkpoint.plan.pricing.meters import CountedMeter, Meter, TokenMeter
+from forkpoint.plan.pricing.meters import Meter, meter_of
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import Forest, IntArray
@@ -57,16 +56,9 @@ class Prices:
     def meter(self, plan: Plan) -> Meter:
         """Prices of the microbatches of a plan, and of those that differ from it only in what is
         kept."""
-        if plan.shape is None:
-            return TokenMeter()
         key = _key_of_microbatches(plan)
         if key not in self._meter_of:
-            labelled = [microbatch.labelled for microbatch in plan.microbatches]
-            self._meter_of[key] = (
-                CountedMeter(plan, labelled)
-                if self.calibration is None
-                else MeasuredMeter(self.calibration, plan, labelled)
-            )
+            self._meter_of[key] = meter_of(plan, self.calibration)
         return self._meter_of[key]
 
     def splits(self, plan: Plan) -> bool:
@@ -97,14 +89,13 @@ class Prices:
             cost = plan_cost(plan, meter) if fits else math.inf
             self._cost_of[key] = cost, peak
         cost, peak = self._cost_of[key]
-        measured = isinstance(meter, MeasuredMeter)
         return replace(
             plan,
             cost=cost,
             cost_unit=meter.unit,
-            predicted_ms=cost if measured else None,
+            predicted_ms=cost if self.calibration else None,
             predicted_peak_bytes=peak,
-            rests_on=self.calibration.describe() if measured and self.calibration else "",
+            rests_on=self.calibration.describe() if self.calibration else "",
         )
 
 

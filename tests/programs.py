@@ -1,0 +1,41 @@
+"""The rules that every program keeps to, whoever ordered it."""
+
+from collections import Counter
+
+from forkpoint import Plan
+from forkpoint.plan.program import (
+    BACKWARD,
+    BOUNDARY,
+    FORWARD,
+    HEAD,
+    RECOMPUTE,
+    SCORE,
+    check_order,
+)
+
+
+def check_program(plan: Plan) -> None:
+    """Each microbatch runs once in every pass, as far as it must, after all that it waits for."""
+    check_order(plan.waits_for(), range(len(plan.program.units)))
+    own = [i for i in plan.program.instructions if not i.idle and not i.exchanges]
+    assert all(i.pass_index == int(plan.program.scores != ()) for i in plan.program.training)
+    of = {(i.operation, i.microbatch): i for i in own}
+    assert len(of) == len(own)
+    count = Counter(i.operation for i in own)
+    here = [m for m in plan.microbatches if m.trunk != "received"]
+    assert count[FORWARD] == count[BACKWARD] == len(here)
+    assert count[SCORE] in (0, len(here))
+    for microbatch in here:
+        index = microbatch.index
+        forward, again = of[FORWARD, index], of.get((RECOMPUTE, index))
+        assert forward.records is (again is None)
+        assert again is not None or microbatch.activations != "recompute"
+        scored = [of[SCORE, index]] if count[SCORE] else []
+        for instruction in (again or forward, *scored):
+            ends = {HEAD} if microbatch.labelled else {HEAD, BOUNDARY}
+            assert instruction.ends_at in ends
+    for unit in plan.program.units:
+        assert [i.operation for i in unit] == [RECOMPUTE, BACKWARD] or len(unit) == 1
+        assert len({(i.slot, i.microbatch) for i in unit}) == 1
+    backwards = [i.last_backward for i in plan.program.instructions if i.operation == BACKWARD]
+    assert sum(backwards) == sum(backwards[-1:]) == len(backwards[-1:])
