@@ -43,7 +43,7 @@ LAYERS = (
 """Modules and packages directly below forkpoint. Each may import those before it alone."""
 FACADE = forkpoint.__all__
 CORE = LAYERS[: LAYERS.index("hosts")]
-EXCEPTIONS = {("parallel", "hosts"), ("hosts", "apps")}
+EXCEPTIONS = {("parallel", "hosts")}
 WITHOUT_TORCH = ("__init__.py", "errors.py", "units.py", "config.py", "rollouts", "tree", "plan")
 """Files and folders that import no torch."""
 WITH_TORCH = ("rollouts/formats",)

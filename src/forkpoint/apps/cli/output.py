@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -27,6 +28,8 @@ from forkpoint.apps.report.text import visible
 
 PIPE_WIDTH = 100
 """Columns of tables if stdout is no terminal."""
+LINE_SECONDS = 30.0
+"""Time between lines of progress if stderr is no terminal, such as the log of a batch job."""
 _COLOURS_OF = {"passed": "bold green", "failed": "bold red", "chosen": "bold cyan"}
 
 
@@ -47,7 +50,7 @@ class _Console(Console):
 
 
 class Output:
-    """Text and tables to stdout, or the JSON line alone; progress to stderr if it is a terminal.
+    """Text and tables to stdout, or the JSON line alone; progress to stderr.
 
     Colours follow NO_COLOR and FORCE_COLOR.
     """
@@ -99,7 +102,13 @@ class Output:
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar with the time left; call what it yields with the number of steps just done."""
+        """A bar with the time left, or lines if stderr is no terminal.
+
+        Yields a function to call with the number of steps just done.
+        """
+        if not self._shows_progress:
+            yield self._lines(what, total)
+            return
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -109,11 +118,22 @@ class Output:
             TimeRemainingColumn(),
             console=self._errors,
             transient=True,
-            disable=not self._shows_progress,
         )
         with bar:
             task = bar.add_task(what, total=total)
             yield lambda steps: bar.advance(task, steps)
+
+    def _lines(self, what: str, total: int) -> Callable[[int], None]:
+        done, last = 0, time.monotonic()
+
+        def advance(steps: int) -> None:
+            nonlocal done, last
+            done += steps
+            if not self.silent and time.monotonic() - last >= LINE_SECONDS:
+                last = time.monotonic()
+                self._errors.print(f"{what}: {done} of {total}")
+
+        return advance
 
 
 def table(
