@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forkpoint.plan.align_programs import align
 from reports import CONFIGS, FINGERPRINT, FIXED, SHAPE, made_up, record, steps, write_run
 
 from forkpoint import Config, ConfigError, Rollout, RolloutBatch
@@ -35,6 +34,7 @@ from forkpoint.apps.report.verdict import (
     predicted_speed_tile,
 )
 from forkpoint.plan import Plan, Totals, make_plan
+from forkpoint.plan.align import align
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.units import GIB
 
