@@ -23,7 +23,7 @@ from benchmarks.timing import Timing
 from forkpoint import Config, Policy, Rollout, RolloutBatch, losses, wrap
 from forkpoint.apps.cli.options import Count
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.guard import Step
+from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.modules import list_once
 from forkpoint.step.self_check import self_check
@@ -83,10 +83,15 @@ def noise(name: str, device: str) -> Iterator[ResultRow]:
     batch = group(256, 256, 8)
     for training in (False, True):
         policy = wrap(model)
-        step = Step(policy.host.device)
         begin = time.perf_counter()
-        found = step.run(
-            lambda: self_check(step, policy.host, policy.config, batch, training=training)  # noqa: B023
+        found = Transaction(policy.host.device).run(
+            partial(
+                self_check,
+                host=policy.host,
+                config=policy.config,
+                batch=batch,
+                training=training,
+            )
         )
         took = time.perf_counter() - begin
         note = (

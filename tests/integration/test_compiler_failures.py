@@ -18,7 +18,7 @@ from torch._inductor.exc import InductorError
 
 from forkpoint import Policy, losses, wrap
 from forkpoint.engine.compiling import Compiling, is_of_compiler
-from forkpoint.engine.guard import CLEARED
+from forkpoint.engine.transaction import CLEARED
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import compiled
 from forkpoint.losses.base import LossBatch, LossOutputs

@@ -15,7 +15,7 @@ from steps import ACROSS, forked_batch, step_error
 from torch import Tensor, nn
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, UnsupportedError, losses, wrap
-from forkpoint.engine.guard import Step
+from forkpoint.engine.transaction import Transaction
 from forkpoint.step import sampler
 from forkpoint.step import self_check as selfcheck
 from forkpoint.testing import Watching, tiny_model
@@ -68,13 +68,13 @@ def test_values_are_rounded_where_rounded_embeddings_move_nothing(
     """All values off to one side by their last bits, as on some CPUs, and no noise measured."""
     model = tiny_model("llama", dtype=torch.float32)
     monkeypatch.setattr(sampler, "round_embeddings", lambda *_: None)
-    shared = sampler.Sampler.shared
+    shared = sampler.StockComparison.shared
 
-    def off(self: sampler.Sampler) -> Tensor:
+    def off(self: sampler.StockComparison) -> Tensor:
         # The trained values lie between -8 and -4, where neighbours are 2**-21 apart.
         return shared(self) + roundings * 2.0**-21
 
-    monkeypatch.setattr(sampler.Sampler, "shared", off)
+    monkeypatch.setattr(sampler.StockComparison, "shared", off)
     policy = wrap(model, ACROSS)
     if passes:
         policy.score(BATCH)
@@ -137,10 +137,10 @@ def test_small_effects_are_found_as_far_as_rounding_allows(dtype: torch.dtype) -
     assert found and min(found) == least, found
 
 
-def checked(policy: Policy, batch: RolloutBatch, *, training: bool) -> sampler.Agreement:
-    step, host = Step(policy.host.device), policy.host
-    return step.run(
-        lambda: selfcheck.self_check(step, host, policy.config, batch, training=training)
+def checked(policy: Policy, batch: RolloutBatch, *, training: bool) -> sampler.SampleComparison:
+    host, config = policy.host, policy.config
+    return Transaction(host.device).run(
+        lambda step: selfcheck.self_check(step, host, config, batch, training=training)
     )
 
 

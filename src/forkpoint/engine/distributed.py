@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
-from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.ranks import DataRanks, SingleProcess
 
 
 class Distributed(Protocol):
@@ -117,3 +117,58 @@ class Distributed(Protocol):
     def reset(self, *, lost: bool) -> None:
         """A step has failed: drop what is left of it, and with `lost` what was there before it."""
         ...
+
+
+class LocalModel:
+    """A model that this process alone holds: nothing is gathered, and nothing reduced."""
+
+    ranks: SingleProcess = SingleProcess()
+    lockstep: bool = False
+    gathers: bool = False
+    reduces: bool = False
+    listens: bool = False
+    gathered: bool = False
+    param_dtypes: frozenset[torch.dtype] = frozenset()
+
+    def apart(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        return []
+
+    def factor(self, *, mean: bool) -> float:
+        return 1.0
+
+    def use(self, gather: Gather, changes: Changes) -> None:
+        pass
+
+    def held_bytes(self, gather: Gather) -> int:
+        return 0
+
+    def missing_bytes(self) -> int:
+        return 0
+
+    def whole_parameters(self) -> Iterable[nn.Parameter]:
+        return ()
+
+    def reduce_held(self) -> None:
+        pass
+
+    def reduce_earlier(self) -> None:
+        pass
+
+    def reduce(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
+    ) -> list[Tensor | None]:
+        return list(gradients)
+
+    def settle(self) -> None:
+        pass
+
+    def reset(self, *, lost: bool) -> None:
+        pass
+
+
+Holder = Distributed | LocalModel
+
+
+def holder_of(group: Distributed | None) -> Holder:
+    """The holder of a model: the wrapper on several ranks, or this process alone."""
+    return LocalModel() if group is None else group

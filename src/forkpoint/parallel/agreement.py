@@ -22,6 +22,9 @@ from forkpoint.plan.shared_trunks import SharedTrunk
 from forkpoint.plan.splitting import Exchanged, Splitting, choose_split, link_cost, step_cost
 from forkpoint.rollouts.batch import RolloutBatch
 
+Coupling = Literal["", "groups", "batch"]
+"""Rollouts that a loss needs together: none, those of each group, or all."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -46,8 +49,7 @@ class Proposal:
     rollouts: int = 0
     groups: NDArray[np.uint64] | None = None
     """Digests of the rollouts' groups; those of one group are the same on all ranks."""
-    couples: Literal["", "groups", "batch"] = ""
-    """Rollouts that the loss needs together: none, those of each group, or all."""
+    couples: Coupling = ""
     gathered: RolloutBatch | None = None
     """This rank's rollouts, where the loss is computed from those of all ranks."""
     statistics: StatisticsShare | None = None
@@ -258,7 +260,7 @@ def _check_coupling(proposals: Sequence[Proposal]) -> None:
             )
 
 
-def coupled(coupling: NDArray[np.int64], batch: RolloutBatch) -> Literal["", "groups", "batch"]:
+def coupled(coupling: NDArray[np.int64], batch: RolloutBatch) -> Coupling:
     """Rollouts that a loss with these classes needs together.
 
     coupling: int64 [N], the class of each rollout; those of one class are coupled.

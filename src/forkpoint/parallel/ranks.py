@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,22 @@ settled: all know that no rank has failed, and take the step's gradients.
 _numbers = count()
 
 
+class SingleProcess:
+    """The counterpart of `DataRanks` where no other rank takes part: nothing is exchanged."""
+
+    collective: Literal[False] = False
+    index: int = 0
+    batches: tuple[int, ...] = (0,)
+    firsts: tuple[int, ...] = (0,)
+    shares_batches: bool = False
+
+
 @dataclass(eq=False)
 class DataRanks:
     """Ranks whose rollouts together are one batch, and a group over which they agree on CPUs."""
+
+    collective: ClassVar[Literal[True]] = True
+    """Whether calls are those of several ranks, which must come to them together."""
 
     index: int
     """This rank's number among them, from 0."""

@@ -5,8 +5,8 @@ from collections.abc import Callable, Hashable
 import torch
 
 from forkpoint.config import Config
-from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
+from forkpoint.engine.transaction import Transaction
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.self_check import self_check
 from forkpoint.step.weight_changes import OptimizerSteps
@@ -29,30 +29,27 @@ class SampleChecks:
 
     def run(
         self,
-        step: Step,
+        transaction: Transaction,
         host: Host,
         config: Config,
         batch: RolloutBatch,
         fingerprint: int,
         *,
         training: bool,
-        agreed: bool = False,
-        on_any_rank: Callable[[bool], bool] = bool,
+        on_any_rank: Callable[[bool], bool],
     ) -> None:
-        """Compare where that is due, or where ranks have `agreed` that it is due on one of them.
+        """Compare the model on a sample of a batch, and remember that it has agreed.
 
-        Raises as `self_check`, whose `on_any_rank` is given.
+        Raises as `self_check`, whose arguments are given.
         """
-        if not agreed and not self.is_due(host, config, fingerprint, training=training):
-            return
         state, version = self._state(host, config, fingerprint, training=training)
-        self_check(step, host, config, batch, training=training, on_any_rank=on_any_rank)
+        self_check(transaction, host, config, batch, training=training, on_any_rank=on_any_rank)
         self._agreed[state] = [*self._agreed.get(state, []), version]
         while len(self._agreed) > MOST_STATES:
             self._agreed.pop(next(iter(self._agreed)))
 
     def is_due(self, host: Host, config: Config, fingerprint: int, *, training: bool) -> bool:
-        """Whether `run` compares."""
+        """Whether the model is to be compared on this rank."""
         if not config.self_check:
             return False
         state, version = self._state(host, config, fingerprint, training=training)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import is_of_compiler
+from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.engine import Engine
-from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
 from forkpoint.engine.microbatches import microbatch_tokens
 from forkpoint.engine.timing import Observer
+from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import ForkpointError, UnsupportedError
 from forkpoint.hosts.arguments import CONTEXT_ARGUMENT
 from forkpoint.hosts.coverings import autocasts_of
@@ -48,7 +49,7 @@ ELSEWHERE_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
-class Agreement:
+class SampleComparison:
     """Differences on a sample, in the units of the model's values (nats for log-probs)."""
 
     difference: float
@@ -71,14 +72,19 @@ class Agreement:
     """The token of the largest difference, with both values."""
 
 
-class Sampler:
+class StockComparison:
     """Runs of one sample: n sequences of W tokens, values [n, W] of which the first is 0."""
 
     def __init__(
-        self, step: Step, host: Host, config: Config, sample: RolloutBatch, training: bool
+        self,
+        transaction: Transaction,
+        host: Host,
+        config: Config,
+        sample: RolloutBatch,
+        training: bool,
     ) -> None:
-        self.step = step
-        self.changes: Changes = step.changes
+        self.transaction = transaction
+        self.changes: Changes = transaction.changes
         self.host = host
         self.config = config
         self.sample = sample
@@ -131,7 +137,7 @@ class Sampler:
         engine = Engine(self.host, self.config, observers=observers)
         try:
             result = engine.score(
-                self.step,
+                self.transaction,
                 self.plan,
                 self.sample,
                 entropy=False,
@@ -142,8 +148,7 @@ class Sampler:
         except (ForkpointError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            group = self.host.group
-            if is_of_compiler(error) or (group is not None and group.lockstep):
+            if is_of_compiler(error) or holder_of(self.host.group).lockstep:
                 raise  # other ranks wait within their microbatches
             self.changes.undo(mark)
             self.run = None
@@ -179,7 +184,7 @@ class Sampler:
         values = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
         return torch.cat(values)
 
-    def compared(self, shared: Tensor) -> Agreement:
+    def compared(self, shared: Tensor) -> SampleComparison:
         """Differences between `shared`, the stock model, and runs of the stock model."""
         mark = self.changes.mark
         runs = [self.routed()]
@@ -204,7 +209,7 @@ class Sampler:
         difference = torch.where(there, (shared - stock).abs(), 0)
         difference = difference.nan_to_num(torch.inf, torch.inf)
         sequence, token = divmod(int(difference.argmax()), self.ids_NW.shape[1])
-        return Agreement(
+        return SampleComparison(
             difference=_rms(difference[there]),
             largest=float(difference.max()),
             noise=noise,
@@ -287,7 +292,7 @@ def compute_dtype(host: Host) -> torch.dtype:
     """The dtype a step computes in: the narrowest of the parameters, or autocast's, if narrower."""
     model, device = host.model, host.device
     # A wrapper may cast parameters.
-    cast = host.group.param_dtypes if host.group is not None else frozenset()
+    cast = holder_of(host.group).param_dtypes
     dtypes = {*cast} or {p.dtype for p in model.parameters()}
     # Autocast leaves float64 alone.
     if dtypes != {torch.float64}:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import numpy as np
 
 from forkpoint.config import Config
-from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
+from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import UnsupportedError
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
-from forkpoint.step.sampler import Agreement, Sampler, keep_random_state
+from forkpoint.step.sampler import SampleComparison, StockComparison, keep_random_state
 
 WIDTH_TOKENS = 160
 """The longest sequence of a sample."""
@@ -25,18 +25,18 @@ LEAST_TOKENS = 8
 
 
 def self_check(
-    step: Step,
+    transaction: Transaction,
     host: Host,
     config: Config,
     batch: RolloutBatch,
     *,
     training: bool,
     on_any_rank: Callable[[bool], bool] = bool,
-) -> Agreement:
+) -> SampleComparison:
     """Compare forkpoint with the stock model on a sample of a batch.
 
     Args:
-        step: the one whose `run` calls this; what is changed meanwhile is undone.
+        transaction: the one whose `run` calls this; what is changed meanwhile is undone.
         host: the model.
         config: its kernels are used.
         batch: the sample's tokens are taken from it.
@@ -47,15 +47,15 @@ def self_check(
     Raises UnsupportedError where the two part, or where the stock model does not agree with itself.
     The message names the largest difference and the layer. Random generators are left as they were.
     """
-    mark = step.changes.mark
-    sampler = Sampler(step, host, config, sample_of(batch), training)
-    keep_random_state(host.device, step.changes)
+    mark = transaction.changes.mark
+    comparison = StockComparison(transaction, host, config, sample_of(batch), training)
+    keep_random_state(host.device, transaction.changes)
     # Microbatches come first: a stock forward may renew what a hook derives from parameters,
     # such as the weight of a head under weight normalisation, and so hide that these do not.
-    shared = sampler.shared()
-    found = sampler.compared(shared)
+    shared = comparison.shared()
+    found = comparison.compared(shared)
     differs = not found.difference <= found.allowed  # NaN as well
-    parting = sampler.parting() if on_any_rank(differs) else ""
+    parting = comparison.parting() if on_any_rank(differs) else ""
     if found.repeated > found.allowed:
         raise UnsupportedError(
             f"the model does not agree with itself: on a sample of {found.tokens} tokens its "
@@ -83,7 +83,7 @@ def self_check(
             "differently, such as a patched function, a hook or a changed module. Undo it. "
             "If the difference is meant to be, Config(self_check=False) turns this check off."
         )
-    step.changes.undo(mark)
+    transaction.changes.undo(mark)
     return found
 
 

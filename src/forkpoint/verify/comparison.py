@@ -10,15 +10,15 @@ import math
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.gradient_sums import twins
-from forkpoint.engine.guard import Step
 from forkpoint.engine.timing import Event
+from forkpoint.engine.transaction import Transaction, retry_with_eager_blocks
 from forkpoint.errors import PlanError
 from forkpoint.hosts.modules import forget_lists
 from forkpoint.hosts.routes import RoutedRun, follow
@@ -32,7 +32,9 @@ from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import check_range
 from forkpoint.plan.runs import labels_run
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.request import ComparedRequest
 from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
+from forkpoint.step.run import attempt, finish_training
 from forkpoint.step.sampler import compute_dtype
 from forkpoint.tree.forest import IntArray
 from forkpoint.verify.dense import DenseRun, dense_run
@@ -107,19 +109,17 @@ def verify(
 
     Raises as `Policy.forward_backward`.
     """
-    return run_or_fall_back(
-        policy.host,
-        lambda step: _verify(
-            policy,
-            batch,
-            loss,
-            denominators,
-            step.changes,
-            router=router,
-            hold_routes=hold_routes,
-            progress=progress,
-        ),
+    work = partial(
+        _verify,
+        policy,
+        batch,
+        loss,
+        denominators,
+        router=router,
+        hold_routes=hold_routes,
+        progress=progress,
     )
+    return retry_with_eager_blocks(policy.host, lambda transaction: transaction.run(work))
 
 
 def _verify(
@@ -127,13 +127,13 @@ def _verify(
     batch: RolloutBatch,
     loss: Loss,
     denominators: Denominators | None,
-    changes: Changes,
+    transaction: Transaction,
     *,
     router: RouterLoss | None,
     hold_routes: bool,
     progress: Callable[[VerifyProgress], None] | None,
 ) -> VerifyReport:
-    host = policy.host
+    host, changes = policy.host, transaction.changes
     joint = together(host.group, host.model, loss)
     host.prepare(changes)
     dtype = compute_dtype(host)
@@ -319,29 +319,16 @@ def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradien
         work.changes.later(setattr, leaf, "grad", leaf.grad)
         leaf.grad = None
     given, loss = work.given, work.loss
-    step = Step(policy.host.device)
+    transaction = Transaction(policy.host.device)
     if run is not None:
         follow(run, unchecked, plan, batch, work.changes)
-        # The step replaces forwards of routers too, before the run does: what is undone first is
-        # what was done last.
-        run.changes = step.changes
-    if policy.host.group is not None:
-        stats = unchecked.forward_backward(
-            batch, loss, denominators=given, plan=plan, router=work.router
-        )
-    else:
-        stats = step.run(
-            lambda: unchecked._run_step(
-                step,
-                batch,
-                loss,
-                given,
-                1.0,
-                plan,
-                announced=False,
-                routers=(work.router, None, False),
-            )
-        )
+        # The step replaces forwards of routers too, before the run does: changes are undone in the
+        # reverse order.
+        run.changes = transaction.changes
+    request = ComparedRequest(
+        batch=batch, loss=loss, denominators=given, plan=plan, router=work.router
+    )
+    stats = attempt(unchecked, request, finish_training, transaction)
     others = named({leaf: leaf.grad for leaf in work.others})
     return work.joint.gradients(policy.host.model, others), stats
 

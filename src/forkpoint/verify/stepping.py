@@ -5,13 +5,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from forkpoint.engine.guard import Step
-from forkpoint.engine.host import Host
 from forkpoint.hosts.routes import Observed
-from forkpoint.losses.base import Denominators, Loss, LossFunction
-from forkpoint.losses.router import RouterLoss
 from forkpoint.plan.plan import Plan
-from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.request import StepPolicy
 from forkpoint.verify.plans import Planning
 
 
@@ -32,31 +28,7 @@ class StepFigures(Protocol):
     def computed_tokens(self) -> int: ...
 
 
-class Stepping(Planning, Observed, Protocol):
+class Stepping(Planning, Observed, StepPolicy, Protocol):
     """A policy whose steps are compared: see `forkpoint.Policy`."""
 
-    @property
-    def host(self) -> Host: ...
     def with_config(self, **changes: object) -> "Stepping": ...
-    def forward_backward(
-        self,
-        batch: RolloutBatch,
-        loss: Loss | LossFunction,
-        *,
-        denominators: Denominators | None = None,
-        scale: float = 1.0,
-        plan: Plan | None = None,
-        router: RouterLoss | None = None,
-    ) -> StepFigures: ...
-    def _run_step(
-        self,
-        step: Step,
-        batch: RolloutBatch,
-        loss: Loss,
-        denominators: Denominators | None,
-        scale: float,
-        plan: Plan | None,
-        *,
-        announced: bool,
-        routers: tuple[RouterLoss | None, Tensor | None, bool] = ...,
-    ) -> StepFigures: ...

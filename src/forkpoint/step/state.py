@@ -1,4 +1,4 @@
-"""Objects that the policies of one model share, whatever their options."""
+"""Per-model state that policies share: calibration, budgets, host memory, sample checks."""
 
 from pathlib import Path
 
@@ -13,23 +13,22 @@ from forkpoint.step.ratios import Ratios
 from forkpoint.step.sample_checks import SampleChecks
 
 
-class Kept:
-    """Objects of one model that outlive its steps."""
+class ModelState:
+    """State of one model that outlives its steps, shared by policies of other options."""
 
     def __init__(self) -> None:
         self.staging: Staging | None = None
-        """Host memory for microbatches that are offloaded: made when first needed, kept for later
-        steps."""
+        """Host memory for offloaded microbatches, made when first needed."""
         self.found: tuple[Calibration | None] | None = None
         """The calibration of this device and model, once it was looked for."""
-        self.reduced: bool = False
-        """Whether it was looked at who reduces gradients."""
+        self.checked_reduction: bool = False
+        """Whether the reduction of gradients over ranks was checked."""
         self.checks: SampleChecks = SampleChecks()
         self.budgets: MemoryBudgets = MemoryBudgets()
         self.ratios: Ratios = Ratios()
 
     def calibration(self, host: Host, config: Config) -> Calibration | None:
-        """The one that the configuration names or, without, the one of this device and model."""
+        """The calibration that the configuration names, else that of this device and model."""
         # Where the compiler has failed, prices of compiled blocks still choose plans.
         compiled = host.compiles or host.compiling.failure is not None
         given = config.calibration
@@ -43,7 +42,7 @@ class Kept:
         return self.found[0]
 
     def staging_of(self, plan: Plan, host: Host, config: Config) -> Staging | None:
-        """Where a plan's offloaded microbatches go; None where it has none."""
+        """Host memory for a plan's offloaded microbatches; None where it has none."""
         if not any(microbatch.activations == "offload" for microbatch in plan.microbatches):
             return None
         if self.staging is None:
