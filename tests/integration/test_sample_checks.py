@@ -9,7 +9,7 @@ from steps import forked_batch
 
 from forkpoint import Config, wrap
 from forkpoint.losses import GRPO
-from forkpoint.step import sample_checks as checks
+from forkpoint.step import self_check as checks
 from forkpoint.step.weight_changes import OptimizerSteps
 from forkpoint.testing import tiny_model
 

@@ -12,6 +12,7 @@ from forkpoint.losses.base import Loss, is_own
 from forkpoint.parallel.agreement import (
     Agreement,
     Coupling,
+    GatherOption,
     Proposal,
     agreed,
     coupled,
@@ -100,7 +101,7 @@ def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:
 
 
 def _proposal(
-    options: RankPlanOptions, group: Distributed, gather: str
+    options: RankPlanOptions, group: Distributed, gather: GatherOption
 ) -> tuple[Proposal, Plan | None]:
     """Proposal of this rank to the others, and its plan for weights that are gathered once."""
     policy, local = options.policy, options.local

@@ -10,7 +10,7 @@ from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
 from forkpoint.step.ratios import Ratios
-from forkpoint.step.sample_checks import SampleChecks
+from forkpoint.step.self_check import SampleChecks
 
 
 class ModelState:

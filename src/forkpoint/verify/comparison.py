@@ -33,6 +33,7 @@ from forkpoint.losses.views import check_range
 from forkpoint.plan.runs import labels_run
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.request import ComparedRequest
+from forkpoint.step.results import StepStats
 from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
 from forkpoint.step.run import attempt, finish_training
 from forkpoint.step.sampler import compute_dtype
@@ -61,9 +62,8 @@ from forkpoint.verify.report import RouteCounts as RouteCounts
 from forkpoint.verify.report import RouteReport as RouteReport
 from forkpoint.verify.report import VerifyReport as VerifyReport
 from forkpoint.verify.routes import HeldRoutes
-from forkpoint.verify.stepping import StepFigures, Stepping
 from forkpoint.verify.ways import Ways, fitting_plans
-from forkpoint.verify.work import DENSE, REFERENCE, Work, clock_of
+from forkpoint.verify.work import DENSE, REFERENCE, Stepping, Work, clock_of
 
 SMALLER_TRIED = 2
 """Smaller plans that are tried, one after the other, where memory runs out."""
@@ -272,7 +272,7 @@ def _findings(
     )
 
 
-def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepFigures, RoutedRun | None]:
+def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepStats, RoutedRun | None]:
     """Run one plan or, where memory runs out, one of the same kind that is predicted to need
     less."""
     policy, mark = work.policy, work.changes.mark
@@ -300,7 +300,7 @@ def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepFigures, Rou
         torch.cuda.empty_cache()
 
 
-def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradients, StepFigures]:
+def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradients, StepStats]:
     """Run one plan; its gradients are those of the model."""
     policy, batch, plan = work.policy, work.batch, entry.plan
     # It compares more than a sample does.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +13,24 @@ from forkpoint.losses.router import RouterLoss
 from forkpoint.plan.pricing.cost import dense_work
 from forkpoint.plan.runs import run_lengths
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.request import StepPolicy
 from forkpoint.step.router_steps import RouterWork
 from forkpoint.verify.dense_routers import DenseRouters
 from forkpoint.verify.memory import Needs
-from forkpoint.verify.plans import Choice
+from forkpoint.verify.plans import Choice, Planning
 from forkpoint.verify.progress import Clock, Run, VerifyProgress
 from forkpoint.verify.ranks import Together
 from forkpoint.verify.routes import HeldRoutes
-from forkpoint.verify.stepping import Stepping
 from forkpoint.verify.ways import Ways
 
 REFERENCE, DENSE = "reference", "dense"
 """Names of the runs of single rollouts."""
+
+
+class Stepping(Planning, StepPolicy, Protocol):
+    """A policy whose steps are compared: see `forkpoint.Policy`."""
+
+    def with_config(self, **changes: object) -> "Stepping": ...
 
 
 @dataclass
