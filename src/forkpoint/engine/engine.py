@@ -237,7 +237,7 @@ class Engine:
         if not held:
             changes.undo(mark)
         router = None if self.routing is None else self.routing.ending
-        loss = self.ranks.settle(result.loss, self._failure, router=router)
+        loss = self.ranks.finish(result.loss, self._failure, router=router)
         if held:
             guard.touched = True
             self.holder.reduce_held()

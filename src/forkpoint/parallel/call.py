@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from forkpoint.errors import RankError
 from forkpoint.parallel.agreement import Proposal
-from forkpoint.parallel.ranks import DataRanks, SingleProcess
+from forkpoint.parallel.ranks import DataRanks
 from forkpoint.parallel.step import Ending, described
 from forkpoint.parallel.watch import Watch
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def run_on_ranks(
-    ranks: DataRanks | SingleProcess,
+    ranks: DataRanks,
     work: Callable[[], T],
     *,
     lockstep: bool,
@@ -24,7 +24,7 @@ def run_on_ranks(
     """Call `work` together with the other ranks; if it fails on one, none of them waits for ever.
 
     Args:
-        ranks: those of the call; all of them come here. A single process just calls `work`.
+        ranks: those of the call; all of them come here.
         work: the call. If it raises, it has undone its changes.
         lockstep: whether ranks issue collectives in forwards and backwards, unless weights are
             gathered for the step.
@@ -35,8 +35,6 @@ def run_on_ranks(
     without collectives, tells them: all raise, and the next call works. One that fails within
     collectives leaves the others in them, and can only say so: `Watch` ends them.
     """
-    if isinstance(ranks, SingleProcess):
-        return work()
     ranks.phase = "apart"
     call = _Call(ranks, lockstep, succeeded)
     try:

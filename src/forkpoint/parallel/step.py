@@ -49,7 +49,7 @@ class SingleProcessStep:
     def may_be_missed(self, error: Exception) -> None:
         pass
 
-    def settle(
+    def finish(
         self,
         loss: Tensor,
         failure: BaseException | None,
@@ -154,7 +154,7 @@ class StepOfRanks:
             raise _failed(self.ranks.global_ranks[n], str(found[n].error))  # pyright: ignore
         return found
 
-    def settle(
+    def finish(
         self,
         loss: Tensor,
         failure: BaseException | None,

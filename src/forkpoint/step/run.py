@@ -1,7 +1,6 @@
 """A step, from the arguments of a policy's call to its results.
 
-    Request ──check_and_plan──► LocalStep ──agree──► AgreedStep ──execute──► PassResult ──finish──►
-    StepStats or Scores
+    Request ─check_and_plan─► LocalStep ─agree─► AgreedStep ─execute─► Executed ─finish─► StepStats
 
 `perform` is that path, the same for `forward_backward`, `score`, `logprobs`, the backward of
 `logprobs`, and for the steps that `verify` compares. Stages are functions, and values between them
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import Config
-from forkpoint.engine.distributed import holder_of
+from forkpoint.engine.distributed import LocalModel, holder_of
 from forkpoint.engine.engine import Engine, PassResult
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
@@ -94,10 +93,13 @@ def attempt(policy: StepPolicy, request: Request, finish: Finish[T], transaction
 
     If it raises, everything is as before, unless `transaction.is_committed()`.
     """
+    work = partial(perform, policy, request, finish)
     holder = holder_of(policy.host.group)
+    if isinstance(holder, LocalModel):
+        return transaction.run(work)
     return run_on_ranks(
         holder.ranks,
-        partial(transaction.run, partial(perform, policy, request, finish)),
+        partial(transaction.run, work),
         lockstep=holder.lockstep,
         succeeded=transaction.is_committed,
     )
@@ -177,7 +179,7 @@ def _score(
         routing.gather(agreed.ranks)
         own = float(routing.value())
     ending = None if routing is None else partial(routing.ending, own)
-    agreed.ranks.settle(torch.zeros(()), None, gradients=False, router=ending)
+    agreed.ranks.finish(torch.zeros(()), None, gradients=False, router=ending)
     return Executed(result, routing, replay, own)
 
 
