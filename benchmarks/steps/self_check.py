@@ -25,7 +25,7 @@ from forkpoint.apps.cli.options import Count
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import ConfigError
-from forkpoint.hosts.modules import list_once
+from forkpoint.hosts.modules import cache_module_walks
 from forkpoint.step.self_check import self_check
 
 NAME = "self-check"
@@ -138,7 +138,7 @@ def lost(device: str, steps: int) -> Iterator[ResultRow]:
     pure, every = [], []
     for _ in range(50):
         with Changes() as changes:
-            list_once(changes)
+            cache_module_walks(changes)
             begin = time.perf_counter()
             host.check(batch, training=True)
             every.append(1e3 * (time.perf_counter() - begin))

@@ -30,7 +30,7 @@ from forkpoint.hosts import modules
 from forkpoint.losses import Loss
 from forkpoint.parallel.call import run_on_ranks
 from forkpoint.step import run as step_run
-from forkpoint.testing import Watching, tiny_model
+from forkpoint.testing import ReadOnlyHook, tiny_model
 from hybrids import tiny_hybrid
 from integration.steps import model_state
 
@@ -351,7 +351,7 @@ def _case(
         double = next(model.parameters()).dtype == torch.float64
         model = model.to(DEVICE, torch.float64 if double else torch.bfloat16)
     if isinstance(loss, FailingLoss):
-        model.get_submodule("model.layers.0").register_forward_hook(Watching(loss.watch))
+        model.get_submodule("model.layers.0").register_forward_hook(ReadOnlyHook(loss.watch))
     policy = wrap(model, replace(ACROSS, **{"compile_blocks": False, **options}))
     return Case(name, model, policy, loss or losses.GRPO(kl=0.1), **(case or {}))
 

@@ -57,8 +57,8 @@ CONTROL = {
     *(f"/engine/{name}.py" for name in ("changes", "engine", "gradient_sums", "guard", "offload")),
     *(f"/engine/{name}.py" for name in ("activations", "executor", "staging", "thread_state")),
     *(f"/{name}.py" for name in ("engine/transaction", "parallel/call", "step_run")),
-    *(f"/hosts/{name}.py" for name in ("checkpointing", "compiled", "linear_attention")),
-    *(f"/hosts/{name}.py" for name in ("modules", "transformers", "upcasts")),
+    *(f"/hosts/{name}.py" for name in ("checkpointing", "compiled", "host", "modules")),
+    *(f"/hosts/transformers/{name}.py" for name in ("entry", "linear_attention", "upcasts")),
     "/policy.py",
     "/verify.py",
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forkpoint.config import Config
 from forkpoint.engine.activations import Activations
-from forkpoint.engine.distributed import Holder, holder_of
+from forkpoint.engine.distributed import ModelHolder, holder_of
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.gathered_scores import loss_inputs
@@ -118,7 +118,7 @@ class Engine:
         self.config: Config = config
         self.staging: Staging | None = staging
         self.ranks: RankStep = ranks or SingleProcessStep()
-        self.holder: Holder = holder_of(host.group)
+        self.holder: ModelHolder = holder_of(host.group)
         self.routing: Routing | None = routing
         self.replay: RouteReplay | None = replay
         self.observers: tuple[Observer, ...] = observers
@@ -210,7 +210,7 @@ class Engine:
         """Prepare gradients and model for backwards, until the changes are undone."""
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
         fp32 = self.config.grad_accumulation_dtype == "float32"
-        deferred = parameters if fp32 else self.holder.apart(parameters)
+        deferred = parameters if fp32 else self.holder.deferred_params(parameters)
         guard = transaction.guard = GradientGuard(
             parameters,
             restore=self.config.restore_grads,
@@ -219,7 +219,7 @@ class Engine:
         )
         if guard.sums is not None:
             changes, leaves = transaction.changes, deferred
-            if self.holder.listens:
+            if self.host.topology.listens:
                 leaves = twins(self.host.model, deferred, changes)
             guard.sums.collect(changes, leaves)
         self._enter(transaction)
@@ -383,7 +383,7 @@ class Engine:
             graph=graph,
         )
         transaction.changes.undo(mark)
-        self.holder.settle()
+        self.holder.reshard()
         timing.end()
         return PassResult(
             loss=loss,

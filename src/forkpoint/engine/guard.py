@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from forkpoint.engine.distributed import Holder, LocalModel
+from forkpoint.engine.distributed import LocalModel, ModelHolder
 from forkpoint.engine.gradient_sums import GradientSums
 from forkpoint.engine.leaf_sums import LeafSums
 
@@ -29,7 +29,7 @@ class GradientGuard:
         *,
         restore: bool,
         sums: GradientSums | None = None,
-        holder: Holder | None = None,
+        holder: ModelHolder | None = None,
     ) -> None:
         """
         Args:
@@ -48,7 +48,7 @@ class GradientGuard:
         """Gradients of leaves that the loss reads and that no wrapper reduces."""
         self.touched: bool = False
         """Whether gradients may have been added to."""
-        self.holder: Holder = holder or LocalModel()
+        self.holder: ModelHolder = holder or LocalModel()
 
     def begin(self) -> None:
         """A backward is about to begin."""

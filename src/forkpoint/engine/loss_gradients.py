@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from forkpoint.engine.distributed import Holder, holder_of
+from forkpoint.engine.distributed import ModelHolder, holder_of
 from forkpoint.engine.guard import GradientGuard
 from forkpoint.engine.host import Host
 from forkpoint.errors import UnsupportedError
@@ -44,7 +44,7 @@ class LossGradients:
         """
         self.guard = guard
         self.ranks = ranks
-        self.holder: Holder = holder_of(host.group)
+        self.holder: ModelHolder = holder_of(host.group)
         self._reduced: float = self.holder.factor(mean=ranks.mean)
         """The factor for gradients that the wrapper reduces over ranks."""
         self.factor: float = scale * self._reduced
@@ -109,7 +109,7 @@ class LossGradients:
         holder, ranks = self.holder, self.ranks
         known: set[Tensor] = set(self.guard.parameters)
         # Of split models; DistributedDataParallel sums all of them apart.
-        parts = set(holder.apart(self.guard.parameters)) if holder.lockstep else set()
+        parts = set(holder.deferred_params(self.guard.parameters)) if holder.lockstep else set()
         for leaf in leaves:
             if leaf in parts:
                 raise UnsupportedError(

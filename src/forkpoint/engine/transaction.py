@@ -15,7 +15,6 @@ import torch
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import WARNING
-from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.guard import GradientGuard
 from forkpoint.engine.host import Host
 from forkpoint.engine.thread_state import ThreadState, close_generators
@@ -184,7 +183,7 @@ def retry_with_eager_blocks(host: Host, attempt: Callable[[Transaction], T]) -> 
     try:
         return attempt(transaction)
     except Exception as error:
-        if not compiling.give_up(error) or holder_of(host.group).ranks.collective:
+        if not compiling.give_up(error) or host.group is not None:
             raise
         if transaction.outcome.gradients == "cleared":
             _log.warning(WARNING, compiling.failure)

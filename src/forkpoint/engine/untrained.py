@@ -13,7 +13,6 @@ some tokens alone: experts of a mixture lie in one parameter together.
 
 import torch
 
-from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.guard import GradientGuard
 from forkpoint.engine.host import Host
 
@@ -26,7 +25,7 @@ def add_zero_gradients(host: Host, guard: GradientGuard) -> None:
         guard: of the step; it takes the zeros back if the step fails.
     """
     parameters = guard.parameters
-    if holder_of(host.group).lockstep:
+    if host.topology.lockstep:
         # Of shards: all, for the step's collectives cover no further forward.
         for parameter in parameters:
             if parameter.grad is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from forkpoint.apps.cli.suggestions import suggested
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.hosts.families import FAMILIES
+from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.plan import MODELS, ModelShape, known_name
 
 

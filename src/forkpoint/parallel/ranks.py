@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ _numbers = count()
 class SingleProcess:
     """The counterpart of `DataRanks` where no other rank takes part: nothing is exchanged."""
 
-    collective: Literal[False] = False
     index: int = 0
     batches: tuple[int, ...] = (0,)
     firsts: tuple[int, ...] = (0,)
@@ -40,9 +39,6 @@ class SingleProcess:
 @dataclass(eq=False)
 class DataRanks:
     """Ranks whose rollouts together are one batch, and a group over which they agree on CPUs."""
-
-    collective: ClassVar[Literal[True]] = True
-    """Whether calls are those of several ranks, which must come to them together."""
 
     index: int
     """This rank's number among them, from 0."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from forkpoint.engine.compiling import WARNING, Compiling
-from forkpoint.engine.distributed import Distributed, LocalModel, holder_of
+from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.trunk_exchange import TrunkExchange
 from forkpoint.errors import ForkpointError
 from forkpoint.losses.base import Loss, is_own
@@ -38,9 +38,9 @@ def agree(policy: StepPolicy, local: LocalStep) -> AgreedStep:
     Collective. On ranks this runs within `run_on_ranks`, which tells them of an error here. Raises
     RankError where another rank cannot run the step.
     """
-    holder = holder_of(policy.host.group)
-    if not isinstance(holder, LocalModel):
-        return _agree_with_others(policy, holder, local)
+    group = policy.host.group
+    if group is not None:
+        return _agree_with_others(policy, group, local)
     plan = local.plan
     return AgreedStep(
         local=local,

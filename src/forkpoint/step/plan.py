@@ -5,15 +5,12 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
 
 from forkpoint.config import Config
-from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.host import Host
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
-from forkpoint.hosts.tensor_parallel import ModelParallel
-from forkpoint.hosts.unreduced import check_reduced
+from forkpoint.hosts.topology import check_reduced
 from forkpoint.losses.base import Loss, LossFunction, as_loss, check_denominators, is_own
 from forkpoint.losses.views import check_range
 from forkpoint.losses.zeros import zero_rollouts
-from forkpoint.parallel.ranks import DataRanks, SingleProcess
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import run_lengths
@@ -197,7 +194,7 @@ def _edges_to_run(
     """How many edges of each rollout a call needs: int64 [N]. `loss` is None for log-probs."""
     zero = None
     # Rollouts of other ranks may be coupled with those that are zero here.
-    gathers = loss is not None and loss.across_ranks and _ranks(policy.host).collective
+    gathers = loss is not None and loss.across_ranks and policy.host.group is not None
     if loss is not None and not gathers and not policy.config.all_logprobs:
         zero = zero_rollouts(loss, batch)
     last_tokens = routers is not None and routers.last_tokens
@@ -256,7 +253,7 @@ def as_batch(given: object) -> RolloutBatch:
 
 def check_batch(host: Host, batch: RolloutBatch) -> None:
     """Raises RolloutError for a batch without rollouts, unless other ranks have some."""
-    if not len(batch) and not _ranks(host).collective:
+    if not len(batch) and host.group is None:
         raise RolloutError(
             "There are no rollouts; a batch takes at least one, but for a rank that has none "
             "in a step of several ranks."
@@ -283,29 +280,29 @@ def describe_loss(loss: Loss) -> str:
 
 def check_config(host: Host, config: Config) -> None:
     """Raises ConfigError where a configuration does not fit what holds the model on ranks."""
-    holder = holder_of(host.group)
-    if config.gather != "auto" and not holder.reduces:
+    topology, on_ranks = host.topology, host.group is not None
+    if config.gather != "auto" and not topology.reduces:
         raise ConfigError(
             f"gather is {config.gather!r}, and this rank has all of the model's weights. Leave "
             "the option out, or shard the model with fully_shard."
         )
-    if config.gather == "step" and isinstance(host.group, ModelParallel):
+    if config.gather == "step" and not topology.gathers:
         raise ConfigError(
             "gather is 'step', and transformers has split the model over ranks: its own "
             "collectives lie within forwards, so ranks run in lockstep. Leave the option out."
         )
-    if config.split == "exchange" and (not holder.ranks.collective or holder.ranks.shares_batches):
+    if config.split == "exchange" and (not on_ranks or topology.shares_batches):
         why = (
             "transformers has split the model over ranks, of which each has a part of every prefix "
             "cache"
-            if holder.ranks.collective
+            if on_ranks
             else "this rank trains its model alone"
         )
         raise ConfigError(
             f"split is 'exchange', and {why}. Leave the option out; prompts are exchanged by "
             "ranks of fully_shard and DistributedDataParallel."
         )
-    if holder.reduces and config.grad_accumulation_dtype == "float32":
+    if topology.reduces and config.grad_accumulation_dtype == "float32":
         raise ConfigError(
             "grad_accumulation_dtype is 'float32', and the model is sharded by fully_shard, "
             "which adds up gradients itself, in its reduce_dtype. Leave the option out and "
@@ -318,7 +315,3 @@ def _check_reduction(policy: StepPolicy) -> None:
     if not policy.model_state.checked_reduction:
         check_reduced(policy.host.model, policy.host.group)
         policy.model_state.checked_reduction = True
-
-
-def _ranks(host: Host) -> DataRanks | SingleProcess:
-    return holder_of(host.group).ranks

@@ -94,7 +94,7 @@ class RankPlanOptions:
 
     def held(self, plan: Plan, *, scores: bool) -> tuple[RankCosts, Plan | None]:
         """Costs of a plan in both ways to hold weights, and the plan for weights gathered once."""
-        gathers = holder_of(self.policy.host.group).gathers
+        gathers = self.policy.host.topology.gathers
         once, why_not = self.once(plan) if gathers else (plan, "")
         costs = costs_of_rank(plan, once, self._calibration(), scores=scores, why_not=why_not)
         return costs, once
@@ -111,7 +111,7 @@ class RankPlanOptions:
         able = local.request.exchanges and self.can_replan
         # Digests of prompts do not tell routes apart.
         able = able and local.batch.routed_experts is None
-        if not able or holder_of(self.policy.host.group).ranks.shares_batches:
+        if not able or self.policy.host.topology.shares_batches:
             return {}
         if self.config.split == "replicate" or cannot_exchange(self.config):
             return {}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import Config
-from forkpoint.engine.distributed import LocalModel, holder_of
+from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.engine import Engine, PassResult
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
@@ -47,7 +47,6 @@ from forkpoint.step.request import (
 )
 from forkpoint.step.results import Scores, StepStats
 from forkpoint.step.router_steps import route_replay
-from forkpoint.step.sampler import compute_dtype
 from forkpoint.step.weight_changes import Weights
 
 T = TypeVar("T")
@@ -94,13 +93,13 @@ def attempt(policy: StepPolicy, request: Request, finish: Finish[T], transaction
     If it raises, everything is as before, unless `transaction.is_committed()`.
     """
     work = partial(perform, policy, request, finish)
-    holder = holder_of(policy.host.group)
-    if isinstance(holder, LocalModel):
+    group = policy.host.group
+    if group is None:
         return transaction.run(work)
     return run_on_ranks(
-        holder.ranks,
+        group.ranks,
         partial(transaction.run, work),
-        lockstep=holder.lockstep,
+        lockstep=group.lockstep,
         succeeded=transaction.is_committed,
     )
 
@@ -215,10 +214,10 @@ def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transacti
                 # It came within the forwards. If it did on this rank alone, the others wait in
                 # what these gather, and do not come to the exchange below.
                 agreed.ranks.may_be_missed(error)
-            holder.settle()
+            holder.reshard()
             agreed.ranks.same(error)
             raise
-        holder.settle()
+        holder.reshard()
         agreed.ranks.same(None)
     if agreed.gather is not None:
         holder.use(agreed.gather, transaction.changes)
@@ -308,14 +307,13 @@ def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
         found.scores.plan,
         # Others than those that are given away, which callers may write to.
         found.scores.per_token[host.head].clone(),
-        compute_dtype(host),
+        host.compute_dtype,
         local.settings,
         weights,
         found.routing,
     )
     backward = partial(_backward, policy, first)
-    listens = holder_of(host.group).listens
-    pending = Pending(names, weights, first, backward, listens=listens)
+    pending = Pending(names, weights, first, backward, listens=host.topology.listens)
     return Differentiable.apply(pending, len(values), *values, *pending.leaves)
 
 

@@ -20,9 +20,10 @@ from forkpoint.engine.gradient_sums import twins
 from forkpoint.engine.timing import Event
 from forkpoint.engine.transaction import Transaction, retry_with_eager_blocks
 from forkpoint.errors import PlanError
+from forkpoint.hosts.libraries import stock_of
 from forkpoint.hosts.modules import forget_lists
 from forkpoint.hosts.routes import RoutedRun, follow
-from forkpoint.hosts.whole_copies import copy_in
+from forkpoint.hosts.torch_dist.copies import copy_in
 from forkpoint.losses.base import (
     Denominators,
     Loss,
@@ -36,7 +37,6 @@ from forkpoint.step.request import ComparedRequest
 from forkpoint.step.results import StepStats
 from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
 from forkpoint.step.run import attempt, finish_training
-from forkpoint.step.sampler import compute_dtype
 from forkpoint.tree.forest import IntArray
 from forkpoint.verify.dense import DenseRun, dense_run
 from forkpoint.verify.errors import (
@@ -54,7 +54,7 @@ from forkpoint.verify.memory import Needs, Way, count_needs, free_bytes, in_some
 from forkpoint.verify.plans import Choice, Compared, choose_plans, count_shared
 from forkpoint.verify.progress import VerifyProgress as VerifyProgress
 from forkpoint.verify.ranks import together
-from forkpoint.verify.reference import run_plainly, save_memory
+from forkpoint.verify.reference import save_memory
 from forkpoint.verify.report import FAILED, PASSED, nothing_to_verify
 from forkpoint.verify.report import ParameterError as ParameterError
 from forkpoint.verify.report import PlanFindings as PlanFindings
@@ -136,7 +136,7 @@ def _verify(
     host, changes = policy.host, transaction.changes
     joint = together(host.group, host.model, loss)
     host.prepare(changes)
-    dtype = compute_dtype(host)
+    dtype = host.compute_dtype
     reference_dtype = torch.float32 if dtype.itemsize < 4 else torch.float64
     for p in host.model.parameters():
         changes.later(setattr, p, "grad", p.grad)
@@ -189,7 +189,7 @@ def _verify(
     ways = joint.ways(Ways.fitting(needs, room, keeps, joint.streams and not work.double))
     work.clock = clock_of(work, choice, needs, room, ways, keeps, progress)
     if work.double:
-        run_plainly(host.model, dtype, changes)
+        stock_of(host.model).compute_in(dtype, changes)
     with torch.enable_grad():
         reference = _reference(work, ways.reference, keeps=keeps)
         if work.double:
@@ -376,7 +376,7 @@ def _reference(work: Work, ways: tuple[Way, ...], *, keeps: bool) -> DenseRun:
         if not copies and not work.double:
             model, blocks = copy_in(model, blocks, work.reference_dtype, streamed=way.streamed)
         if model is not host.model:
-            run_plainly(model, work.reference_dtype, changes)
+            stock_of(model).compute_in(work.reference_dtype, changes)
         save_memory(blocks, way, host.device, changes)
         with torch.autocast(host.device.type, enabled=False):
             routed = None if work.double else work.held.run(model, record=True)
@@ -431,7 +431,7 @@ def _single_rollouts(
 
     host = work.policy.host
     with Changes() as changes:
-        if model is host.model and host.group is not None and host.group.listens:
+        if model is host.model and host.topology.listens:
             twins(model, [p for p in model.parameters() if p.requires_grad], changes)
         found = dense_run(
             model,

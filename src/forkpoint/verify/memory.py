@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from forkpoint.engine.host import Host
-from forkpoint.hosts.modules import configurations
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.units import GIB
@@ -177,7 +176,7 @@ def count_needs(
 
 
 def _writes_scores(host: Host, dtype: torch.dtype) -> bool:
-    if any(c._attn_implementation == "eager" for c in configurations(host.model)):
+    if host.writes_scores:
         return True
     # On CUDA stock attention has no fused kernel for float64, nor for float32 where several query
     # heads share a key.

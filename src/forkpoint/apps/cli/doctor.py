@@ -34,7 +34,7 @@ class Doctor:
         out = Output(json_only=self.json)
         with out.waiting("looking around"):
             from forkpoint.apps.environment import devices, versions
-            from forkpoint.hosts.families import FAMILIES
+            from forkpoint.hosts.transformers.families import FAMILIES
 
             families = {name: family.model_class for name, family in FAMILIES.items()}
             kernels = list_kernels([entry["device"] for entry in devices()])

@@ -6,20 +6,17 @@ model (those of FSDP, say) see a forward that returns.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.foreign_calls import in_forward
-
-FINAL_NORMS = ("norm", "final_layernorm")
-"""Names of the norm that decoders of transformers apply after their last block."""
+from forkpoint.hosts.calls import in_forward
 
 
-class EarlyEnd(Exception):
+class EarlyExit(Exception):
     """Nothing reads more of this microbatch than it has computed: ends its last block."""
 
     def __init__(self, roots: tuple[Tensor, ...]) -> None:
@@ -28,16 +25,14 @@ class EarlyEnd(Exception):
         self.roots = roots
 
 
-def end_in_last_block(decoder: nn.Module, block: nn.Module, changes: Changes) -> None:
-    """Let a decoder's last block catch `EarlyEnd`, until the changes are undone.
+def end_in_last_block(block: nn.Module, final_norms: Iterable[nn.Module], changes: Changes) -> None:
+    """Let a decoder's last block catch `EarlyExit`, until the changes are undone.
 
-    The decoder's final norm passes on what the block returns, which nothing reads.
+    The decoder's final norms pass on what the block returns, which nothing reads.
     """
     changes.replace_forward(block, functools.partial(_caught, block.forward))
-    for name in FINAL_NORMS:
-        norm = getattr(decoder, name, None)
-        if isinstance(norm, nn.Module):
-            changes.replace_forward(norm, functools.partial(_same, norm.forward))
+    for norm in final_norms:
+        changes.replace_forward(norm, functools.partial(_same, norm.forward))
 
 
 def _caught(
@@ -45,7 +40,7 @@ def _caught(
 ) -> Tensor:
     try:
         forward(hidden_states, *args, **kwargs)
-    except EarlyEnd as end:
+    except EarlyExit as end:
         roots = end.roots
     else:
         raise AssertionError("the last block ran to its end in a microbatch that leaves it early")

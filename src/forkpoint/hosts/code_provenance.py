@@ -1,16 +1,13 @@
 """Which package the code of a function comes from.
 
 A model computes what its family computes only if the code that runs is the family's own. Names say
-little: `functools.wraps` copies them. So the file is looked at that a function was compiled from,
-and that of every function it wraps or closes over.
+little: `functools.wraps` copies them. So the file is looked at that a function was compiled from.
 """
 
-import ast
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,17 +29,23 @@ def _folders() -> tuple[str, ...]:
 
 
 def foreign_code(value: Any) -> str | None:
-    """The place of the first function that is not of `PACKAGES`, among `value` and what it calls.
+    """The place of a callable's code, where that is not of `PACKAGES`; None otherwise.
+
+    Decorators of these packages are not looked into: where they are around other code, the
+    comparison on a sample finds what that changes.
 
     Args:
-        value: a function, method, partial, class, or any other object that can be called. Those
-            that are compiled into Python, torch or an extension have no code to look at, and pass.
-
-    Returns None where there is none.
+        value: a function, method, property, partial, or any other object that can be called. Those
+            that are compiled into Python, torch or an extension have no code, and pass.
     """
-    for function in _functions(value, set()):
-        if not _is_own(function.__code__):
-            return _place(function.__code__)
+    while isinstance(value, functools.partial):
+        value = value.func
+    for part in (value.fget, value.fset) if isinstance(value, property) else (value,):
+        function = getattr(part, "__func__", part)
+        called = function if hasattr(function, "__code__") else type(function).__call__
+        code = getattr(called, "__code__", None)
+        if code is not None and not _is_own(code):
+            return _place(code)
     return None
 
 
@@ -56,42 +59,6 @@ def _is_own(code: types.CodeType) -> bool:
 def _resolved(file: str) -> str:
     # Code that was made of text, as by exec or on a prompt, has a name in angle brackets.
     return file if file.startswith("<") else str(Path(file).resolve())
-
-
-def _functions(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:
-    """The functions that a callable is made of: itself, those it wraps and those it closes over."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, functools.partial):
-        for part in (value.func, *value.args):
-            if callable(part):
-                yield from _functions(part, seen)
-    elif isinstance(value, types.MethodType | staticmethod | classmethod):
-        yield from _functions(value.__func__, seen)
-    elif isinstance(value, property):
-        for part in (value.fget, value.fset):
-            if part is not None:
-                yield from _functions(part, seen)
-    elif isinstance(value, types.FunctionType):
-        yield value
-        wrapped = getattr(value, "__wrapped__", None)
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        for part in (wrapped, *cells):
-            if isinstance(part, types.FunctionType | types.MethodType | functools.partial):
-                yield from _functions(part, seen)
-    elif isinstance(value, type):
-        return
-    elif callable(value):
-        yield from _functions(getattr(type(value), "__call__"), seen)  # noqa: B004, B009
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:  # the function that is being defined, before it has its name
-        return False
-    return True
 
 
 def innermost(function: Any) -> Any:
@@ -139,18 +106,6 @@ def name_of(function: Any) -> str:
 
 def _place(code: types.CodeType) -> str:
     return f"{code.co_qualname} of {code.co_filename}, line {code.co_firstlineno}"
-
-
-@functools.cache
-def defined_functions(module: str) -> frozenset[str]:
-    """The functions that the source of a module defines at its top level; none without source."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (OSError, TypeError):
-        return frozenset()
-    return frozenset(
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
 
 
 def is_of_compiler(name: str) -> bool:

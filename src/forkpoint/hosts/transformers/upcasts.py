@@ -12,8 +12,9 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.linear_attention import recurrent_modules
-from forkpoint.hosts.modules import configurations, plain_class
+from forkpoint.hosts.modules import plain_class
+from forkpoint.hosts.transformers.calls import configurations
+from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 
 
 class _WithoutUpcasts(ModuleType):

@@ -13,7 +13,6 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from torch import nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.modules import every_module, forget_lists
+from forkpoint.hosts.code_provenance import is_of_code
+from forkpoint.hosts.modules import HOOKS, every_module, forget_lists
 
 ALIGNING_HOOKS = ("ModelHook", "AlignDevicesHook", "SequentialHook")
 """Classes of accelerate.hooks that change nothing of a model whose tensors are on one device."""
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 FUSED_HEAD = ("trl.trainer.utils", "add_fused_lm_head.<locals>._fused_forward")
 """Where TRL defines the forward that it sets on a model: it computes log-probs where it is asked
 to, and is otherwise the one that was there."""
@@ -146,7 +145,7 @@ def entered(autocasts: tuple[torch.autocast, ...]) -> Iterator[None]:
         yield
 
 
-class Coverings:
+class ForwardWrappers:
     """Takes off what users have put around the forwards of one model."""
 
     def __init__(self) -> None:
@@ -226,13 +225,8 @@ def _is_of_class(function: Any, kind: type[nn.Module]) -> bool:
 
 def _is(function: Any, module: str, qualname: str) -> bool:
     """Whether a function was defined in a module by this name."""
-    if not isinstance(function, types.FunctionType) or module not in sys.modules:
-        return False
-    code, file = function.__code__, sys.modules[module].__file__
-    return (
-        code.co_qualname == qualname
-        and file is not None
-        and Path(code.co_filename).resolve() == Path(file).resolve()
+    return isinstance(function, types.FunctionType) and is_of_code(
+        function.__code__, qualname, module
     )
 
 

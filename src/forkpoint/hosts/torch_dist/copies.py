@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from forkpoint.hosts.modules import plain_class
+from forkpoint.hosts.modules import HOOKS, plain_class
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_SHARDING = "torch.distributed"
 """Module of the hooks that fully_shard adds."""
 COMPOSABLE = "__composable_api"

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
-from forkpoint.hosts.parallel_forwards import DISPATCHED, SUMMED, ParallelForward
-from forkpoint.hosts.whole_copies import copy_in, full
-
-Split = tuple[str, nn.Module, ParallelForward]
+from forkpoint.hosts.torch_dist.copies import copy_in, full
+from forkpoint.hosts.transformers.tensor_parallel import DISPATCHED, SUMMED, Split
 
 
 class TensorParts:

@@ -1,31 +1,63 @@
-"""Calls of a model by others while a step runs it: from a loss, a hook or another thread.
+"""Calls of a model while a step runs it: the step's own, and those of others, which are refused.
 
-A step's own calls carry a microbatch, in the call argument that layers pass on. Any other call is
-refused: attention would read prefix caches, and masks are not made. Whether a call is the step's
-own is never read from the thread alone, since autograd recomputes blocks on threads of its own;
-only what runs in forwards alone is told by the thread.
+A step's own calls carry a microbatch, in a call argument that layers pass on. Any other call, from
+a loss, a hook or another thread, is refused: attention would read prefix caches, and masks are not
+made. Whether a call is the step's own is never read from the thread alone, since autograd
+recomputes blocks on threads of its own; only what runs in forwards alone is told by the thread.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.arguments import CallContext, refuse_call
-from forkpoint.hosts.modules import ATTENTION_NAME, add_hook, every_module
+from forkpoint.hosts.modules import add_hook
+from forkpoint.plan.program import Instruction
 
-UNMASKED = "forkpoint without masks"
-"""The attention implementation that masks are made for in a step's forwards: there are none."""
 CLAIM = "_forkpoint_step"
 """An attribute of a model while a step runs it: the step's changes."""
 _forward = threading.local()
 """Per thread: "context", while it runs a forward of a step."""
+
+
+class CallContext:
+    """The microbatch that runs, as layers of a model find it in their call arguments.
+
+    A plain object: FSDP copies dataclasses that it meets in call arguments.
+    """
+
+    def __init__(
+        self,
+        instruction: Instruction,
+        inputs: MicrobatchInputs,
+        state: MicrobatchState,
+        kernels: KernelOptions,
+        *,
+        entropy: bool,
+        ends_in: frozenset[Hashable],
+    ) -> None:
+        """`ends_in`: the modules of the block in which the forward ends; none where it goes on."""
+        self.instruction: Instruction = instruction
+        self.inputs: MicrobatchInputs = inputs
+        self.state: MicrobatchState = state
+        self.kernels: KernelOptions = kernels
+        self.entropy: bool = entropy
+        self.ends_in: frozenset[Hashable] = ends_in
+
+
+def refuse_call(*_: Any, **__: Any) -> NoReturn:
+    """Raise UnsupportedError, for a call of the model that is not a step's."""
+    raise UnsupportedError(
+        "the model, or a part of it, was called while a step of forkpoint runs it (from a loss, a "
+        "hook or another thread), or its attn_implementation was set to 'forkpoint'. Call it when "
+        "no step runs. What a loss needs is computed before the step, by policy.score or by a copy "
+        "of the model (copy.deepcopy)."
+    )
 
 
 def check_idle(model: nn.Module) -> None:
@@ -70,27 +102,6 @@ def in_forward() -> bool:
     return "context" in vars(_forward)
 
 
-class ForwardConfig:
-    """A decoder's configuration while a step runs, which says that no masks are made.
-
-    To threads that do not run the step it refuses to say so: one that has entered the decoder
-    before the step would go on without its mask.
-    """
-
-    def __init__(self, config: Any) -> None:
-        vars(self)["_config"] = config
-
-    @property
-    def _attn_implementation(self) -> str:
-        return UNMASKED if in_forward() else refuse_call()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_config"], name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(vars(self)["_config"], name, value)
-
-
 def refuse_calls(modules: Iterable[nn.Module], changes: Changes) -> None:
     """Refuse calls without a microbatch, until the changes are undone.
 
@@ -107,8 +118,8 @@ def refuse_calls(modules: Iterable[nn.Module], changes: Changes) -> None:
             _add_first(changes, module, check)
 
 
-def keep_to_this_thread(model: nn.Module, changes: Changes) -> None:
-    """Refuse calls from other threads, until the changes are undone.
+def keep_to_this_thread(modules: Iterable[nn.Module], changes: Changes) -> None:
+    """Refuse calls of the modules from other threads, until the changes are undone.
 
     For runs of the stock model, which has hooks meanwhile and no microbatch.
     """
@@ -118,9 +129,8 @@ def keep_to_this_thread(model: nn.Module, changes: Changes) -> None:
         if threading.get_ident() != own:
             refuse_call()
 
-    for _, module in every_module(model):
-        if isinstance(module, PreTrainedModel):
-            _add_first(changes, module, check)
+    for module in modules:
+        _add_first(changes, module, check)
 
 
 def _add_first(changes: Changes, module: nn.Module, hook: Callable[..., None]) -> None:
@@ -128,7 +138,3 @@ def _add_first(changes: Changes, module: nn.Module, hook: Callable[..., None]) -
     hooks: Any = module._forward_pre_hooks
     add_hook(changes, hooks, hook, module._forward_pre_hooks_with_kwargs)
     hooks.move_to_end(next(reversed(hooks)), last=False)
-
-
-# Masks of other callers, whose configuration says that attention is forkpoint's.
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, refuse_call)

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.arguments import CallContext, taken_context
-from forkpoint.hosts.early_end import EarlyEnd
+from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.early_exit import EarlyExit
 from forkpoint.hosts.modules import every_module, plain_class
+from forkpoint.hosts.transformers.calls import taken_context
 from forkpoint.ops.delta_rule import gated_delta_rule
 from forkpoint.ops.delta_rule.kernel import decay_gate
 from forkpoint.ops.dtypes import accumulate_dtype
@@ -186,7 +187,7 @@ def _kept(module: Any, context: CallContext, o_TGE: Tensor, ends: Tensor | None)
     states = context.state.states(module.conv_kernel_size, o_TGE.device)
     o_TGE = states.keep(o_TGE, {(module, "state"): ends})
     if module in context.ends_in:
-        raise EarlyEnd((o_TGE,))
+        raise EarlyExit((o_TGE,))
     # A view in any case: what is compiled for one is not what is compiled for other tensors.
     return o_TGE.view_as(o_TGE)
 
