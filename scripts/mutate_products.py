@@ -44,7 +44,7 @@ CHANGED = {
     "ops/delta_rule": ("chunked", "reference"),
     "ops/head": ("logprobs",),
     "losses": ("base", "views", "policy_loss", "grpo", "gspo", "dpo"),
-    "hosts": ("linear_attention", "heads", "checkpointing"),
+    "hosts": ("transformers/linear_attention", "heads", "checkpointing"),
 }
 TESTS = (
     "tests/integration/test_acceptance.py::test_steps_are_those_of_dense_training",
@@ -203,7 +203,7 @@ def _run_here(writing: int, seen: set[tuple[str, int]] | None = None) -> None:
 def _other_families() -> list[str]:
     from transformers import CONFIG_MAPPING
 
-    text = (SOURCE / "hosts" / "families.py").read_text(encoding="utf-8")
+    text = (SOURCE / "hosts" / "transformers" / "families.py").read_text(encoding="utf-8")
     strings = [n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant)]
     names = {s for s in strings if isinstance(s, str) and s in CONFIG_MAPPING}
     # An id is found by its beginning as well: llama is in codellama, gemma2 is not in gemma.

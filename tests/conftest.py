@@ -57,17 +57,17 @@ def shared_data() -> Callable[[str], Path]:
 @pytest.fixture
 def without_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a model is refused by name."""
-    monkeypatch.setattr(
-        "forkpoint.hosts.transformers.TransformersHost._check_model", lambda self: None
-    )
-    for name in ("check_random", "check_causal", "check_parameter_hooks", "check_checkpointing"):
+    monkeypatch.setattr("forkpoint.hosts.host.ModelHost._check_model", lambda self: None)
+    for name in ("check_random", "check_parameter_hooks"):
         monkeypatch.setattr(f"forkpoint.hosts.refusals.{name}", lambda *_: None)
+    for name in ("check_causal", "check_checkpointing"):
+        monkeypatch.setattr(f"forkpoint.hosts.transformers.refusals.{name}", lambda *_: None)
 
 
 @pytest.fixture
 def without_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sample runs before a step, for tests that count what runs."""
-    monkeypatch.setattr("forkpoint.step.sample_checks.self_check", lambda *_, **__: None)
+    monkeypatch.setattr("forkpoint.step.self_check.self_check", lambda *_, **__: None)
 
 
 @pytest.fixture

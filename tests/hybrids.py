@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from forkpoint.engine import states
-from forkpoint.hosts import linear_attention
+from forkpoint.hosts.transformers import linear_attention
 from forkpoint.ops import delta_rule, selective_scan
 from forkpoint.ops.recurrence import levels
 from forkpoint.testing import tiny_model

@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from forkpoint.hosts.tensor_parallel import LEAST_VERSION
+from forkpoint.hosts.transformers.tensor_parallel import LEAST_VERSION
 
 SPLITS_OTHERWISE = tuple(map(int, transformers.__version__.split(".")[:2])) < LEAST_VERSION
 needs_splits = pytest.mark.skipif(

@@ -30,7 +30,7 @@ from forkpoint.apps.calibrate.calibrator import Calibrator
 from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError
-from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.hosts.libraries import host_of
 from forkpoint.losses import GRPO
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.plan import Plan, make_plan
@@ -222,7 +222,7 @@ class _Measuring:
         make = partial(make_model, self.shape, self.team.device, dtype=self.dtype)
 
         def measured() -> Calibration:
-            shape = TransformersHost(make(layers=1)).shape
+            shape = host_of(make(layers=1)).shape
             models = lambda layers: make(layers=layers)  # noqa: E731
             return Calibrator(models, compile_blocks=self.compiled).run(shape)
 

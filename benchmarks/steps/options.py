@@ -13,7 +13,7 @@ from benchmarks.steps.stepper import Stepper
 from forkpoint.apps.calibrate.calibrator import Calibrator
 from forkpoint.apps.cli.options import Flag
 from forkpoint.errors import ConfigError
-from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.hosts.libraries import host_of
 
 Split = Literal["2048/10240", "6144/6144", "8192/4096", "10240/2048"]
 Layers = DisallowNone[
@@ -67,7 +67,7 @@ class Steps(Benchmark):
             def make(layers: int) -> PreTrainedModel:
                 return make_model(name, device, dtype=dtype, layers=layers)
 
-            shape_of = TransformersHost(make(1)).shape
+            shape_of = host_of(make(1)).shape
             measured = self.path.with_suffix(".calibration.json")
             Calibrator(make, compile_blocks=compiled).run(shape_of).save(measured)
         model = make_model(name, device, dtype=dtype, layers=self.layers)

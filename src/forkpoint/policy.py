@@ -1,4 +1,4 @@
-"""The public object: a model together with how its batches are planned and run."""
+"""Plans and runs training steps of a model: the public methods (step_run.py runs them)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,27 +7,38 @@ from typing import Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from forkpoint.engine.guard import Step
-from forkpoint.engine.guard import StepOutcome as StepOutcome
-from forkpoint.engine.host import Settings
-from forkpoint.engine.routing import Routing
+from forkpoint.config import Config
+from forkpoint.engine.host import Host
+from forkpoint.engine.timing import Observer
+from forkpoint.engine.transaction import StepOutcome as StepOutcome
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
-from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.step.differentiable import Differentiable, FirstHalf, Pending
-from forkpoint.step.policy_steps import ROUTER, PolicySteps, Rollouts, as_batch, finite
+from forkpoint.step.plan import as_batch, check_batch, check_config, finite, plan_batch
+from forkpoint.step.request import LogprobsRequest, Rollouts, ScoreRequest, TrainRequest
 from forkpoint.step.results import Scores as Scores
 from forkpoint.step.results import StepStats as StepStats
 from forkpoint.step.router_steps import move_biases, router_work
-from forkpoint.step.sampler import compute_dtype
-from forkpoint.step.weight_changes import Weights
+from forkpoint.step.run import finish_scores, finish_training, logprobs, run
+from forkpoint.step.state import ModelState
 from forkpoint.verify.comparison import VerifyProgress, VerifyReport, verify
 
 
-class Policy(PolicySteps):
+class Policy:
     """A model whose steps compute every shared token once. Made by `forkpoint.wrap`."""
+
+    def __init__(self, host: Host, config: Config, model_state: ModelState | None = None) -> None:
+        """Raises ConfigError where the configuration does not fit what holds the model on ranks."""
+        check_config(host, config)
+        self.host: Host = host
+        self.config: Config = config
+        self.observer: Observer | None = None
+        """Called with each event of a step before it runs: for measurements."""
+        self.last_step: StepOutcome | None = None
+        """The effect on `.grad` of the last call of `forward_backward` that began to run: another
+        object for every call, made once its arguments have been checked and its plan made."""
+        self.model_state: ModelState = model_state or ModelState()
 
     def plan(
         self,
@@ -53,9 +64,9 @@ class Policy(PolicySteps):
             PlanError: nothing fits the limits of the configuration.
         """
         batch = as_batch(batch)
-        self._check_batch(batch)
+        check_batch(self.host, batch)
         work = router_work(self.host, batch, router, router_counts)
-        return self._make_plan(batch, loss, work.demand() if work else None)
+        return plan_batch(self, batch, loss, work.demand() if work else None)
 
     @property
     def memory_budget_bytes(self) -> int | None:
@@ -63,12 +74,12 @@ class Policy(PolicySteps):
 
         Of Config(memory_budget="auto") it is measured at the first plan, on CUDA.
         """
-        return self._kept.budgets.of(self.host, self.config)
+        return self.model_state.budgets.of(self.host, self.config)
 
     def use_memory_budget(self, size_bytes: int) -> None:
         """Take a budget in place of what Config(memory_budget="auto") measures, such as that of an
         earlier run, whose plans then come again."""
-        self._kept.budgets.use(self.config, size_bytes)
+        self.model_state.budgets.use(self.config, size_bytes)
 
     def forward_backward(
         self,
@@ -116,19 +127,17 @@ class Policy(PolicySteps):
         taken back; see Config.restore_grads. `last_step.gradients` says which of these it is, and
         so does a note on the exception.
         """
-        return self._run(
-            lambda step: self._run_step(
-                step,
-                as_batch(batch),
-                loss,
-                denominators,
-                scale,
-                plan,
-                announced=True,
-                routers=(router, router_counts, expert_counts),
-            ),
-            plan,
+        request = TrainRequest(
+            batch=batch,
+            loss=loss,
+            denominators=denominators,
+            scale=scale,
+            plan=plan,
+            router=router,
+            router_counts=router_counts,
+            expert_counts=expert_counts,
         )
+        return run(self, request, finish_training)
 
     @overload
     def logprobs(
@@ -184,48 +193,15 @@ class Policy(PolicySteps):
         it runs a second time, and where weights have changed since. Under DistributedDataParallel
         torch leaves it out of a backward that is asked for gradients of some tensors alone.
         """
-        training = torch.is_grad_enabled()
-        made: list[RolloutBatch] = []
-
-        def work(step: Step) -> tuple[Scores, Routing | None, Settings | None]:
-            made[:] = [as_batch(batch)]
-            return self._score(
-                step,
-                made[0],
-                entropy,
-                plan,
-                training=training,
-                routers=(router, False),
-                valued=router is not None,
-            )
-
-        scored, routing, settings = self._run(work, plan)
-        rollouts = made[0]
-        names = (self.host.head, "entropies") if entropy else (self.host.head,)
-        values = tuple(scored.per_token[name] for name in names)
-        if routing is not None:
-            names, values = (*names, ROUTER), (*values, routing.value())
-        if training:
-            assert settings is not None
-            weights = Weights(self.host.named_parameters(), self.host.named_buffers())
-            first = FirstHalf(
-                scored.plan,
-                # Others than those that are given away, which callers may write to.
-                scored.per_token[self.host.head].clone(),
-                rollouts.loss_mask,
-                compute_dtype(self.host),
-                settings,
-                weights,
-            )
-            group = self.host.group
-            pending = Pending(
-                names,
-                weights,
-                first,
-                lambda given: self._backward(rollouts, first, given, routing),
-                listens=group is not None and group.listens,
-            )
-            values = Differentiable.apply(pending, len(values), *values, *pending.leaves)
+        kind = LogprobsRequest if torch.is_grad_enabled() else ScoreRequest
+        request = kind(
+            batch=batch,
+            entropy=entropy,
+            plan=plan,
+            router=router,
+            returns_router_loss=router is not None,
+        )
+        values = logprobs(self, request)
         return values if len(values) > 1 else next(iter(values))
 
     def score(
@@ -244,19 +220,10 @@ class Policy(PolicySteps):
         for the `router_counts` of `forward_backward`, and `router_loss` is its value. Raises as
         `forward_backward`, and UnsupportedError where a critic is asked for entropies.
         """
-
-        def work(step: Step) -> Scores:
-            scores, _, _ = self._score(
-                step,
-                as_batch(batch),
-                entropy,
-                plan,
-                training=False,
-                routers=(router, expert_counts),
-            )
-            return scores
-
-        return self._run(work, plan)
+        request = ScoreRequest(
+            batch=batch, entropy=entropy, plan=plan, router=router, expert_counts=expert_counts
+        )
+        return run(self, request, finish_scores)
 
     def update_router_biases(
         self, expert_counts: Tensor, *, rate: float, centered: bool = False
@@ -298,7 +265,7 @@ class Policy(PolicySteps):
         See `forkpoint.verify.comparison.verify`.
         """
         batch = as_batch(batch)
-        self._check_batch(batch)
+        check_batch(self.host, batch)
         if batch.routed_experts is not None:
             raise UnsupportedError(
                 "the rollouts have routed_experts, and verify compares with a stock model, which "
@@ -338,6 +305,5 @@ class Policy(PolicySteps):
                 f"with_config asks for {asked!r}; wrap it again, with "
                 f"Config(compile_blocks={asked!r})."
             )
-        policy = Policy(self.host, replace(self.config, **changes))  # type: ignore[arg-type]
-        policy._kept = self._kept
-        return policy
+        config = replace(self.config, **changes)  # type: ignore[arg-type]
+        return Policy(self.host, config, self.model_state)

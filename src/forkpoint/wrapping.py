@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
-from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.hosts.libraries import host_of
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import short
 
@@ -38,4 +38,5 @@ def wrap(
             f"config is {short(config)} of type {type(config).__name__}; it takes a "
             "forkpoint.Config, such as Config(sharing='tree'), or None."
         )
-    return Policy(TransformersHost(model, compile_blocks=config.compile_blocks, mesh=mesh), config)
+    host = host_of(model, compile_blocks=config.compile_blocks, mesh=mesh)
+    return Policy(host, config)

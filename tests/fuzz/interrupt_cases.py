@@ -19,10 +19,18 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, losses, wrap
-from forkpoint.engine.guard import ADDED, CLEARED, UNCHANGED, Step
+from forkpoint.engine.transaction import (
+    ADDED,
+    CLEARED,
+    UNCHANGED,
+    Transaction,
+    retry_with_eager_blocks,
+)
 from forkpoint.hosts import modules
 from forkpoint.losses import Loss
-from forkpoint.testing import Watching, tiny_model
+from forkpoint.parallel.call import run_on_ranks
+from forkpoint.step import run as step_run
+from forkpoint.testing import ReadOnlyHook, tiny_model
 from hybrids import tiny_hybrid
 from integration.steps import model_state
 
@@ -32,7 +40,8 @@ DEVICE = torch.device(os.environ.get("FORKPOINT_INTERRUPTS_DEVICE", "cpu"))
 Gradients = dict[str, Tensor | None]
 
 
-LEAVING = (FORWARD_BACKWARD, Policy._run.__code__, Step.run.__code__)
+RUNS = (step_run.run, step_run.attempt, retry_with_eager_blocks, run_on_ranks, Transaction.run)
+LEAVING = (FORWARD_BACKWARD, *(function.__code__ for function in RUNS))
 
 
 def small_batch() -> RolloutBatch:
@@ -126,7 +135,7 @@ class Case:
 
     def state(self) -> dict[str, Any]:
         """All that no step may change, whatever ends it."""
-        staging = self.policy._kept.staging
+        staging = self.policy.model_state.staging
         return {
             "modules": model_state(self.model),
             "parameters": {
@@ -342,7 +351,7 @@ def _case(
         double = next(model.parameters()).dtype == torch.float64
         model = model.to(DEVICE, torch.float64 if double else torch.bfloat16)
     if isinstance(loss, FailingLoss):
-        model.get_submodule("model.layers.0").register_forward_hook(Watching(loss.watch))
+        model.get_submodule("model.layers.0").register_forward_hook(ReadOnlyHook(loss.watch))
     policy = wrap(model, replace(ACROSS, **{"compile_blocks": False, **options}))
     return Case(name, model, policy, loss or losses.GRPO(kl=0.1), **(case or {}))
 

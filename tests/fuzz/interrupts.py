@@ -56,10 +56,10 @@ WITHOUT = (
 CONTROL = {
     *(f"/engine/{name}.py" for name in ("changes", "engine", "gradient_sums", "guard", "offload")),
     *(f"/engine/{name}.py" for name in ("activations", "executor", "staging", "thread_state")),
-    *(f"/hosts/{name}.py" for name in ("checkpointing", "compiled", "linear_attention")),
-    *(f"/hosts/{name}.py" for name in ("modules", "transformers", "upcasts")),
+    *(f"/{name}.py" for name in ("engine/transaction", "parallel/call", "step_run")),
+    *(f"/hosts/{name}.py" for name in ("checkpointing", "compiled", "host", "modules")),
+    *(f"/hosts/transformers/{name}.py" for name in ("entry", "linear_attention", "upcasts")),
     "/policy.py",
-    "/policy_steps.py",
     "/verify.py",
 }
 KINDS: dict[str, type[BaseException]] = {

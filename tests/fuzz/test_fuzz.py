@@ -25,7 +25,7 @@ from fuzz_models import SPECIAL
 from transformers import CONFIG_MAPPING
 
 from forkpoint import RolloutBatch
-from forkpoint.hosts.families import FAMILIES
+from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.testing import dense_run, lifted_upcasts
 from integration.sabotage import (

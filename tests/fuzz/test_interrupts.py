@@ -23,12 +23,13 @@ from interrupts import (
 from torch.autograd.graph import saved_tensors_hooks as hooks
 from torch.utils import checkpoint as checkpoints
 
-from forkpoint.engine import guard
+from forkpoint.engine import transaction
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.gradient_sums import GradientSums
-from forkpoint.engine.guard import GradientGuard, Step
+from forkpoint.engine.guard import GradientGuard
 from forkpoint.engine.thread_state import ThreadState
+from forkpoint.engine.transaction import Transaction
 from forkpoint.hosts import modules
 from lanes import slow_besides
 
@@ -118,14 +119,13 @@ def does_nothing(*_: object) -> None:
     pass
 
 
-def with_one_level(step: Step, work: Callable[[], object]) -> object:
+def with_one_level(step: Transaction, work: Callable[[Transaction], object]) -> object:
     try:
-        result = work()
-        step.changes.undo()
-        step.outcome.gradients = "added"
+        result = work(step)
+        step._commit()
         return result
     except BaseException as error:
-        step._put_back(error)
+        step._roll_back(error)
         raise
 
 
@@ -145,11 +145,11 @@ BUGS: dict[str, tuple[Any, str, Callable, str, Callable, int]] = {
     "a half": (GradientGuard, "take_back", leaves_a_half, "accumulated", Executor.run, 99),
     "a lie": (GradientGuard, "take_back", says_unchanged, "accumulated", Executor.run, 99),
     "hooks": (GradientSums, "_leave", does_nothing, "sums", Executor.run, 99),
-    "no note": (Step, "_note", does_nothing, "plain", Executor.run, 99),
-    "one level": (Step, "run", with_one_level, "failing", Step._put_back, 1),
+    "no note": (Transaction, "_note", does_nothing, "plain", Executor.run, 99),
+    "one level": (Transaction, "run", with_one_level, "failing", Transaction._roll_back, 1),
     "a late record": (Changes, "set", records_last, "plain", records_last, 1),
     "a lost state": (ThreadState, "restore", does_nothing, "offload", hooks.__enter__, 1),
-    "a generator": (guard, "close_generators", does_nothing, "hooks", CHECKPOINT, 7),
+    "a generator": (transaction, "close_generators", does_nothing, "hooks", CHECKPOINT, 7),
 }
 
 

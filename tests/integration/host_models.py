@@ -10,7 +10,7 @@ from steps import ACROSS, forked_batch
 from torch import nn
 
 from forkpoint import Config, losses
-from forkpoint.testing import Watching
+from forkpoint.testing import ReadOnlyHook
 
 BATCH = forked_batch()
 LOSS = losses.GRPO(kl=0.1)
@@ -48,7 +48,7 @@ def checkpointing(model: nn.Module, **options: Any) -> None:
 
 def count_calls(module: nn.Module) -> list[int]:
     calls: list[int] = []
-    module.register_forward_pre_hook(Watching(lambda *_: calls.append(1)))
+    module.register_forward_pre_hook(ReadOnlyHook(lambda *_: calls.append(1)))
     return calls
 
 

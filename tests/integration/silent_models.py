@@ -229,14 +229,17 @@ def class_forward(wraps: bool) -> Change:
     return change
 
 
-def class_forward_of_another_class(model: Any, patch: Patch) -> None:
-    """A forward of the same package that does not belong to the class."""
-    from transformers.models.llama import modeling_llama
+def decorated_class_forward(model: Any, patch: Patch) -> None:
+    """Code of torch, which calls another under the family's name."""
+    kind = type(model.get_submodule(MLP))
+    stock = kind.forward
 
-    def stock(self: Any, x: Tensor) -> Tensor:
-        return self.weight * (x - x.mean(1, keepdim=True))
+    @torch.enable_grad()
+    @functools.wraps(stock)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return mixed(stock(self, x))
 
-    patch.setattr(modeling_llama.LlamaRMSNorm, "forward", modeling_llama.LlamaMLP.forward)
+    patch.setattr(kind, "forward", forward)
 
 
 def class_call(model: Any, patch: Patch) -> None:
@@ -294,11 +297,6 @@ def rotary_function(wraps: bool) -> Change:
         patch.setattr(module, "apply_rotary_pos_emb", made)
 
     return change
-
-
-def function_of_another_name(model: Any, patch: Patch) -> None:
-    module: Any = sys.modules[type(model).__module__]
-    patch.setattr(module, "rotate_half", module.repeat_kv)
 
 
 def subclass_of_a_module(model: Any, patch: Patch) -> None:
@@ -475,6 +473,7 @@ FORWARD: dict[str, Change] = {
     "object as activation": object_activation,
     "class's forward patched": class_forward(wraps=False),
     "class's forward patched with wraps": class_forward(wraps=True),
+    "class's forward patched within torch's decorator": decorated_class_forward,
     "class's __call__ patched": class_call,
     "nn.Module's __call__ patched": call_of_every_module,
     "code of a forward replaced": code_of_a_forward,
@@ -493,7 +492,11 @@ FORWARD: dict[str, Change] = {
     "attention used twice": shared_attention,
 }
 
-NOT_LISTED = {"torch.nn.functional replaced"}
+NOT_LISTED = {
+    "torch.nn.functional replaced",
+    "partial as activation",
+    "class's forward patched within torch's decorator",
+}
 """Of `FORWARD`, what the sample alone finds."""
 
 REFUSED: dict[str, Change] = {
@@ -509,9 +512,7 @@ REFUSED: dict[str, Change] = {
     "weight norm in a block": normed(f"{MLP}.up_proj"),
     "spectral norm in a block": spectral(f"{MLP}.up_proj"),
     "pruning in a block": pruned(f"{MLP}.up_proj"),
-    "forward of another class": class_forward_of_another_class,
     "method added to a class": class_method,
-    "function of another name": function_of_another_name,
     "return_dict=False": tuples,
 }
 

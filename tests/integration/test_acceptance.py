@@ -20,7 +20,7 @@ from forkpoint.config import Boundary, Sharing
 from forkpoint.losses import GRPO, GSPO, Denominators
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan
-from forkpoint.testing import Watching, lifted_upcasts
+from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 from forkpoint.tree import Microbatch
 from lanes import slow_besides, slow_besides_every
 from pairwise import pairwise
@@ -98,7 +98,7 @@ def check_steps(variant: Variant, loss: str, configs: list[Config]) -> set[str]:
         forwards += 1
 
     # Checkpointing runs what lies within a layer again, and this shows that it did.
-    model.model.layers[0].mlp.register_forward_pre_hook(Watching(count))
+    model.model.layers[0].mlp.register_forward_pre_hook(ReadOnlyHook(count))
     faults, ways = [], set()
     with lifted_upcasts(model):
         policy = wrap(model)

@@ -29,9 +29,9 @@ from forkpoint import Config, losses, wrap
 from forkpoint.engine import activations as activations_module
 from forkpoint.engine.activations import Activations, is_copy_of_leaf
 from forkpoint.engine.engine import Engine
-from forkpoint.engine.guard import Step
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.staging import PlainTransfers, Staging
+from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import UnsupportedError
 from forkpoint.plan.program import Instruction
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
@@ -225,7 +225,7 @@ def watched_step(transfers: Watched, limit: int | None = None):
     staging = Staging(transfers)
     model = tiny_model("llama").train()
     policy = wrap(model, replace(ACROSS, activations="offload", host_memory=limit))
-    policy._kept.staging = staging
+    policy.model_state.staging = staging
     with lifted_upcasts(model):
         stats = policy.forward_backward(forked_batch(), losses.GRPO())
         expected = dense_run(model, forked_batch(), losses.GRPO()).gradients
@@ -290,8 +290,8 @@ def test_host_memory_is_kept_from_step_to_step() -> None:
     held = []
     for _ in range(3):
         policy.forward_backward(forked_batch(), losses.GRPO())
-        assert policy._kept.staging is not None
-        held.append(policy._kept.staging.held_bytes)
+        assert policy.model_state.staging is not None
+        held.append(policy.model_state.staging.held_bytes)
     assert held[0] > 0 and len(set(held)) == 1
 
 
@@ -310,7 +310,7 @@ def test_scores_keep_nothing() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             scores = policy.score(batch)
         assert scores.events == scores.plan.events(backward=False)
-        assert policy._kept.staging is None
+        assert policy.model_state.staging is None
     assert not saved
 
 
@@ -383,8 +383,8 @@ def test_a_failed_step_leaves_nothing(
     monkeypatch.undo()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert all(parameter.grad is None for parameter in model.parameters())
-    if policy._kept.staging is not None:
-        assert policy._kept.staging.mark() == (0, 0)
+    if policy.model_state.staging is not None:
+        assert policy.model_state.staging.mark() == (0, 0)
     with lifted_upcasts(model):
         expected = dense_run(model, batch, loss).gradients
         policy.forward_backward(batch, loss)
@@ -399,11 +399,11 @@ def test_no_memory_on_the_host() -> None:
         def host_buffer(self, nbytes: int) -> torch.Tensor:
             raise MemoryError(f"no {nbytes} bytes")
 
-    policy._kept.staging = Staging(Full(torch.device("cpu")))
+    policy.model_state.staging = Staging(Full(torch.device("cpu")))
     with pytest.raises(MemoryError, match="bytes"):
         policy.forward_backward(batch, losses.GRPO())
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    policy._kept.staging = None
+    policy.model_state.staging = None
     assert step_error(model, batch, losses.GRPO(), policy=policy) < 1e-10
 
 
@@ -411,12 +411,13 @@ def test_an_engine_without_staging_asserts() -> None:
     """Broken invariants are assertions: only a policy knows where host memory is kept."""
     model, batch = tiny_model("llama"), forked_batch()
     policy = wrap(model, replace(ACROSS, activations="offload"))
-    engine, step = Engine(policy.host, policy.config), Step(policy.host.device)
+    engine = Engine(policy.host, policy.config)
     from forkpoint.losses.views import batch_denominators
 
+    counts, plan = batch_denominators(batch), policy.plan(batch)
     with pytest.raises(AssertionError, match="nowhere to"):
-        step.run(
-            lambda: engine.forward_backward(
-                step, policy.plan(batch), batch, losses.GRPO(), batch_denominators(batch), 1.0
+        Transaction(policy.host.device).run(
+            lambda transaction: engine.forward_backward(
+                transaction, plan, batch, losses.GRPO(), counts, 1.0
             )
         )

@@ -13,7 +13,7 @@ from bad_inputs.page import NOTES, page
 from commands import Shell
 
 from forkpoint import errors
-from forkpoint.engine.guard import ADDED, CLEARED, UNCHANGED
+from forkpoint.engine.transaction import ADDED, CLEARED, UNCHANGED
 from lanes import slow_besides
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from forkpoint import Config, losses, wrap
 from forkpoint.engine.timing import Event
 from forkpoint.errors import ForkpointError
 from forkpoint.losses import LossBatch, LossOutputs
-from forkpoint.testing import Watching
+from forkpoint.testing import ReadOnlyHook
 from hybrids import tiny_hybrid
 from lanes import slow_besides
 
@@ -181,7 +181,7 @@ def test_parts_that_stay_as_they_are_give_what_they_give() -> None:
             found.append(None)
             found.extend(from_a_thread(call) for call in calls.values())
 
-    model.model.layers[1].input_layernorm.register_forward_hook(Watching(call))
+    model.model.layers[1].input_layernorm.register_forward_hook(ReadOnlyHook(call))
     again = policy.forward_backward(BATCH, losses.GRPO(), expert_counts=True).expert_counts
     assert counts is not None and again is not None and torch.equal(counts, again)
     assert all(torch.equal(one, other) for one, other in zip(found[1:], wanted, strict=True))
@@ -215,7 +215,7 @@ def test_calls_while_the_model_runs_a_sample(family: str) -> None:
             messages.append(refused(lambda: from_a_thread(lambda: model(IDS))))
             messages.append(refused(lambda: from_a_thread(lambda: model.model(IDS))))
 
-    model.model.layers[0].register_forward_hook(Watching(call))
+    model.model.layers[0].register_forward_hook(ReadOnlyHook(call))
     wrap(model, ACROSS).score(BATCH)
     assert len(messages) > 20
 

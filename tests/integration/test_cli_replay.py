@@ -17,7 +17,7 @@ from forkpoint.apps.cli.selection import Selection
 from forkpoint.apps.replay import ReplayStep, replay
 from forkpoint.apps.replay import loop as replay_loop
 from forkpoint.apps.replay.rates import Rate
-from forkpoint.hosts.upcasts import lifted_upcasts
+from forkpoint.hosts.transformers.upcasts import lifted_upcasts
 from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.testing import tiny_model
 from forkpoint.tree.forest import sort_rollouts

@@ -18,12 +18,12 @@ from torch._inductor.exc import InductorError
 
 from forkpoint import Policy, losses, wrap
 from forkpoint.engine.compiling import Compiling, is_of_compiler
-from forkpoint.engine.guard import CLEARED
+from forkpoint.engine.transaction import CLEARED
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import compiled
 from forkpoint.losses.base import LossBatch, LossOutputs
 from forkpoint.losses.views import LossViews, batch_denominators
-from forkpoint.testing import Watching, dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
 
 BATCH = forked_batch()
 LOSS = losses.GRPO(kl=0.1)
@@ -262,7 +262,7 @@ def test_modules_with_hooks_where_generated_code_lacks_globals(
     monkeypatch.setattr(compiled, "LACKS_GLOBALS", lacks)
     model: Any = tiny_model("llama")
     assert compiled._dynamo_options(model.model.layers)
-    model.model.layers[1].self_attn.register_forward_hook(Watching(lambda *_: None))
+    model.model.layers[1].self_attn.register_forward_hook(ReadOnlyHook(lambda *_: None))
     assert bool(compiled._dynamo_options(model.model.layers)) is not lacks
 
 

@@ -28,7 +28,7 @@ from forkpoint import (
 from forkpoint.apps.replay import replay
 from forkpoint.losses import GRPO, Denominators, Loss, LossBatch, LossOutputs, ValueLoss, gae
 from forkpoint.losses.base import as_loss
-from forkpoint.testing import Watching, dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
 from forkpoint.verify.dense import DenseRun
 from lanes import slow_besides, slow_besides_pairs
 from pairwise import id_of, pairwise
@@ -299,7 +299,7 @@ def test_sabotage_is_caught(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch)
 def test_a_microbatch_that_trains_nothing_ends_before_the_last_block_s_mlp() -> None:
     model, calls = critic(), []
     model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(
-        Watching(lambda module, args: calls.append(args[0].shape))
+        ReadOnlyHook(lambda module, args: calls.append(args[0].shape))
     )
     batch = estimated(model)
     untrained = RolloutBatch(

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from forkpoint import Policy, losses, wrap
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.guard import CLEARED, UNCHANGED, GradientGuard
+from forkpoint.engine.guard import GradientGuard
 from forkpoint.engine.staging import PlainTransfers
 from forkpoint.engine.thread_state import ThreadState
 from forkpoint.engine.timing import Timing
+from forkpoint.engine.transaction import CLEARED, UNCHANGED
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.losses.base import LossBatch, LossOutputs

@@ -114,7 +114,7 @@ def logged_step(
     plan: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> tuple[Log, OffloadStats | None, dict[str, Tensor | None], Plan]:
     log, policy = Log(), wrap(model, config)
-    policy._kept.staging = Staging(Logged(log))
+    policy.model_state.staging = Staging(Logged(log))
     policy.observer = lambda event: log.entries.append(event.text)
     layer_of = {layer.mlp: index for index, layer in enumerate(model.model.layers)}
     kind = type(model.model.layers[0].mlp)
@@ -132,7 +132,7 @@ def logged_step(
         clear_gradients(model)
         chosen = plan(policy.plan(batch))
         stats = policy.forward_backward(batch, losses.GRPO(), plan=chosen)
-    assert policy._kept.staging.mark() == (0, 0)
+    assert policy.model_state.staging.mark() == (0, 0)
     return log, stats.offload, gradients_of(model), chosen
 
 
@@ -284,7 +284,7 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
             return found
 
     monkeypatch.setattr(GivenBack, "_new", counted)
-    policy._kept.staging = Staging(Counted(torch.device("cpu")))
+    policy.model_state.staging = Staging(Counted(torch.device("cpu")))
     policy.observer = lambda event: note(event.text)
     clear_gradients(model)
     if exist:

@@ -32,7 +32,7 @@ from torch import nn
 from forkpoint import Config, wrap
 from forkpoint.ops.attention import KERNELS, registry
 from forkpoint.ops.attention.kernel import Asked
-from forkpoint.testing import Watching, dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
 from lanes import slow_besides, slow_besides_every, slow_besides_pairs
 from pairwise import id_of, pairwise
 
@@ -171,7 +171,7 @@ def test_bfloat16_parameters_and_autocast_follow_the_model() -> None:
         model = tiny_model("qwen3", dtype=dtype)
         seen: set[torch.dtype] = set()
         model.get_submodule("model.layers.1.mlp.up_proj").register_forward_hook(
-            Watching(lambda module, args, output, seen=seen: seen.add(output.dtype))
+            ReadOnlyHook(lambda module, args, output, seen=seen: seen.add(output.dtype))
         )
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             stats = wrap(model, ACROSS).forward_backward(BATCH, LOSS)
@@ -184,7 +184,7 @@ def test_autocast_casts_queries_keys_and_values_as_torchs_attention_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rotary embeddings leave q and k in float32 there, and v in bfloat16."""
-    from forkpoint.hosts import transformers as host
+    from forkpoint.hosts import attention as host
 
     attention, seen = host.shared_attention, []
 

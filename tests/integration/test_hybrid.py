@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from yardstick import Truth, faults_of_steps, label, measure, own_logprobs, value_faults
 
 from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
-from forkpoint.hosts import linear_attention
+from forkpoint.hosts.transformers import linear_attention
 from forkpoint.losses import GRPO
 from forkpoint.losses.base import as_loss
 from forkpoint.plan import make_plan

@@ -9,7 +9,7 @@ from steps import clear_gradients, forked_batch, gradients, relative_distance
 from transformers import PreTrainedModel
 
 from forkpoint import Config, wrap
-from forkpoint.hosts.linear_attention import RECURRENT_FORWARDS
+from forkpoint.hosts.transformers.linear_attention import RECURRENT_FORWARDS
 from forkpoint.losses import GRPO
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from hybrids import HYBRIDS, tiny_hybrid

@@ -10,7 +10,7 @@ from steps import forked_batch
 from transformers import DynamicCache, PreTrainedModel
 
 from forkpoint import Rollout, RolloutBatch, UnsupportedError, wrap
-from forkpoint.hosts.linear_attention import recurrent_modules
+from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 from hybrids import tiny_hybrid
 
 
@@ -100,7 +100,7 @@ def test_of_other_models_that_see_images_no_text_model_is_named() -> None:
 def test_media_tokens_of_released_models_are_known() -> None:
     """A text model's configuration does not have them; the whole model's does."""
     configuration = pytest.importorskip("transformers.models.qwen3_5.configuration_qwen3_5")
-    from forkpoint.hosts.families import FAMILIES
+    from forkpoint.hosts.transformers.families import FAMILIES
 
     whole = configuration.Qwen3_5Config()
     media = FAMILIES["qwen3_5_text"].media

@@ -18,7 +18,7 @@ from yardstick import Variant
 from forkpoint import Config, losses, wrap
 from forkpoint.engine.microbatches import microbatch_tokens
 from forkpoint.errors import PlanError
-from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.hosts.host import ModelHost
 from forkpoint.plan.align import align
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.planner import make_plan
@@ -117,17 +117,17 @@ def test_padded_steps_are_those_without(
 ) -> None:
     wanted, before = dense_step(name)
     monkeypatch.setattr(
-        TransformersHost, "capabilities", property(lambda _: Capabilities(length_multiple=8))
+        ModelHost, "capabilities", property(lambda _: Capabilities(length_multiple=8))
     )
     lengths: set[int] = set()
-    forward = TransformersHost.forward
+    forward = ModelHost.forward
 
-    def seen(self: TransformersHost, instruction: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
+    def seen(self: ModelHost, instruction: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
         lengths.add(inputs.input_ids.shape[1])
         assert int(inputs.position_ids.max()) < 29  # of no rollout are there more tokens
         return forward(self, instruction, inputs, *rest, **kw)
 
-    monkeypatch.setattr(TransformersHost, "forward", seen)
+    monkeypatch.setattr(ModelHost, "forward", seen)
     found, stats = step(name, WAYS[way])
     assert relative_distance(found, wanted) < 1e-12
     torch.testing.assert_close(stats.logprobs, before.logprobs, rtol=0, atol=1e-12)

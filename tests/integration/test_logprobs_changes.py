@@ -13,7 +13,7 @@ from test_logprobs import apart
 from torch import nn
 
 from forkpoint import UnsupportedError, wrap
-from forkpoint.testing import Watching, lifted_upcasts
+from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 from lanes import slow_besides
 
 BATCH = forked_batch()
@@ -183,7 +183,7 @@ def checkpointed(model: Any) -> None:
 
 
 def watched(model: Any) -> None:
-    layer_of(model).register_forward_hook(Watching(lambda *_: None))
+    layer_of(model).register_forward_hook(ReadOnlyHook(lambda *_: None))
 
 
 def other_attention(model: Any) -> None:

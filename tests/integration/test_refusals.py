@@ -22,8 +22,8 @@ from forkpoint import (
     losses,
     wrap,
 )
-from forkpoint.hosts.transformers import ATTENTION_NAME
-from forkpoint.testing import Watching, tiny_model
+from forkpoint.hosts.transformers.calls import ATTENTION_NAME
+from forkpoint.testing import ReadOnlyHook, tiny_model
 
 BATCH = forked_batch()
 
@@ -232,7 +232,7 @@ def test_bad_input_leaves_everything_as_it_was(model: nn.Module, case: str) -> N
     kind, message, call = BAD_CALLS[case]
     policy, ran = wrap(model, ACROSS), []
     model.get_submodule("model.embed_tokens").register_forward_hook(
-        Watching(lambda *_: ran.append(1))
+        ReadOnlyHook(lambda *_: ran.append(1))
     )
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -30,7 +30,7 @@ from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import Loss
 from forkpoint.plan import make_plan
 from forkpoint.plan.routing import RouterDemand
-from forkpoint.testing import Watching, lifted_upcasts
+from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 from lanes import slow_besides
 from versions import NOT_RECORDED, OLDER
 
@@ -425,7 +425,7 @@ def test_prefixes_end_in_the_router_of_the_last_block() -> None:
     model = routed_model("qwen3_moe")
     ran: list[int] = []
     experts: Any = model.get_submodule("model.layers.1.mlp.experts")
-    experts.register_forward_hook(Watching(lambda *_: ran.append(1)))
+    experts.register_forward_hook(ReadOnlyHook(lambda *_: ran.append(1)))
     rng = torch.Generator().manual_seed(3)
     prompt = torch.randint(0, 61, (11,), generator=rng).tolist()
     batch = RolloutBatch(

@@ -9,7 +9,7 @@ from steps import forked_batch
 
 from forkpoint import Config, wrap
 from forkpoint.losses import GRPO
-from forkpoint.step import sample_checks as checks
+from forkpoint.step import self_check as checks
 from forkpoint.step.weight_changes import OptimizerSteps
 from forkpoint.testing import tiny_model
 
@@ -75,13 +75,13 @@ def test_inputs_that_require_gradients_again_and_again(counted: list[None]) -> N
 
 
 def test_another_hook_is_seen(counted: list[None]) -> None:
-    from forkpoint.testing import Watching
+    from forkpoint.testing import ReadOnlyHook
 
     model = tiny_model("llama")
     policy = wrap(model, Config())
     model.enable_input_require_grads()
     policy.forward_backward(forked_batch(), GRPO())
-    model.get_input_embeddings().register_forward_hook(Watching(lambda *_: None))
+    model.get_input_embeddings().register_forward_hook(ReadOnlyHook(lambda *_: None))
     policy.forward_backward(forked_batch(), GRPO())
     assert len(counted) == 2
 

@@ -15,10 +15,10 @@ from steps import ACROSS, forked_batch, step_error
 from torch import Tensor, nn
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, UnsupportedError, losses, wrap
-from forkpoint.engine.guard import Step
+from forkpoint.engine.transaction import Transaction
 from forkpoint.step import sampler
 from forkpoint.step import self_check as selfcheck
-from forkpoint.testing import Watching, tiny_model
+from forkpoint.testing import ReadOnlyHook, tiny_model
 from lanes import slow_besides, slow_besides_every
 
 BATCH = forked_batch(stretch=4)
@@ -34,7 +34,7 @@ def test_it_is_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> No
     model = tiny_model("llama", dtype=torch.float32)
     policy = wrap(model, UNCHECKED)
     ran: list[int] = []
-    model.get_input_embeddings().register_forward_hook(Watching(lambda *_: ran.append(1)))
+    model.get_input_embeddings().register_forward_hook(ReadOnlyHook(lambda *_: ran.append(1)))
     assert REFUSED[case](model, monkeypatch) is None
     with pytest.raises(UnsupportedError) as caught:
         policy.forward_backward(BATCH, LOSS)
@@ -68,13 +68,13 @@ def test_values_are_rounded_where_rounded_embeddings_move_nothing(
     """All values off to one side by their last bits, as on some CPUs, and no noise measured."""
     model = tiny_model("llama", dtype=torch.float32)
     monkeypatch.setattr(sampler, "round_embeddings", lambda *_: None)
-    shared = sampler.Sampler.shared
+    shared = sampler.StockComparison.shared
 
-    def off(self: sampler.Sampler) -> Tensor:
+    def off(self: sampler.StockComparison) -> Tensor:
         # The trained values lie between -8 and -4, where neighbours are 2**-21 apart.
         return shared(self) + roundings * 2.0**-21
 
-    monkeypatch.setattr(sampler.Sampler, "shared", off)
+    monkeypatch.setattr(sampler.StockComparison, "shared", off)
     policy = wrap(model, ACROSS)
     if passes:
         policy.score(BATCH)
@@ -86,7 +86,7 @@ def test_values_are_rounded_where_rounded_embeddings_move_nothing(
 @pytest.mark.parametrize("case", sorted(NOT_LISTED))
 def test_the_sample_finds_what_no_list_names(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(FORWARD[case], monkeypatch)
-    with pytest.raises(UnsupportedError, match="Outputs part at layer 0 of 3"):
+    with pytest.raises(UnsupportedError, match=r"Outputs part at layer \d of 3"):
         wrap(model, ACROSS).score(BATCH)
     wrap(model, UNCHECKED).score(BATCH)
 
@@ -137,10 +137,10 @@ def test_small_effects_are_found_as_far_as_rounding_allows(dtype: torch.dtype) -
     assert found and min(found) == least, found
 
 
-def checked(policy: Policy, batch: RolloutBatch, *, training: bool) -> sampler.Agreement:
-    step, host = Step(policy.host.device), policy.host
-    return step.run(
-        lambda: selfcheck.self_check(step, host, policy.config, batch, training=training)
+def checked(policy: Policy, batch: RolloutBatch, *, training: bool) -> sampler.SampleComparison:
+    host, config = policy.host, policy.config
+    return Transaction(host.device).run(
+        lambda step: selfcheck.self_check(step, host, config, batch, training=training)
     )
 
 
@@ -155,7 +155,7 @@ class Counted:
             self.count += 1
             return stock(*args, **kwargs)
 
-        patch.setattr("forkpoint.step.sample_checks.self_check", counted)
+        patch.setattr("forkpoint.step.self_check.self_check", counted)
 
 
 def test_when_a_sample_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_when_a_sample_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [step(), step()] == [1, 0]
     model.train()
     assert [step(), step()] == [0, 0], "both modes are remembered"
-    handle = model.get_submodule("model.norm").register_forward_hook(Watching(lambda *_: None))
+    handle = model.get_submodule("model.norm").register_forward_hook(ReadOnlyHook(lambda *_: None))
     assert step() == 1
     handle.remove()
     assert step() == 0
@@ -287,7 +287,7 @@ def test_a_critic_is_compared_by_its_values() -> None:
     found = checked(policy, BATCH, training=False)
     assert 0 < found.difference < found.allowed
     seen: list[Tensor] = []
-    critic.score.register_forward_hook(Watching(lambda *args: seen.append(args[2])))
+    critic.score.register_forward_hook(ReadOnlyHook(lambda *args: seen.append(args[2])))
     policy.score(BATCH)
     assert seen
 

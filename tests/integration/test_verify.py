@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
 from forkpoint.losses import Denominators
-from forkpoint.step import policy_steps
+from forkpoint.step import plan as step_plan
 from forkpoint.testing import DenseRun, dense_run, tiny_model
 from forkpoint.verify import comparison as verify_module
 from forkpoint.verify import memory as verify_memory
@@ -521,12 +521,12 @@ def test_whatever_the_planner_chooses_sabotage_is_caught(
 
 def test_it_cannot_pass_by_not_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that shares nothing, whatever it is asked, is found out before anything runs."""
-    real = policy_steps.make_plan
+    real = step_plan.make_plan
 
     def dense(batch: RolloutBatch, shape: Any, config: Config, **options: Any) -> Any:
         return real(batch, shape, replace(config, sharing="none"), **options)
 
-    monkeypatch.setattr(policy_steps, "make_plan", dense)
+    monkeypatch.setattr(step_plan, "make_plan", dense)
     report = wrap(tiny_model("llama")).verify(forked_batch(), LOSS)
     assert not report.passed
     assert report.verdict == "nothing to verify" and report.plans == ()
@@ -535,13 +535,13 @@ def test_it_cannot_pass_by_not_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_choice_of_not_sharing_is_compared_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that prefers dense training does not keep others from being compared."""
-    real = policy_steps.make_plan
+    real = step_plan.make_plan
 
     def dearer(batch: RolloutBatch, shape: Any, config: Config, **options: Any) -> Any:
         chosen = replace(config, sharing="none") if config.sharing == "auto" else config
         return real(batch, shape, chosen, **options)
 
-    monkeypatch.setattr(policy_steps, "make_plan", dearer)
+    monkeypatch.setattr(step_plan, "make_plan", dearer)
     report = wrap(tiny_model("llama")).verify(forked_batch(), LOSS)
     assert [plan.kind for plan in report.plans] == ["within", "across", "chosen"]
     assert report.passed and report.plans[-1].counts.computed_tokens == 172

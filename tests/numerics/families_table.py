@@ -16,8 +16,8 @@ from torch import nn
 
 from benchmarks.rows import ResultRow
 from forkpoint.apps.environment import environment
-from forkpoint.hosts.families import FAMILIES
-from forkpoint.hosts.linear_attention import recurrent_modules
+from forkpoint.hosts.transformers.families import FAMILIES
+from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "families.jsonl"

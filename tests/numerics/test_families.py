@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 import hybrids
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
 from forkpoint.engine.microbatches import MicrobatchState
-from forkpoint.hosts.families import FAMILIES
+from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.ops.attention.table import AttentionTable
 from forkpoint.testing import PLAIN_ATTENTION, dense_run, lifted_upcasts, tiny_model

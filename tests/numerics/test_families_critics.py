@@ -9,7 +9,7 @@ from test_families import BAR, batch, build, drawn_ways, given, paired
 from transformers import CONFIG_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
 from forkpoint import RolloutBatch, wrap
-from forkpoint.hosts.families import FAMILIES
+from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.losses import ValueLoss
 from forkpoint.testing import dense_run, lifted_upcasts
 from lanes import slow_besides

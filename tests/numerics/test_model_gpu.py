@@ -8,7 +8,7 @@ import torch
 from benchmarks.shapes import SHAPES, make_group, make_model
 from forkpoint import Config, wrap
 from forkpoint.engine.engine import Engine
-from forkpoint.engine.guard import Step
+from forkpoint.engine.transaction import Transaction
 from forkpoint.losses import GRPO, GSPO
 from forkpoint.losses.views import batch_denominators
 
@@ -67,12 +67,12 @@ def test_the_host_never_waits_in_a_step(name: str, loss: Any, compiled: bool) ->
     policy = wrap(model, Config(**options))
     plan = policy.plan(batch, loss)
     policy.forward_backward(batch, loss, plan=plan)
-    engine, step = Engine(policy.host, policy.config), Step(policy.host.device)
+    engine, counts = Engine(policy.host, policy.config), batch_denominators(batch)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step.run(
-            lambda: engine.forward_backward(step, plan, batch, loss, batch_denominators(batch), 1.0)
+        Transaction(policy.host.device).run(
+            lambda transaction: engine.forward_backward(transaction, plan, batch, loss, counts, 1.0)
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")

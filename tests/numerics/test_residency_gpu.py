@@ -107,8 +107,8 @@ def test_a_margin_larger_than_the_device_leaves_every_fetch_to_demand() -> None:
     policy = wrap(model, replace(GROUP, activations="offload", attention_kernel="fa2"))
     batch = make_batch()
     policy.forward_backward(batch, losses.GRPO())
-    assert policy._kept.staging is not None
-    assert isinstance(policy._kept.staging.transfers, StreamTransfers)
-    policy._kept.staging.transfers.margin_bytes = 1 << 50
+    assert policy.model_state.staging is not None
+    assert isinstance(policy.model_state.staging.transfers, StreamTransfers)
+    policy.model_state.staging.transfers.margin_bytes = 1 << 50
     stats = policy.forward_backward(batch, losses.GRPO())
     assert stats.offload.prefetched == 0 and stats.offload.on_demand > 0

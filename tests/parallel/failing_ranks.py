@@ -35,7 +35,7 @@ import forkpoint
 from forkpoint import RolloutBatch
 from forkpoint.losses import GRPO
 from forkpoint.parallel.watch import EXIT_CODE
-from forkpoint.testing import Watching, lifted_upcasts
+from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 
 WRAPS: dict[str, Callable[[Any], Any]] = {"fully_shard": sharded, "DDP": replicated}
 LIMIT_S = 60.0
@@ -163,7 +163,7 @@ def _trigger(kind: str, model: Any, drawn: random.Random) -> tuple[Trigger, bool
     if kind == "loss":
         LOSS[0] = trigger
     else:
-        block.register_forward_pre_hook(Watching(before))
+        block.register_forward_pre_hook(ReadOnlyHook(before))
     return trigger, False
 
 

@@ -37,7 +37,7 @@ import forkpoint
 from forkpoint import Config, RolloutBatch
 from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.errors import ConfigError, ForkpointError, RankError
-from forkpoint.hosts.sharded_weights import ShardedWeights
+from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.losses import GRPO, GSPO
 from forkpoint.parallel import watch
 from lanes import slow_besides
@@ -186,7 +186,7 @@ def test_a_step_issues_no_collective_between_its_first_and_its_last() -> None:
 def not_reduced() -> dict[str, Any]:
     """The negative control: a rank adds no zeros for gradients that others have."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forkpoint.hosts.sharded_weights._set_zeros", lambda parameter: None)
+        patch.setattr("forkpoint.hosts.torch_dist.fully_sharded.set_zeros", lambda parameter: None)
         return compared(replace(SCENARIOS["fully_shard, a rank without rollouts"], gather="step"))
 
 
@@ -263,7 +263,7 @@ def step_after_a_failure(where: str) -> tuple[str, float, bool]:
         if dist.get_rank() == 0 and torch.is_grad_enabled() and failing[0]:
             interrupts() if where == "interrupt" else fails()
 
-    model.model.layers[1].register_forward_pre_hook(forkpoint.testing.Watching(hook))
+    model.model.layers[1].register_forward_pre_hook(forkpoint.testing.ReadOnlyHook(hook))
     policy = on_ranks(sharded(model), replace(DEEP, self_check=False), "step")
     own = RolloutBatch(UNEQUAL[dist.get_rank()])
     try:
@@ -326,7 +326,7 @@ def test_ranks_keep_to_the_least_budget_and_choose_alike() -> None:
 
 
 def whole_weights_bytes() -> int:
-    weights = ShardedWeights(sharded(model_of(Scenario())), None)  # type: ignore[arg-type]
+    weights = FullySharded(sharded(model_of(Scenario())))
     return sum(weights.group_bytes())
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint.engine.timing import Event
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.fsdp_versions import groups_of
+from forkpoint.hosts.torch_dist.fsdp_versions import groups_of
 from lanes import slow_besides
 
 TOGETHER = ("sum", "sum_of_stock_first", "unsynced sum synced sum")

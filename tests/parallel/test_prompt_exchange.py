@@ -30,7 +30,7 @@ from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError, RankError
 from forkpoint.losses import GRPO, GSPO, Loss, ValueLoss
 from forkpoint.parallel import watch
-from forkpoint.testing import Watching, tiny_model
+from forkpoint.testing import ReadOnlyHook, tiny_model
 from lanes import slow_besides
 
 MIXED = Config(sharing="tree", boundary="mixed", max_microbatch_tokens=48, split="exchange")
@@ -204,7 +204,7 @@ def failed_and_repeated(wrap: Any, gather: Any, moment: str) -> tuple[str, float
             raise MemoryError("of the test")
 
     failing = False
-    model.model.layers[1].register_forward_pre_hook(Watching(hook))  # type: ignore[operator, union-attr]
+    model.model.layers[1].register_forward_pre_hook(ReadOnlyHook(hook))  # type: ignore[operator, union-attr]
     policy = on_ranks(wrap(model), replace(MIXED, self_check=False), gather)
     own = RolloutBatch(UNLIKE[dist.get_rank()])
     first = policy.forward_backward(own, GRPO())

@@ -48,7 +48,7 @@ def fails_in(model: Any, when: Any) -> None:
         if dist.get_rank() == 0 and torch.is_grad_enabled() and model.failing:
             when()
 
-    block.register_forward_pre_hook(forkpoint.testing.Watching(hook))
+    block.register_forward_pre_hook(forkpoint.testing.ReadOnlyHook(hook))
 
 
 def raises() -> None:

@@ -24,7 +24,7 @@ import forkpoint
 from forkpoint import RolloutBatch
 from forkpoint.engine.loss_gradients import LossGradients, LossPart
 from forkpoint.errors import RankError, RolloutError, UnsupportedError
-from forkpoint.hosts.whole_copies import copy_in
+from forkpoint.hosts.torch_dist.copies import copy_in
 from forkpoint.losses import GRPO, GSPO, Loss
 from forkpoint.testing import tiny_model
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import forkpoint
 from forkpoint import RolloutBatch
 from forkpoint.errors import ForkpointError
-from forkpoint.hosts.tensor_parallel import ModelParallel
+from forkpoint.hosts.transformers.tensor_parallel import TensorSplit
 from forkpoint.losses import GRPO, Loss
 from versions import needs_splits
 
@@ -142,8 +142,8 @@ def test_a_failed_step_puts_back_all_gradients_or_none(tmp_path: Path) -> None:
 
 def test_sums_in_every_backward_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: transformers sums gradients of replicated norms in each backward."""
-    monkeypatch.setattr(ModelParallel, "enter", lambda self, changes, blocks: None)
-    monkeypatch.setattr(ModelParallel, "apart", lambda self, parameters: [])
+    monkeypatch.setattr(TensorSplit, "enter", lambda self, changes, blocks, whole: None)
+    monkeypatch.setattr(TensorSplit, "deferred_params", lambda self, parameters: [])
     for rank in run_ranks(2, compared, SPLIT.save(tmp_path), SPLIT):
         assert rank["error"] > 1e-3
         assert rank["scores"] < BAR

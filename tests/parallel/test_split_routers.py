@@ -19,7 +19,7 @@ from forkpoint import RolloutBatch
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.routing import Routing
 from forkpoint.hosts.routers import Routers
-from forkpoint.hosts.upcasts import run_plain_recurrences
+from forkpoint.hosts.transformers.upcasts import run_plain_recurrences
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.parallel import statistics
 from forkpoint.parallel.ranks import DataRanks

@@ -17,7 +17,7 @@ import forkpoint
 from forkpoint import Config, RolloutBatch
 from forkpoint.engine.loss_gradients import LossGradients, LossPart
 from forkpoint.errors import ForkpointError
-from forkpoint.hosts.tensor_parallel import ModelParallel
+from forkpoint.hosts.transformers.tensor_parallel import TensorSplit
 from forkpoint.losses import GRPO, GSPO, Loss
 from versions import needs_splits
 
@@ -181,8 +181,8 @@ def test_an_error_on_one_rank_of_a_copy_fails_on_all(tmp_path: Path) -> None:
 
 def test_sums_in_every_backward_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: transformers sums gradients of replicated norms in each backward."""
-    monkeypatch.setattr(ModelParallel, "enter", lambda self, changes, blocks: None)
-    monkeypatch.setattr(ModelParallel, "apart", lambda self, parameters: [])
+    monkeypatch.setattr(TensorSplit, "enter", lambda self, changes, blocks, whole: None)
+    monkeypatch.setattr(TensorSplit, "deferred_params", lambda self, parameters: [])
     assert run_ranks(2, verdict, SPLIT.save(tmp_path)) == ["failed", "failed"]
 
 

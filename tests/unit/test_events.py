@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from forkpoint import Config, Rollout, RolloutBatch, wrap
 from forkpoint.losses import LogLikelihood, LossBatch, LossOutputs
-from forkpoint.testing import Watching, tiny_model
+from forkpoint.testing import ReadOnlyHook, tiny_model
 
 pytestmark = pytest.mark.usefixtures("without_sample")
 
@@ -63,7 +63,7 @@ def recorded() -> Iterator[list[str]]:
         if output.requires_grad:
             output.register_hook(lambda _: seen.append(f"B {text}"))
 
-    hook = model().get_input_embeddings().register_forward_hook(Watching(forward))
+    hook = model().get_input_embeddings().register_forward_hook(ReadOnlyHook(forward))
     try:
         yield seen
     finally:

@@ -184,7 +184,7 @@ class OnCuda:
 @pytest.fixture
 def policy(device: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Any:
     made = wrap(tiny_model("llama"), Config(self_check=False))
-    budgets = made._kept.budgets
+    budgets = made.model_state.budgets
     of, lower = budgets.of, budgets.lower
     monkeypatch.setattr(budgets, "of", lambda host, config: of(OnCuda(host), config))
     monkeypatch.setattr(budgets, "lower", lambda host, config: lower(OnCuda(host), config))

@@ -20,6 +20,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from forkpoint.engine.boundary import PrefixCache
+from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.given_back import GivenBack, Pack, Unpack, storage_id
 from forkpoint.engine.host import Host
@@ -69,7 +70,7 @@ class Activations(Feature):
             self.stats = OffloadStats()
             tensors = [
                 *(p for _, p in host.named_parameters()),
-                *(host.group.whole_parameters() if host.group is not None else ()),
+                *holder_of(host.group).whole_parameters(),
                 *host.model.buffers(),
                 *(x for inputs in prepared for x in vars(inputs).values() if isinstance(x, Tensor)),
             ]

@@ -1,7 +1,12 @@
-"""Wrappers that hold a model on several ranks, as the engine sees them."""
+"""Parts of a model that ranks hold: each library's holder, and their composite.
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+A holder is one library's hold of the model on several ranks: fully_shard, DistributedDataParallel,
+or modules split over ranks. Several hold one model together. The engine talks to the composite.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,111 +14,220 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
-from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.ranks import DataRanks, SingleProcess
+from forkpoint.parallel.topology import Relation, Topology
 
 
-class Distributed(Protocol):
-    """A wrapper that keeps shards or replicas of a model on ranks with rollouts of their own.
+class ModelHolder:
+    """The holder of a model, as the engine uses it. The methods of this class do nothing.
 
-    The wrapper is a library's. A step tells it when to reduce gradients, which is once.
+    The step tells holders when to reduce gradients, which is once.
     """
 
-    ranks: DataRanks
-    lockstep: bool
-    """Whether it issues collectives in forwards and backwards, so that all ranks run the same,
-    unless weights are gathered for the step."""
-    gathers: bool
-    """Whether weights can be gathered for a whole step."""
-    reduces: bool
-    """Whether backwards reduce gradients; otherwise `reduce` does so after them."""
-    listens: bool
-    """Whether it takes any backward that reaches the model's parameters for that of its last stock
-    forward, so that a step's backwards must reach others (`gradient_sums.twins`)."""
-
-    param_dtypes: frozenset[torch.dtype]
+    lockstep: bool = False
+    gathers: bool = False
+    reduces: bool = False
+    listens: bool = False
+    """As in `Topology`, each of this holder."""
+    param_dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes that parameters are cast to for forwards; empty where they are used as they are."""
-
-    @property
-    def meshes(self) -> Sequence[DeviceMesh]:
-        """The device meshes that it is known to hold the model over."""
-        ...
-
-    def check(self, model: nn.Module, *, training: bool) -> None:
-        """The wrapper's settings of this moment have been shown exact.
-
-        Raises UnsupportedError.
-        """
-        ...
-
-    def apart(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of the parameters whose gradients `reduce` sums, once all backwards are done."""
-        ...
-
-    def factor(self, *, mean: bool) -> float:
-        """A factor for this rank's loss, with which gradients become the sum over ranks of those
-        of their losses; or with `mean` what the wrapper makes of any other loss."""
-        ...
 
     @property
     def gathered(self) -> bool:
         """Whether weights are whole until the step ends: no collective is issued within it, and
         gradients stay on this rank until `reduce_held`."""
-        ...
+        return False
+
+    def check(self, model: nn.Module, *, training: bool) -> None:
+        """The present settings have been shown exact.
+
+        Raises UnsupportedError.
+        """
+
+    def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of the parameters whose gradients `reduce` completes after all backwards."""
+        return []
+
+    def factor(self, *, mean: bool) -> float:
+        """A factor for this rank's loss, with which gradients become the sum over ranks of those
+        of their losses; or with `mean` what the library makes of any other loss."""
+        return 1.0
 
     def use(self, gather: Gather, changes: Changes) -> None:
         """Hold weights so, from the next `enter` until the changes are undone."""
-        ...
 
     def held_bytes(self, gather: Gather) -> int:
         """Bytes of weights on this rank, besides its own part, that a step holds at most."""
-        ...
+        return 0
 
     def missing_bytes(self) -> int:
         """Bytes of gradients of a step, besides those in `.grad`, that do not exist yet."""
-        ...
+        return 0
 
     def whole_parameters(self) -> Iterable[nn.Parameter]:
-        """Parameters that forwards use in the place of those that optimizers have."""
-        ...
+        """Parameters that forwards use in place of those that optimizers have."""
+        return ()
 
-    def enter(self, changes: Changes, blocks: Sequence[nn.Module]) -> None:
-        """Reduce nothing until `last`, until the changes are undone. Collective where weights are
-        gathered for the step. `blocks`: of the decoder, in their order. Gradients that stock
-        backwards have left on the ranks are out of reach meanwhile."""
-        ...
+    def enter(
+        self, changes: Changes, blocks: Sequence[nn.Module], whole: Iterable[nn.Parameter]
+    ) -> None:
+        """Reduce nothing until `last`, until the changes are undone.
 
-    def reduce_held(self) -> None:
-        """Reduce what a step's backwards have left on the ranks. Collective."""
-        ...
+        Collective where weights are gathered for the step. Gradients that stock backwards have left
+        on the ranks are out of reach meanwhile.
 
-    def reduce_earlier(self) -> None:
-        """Once a step has succeeded, reduce what stock backwards before it have left on the ranks,
-        if the wrapper's settings let it. Collective where there is any."""
-        ...
+        Args:
+            changes: undo it.
+            blocks: of the decoder, in their order.
+            whole: `whole_parameters` of all holders.
+        """
 
     def end_forward(self) -> None:
         """A forward of the step is over, perhaps within a backward of the user's (`logprobs`)."""
-        ...
 
     def last(self) -> None:
         """The next backward is the step's last one."""
-        ...
+
+    def reduce_held(self) -> None:
+        """Reduce what a step's backwards have left on the ranks. Collective."""
+
+    def reduce_earlier(self) -> None:
+        """Once a step has succeeded, reduce what stock backwards before it have left on the ranks,
+        if the library's settings let it. Collective where there is any."""
 
     def reduce(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
     ) -> list[Tensor | None]:
-        """Sums (means) of gradients over all ranks, one for each parameter; None where no rank has
-        one. Collective."""
-        ...
+        """Complete gradients of `deferred_params`: to sums (means) over ranks, one for each
+        parameter; None where no rank has one. Collective."""
+        return list(gradients)
 
-    def add_up(self, tensor: Tensor) -> None:
-        """Replace a whole tensor by the sum of all ranks' tensors. Collective."""
-        ...
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a whole tensor by the sum over the ranks with other batches. Collective."""
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Give every parameter the form in which the optimizer has it."""
-        ...
 
     def reset(self, *, lost: bool) -> None:
         """A step has failed: drop what is left of it, and with `lost` what was there before it."""
-        ...
+
+
+class LocalModel(ModelHolder):
+    """A model that this process alone holds: nothing is gathered, and nothing reduced."""
+
+    ranks: SingleProcess = SingleProcess()
+
+
+class Holder(ModelHolder):
+    """One library's hold of a model on several ranks."""
+
+    relations: Mapping[Relation, tuple[int, ...]]
+    """By kind of parallelism, the ranks that it holds the model over."""
+    meshes: Sequence[DeviceMesh] = ()
+    """The device meshes that it is known to hold the model over."""
+    splits: Sequence[tuple[str, nn.Module, Any]] = ()
+    """Modules that each rank computes a part of: name, module, and how it is split."""
+    ranks: DataRanks
+    """All ranks that step together; the composite sets it."""
+
+
+class Distributed(Holder):
+    """All holders of one model, and the topology that was read from them.
+
+    Each call goes to every holder in turn; sums of bytes, products of factors and unions are those
+    of all.
+    """
+
+    def __init__(self, holders: Sequence[Holder], topology: Topology, ranks: DataRanks) -> None:
+        self.holders: tuple[Holder, ...] = tuple(holders)
+        self.topology: Topology = topology
+        self.ranks = ranks
+        self.relations = topology.relations
+        self.lockstep = topology.lockstep
+        self.gathers = topology.gathers
+        self.reduces = topology.reduces
+        self.listens = topology.listens
+        self.meshes = [mesh for holder in holders for mesh in holder.meshes]
+        self.splits = [split for holder in holders for split in holder.splits]
+        self.param_dtypes = frozenset().union(*(holder.param_dtypes for holder in holders))
+        for holder in holders:
+            holder.ranks = ranks
+
+    @property
+    def gathered(self) -> bool:
+        return any(holder.gathered for holder in self.holders)
+
+    def check(self, model: nn.Module, *, training: bool) -> None:
+        for holder in self.holders:
+            holder.check(model, training=training)
+
+    def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        found = {p for holder in self.holders for p in holder.deferred_params(parameters)}
+        return [parameter for parameter in parameters if parameter in found]
+
+    def factor(self, *, mean: bool) -> float:
+        product = 1.0
+        for holder in self.holders:
+            product *= holder.factor(mean=mean)
+        return product
+
+    def use(self, gather: Gather, changes: Changes) -> None:
+        assert gather == "microbatch" or self.gathers, "a holder's collectives lie within forwards"
+        for holder in self.holders:
+            holder.use(gather, changes)
+
+    def held_bytes(self, gather: Gather) -> int:
+        return sum(holder.held_bytes(gather) for holder in self.holders)
+
+    def missing_bytes(self) -> int:
+        return sum(holder.missing_bytes() for holder in self.holders)
+
+    def whole_parameters(self) -> Iterable[nn.Parameter]:
+        return chain.from_iterable(holder.whole_parameters() for holder in self.holders)
+
+    def enter(
+        self, changes: Changes, blocks: Sequence[nn.Module], whole: Iterable[nn.Parameter] = ()
+    ) -> None:
+        for holder in self.holders:
+            holder.enter(changes, blocks, [*whole, *self.whole_parameters()])
+
+    def end_forward(self) -> None:
+        for holder in self.holders:
+            holder.end_forward()
+
+    def last(self) -> None:
+        for holder in self.holders:
+            holder.last()
+
+    def reduce_held(self) -> None:
+        for holder in self.holders:
+            holder.reduce_held()
+
+    def reduce_earlier(self) -> None:
+        for holder in self.holders:
+            holder.reduce_earlier()
+
+    def reduce(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
+    ) -> list[Tensor | None]:
+        found = list(gradients)
+        for holder in self.holders:
+            found = holder.reduce(found, parameters, mean=mean)
+        return found
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        for holder in self.holders:
+            holder.all_reduce(tensor)
+
+    def reshard(self) -> None:
+        for holder in self.holders:
+            holder.reshard()
+
+    def reset(self, *, lost: bool) -> None:
+        for holder in self.holders:
+            holder.reset(lost=lost)
+
+
+def holder_of(group: Distributed | None) -> Distributed | LocalModel:
+    """The holder of a model: the composite on several ranks, or this process alone."""
+    return LocalModel() if group is None else group

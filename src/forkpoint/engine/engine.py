@@ -5,7 +5,7 @@ Each pass is run by the executor (engine/executor.py).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from forkpoint.config import Config
 from forkpoint.engine.activations import Activations
+from forkpoint.engine.distributed import ModelHolder, holder_of
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.gathered_scores import loss_inputs
 from forkpoint.engine.gradient_sums import GradientSums, twins
-from forkpoint.engine.guard import GradientGuard, Step
+from forkpoint.engine.guard import GradientGuard
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.loss_calls import names_of
 from forkpoint.engine.loss_gradients import LossGradients, LossPart
@@ -27,23 +28,64 @@ from forkpoint.engine.microbatches import (
     MicrobatchInputs,
     prepare_microbatches,
 )
+from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
-from forkpoint.engine.step_result import StepResult, after
 from forkpoint.engine.timing import Observer, Timing
 from forkpoint.engine.token_values import TokenValues
+from forkpoint.engine.transaction import Transaction
 from forkpoint.engine.untrained import add_zero_gradients
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.losses.views import LossViews
-from forkpoint.parallel.step import StepOfRanks
+from forkpoint.parallel.step import RankStep, SingleProcessStep
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import (
     Instruction,
     Program,
 )
 from forkpoint.rollouts.batch import RolloutBatch
+
+
+@dataclass(frozen=True, eq=False)
+class PassResult:
+    """Results of one or two passes over a plan of T tokens; entries not trained are 0."""
+
+    loss: Tensor
+    """A scalar, over all ranks where it is theirs together."""
+    per_token: dict[str, Tensor]
+    """[T] by name: the output of the host's head, and "entropies" where they were asked for."""
+    events: tuple[str, ...]
+    phase_ms: dict[str, float]
+    event_ms: tuple[float, ...]
+    event_memory_bytes: tuple[int, ...] | None
+    offload: OffloadStats | None = None
+    """Copies to the host's memory and back; None where the plan offloads nothing."""
+
+    def after(self, scored: "PassResult") -> "PassResult":
+        """The result, with the events and times of a pass of scores before it."""
+        held = self.event_memory_bytes
+        if held is not None:
+            held = (*(scored.event_memory_bytes or ()), *held)
+        return replace(
+            self,
+            events=(*scored.events, *self.events),
+            phase_ms={k: scored.phase_ms[k] + ms for k, ms in self.phase_ms.items()},
+            event_ms=(*scored.event_ms, *self.event_ms),
+            event_memory_bytes=held,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A step whose passes run: a plan of a batch with its microbatches as tensors."""
+
+    transaction: Transaction
+    plan: Plan
+    batch: RolloutBatch
+    inputs: list[MicrobatchInputs]
+    """By microbatch."""
 
 
 class Engine:
@@ -55,7 +97,7 @@ class Engine:
         config: Config,
         staging: Staging | None = None,
         *,
-        ranks: StepOfRanks | None = None,
+        ranks: RankStep | None = None,
         routing: Routing | None = None,
         replay: RouteReplay | None = None,
         exchange: PromptExchange | None = None,
@@ -66,7 +108,7 @@ class Engine:
             host: the model.
             config: its kernels and how gradients are summed.
             staging: where plans that offload microbatches put them.
-            ranks: their agreement on this step; None where this rank is alone.
+            ranks: their agreement on this step; by default there are no others.
             routing: the statistics of routers that this step computes, if any.
             replay: the experts that routers are held to; None where they choose.
             exchange: the prompts that ranks exchange in this step, if any.
@@ -75,7 +117,8 @@ class Engine:
         self.host: Host = host
         self.config: Config = config
         self.staging: Staging | None = staging
-        self.ranks: StepOfRanks | None = ranks
+        self.ranks: RankStep = ranks or SingleProcessStep()
+        self.holder: ModelHolder = holder_of(host.group)
         self.routing: Routing | None = routing
         self.replay: RouteReplay | None = replay
         self.observers: tuple[Observer, ...] = observers
@@ -84,7 +127,7 @@ class Engine:
 
     def score(
         self,
-        step: Step,
+        transaction: Transaction,
         plan: Plan,
         batch: RolloutBatch,
         *,
@@ -92,28 +135,34 @@ class Engine:
         graph: bool = False,
         compiled: bool = True,
         program: Program | None = None,
-    ) -> StepResult:
+    ) -> PassResult:
         """Outputs of the head for every trained token (and entropies).
 
-        `step` is the one whose `run` calls this, here and in `forward_backward`. With `graph`
-        forwards record one, as those of a step with backwards do; it is dropped.
-        Without `compiled` blocks run eagerly. `program` is the one that ranks have agreed on.
+        Args:
+            transaction: the one whose `run` calls this, here and in `forward_backward`.
+            plan: of the batch.
+            batch: the rollouts.
+            entropy: whether entropies are computed as well.
+            graph: whether forwards record a graph, as those of a step with backwards do; it is
+                dropped.
+            compiled: without it blocks run eagerly.
+            program: the one that ranks have agreed on; by default the plan's.
         """
-        self._enter(step, compiled=compiled)
+        self._enter(transaction, compiled=compiled)
         with torch.set_grad_enabled(graph):
-            prepared = self._prepare(plan, batch)
+            step = self._prepare(transaction, plan, batch)
             scores = (program or plan.score_program).scores
-            return self._pass(step, plan, batch, prepared, scores, entropy=entropy, graph=graph)
+            return self._pass(step, scores, entropy=entropy, graph=graph)
 
     def forward_backward(
         self,
-        step: Step,
+        transaction: Transaction,
         plan: Plan,
         batch: RolloutBatch,
         loss: Loss,
         denominators: Denominators,
         scale: float,
-    ) -> StepResult:
+    ) -> PassResult:
         """Add the gradients of the batch's loss, times `scale`, to `.grad`.
 
         Where the program has a pass of scores the log-probs (a critic's values) come first,
@@ -122,50 +171,24 @@ class Engine:
         shown to be possible.
         """
         views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
-        mark = step.changes.mark
-        gradients = LossGradients(self.host, self._begin(step), self.ranks, scale)
+        mark = transaction.changes.mark
+        gradients = LossGradients(self.host, self._begin(transaction), self.ranks, scale)
         losses = MicrobatchLosses(self.host, self.config, loss, views, gradients)
-        prepared = self._prepare(plan, batch)
-        constant = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
-        if plan.program.has_scores or (self.ranks is not None and self.ranks.parts):
-            result = self._replay(step, plan, batch, losses, prepared)
+        step = self._prepare(transaction, plan, batch)
+        if plan.program.has_scores or self.ranks.parts:
+            result = self._two_passes(step, losses)
         else:
-            before = None
-            if plan.program.scores:
-                with torch.no_grad():
-                    scores = plan.program.scores
-                    before = self._pass(step, plan, batch, prepared, scores, entropy=False)
-            if self.routing is not None:
-                self.routing.gather(self.ranks)
-            if loss.decomposition == "token":
-                microbatch_loss = losses.by_tokens()
-            else:
-                microbatch_loss, of_untrained = losses.by_rollouts(plan, prepared)
-                with self._kept_failure():
-                    constant = of_untrained()
-            result = self._pass(
-                step,
-                plan,
-                batch,
-                prepared,
-                plan.program.training,
-                entropy=loss.needs_entropy,
-                microbatch_loss=microbatch_loss,
-                scale=gradients.factor,
-            )
-            if before is not None:
-                result = after(before, result)
-        result = replace(result, loss=result.loss + constant)
-        return self._ended(step, mark, prepared, result)
+            result = self._one_pass(step, losses)
+        return self._ended(step, mark, result)
 
     def backward(
         self,
-        step: Step,
+        transaction: Transaction,
         plan: Plan,
         batch: RolloutBatch,
         weights: Mapping[str, Tensor | None],
         look: Callable[[Tensor], None],
-    ) -> StepResult:
+    ) -> PassResult:
         """Add the gradients of sum(weight * value) over the batch's trained tokens to `.grad`.
 
         weights: [T] for each name that the head gives, None for those without a gradient. Entries
@@ -175,115 +198,122 @@ class Engine:
         This is the second half of a loss that is computed from the values of `score`: with the
         loss's gradients by these values as weights the sum has the loss's gradient (chain rule).
         """
-        mark = step.changes.mark
-        self._begin(step)
-        prepared = self._prepare(plan, batch)
-        result = self._weighted(step, plan, batch, prepared, weights)
-        with self._kept_failure():
+        mark = transaction.changes.mark
+        self._begin(transaction)
+        step = self._prepare(transaction, plan, batch)
+        result = self._weighted(step, weights)
+        with self._deferred_failure():
             look(result.per_token[self.host.head])
-        return self._ended(step, mark, prepared, result)
+        return self._ended(step, mark, result)
 
-    def _begin(self, step: Step) -> GradientGuard:
+    def _begin(self, transaction: Transaction) -> GradientGuard:
         """Prepare gradients and model for backwards, until the changes are undone."""
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
-        group = self.host.group
-        wide = self.config.grad_accumulation_dtype == "float32"
-        apart = parameters if wide else group.apart(parameters) if group is not None else []
-        guard = step.guard = GradientGuard(
+        fp32 = self.config.grad_accumulation_dtype == "float32"
+        deferred = parameters if fp32 else self.holder.deferred_params(parameters)
+        guard = transaction.guard = GradientGuard(
             parameters,
             restore=self.config.restore_grads,
-            sums=GradientSums(apart, wide=wide) if apart else None,
+            sums=GradientSums(deferred, wide=fp32) if deferred else None,
+            holder=self.holder,
         )
-        if group is not None:
-            guard.reset = group.reset
-            guard.held = lambda: group.gathered
-            guard.missing = group.missing_bytes if group.reduces else None
         if guard.sums is not None:
-            listens = group is not None and group.listens
-            leaves = twins(self.host.model, apart, step.changes) if listens else apart
-            guard.sums.collect(step.changes, leaves)
-        self._enter(step)
+            changes, leaves = transaction.changes, deferred
+            if self.host.topology.listens:
+                leaves = twins(self.host.model, deferred, changes)
+            guard.sums.collect(changes, leaves)
+        self._enter(transaction)
         return guard
 
-    def _ended(
-        self, step: Step, mark: int, prepared: list[MicrobatchInputs], result: StepResult
-    ) -> StepResult:
+    def _ended(self, step: Prepared, mark: int, result: PassResult) -> PassResult:
         """The result, once every rank has come to the end of its program: its loss is over all.
 
         The model is put back, and gradients are reduced where the backwards have not done so.
         """
-        guard, group = step.guard, self.host.group
+        changes, guard = step.transaction.changes, step.transaction.guard
         assert guard is not None
-        held = group is not None and group.gathered
+        # Whole weights come back to the ranks once gradients are reduced.
+        held = self.holder.gathered
         if not held:
-            step.changes.undo(mark)
-        if self.ranks is not None:
-            end = None if self.routing is None else self.routing.ending()
-            loss = self.ranks.settle(result.loss, self._failure, router=end)
-            result = replace(result, loss=loss)
-        if group is not None and held:
+            changes.undo(mark)
+        router = None if self.routing is None else self.routing.ending
+        loss = self.ranks.finish(result.loss, self._failure, router=router)
+        if held:
             guard.touched = True
-            group.reduce_held()
-            step.changes.undo(mark)
-        if group is not None:
-            group.reduce_earlier()
-        self._end(guard, prepared)
-        return result
+            self.holder.reduce_held()
+            changes.undo(mark)
+        self.holder.reduce_earlier()
+        self._add_gradients(step, guard)
+        return replace(result, loss=loss)
 
-    def _enter(self, step: Step, *, compiled: bool = True) -> None:
-        self.host.enter(step.changes, compiled=compiled)
+    def _enter(self, transaction: Transaction, *, compiled: bool = True) -> None:
+        self.host.enter(transaction.changes, compiled=compiled)
         if self.routing is not None or self.replay is not None:
             note = None if self.routing is None else self.routing.note
-            self.host.watch_routers(note, step.changes, self.replay)
+            self.host.watch_routers(note, transaction.changes, self.replay)
 
-    def _end(self, guard: GradientGuard, prepared: list[MicrobatchInputs]) -> None:
-        """All backwards are done, and the model is as it was."""
-        trains = any(len(inputs.trained_tokens) for inputs in prepared)
-        if self.ranks is not None:
-            trains = self.ranks.trains
-        group = self.host.group
-        if not trains:
+    def _add_gradients(self, step: Prepared, guard: GradientGuard) -> None:
+        """Complete `.grad`: all backwards are done, and the model is as it was."""
+        if not self.ranks.trains(any(len(inputs.trained_tokens) for inputs in step.inputs)):
             add_zero_gradients(self.host, guard)
-        if group is not None and guard.sums is not None:
-            mean = self.ranks is not None and self.ranks.mean
-            guard.sums.reduce(partial(group.reduce, parameters=guard.sums.parameters, mean=mean))
+        if guard.sums is not None:
+            parameters, mean = guard.sums.parameters, self.ranks.mean
+            guard.sums.reduce(partial(self.holder.reduce, parameters=parameters, mean=mean))
         guard.add_sums()
 
-    def _prepare(self, plan: Plan, batch: RolloutBatch) -> list[MicrobatchInputs]:
+    def _prepare(self, transaction: Transaction, plan: Plan, batch: RolloutBatch) -> Prepared:
         tempers = self.host.head == "logprobs"
-        return prepare_microbatches(plan, batch, self.host.device, tempers=tempers)
+        inputs = prepare_microbatches(plan, batch, self.host.device, tempers=tempers)
+        return Prepared(transaction, plan, batch, inputs)
 
-    def _replay(
-        self,
-        step: Step,
-        plan: Plan,
-        batch: RolloutBatch,
-        losses: MicrobatchLosses,
-        prepared: list[MicrobatchInputs],
-    ) -> StepResult:
-        """Scores, the loss of the whole batch, then the plan with its gradients as weights."""
-        needs_entropy = losses.loss.needs_entropy
-        with torch.no_grad():
-            program = plan.program.scores
-            scored = self._pass(step, plan, batch, prepared, program, entropy=needs_entropy)
+    def _one_pass(self, step: Prepared, losses: MicrobatchLosses) -> PassResult:
+        """The plan, with the loss computed microbatch by microbatch."""
+        plan, loss = step.plan, losses.loss
+        before = None
+        if plan.program.scores:
+            with torch.no_grad():
+                before = self._pass(step, plan.program.scores, entropy=False)
         if self.routing is not None:
             self.routing.gather(self.ranks)
-        shown = losses.shown(plan)
+        constant = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
+        if loss.decomposition == "token":
+            microbatch_loss = losses.by_tokens()
+        else:
+            microbatch_loss, of_untrained = losses.by_rollouts(plan, step.inputs)
+            with self._deferred_failure():
+                constant = of_untrained()
+        result = self._pass(
+            step,
+            plan.program.training,
+            entropy=loss.needs_entropy,
+            microbatch_loss=microbatch_loss,
+            scale=losses.gradients.factor,
+        )
+        result = result if before is None else result.after(before)
+        return replace(result, loss=result.loss + constant)
+
+    def _two_passes(self, step: Prepared, losses: MicrobatchLosses) -> PassResult:
+        """Scores, the loss of the whole batch, then the plan with its gradients as weights."""
+        program = step.plan.program.scores
+        with torch.no_grad():
+            scored = self._pass(step, program, entropy=losses.loss.needs_entropy)
+        if self.routing is not None:
+            self.routing.gather(self.ranks)
+        shown = losses.shown(step.plan)
         given = loss_inputs(self.ranks, scored.per_token, losses.views, shown)
         value = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         weights: dict[str, Tensor | None] = dict.fromkeys(given.per_token)
         # Rollouts all of which are left out have a loss of 0.
         if given.shown.any() or not len(given.shown):
-            with self._kept_failure():
+            with self._deferred_failure():
                 part = losses.of_scores(given)
                 value = part.value
                 weights |= part.gradients
-        scale = losses.gradients.factor
-        result = self._weighted(step, plan, batch, prepared, weights, scale)
-        return replace(after(scored, result), loss=value)
+        result = self._weighted(step, weights, losses.gradients.factor)
+        return replace(result.after(scored), loss=value)
 
     @contextmanager
-    def _kept_failure(self) -> Iterator[None]:
+    def _deferred_failure(self) -> Iterator[None]:
         """Keep an error of a loss until the program has ended, where other ranks run it as well.
 
         Its collectives would wait for this rank. Gradients are zeros from here on, and no rank
@@ -292,29 +322,20 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            if self.ranks is None:
+            if not self.ranks.defers_failures:
                 raise
             self._failure = self._failure or error
 
     def _weighted(
-        self,
-        step: Step,
-        plan: Plan,
-        batch: RolloutBatch,
-        prepared: list[MicrobatchInputs],
-        weights: Mapping[str, Tensor | None],
-        scale: float = 1.0,
-    ) -> StepResult:
+        self, step: Prepared, weights: Mapping[str, Tensor | None], scale: float = 1.0
+    ) -> PassResult:
         """Run forwards and backwards of sum(weight * value) over trained tokens.
 
         scale: a factor on other losses' gradients, such as the routers'.
         """
         return self._pass(
             step,
-            plan,
-            batch,
-            prepared,
-            plan.program.training,
+            step.plan.program.training,
             entropy="entropies" in weights,
             microbatch_loss=weighted(weights),
             scale=scale,
@@ -322,27 +343,26 @@ class Engine:
 
     def _pass(
         self,
-        step: Step,
-        plan: Plan,
-        batch: RolloutBatch,
-        prepared: list[MicrobatchInputs],
+        step: Prepared,
         instructions: Sequence[Instruction],
         *,
         entropy: bool,
         microbatch_loss: MicrobatchLoss | None = None,
         scale: float = 1.0,
         graph: bool = False,
-    ) -> StepResult:
+    ) -> PassResult:
         """Run the instructions of one pass; those with backwards need a loss."""
-        host, config = self.host, self.config
-        mark = step.changes.mark
+        host, config, plan = self.host, self.config, step.plan
+        transaction = step.transaction
+        mark = transaction.changes.mark
         timing = Timing(plan, host.device, self.observers)
         features: list[Feature] = [timing, *self.features]
         activations = None
         if microbatch_loss is not None:
-            assert step.guard is not None
-            activations = Activations(plan, prepared, host, self.staging, step.guard.missing_bytes)
-            step.changes.later(activations.close)
+            assert transaction.guard is not None
+            missing = transaction.guard.missing_bytes
+            activations = Activations(plan, step.inputs, host, self.staging, missing)
+            transaction.changes.later(activations.close)
             features.append(activations)
         if self.routing is not None:
             features.append(self.routing)
@@ -353,8 +373,8 @@ class Engine:
             head_statistics=config.head_statistics,
         )
         names = names_of(host.head, config, entropy)
-        values = TokenValues(names, plan, batch, host.loss_dtype, host.device)
-        loss = Executor(step, host, plan, prepared, kernels, features).run(
+        values = TokenValues(names, plan, step.batch, host.loss_dtype, host.device)
+        loss = Executor(transaction, host, plan, step.inputs, kernels, features).run(
             instructions,
             values,
             entropy=entropy,
@@ -362,11 +382,10 @@ class Engine:
             scale=scale,
             graph=graph,
         )
-        step.changes.undo(mark)
-        if host.group is not None:
-            host.group.settle()
+        transaction.changes.undo(mark)
+        self.holder.reshard()
         timing.end()
-        return StepResult(
+        return PassResult(
             loss=loss,
             per_token=values.by_name,
             events=tuple(timing.events),
@@ -377,11 +396,11 @@ class Engine:
         )
 
     def _holding(self, loss: MicrobatchLoss) -> MicrobatchLoss:
-        """The loss, whose errors are kept until the program has ended; see `_kept_failure`."""
+        """The loss, whose errors are kept until the program has ended; see `_deferred_failure`."""
 
         def held(inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
             if self._failure is None:
-                with self._kept_failure():
+                with self._deferred_failure():
                     return loss(inputs, outputs)
             return None
 

@@ -15,13 +15,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.feature import Feature
-from forkpoint.engine.guard import Step
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.idling import idle_inputs
 from forkpoint.engine.microbatch_losses import MicrobatchLoss
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.engine.roots import Root, roots_of
 from forkpoint.engine.token_values import TokenValues
+from forkpoint.engine.transaction import Transaction
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, RECOMPUTE, Instruction
 
@@ -31,16 +31,16 @@ class Executor:
 
     def __init__(
         self,
-        step: Step,
+        transaction: Transaction,
         host: Host,
         plan: Plan,
         prepared: Sequence[MicrobatchInputs],
         kernels: KernelOptions,
         features: Iterable[Feature],
     ) -> None:
-        """`prepared`: by microbatch of the plan, as tensors. `step`: its guard is set where a pass
-        has backwards."""
-        self.step = step
+        """`prepared`: by microbatch of the plan, as tensors. `transaction`: its guard is set
+        where a pass has backwards."""
+        self.transaction = transaction
         self.host = host
         self.plan = plan
         self.prepared = prepared
@@ -135,7 +135,7 @@ class Executor:
         return [root for root in found if root is not None]
 
     def _backward(self, instruction: Instruction) -> None:
-        guard = self.step.guard
+        guard = self.transaction.guard
         assert guard is not None
         roots = self._roots.pop(instruction.slot)
         # Frozen layers under a microbatch without trained tokens leave it nothing to do.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.losses.views import LossViews
-from forkpoint.parallel.step import StepOfRanks
+from forkpoint.parallel.step import RankStep, SingleProcessStep
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -30,7 +30,7 @@ class LossInputs:
 
 
 def loss_inputs(
-    ranks: StepOfRanks | None,
+    ranks: RankStep,
     per_token: Mapping[str, Tensor],
     views: LossViews,
     shown: NDArray[np.bool_],
@@ -38,12 +38,12 @@ def loss_inputs(
     """This rank's scores or, where the step gathers rollouts, those of all ranks. Collective then.
 
     Args:
-        ranks: of the step; None where this rank is alone.
+        ranks: of the step.
         per_token: [T] by name, this rank's scores.
         views: of this rank's batch.
         shown: bool [N], rollouts of this rank that the loss is shown.
     """
-    if ranks is None or not ranks.parts:
+    if isinstance(ranks, SingleProcessStep) or not ranks.parts:
         return LossInputs(views, per_token, slice(None), shown)
     found = ranks.gather({name: x_T.cpu() for name, x_T in per_token.items()})
     # Ranks of one batch have the same scores, and are one part.

@@ -12,6 +12,7 @@ from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
 from forkpoint.losses.outputs import Head
+from forkpoint.parallel.topology import Topology
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import Instruction
@@ -83,13 +84,8 @@ class Settings(Protocol):
         ...
 
 
-class Host(Protocol):
-    """A model that the engine can run microbatches through, forward and backward.
-
-    Three things travel to it for a microbatch. The instruction and the inputs are immutable, and
-    so are the options of kernels. The state alone changes: the host reads ancestors from it and
-    writes prefix cache to it.
-    """
+class ModelFacts(Protocol):
+    """Sizes, parts and dtypes of a model."""
 
     compiling: Compiling
     """Whether its blocks are compiled. A host that compiles nothing has Compiling(False)."""
@@ -97,6 +93,16 @@ class Host(Protocol):
     @property
     def model(self) -> nn.Module:
         """The outermost module, as it was wrapped."""
+        ...
+
+    @property
+    def group(self) -> Distributed | None:
+        """The holders of the model on several ranks; None where this rank alone has it."""
+        ...
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks that hold the model, of which this may be the only one."""
         ...
 
     @property
@@ -112,22 +118,19 @@ class Host(Protocol):
         """The decoder's blocks, in their order."""
         ...
 
-    def fingerprint(self) -> int:
-        """A number that stays the same while nothing but the model's weights changes."""
-        ...
-
-    def settings(self) -> Settings:
-        """The model's present settings. Called after `prepare`."""
-        ...
-
     @property
-    def compiles(self) -> bool:
-        """Whether what it runs is compiled: such microbatches take other times."""
+    def embeddings(self) -> nn.Module:
+        """The input embeddings, which run once in every forward."""
         ...
 
     @property
     def head(self) -> Head:
         """Name of the model's output for a token: "logprobs", or "values" of a critic."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the model knows, as inputs and (of a language model) as labels."""
         ...
 
     @property
@@ -138,15 +141,32 @@ class Host(Protocol):
         """float64 for a float64 model, else float32."""
         ...
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that a step computes in: the narrowest, where there are several."""
+        ...
+
+    @property
+    def compiles(self) -> bool:
+        """Whether what it runs is compiled: such microbatches take other times."""
+        ...
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Those that are saved with the model; others are made of its configuration."""
         ...
 
-    @property
-    def group(self) -> Distributed | None:
-        """The wrapper that holds the model on several ranks; None where this rank alone does."""
+
+class ModelState(Protocol):
+    """Whether a model is still the one that was looked at, and whether it is exact."""
+
+    def fingerprint(self) -> int:
+        """A number that stays the same while nothing but the model's weights changes."""
+        ...
+
+    def settings(self) -> Settings:
+        """The model's present settings. Called after `prepare`."""
         ...
 
     def prepare(self, changes: Changes) -> None:
@@ -169,21 +189,55 @@ class Host(Protocol):
         """
         ...
 
+
+class StockRuns(Protocol):
+    """Runs of a model's own forward, for comparisons with it."""
+
     @property
-    def routers(self) -> RouterSet:
-        """The routers of the model in its present state."""
+    def writes_scores(self) -> bool:
+        """Whether stock attention writes its scores out."""
         ...
 
-    def watch_routers(
-        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
-    ) -> None:
-        """Give what routers compute to `note`, until the changes are undone, and let them choose
-        what `holder` says.
+    def stock(self, ids_NL: Tensor) -> Tensor:
+        """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward.
 
-        With `note`, noted forwards (`Instruction.is_noted`) that end in the last block then end in
-        its router, where it has one.
+        ids_NL: int64. Called while the model is not entered.
         """
         ...
+
+    def allow_stock(self, changes: Changes) -> None:
+        """Let `stock` work whatever the model is set to, on this thread alone, until the changes
+        are undone."""
+        ...
+
+    def watch_blocks(
+        self, see: Callable[[int, Tensor, MicrobatchInputs | None], None], changes: Changes
+    ) -> None:
+        """Show what runs through the blocks, until the changes are undone.
+
+        Args:
+            see: called with a block's index and its output, and with -1 and the first block's
+                input; and with the microbatch's inputs, which a stock forward has none of.
+            changes: undo it.
+        """
+        ...
+
+    def empty_outputs(self) -> Tensor:
+        """Of the model's own forward on one token, the outputs of no token: [1, 0, width].
+
+        Its graph reaches the parameters that ordinary training reaches. Called while the model is
+        not entered.
+        """
+        ...
+
+
+class Host(ModelFacts, ModelState, StockRuns, Protocol):
+    """A model that the engine can run microbatches through, forward and backward.
+
+    Three things travel to it for a microbatch. The instruction and the inputs are immutable, and
+    so are the options of kernels. The state alone changes: the host reads ancestors from it and
+    writes prefix cache to it.
+    """
 
     def enter(self, changes: Changes, *, compiled: bool = True) -> None:
         """Make the changes to the model without which `forward` does not work.
@@ -225,10 +279,18 @@ class Host(Protocol):
         """
         ...
 
-    def empty_outputs(self) -> Tensor:
-        """Of the model's own forward on one token, the outputs of no token: [1, 0, width].
+    @property
+    def routers(self) -> RouterSet:
+        """The routers of the model in its present state."""
+        ...
 
-        Its graph reaches the parameters that ordinary training reaches. Called while the model is
-        not entered.
+    def watch_routers(
+        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
+    ) -> None:
+        """Give what routers compute to `note`, until the changes are undone, and let them choose
+        what `holder` says.
+
+        With `note`, noted forwards (`Instruction.is_noted`) that end in the last block then end in
+        its router, where it has one.
         """
         ...

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from forkpoint.engine.distributed import ModelHolder, holder_of
 from forkpoint.engine.guard import GradientGuard
 from forkpoint.engine.host import Host
 from forkpoint.errors import UnsupportedError
 from forkpoint.losses.leaves import leaves_of
-from forkpoint.parallel.step import StepOfRanks
+from forkpoint.parallel.step import RankStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,24 +34,19 @@ class LossPart:
 class LossGradients:
     """Computes parts of one step's loss, and their gradients."""
 
-    def __init__(
-        self, host: Host, guard: GradientGuard, ranks: StepOfRanks | None, scale: float
-    ) -> None:
+    def __init__(self, host: Host, guard: GradientGuard, ranks: RankStep, scale: float) -> None:
         """
         Args:
             host: the model.
             guard: of the step.
-            ranks: of the step; None where this rank is alone.
+            ranks: of the step.
             scale: a factor on every gradient, that of the caller.
         """
-        self.host = host
         self.guard = guard
         self.ranks = ranks
-        group = host.group
-        self._reduced: float = 1.0
+        self.holder: ModelHolder = holder_of(host.group)
+        self._reduced: float = self.holder.factor(mean=ranks.mean)
         """The factor for gradients that the wrapper reduces over ranks."""
-        if group is not None and ranks is not None:
-            self._reduced = group.factor(mean=ranks.mean)
         self.factor: float = scale * self._reduced
 
     def of(
@@ -110,26 +106,25 @@ class LossGradients:
 
         Raises UnsupportedError for parameters whose gradient would not be exact.
         """
-        group, ranks = self.host.group, self.ranks
+        holder, ranks = self.holder, self.ranks
         known: set[Tensor] = set(self.guard.parameters)
-        if group is not None and ranks is not None:
-            # Of split models; DistributedDataParallel sums all of them apart.
-            parts = set(group.apart(self.guard.parameters)) if group.lockstep else set()
-            for leaf in leaves:
-                if leaf in parts:
-                    raise UnsupportedError(
-                        "the loss reads a parameter of which every rank of a split model computes "
-                        f"a part of the gradient (shape {tuple(leaf.shape)}), and the loss's own "
-                        "would be counted on each. Run a backward of that term by itself."
-                    )
-                if leaf in known and group.reduces and not ranks.mean:
-                    raise UnsupportedError(
-                        "the loss is one of all ranks, and reads a parameter of which this rank "
-                        f"holds a shard (shape {tuple(leaf.shape)}): its gradient would be that of "
-                        "this rank's part. Give the loss as a function, which is each rank's own, "
-                        "or run a backward of that term by itself."
-                    )
-            known |= set(group.whole_parameters())
+        # Of split models; DistributedDataParallel sums all of them apart.
+        parts = set(holder.deferred_params(self.guard.parameters)) if holder.lockstep else set()
+        for leaf in leaves:
+            if leaf in parts:
+                raise UnsupportedError(
+                    "the loss reads a parameter of which every rank of a split model computes "
+                    f"a part of the gradient (shape {tuple(leaf.shape)}), and the loss's own "
+                    "would be counted on each. Run a backward of that term by itself."
+                )
+            if leaf in known and holder.reduces and not ranks.mean:
+                raise UnsupportedError(
+                    "the loss is one of all ranks, and reads a parameter of which this rank "
+                    f"holds a shard (shape {tuple(leaf.shape)}): its gradient would be that of "
+                    "this rank's part. Give the loss as a function, which is each rank's own, "
+                    "or run a backward of that term by itself."
+                )
+        known |= set(holder.whole_parameters())
         if self.guard.sums is not None:
             known |= set(self.guard.sums.leaves)
         added = [leaf for leaf in leaves if leaf in known]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from forkpoint.config import AUTO, Config
+from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.guard import local
 from forkpoint.engine.host import Host
 from forkpoint.plan.device_memory import LEAST_BYTES, margin_bytes
@@ -61,10 +62,9 @@ class MemoryBudgets:
         key = _key(config)
         if key not in self._bytes:
             parameters = [p for _, p in host.named_parameters()]
-            besides = 0
-            if host.group is not None:
-                gather = "step" if config.gather == "step" else "microbatch"
-                besides = host.group.held_bytes(gather) + host.group.missing_bytes()
+            holder = holder_of(host.group)
+            gather = "step" if config.gather == "step" else "microbatch"
+            besides = holder.held_bytes(gather) + holder.missing_bytes()
             self._bytes[key] = measured_budget(
                 host.device, parameters, config, besides_bytes=besides
             )

@@ -19,7 +19,7 @@ from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.roots import Root
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks
-from forkpoint.parallel.step import StepOfRanks
+from forkpoint.parallel.step import RankStep, StepOfRanks
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, SCORE, Instruction
 from forkpoint.plan.routing import paths
@@ -149,14 +149,14 @@ class Routing(Feature):
     # Several ranks
     # ------------------------------------------------------------
 
-    def gather(self, ranks: StepOfRanks | None) -> None:
+    def gather(self, ranks: RankStep) -> None:
         """Add up the counts of all ranks, where the step needs these. Collective.
 
         Called when scores have run, where a pass of scores comes first.
         """
         if self.of_ranks is None or not self.of_ranks.gathers:
             return
-        assert ranks is not None
+        assert isinstance(ranks, StepOfRanks)
         found = ranks.gather({"counts": self._own_counts().cpu()})
         own = [found[first]["counts"] for first in ranks.ranks.firsts]
         total_PE = torch.stack(own).sum(0)

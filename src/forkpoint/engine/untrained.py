@@ -25,7 +25,7 @@ def add_zero_gradients(host: Host, guard: GradientGuard) -> None:
         guard: of the step; it takes the zeros back if the step fails.
     """
     parameters = guard.parameters
-    if host.group is not None and host.group.lockstep:
+    if host.topology.lockstep:
         # Of shards: all, for the step's collectives cover no further forward.
         for parameter in parameters:
             if parameter.grad is None:

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import WARNING, Compiling
-from forkpoint.hosts.coverings import set_forward
+from forkpoint.hosts.wrappers import set_forward
 
 _log = logging.getLogger("forkpoint")
 

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from forkpoint.hosts.entry import Entry
 from forkpoint.hosts.fingerprint import HANDLES
-from forkpoint.hosts.modules import configurations, every_module, plain_class
+from forkpoint.hosts.modules import every_module, plain_class
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module: its mode, hooks, and what is listed apart."""
@@ -80,14 +80,15 @@ class Computation:
 class Computations:
     """Tells what one model computes, in less than a millisecond where it has not changed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, entry: Entry) -> None:
         self.model = model
+        self.entry: Entry = entry
         self._known: dict[int, Listed] = {}
 
     def of(self, number: int) -> Computation:
         """The model's present settings; `number` is that of its present `Fingerprint`."""
         if number not in self._known:
-            settings = tuple(_settings(self.model))
+            settings = tuple(_settings(self.model, self.entry))
             listed = Listed(settings, tuple(s for s in settings if _is_container(s[2])))
             # States that differ by their modes alone are one.
             alike = (k for k in self._known.values() if len(k.settings) == len(settings))
@@ -98,7 +99,7 @@ class Computations:
         return Computation(self._known[number])
 
 
-def _settings(model: nn.Module) -> Iterator[Setting]:
+def _settings(model: nn.Module, entry: Entry) -> Iterator[Setting]:
     for where, module in every_module(model):
         attributes = vars(module)
         yield where, "class", plain_class(module)
@@ -106,14 +107,14 @@ def _settings(model: nn.Module) -> Iterator[Setting]:
         for name, value in attributes.items():
             if name in OF_EVERY_MODULE or name in MODES or name == "forward":
                 continue
-            # transformers keeps in these what it has warned of, and other things of no account.
-            if _is_container(value) and isinstance(module, PreTrainedModel):
+            # Libraries keep in these what they have warned of, and other things of no account.
+            if _is_container(value) and module in (entry.core, entry.decoder):
                 continue
             yield where, name, value
         for part in ("_parameters", "_modules"):
             for name, value in attributes[part].items():
                 yield where, name, value
-    for config in configurations(model):
+    for config in entry.configs():
         for name, value in vars(config).items():
             if name not in UNREAD:
                 yield type(config).__name__, name, _content(value)

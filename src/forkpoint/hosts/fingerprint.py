@@ -10,20 +10,12 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from forkpoint.hosts.modules import configurations, every_module, plain_class
-from forkpoint.hosts.origins import is_of_compiler
-from forkpoint.hosts.refusals.hooks import requires_gradients
+from forkpoint.hosts.code_provenance import is_of_compiler
+from forkpoint.hosts.entry import Entry
+from forkpoint.hosts.modules import HOOKS, every_module, plain_class
+from forkpoint.hosts.refusals import requires_gradients
 
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
 HANDLES = ("_require_grads_hooks", "_require_grads_hook")
 """Attributes that hold handles of hooks by which inputs require gradients."""
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
@@ -52,15 +44,16 @@ class Fingerprint:
     """Tells whether a model is the one that was looked at before, in under a millisecond.
 
     It covers modules and their attributes, hooks, the functions of their classes and source files,
-    torch.nn.functional, the attention functions that transformers knows, and configurations. Not
+    torch.nn.functional, the attention functions that the library knows, and configurations. Not
     covered are weights, and what functions call in other files.
 
     All values are compared at once, as two tuples: Python compares their entries by identity
     first, and an entry that is another object is a change unless it is equal, as numbers are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, entry: Entry) -> None:
         self.model: nn.Module = model
+        self.entry: Entry = entry
         self._modules: tuple[nn.Module, ...] = ()
         self._dicts: list[dict[Any, Any]] = []
         self._lengths: tuple[int, ...] = ()
@@ -70,7 +63,7 @@ class Fingerprint:
         """Of those that hold something, the hooks of a module."""
         self._made_anew: list[dict[str, Any]] = []
         """Attributes of modules, some of which are made anew though nothing has changed."""
-        self._configs: list[PreTrainedConfig] = []
+        self._configs: list[Any] = []
         self._globals: list[_Globals] = []
         self._bases: list[type] = []
         self._states: list[tuple[int, tuple[Any, ...]]] = []
@@ -112,7 +105,7 @@ class Fingerprint:
         plain = [found for found in own if not _is_made_anew(found)]
         self._filled = [found for found in (*plain, *parts) if found]
         self._hooks = [found for found in hooks if found]
-        self._configs = configurations(self.model)
+        self._configs = self.entry.configs()
         kinds = {plain_class(module) for module in modules}
         self._bases = sorted({base for kind in kinds for base in kind.__mro__}, key=id)
         # A class may name a file that was not imported; what checks classes refuses it.
@@ -127,11 +120,7 @@ class Fingerprint:
             *chain.from_iterable(vars(base).values() for base in self._bases),
             *chain.from_iterable(named.values() for named in self._globals),
             *chain.from_iterable(vars(torch_module)[name].values() for name in GLOBAL_HOOKS),
-            *(
-                functions[name]
-                for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
-                for name in functions
-            ),
+            *(functions[name] for functions in self.entry.registries for name in functions),
             *(repr(vars(config)) for config in self._configs),
         )
 

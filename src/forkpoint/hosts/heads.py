@@ -1,23 +1,19 @@
 """Heads over a decoder's last hidden states: log-probs of labels, or a critic's values."""
 
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts import refusals
-from forkpoint.hosts.arguments import CallContext, refuse_call
-from forkpoint.hosts.coverings import in_float32
-from forkpoint.hosts.families import Family
-from forkpoint.hosts.foreign_calls import refuse_calls
-from forkpoint.hosts.local_heads import check_local_head, local_head
-from forkpoint.hosts.parallel_forwards import parallel_forward
+from forkpoint.hosts.calls import CallContext, refuse_call, refuse_calls
+from forkpoint.hosts.wrappers import in_float32
 from forkpoint.losses.outputs import Head
-from forkpoint.ops.head import token_outputs
+from forkpoint.ops.head import VocabularyShard, token_outputs
 
 
 class ModelHead(Protocol):
@@ -31,6 +27,10 @@ class ModelHead(Protocol):
 
     def width(self) -> int:
         """Outputs for one token."""
+        ...
+
+    def weight(self) -> Tensor:
+        """The weights of the linear layer that it ends in."""
         ...
 
     def enter(self, changes: Changes) -> None:
@@ -48,37 +48,53 @@ class LogprobHead:
 
     gives: Head = "logprobs"
 
-    def __init__(self, causal: PreTrainedModel, family: Family) -> None:
-        self.causal: PreTrainedModel = causal
-        self.family: Family = family
+    def __init__(
+        self,
+        linear: Callable[[], nn.Linear],
+        options: Callable[[], dict[str, float | None]],
+        split: Collection[nn.Module],
+    ) -> None:
+        """
+        Args:
+            linear: gives the layer of the model in its present state, or refuses what it finds.
+            options: gives `logit_scale` and `softcap`.
+            split: modules that are split over ranks.
+        """
+        self.linear: Callable[[], nn.Linear] = linear
+        self.options: Callable[[], dict[str, float | None]] = options
+        self._split = split
         self._called: bool = False
         """Whether the module's own call computes log-probs."""
         self._in_float32: bool = False
         """Where it does, whether its product is in float32."""
 
     def check(self) -> None:
-        head = refusals.plain_head(self.causal)
-        if parallel_forward("the output head", head) is not None:
+        head = self.linear()
+        if head in self._split:
             check_local_head(head)
 
     def width(self) -> int:
-        return refusals.plain_head(self.causal).out_features
+        return self.linear().out_features
+
+    def weight(self) -> Tensor:
+        return self.linear().weight
 
     def enter(self, changes: Changes) -> None:
-        changes.set(vars(self), "_in_float32", in_float32(refusals.plain_head(self.causal)))
+        head = self.linear()
+        changes.set(vars(self), "_in_float32", in_float32(head))
         changes.set(vars(self), "_called", True)
-        changes.replace_forward(refusals.plain_head(self.causal), self._logprobs)
-        refuse_calls([refusals.plain_head(self.causal)], changes)
+        changes.replace_forward(head, self._logprobs)
+        refuse_calls([head], changes)
 
     def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         if self._called:
-            return refusals.plain_head(self.causal)(hidden_nC, context)
+            return self.linear()(hidden_nC, context)
         return self._logprobs(hidden_nC, context)
 
     def _logprobs(self, hidden_nC: Tensor, context: CallContext | None = None) -> dict[str, Tensor]:
         if context is None:
             refuse_call()
-        head, inputs = refusals.plain_head(self.causal), context.inputs
+        head, inputs = self.linear(), context.inputs
         weight, bias, shard = local_head(head)
         around, keeps = nullcontext(), inputs.microbatch.keeps_logits
         if self._in_float32 if self._called else in_float32(head):
@@ -99,7 +115,7 @@ class LogprobHead:
                 chunk_tokens=context.kernels.head_chunk_tokens,
                 keep_logits=keeps,
                 statistics=context.kernels.head_statistics,
-                **self.family.head_options(self.causal),
+                **self.options(),
             )
 
 
@@ -112,13 +128,21 @@ class ValueHead:
 
     gives: Head = "values"
 
-    def __init__(self, critic: PreTrainedModel) -> None:
+    def __init__(self, critic: Any) -> None:
+        """`critic`: a model with `dropout` and `score`, as transformers' token classifiers are."""
         self.critic = critic
 
-    def check(self) -> None:
+    def _linear(self) -> Any:
         score = self.critic.score
         for wrapped in ("original_module", "base_layer"):  # of peft's modules_to_save and LoRA
             score = getattr(score, wrapped, score)
+        return score
+
+    def weight(self) -> Tensor:
+        return self._linear().weight
+
+    def check(self) -> None:
+        score = self._linear()
         name = type(self.critic).__name__
         if type(score) is not nn.Linear:
             raise UnsupportedError(
@@ -138,7 +162,52 @@ class ValueHead:
         """Nothing changes: `score` is called as it is."""
 
     def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
-        dropout = cast(nn.Module, self.critic.dropout)
-        score = cast(nn.Module, self.critic.score)
-        values_n = score(dropout(hidden_nC)).sum(-1)  # of one label; no view, for fully_shard
+        values_n1 = self.critic.score(self.critic.dropout(hidden_nC))
+        values_n = values_n1.sum(-1)  # of one label; no view, for fully_shard
         return {"values": values_n.to(torch.promote_types(values_n.dtype, torch.float32))}
+
+
+def check_local_head(head: nn.Linear) -> None:
+    """A head split over ranks is split by rows, or not at all.
+
+    Raises UnsupportedError where it is split otherwise.
+    """
+    weight = head.weight
+    if isinstance(weight, DTensor):
+        # Of two dimensions the last one is that of tensor parallelism.
+        split = weight.placements[-1]
+        if not (split.is_replicate() or split.is_shard(0)):
+            raise UnsupportedError(
+                f"the output head's weight is split over ranks as {split}, along the hidden size. "
+                "Log-probs have been shown exact where it is split by rows of the vocabulary. Load "
+                "the model with 'embedding_rowwise' (or 'colwise_gather_output' for lm_head) in "
+                "tp_plan."
+            )
+
+
+def local_head(head: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
+    """Weight and bias here, and which rows of the vocabulary they are; None where they are all.
+
+    Called where the weights are gathered over data ranks. The tensors pass gradients on to the
+    head's parameters.
+    """
+    weight, bias = head.weight, head.bias
+    if not isinstance(weight, DTensor):
+        return weight, bias, None
+    assert weight.device_mesh.ndim == 1, "the head's weight is sharded over data ranks"
+    shard = None
+    if weight.placements != (Replicate(),):
+        assert weight.placements == (Shard(0),), weight.placements
+        mesh = weight.device_mesh
+        rows = -(-weight.shape[0] // mesh.size())  # as torch.chunk, by which DTensor splits
+        start = min(weight.shape[0], rows * mesh.get_local_rank())
+        shard = VocabularyShard(mesh.get_group(), start)
+    if isinstance(bias, DTensor):
+        assert bias.placements == weight.placements, (bias.placements, weight.placements)
+        bias = bias.to_local()
+    elif bias is not None and shard is not None:
+        raise UnsupportedError(
+            "the output head's weight is split over ranks and its bias is not, so that gradients "
+            "of the bias would stay parts. Split both by one rule of tp_plan for lm_head."
+        )
+    return weight.to_local(), bias, shard

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.hosts.families import FAMILIES
+from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.plan import MODELS, ModelShape, known_name
 from forkpoint.plan.device_memory import total_parameters
 

@@ -6,12 +6,11 @@ from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig
 
 from forkpoint.engine.changes import Changes
 
-ATTENTION_NAME = "forkpoint"
-"""The attention implementation that runs in steps, as transformers knows it."""
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module that hold its hooks."""
 # A step looks at every module a dozen times before its first microbatch, and to find them takes
 # longer than to look.
 _walks: ContextVar[dict[tuple[str, nn.Module], list[tuple[str, Any]]] | None] = ContextVar(
@@ -19,7 +18,7 @@ _walks: ContextVar[dict[tuple[str, nn.Module], list[tuple[str, Any]]] | None] = 
 )
 
 
-def list_once(changes: Changes) -> None:
+def cache_module_walks(changes: Changes) -> None:
     """Make each list once, until the changes are undone: nothing may change the model meanwhile.
 
     Where lists are made once already, they go on to be.
@@ -56,12 +55,6 @@ def plain_class(module: nn.Module) -> type:
     if len(bases) == 2 and bases[0].__name__ == "FSDPModule":
         return bases[1]
     return kind
-
-
-def configurations(model: nn.Module) -> list[PreTrainedConfig]:
-    """The configurations of its modules, each once."""
-    found = [getattr(module, "config", None) for _, module in every_module(model)]
-    return list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
 
 
 def _listed(kind: str, model: nn.Module) -> list[tuple[str, Any]]:

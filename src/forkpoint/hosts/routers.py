@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import RouteHolder, RouterNote
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.early_end import EarlyEnd
-from forkpoint.hosts.foreign_calls import in_forward
+from forkpoint.hosts.calls import in_forward
+from forkpoint.hosts.early_exit import EarlyExit
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.routes import Intercepted
 
@@ -121,7 +121,7 @@ def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if watch.note is not None:
         watch.note(index, output[0], output[-1])
     if module is watch.ends_in:
-        raise EarlyEnd((output[0],))
+        raise EarlyExit((output[0],))
     return output
 
 

@@ -35,7 +35,8 @@ from forkpoint.engine import microbatches
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.timing import Event, Observer
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.modules import add_hook, configurations
+from forkpoint.hosts.modules import add_hook
+from forkpoint.hosts.transformers.calls import configurations
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray, build_forest, sort_rollouts

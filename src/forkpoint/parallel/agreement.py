@@ -1,8 +1,9 @@
 """The agreement of ranks before a step: one exchange over CPUs, the same answer everywhere."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -29,6 +30,11 @@ from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import SharedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 
+Coupling = Literal["", "groups", "batch"]
+"""Rollouts that a loss needs together: none, those of each group, or all."""
+GatherOption = Literal["", "auto", "microbatch", "step"]
+"""`Config.gather`; "" where weights are not sharded."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -53,8 +59,7 @@ class Proposal:
     rollouts: int = 0
     groups: NDArray[np.uint64] | None = None
     """Digests of the rollouts' groups; those of one group are the same on all ranks."""
-    couples: Literal["", "groups", "batch"] = ""
-    """Rollouts that the loss needs together: none, those of each group, or all."""
+    couples: Coupling = ""
     gathered: RolloutBatch | None = None
     """This rank's rollouts, where the loss is computed from those of all ranks."""
     statistics: StatisticsShare | None = None
@@ -123,7 +128,7 @@ def agreed(
     index: int,
     names: Sequence[int],
     *,
-    gather: Literal["", "auto", "microbatch", "step"],
+    gather: GatherOption,
     batches: Sequence[int] | None = None,
     split: str = "replicate",
     prompts: tuple[SharedPrompt, ...] = (),
@@ -142,59 +147,28 @@ def agreed(
 
     Raises RankError, naming the rank, where one cannot run the step or calls something else.
     """
-    refused = [n for n, proposal in enumerate(proposals) if proposal.error is not None]
-    if refused and index not in refused:
-        first = refused[0]
-        others = f" (and {len(refused) - 1} other ranks)" if len(refused) > 1 else ""
-        raise RankError(
-            f"rank {names[first]}{others} cannot run this step, so no rank does, and gradients are "
-            f"as they were: {proposals[first].error} Mend it there; the step can then be repeated "
-            "on all ranks."
-        )
-    calls = {proposal.call: names[n] for n, proposal in reversed(list(enumerate(proposals)))}
-    if len(calls) > 1 and not refused:
-        found = "; ".join(f"rank {rank}: {call}" for call, rank in calls.items())
-        raise RankError(
-            f"the ranks do not call the same: {found}. Every rank must make the same calls of its "
-            "policy in the same order, with the same options; a rank without rollouts gives "
-            "RolloutBatch([])."
-        )
+    _check_calls(proposals, names)
     sample = next((p.sample for p in proposals if p.sample is not None), None)
-    if batches is not None and not refused:
+    if batches is not None:
         check_same_batches([p.contents for p in proposals], names, batches)
-    statistics = None
-    if not refused:
-        statistics = joined([p.statistics for p in proposals], names, batches)
+    statistics = joined([p.statistics for p in proposals], names, batches)
     if batches is not None:
         index = sorted(set(batches)).index(batches[index])
         proposals = [proposals[first] for first in firsts_of(batches)]
-    programs = [proposal.program for proposal in proposals]
-    own = programs[index]
-    gathering, splitting = None, None
-    if not refused:
-        aligned: Sequence[Program] = ()
-        if gather and gather != "step":
-            aligned = align(programs, [proposal.costs for proposal in proposals])
-        costs = [proposal.held or RankCosts() for proposal in proposals]
-        if gather:
-            gathering = choose_gathering(gather, aligned, costs, names)
-        if gathering is not None and gathering.gather == "microbatch":
-            own = aligned[index]
-        if prompts:
-            cost = step_cost(gathering, aligned, costs)
-            splitting, program, other = _split(
-                proposals, names, gather, split, prompts, cost, index
-            )
-            if splitting.split == "exchange":
-                own, gathering = program, other
-    if not refused:
-        _check_coupling(proposals)
+    held = [proposal.held or RankCosts() for proposal in proposals]
+    programs, costs = [p.program for p in proposals], [p.costs for p in proposals]
+    schedule = _schedule(gather, names, held, programs, partial(align, programs, costs))
+    splitting = None
+    if prompts:
+        exchanging, splitting = _split(proposals, names, gather, split, prompts, schedule)
+        schedule = exchanging or schedule
+    _check_coupling(proposals)
     digests = [p.groups for p in proposals if p.groups is not None and len(p.groups)]
     every = np.concatenate(digests) if digests else np.zeros(0, np.uint64)
     distinct = len(np.unique(every))
     return Agreement(
-        program=own,
-        gathering=gathering,
+        program=schedule.programs[index],
+        gathering=schedule.gathering,
         counts=Denominators(
             tokens=float(sum(proposal.trained_tokens for proposal in proposals)),
             rollouts=float(sum(proposal.rollouts for proposal in proposals)),
@@ -210,38 +184,94 @@ def agreed(
     )
 
 
+def _check_calls(proposals: Sequence[Proposal], names: Sequence[int]) -> None:
+    """Raises RankError where a rank cannot run the step, or ranks call different things."""
+    refused = [n for n, proposal in enumerate(proposals) if proposal.error is not None]
+    if refused:
+        first = refused[0]
+        others = f" (and {len(refused) - 1} other ranks)" if len(refused) > 1 else ""
+        raise RankError(
+            f"rank {names[first]}{others} cannot run this step, so no rank does, and gradients are "
+            f"as they were: {proposals[first].error} Mend it there; the step can then be repeated "
+            "on all ranks."
+        )
+    calls = {proposal.call: names[n] for n, proposal in reversed(list(enumerate(proposals)))}
+    if len(calls) > 1:
+        found = "; ".join(f"rank {rank}: {call}" for call, rank in calls.items())
+        raise RankError(
+            f"the ranks do not call the same: {found}. Every rank must make the same calls of its "
+            "policy in the same order, with the same options; a rank without rollouts gives "
+            "RolloutBatch([])."
+        )
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """Programs of all ranks, and how weights are held while they run."""
+
+    programs: Sequence[Program]
+    """By rank; of one common shape where ranks run in lockstep."""
+    aligned: Sequence[Program]
+    """Those of a common shape; empty where none are needed."""
+    gathering: Gathering | None
+    held: Sequence[RankCosts]
+
+    @property
+    def cost(self) -> float:
+        """The predicted cost of the step."""
+        return step_cost(self.gathering, self.aligned, self.held)
+
+
+def _schedule(
+    gather: GatherOption,
+    names: Sequence[int],
+    held: Sequence[RankCosts],
+    programs: Sequence[Program],
+    in_lockstep: Callable[[], Sequence[Program]],
+) -> _Schedule:
+    """The schedule with the better way to hold weights.
+
+    Args:
+        gather: as in `agreed`.
+        names: by rank, its number in messages.
+        held: by rank, costs of both ways.
+        programs: by rank, where ranks do not wait for one another.
+        in_lockstep: makes the programs of a common shape.
+    """
+    aligned: Sequence[Program] = in_lockstep() if gather and gather != "step" else ()
+    gathering = choose_gathering(gather, aligned, held, names) if gather else None
+    if gathering is not None and gathering.gather == "microbatch":
+        programs = aligned
+    return _Schedule(programs, aligned, gathering, held)
+
+
 def _split(
     proposals: Sequence[Proposal],
     names: Sequence[int],
-    gather: Literal["", "auto", "microbatch", "step"],
+    gather: GatherOption,
     asked: str,
     prompts: Sequence[SharedPrompt],
-    replicated: float,
-    index: int,
-) -> tuple[Splitting, Program, Gathering | None]:
-    """Treatment of prompts and, where ranks exchange them, this rank's program and how weights
-    are held."""
+    replicated: _Schedule,
+) -> tuple[_Schedule | None, Splitting]:
+    """Treatment of prompts, and the schedule where ranks exchange them.
+
+    replicated: the schedule where every rank computes them itself.
+    """
     offers: list[ExchangeOffer] = []
     for rank, proposal in zip(names, proposals, strict=True):
         if not isinstance(proposal.exchanged, ExchangeOffer):
             reason = f"rank {rank} cannot exchange prompts: {proposal.exchanged}"
-            return Splitting("replicate", reason), Program(), None
+            return None, Splitting("replicate", reason)
         offers.append(proposal.exchanged)
     if len({bool(offer.program.scores) for offer in offers}) > 1:
         reason = "with prompts exchanged, the loss would need two passes on some ranks alone"
-        return Splitting("replicate", reason), Program(), None
-    programs = [offer.program for offer in offers]
-    costs = [offer.held for offer in offers]
-    aligned: Sequence[Program] = ()
-    gathering = None
-    if gather and gather != "step":
-        aligned = align(programs, [offer.costs for offer in offers])
-    if gather:
-        gathering = choose_gathering(gather, aligned, costs, names)
-    link = link_cost([(t.edges, t.owner, t.ranks) for t in prompts], offers[0].link, costs)
-    splitting = choose_split(asked, replicated, step_cost(gathering, aligned, costs) + link)
-    lockstep = gathering is not None and gathering.gather == "microbatch"
-    return splitting, (aligned if lockstep else programs)[index], gathering
+        return None, Splitting("replicate", reason)
+    programs, costs = [offer.program for offer in offers], [offer.costs for offer in offers]
+    held = [offer.held for offer in offers]
+    schedule = _schedule(gather, names, held, programs, partial(align, programs, costs))
+    link = link_cost([(t.edges, t.owner, t.ranks) for t in prompts], offers[0].link, held)
+    splitting = choose_split(asked, replicated.cost, schedule.cost + link)
+    return (schedule if splitting.split == "exchange" else None), splitting
 
 
 def _check_coupling(proposals: Sequence[Proposal]) -> None:
@@ -267,7 +297,7 @@ def _check_coupling(proposals: Sequence[Proposal]) -> None:
             )
 
 
-def coupled(coupling: NDArray[np.int64], batch: RolloutBatch) -> Literal["", "groups", "batch"]:
+def coupled(coupling: NDArray[np.int64], batch: RolloutBatch) -> Coupling:
     """Rollouts that a loss with these classes needs together.
 
     coupling: int64 [N], the class of each rollout; those of one class are coupled.

@@ -21,16 +21,16 @@ def run_on_ranks(
     lockstep: bool,
     succeeded: Callable[[], bool],
 ) -> T:
-    """Call `work`, which joins the other ranks' calls; if it fails, none of them waits for ever.
+    """Call `work` together with the other ranks; if it fails on one, none of them waits for ever.
 
     Args:
         ranks: those of the call; all of them come here.
-        work: the call. If it raises, it has put everything back.
+        work: the call. If it raises, it has undone its changes.
         lockstep: whether ranks issue collectives in forwards and backwards, unless weights are
             gathered for the step.
         succeeded: whether the call has happened, although it raised.
 
-    Raises what `work` does; in the place of a collective's error RankError, which names the rank
+    Raises what `work` does; and in place of a collective's error RankError, which names the rank
     that has failed or died. A rank that fails before it has joined the others, or within a step
     without collectives, tells them: all raise, and the next call works. One that fails within
     collectives leaves the others in them, and can only say so: `Watch` ends them.

@@ -27,6 +27,15 @@ settled: all know that no rank has failed, and take the step's gradients.
 _numbers = count()
 
 
+class SingleProcess:
+    """The counterpart of `DataRanks` where no other rank takes part: nothing is exchanged."""
+
+    index: int = 0
+    batches: tuple[int, ...] = (0,)
+    firsts: tuple[int, ...] = (0,)
+    shares_batches: bool = False
+
+
 @dataclass(eq=False)
 class DataRanks:
     """Ranks whose rollouts together are one batch, and a group over which they agree on CPUs."""

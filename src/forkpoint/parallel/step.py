@@ -1,6 +1,6 @@
 """One step of several ranks, once they have agreed on it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple, TypeVar
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forkpoint.errors import RankError
 from forkpoint.parallel.copies import check_same_losses
-from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.ranks import DataRanks, SingleProcess
 from forkpoint.parallel.statistics import RouterEnd
 from forkpoint.rollouts.batch import RolloutBatch
 
@@ -27,8 +27,45 @@ class Ending(NamedTuple):
     """Where the step takes statistics of routers."""
 
 
+class SingleProcessStep:
+    """The counterpart of `StepOfRanks` in one process: nothing is exchanged."""
+
+    ranks: SingleProcess = SingleProcess()
+    mean: bool = False
+    parts: tuple[RolloutBatch, ...] = ()
+    defers_failures: bool = False
+    router: None = None
+
+    def trains(self, own: bool) -> bool:
+        return own
+
+    def same(self, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    def any_rank(self, own: bool) -> bool:
+        return own
+
+    def may_be_missed(self, error: Exception) -> None:
+        pass
+
+    def finish(
+        self,
+        loss: Tensor,
+        failure: BaseException | None,
+        *,
+        gradients: bool = True,
+        router: Callable[[], RouterEnd] | None = None,
+    ) -> Tensor:
+        assert failure is None, "it was raised at once"
+        return loss
+
+
 class StepOfRanks:
     """Facts that a step of several ranks needs besides its program, and how it ends."""
+
+    defers_failures: bool = True
+    """Whether errors of a loss wait until the program has ended: other ranks run it as well."""
 
     def __init__(
         self,
@@ -51,21 +88,36 @@ class StepOfRanks:
             parts: by rank, its rollouts, where the loss is computed from those of all ranks.
         """
         self.ranks: DataRanks = ranks
-        self.trains: bool = trains
+        self._trains = trains
         self.mean: bool = mean
         self.lockstep: bool = lockstep
         self.digest: str = digest
         self.parts: tuple[RolloutBatch, ...] = parts
         self.router: RouterEnd | None = None
         """Of all ranks, once the step has ended, where it takes statistics of routers."""
+        self._met = False
+        """Whether all ranks have run the forwards of the sample."""
+
+    def trains(self, own: bool) -> bool:
+        """Whether any rank trains on any token; `own`: whether this one does."""
+        return self._trains
+
+    def may_be_missed(self, error: Exception) -> None:
+        """The sample has failed here. Unless it did on all ranks, others may wait in collectives
+        of its forwards."""
+        if not self._met:
+            self.ranks.may_be_missed(error)
 
     def same(self, error: Exception | None) -> None:
         """Raise `error`, or RankError where another rank has one, before the step. Collective."""
         self._before(Ending(None if error is None else described(error), digest=self.digest), error)
 
     def any_rank(self, own: bool) -> bool:
-        """Whether `own` is true on any rank, before the step. Collective; raises as `same`."""
-        return any(each["own"] for each in self._before({"own": own}, None))
+        """Whether `own` is true on any rank, before the step, once the forwards of the sample have
+        run. Collective; raises as `same`."""
+        found = any(each["own"] for each in self._before({"own": own}, None))
+        self._met = True
+        return found
 
     def _before(self, value: Any, error: Exception | None) -> list[Any]:
         """The values of all ranks. A rank that has failed gives its error, whatever the others
@@ -102,22 +154,23 @@ class StepOfRanks:
             raise _failed(self.ranks.global_ranks[n], str(found[n].error))  # pyright: ignore
         return found
 
-    def settle(
+    def finish(
         self,
         loss: Tensor,
         failure: BaseException | None,
         *,
         gradients: bool = True,
-        router: RouterEnd | None = None,
+        router: Callable[[], RouterEnd] | None = None,
     ) -> Tensor:
         """The loss of all ranks, or of this one with `mean`, once all have come to the end.
 
-        Collective. Without `gradients` no gradient is to be taken afterwards. `router` is this
-        rank's part of what `self.router` is afterwards. Raises `failure`, or RankError where
+        Collective. Without `gradients` no gradient is to be taken afterwards. `router` gives
+        this rank's part of what `self.router` is afterwards. Raises `failure`, or RankError where
         another rank has failed.
         """
         text = None if failure is None else described(failure)
-        found = self._exchange(text, 0.0 if failure else float(loss), router)
+        end = None if router is None else router()
+        found = self.ranks.exchange(Ending(text, 0.0 if failure else float(loss), self.digest, end))
         same = len({(e.error, e.digest) for e in found} | {(None, self.digest)}) == 1
         self.ranks.phase = "settled" if same and gradients else "told"
         if failure is not None:
@@ -146,10 +199,8 @@ class StepOfRanks:
             return loss
         return torch.full_like(loss, sum(losses[first] for first in firsts))
 
-    def _exchange(
-        self, error: str | None, loss: float, router: RouterEnd | None = None
-    ) -> list[Ending]:
-        return self.ranks.exchange(Ending(error, loss, self.digest, router))
+
+RankStep = StepOfRanks | SingleProcessStep
 
 
 def _failed(rank: int, error: str) -> RankError:

@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from forkpoint.device import on_device
 from forkpoint.engine.host import Settings
+from forkpoint.engine.routing import Routing
 from forkpoint.errors import UnsupportedError
 from forkpoint.plan import Plan
+from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.weight_changes import Weights
 
 GivenWeights = dict[str, Tensor | None]
@@ -39,11 +40,6 @@ BESIDE = (
 )
 
 
-def sizes_of(weights: GivenWeights) -> list[float]:
-    """The norm of each of the weights; ranks with the same batch have the same."""
-    return [0.0 if w is None else float(w.double().norm()) for w in weights.values()]
-
-
 MOST = {torch.bfloat16: 0.5, torch.float16: 0.1}
 """By dtype of computation: the most that rounding makes of the difference of two runs' values (root
 mean square)."""
@@ -54,14 +50,16 @@ MOST_OTHERWISE = 1e-3
 class FirstHalf:
     """The forward of `logprobs`, as far as its backward needs it."""
 
+    batch: RolloutBatch
     plan: Plan
     values_T: Tensor
     """Of the head."""
-    loss_mask_T: NDArray[np.bool_]
     dtype: torch.dtype
     """The narrowest that the model computes in."""
     settings: Settings
     weights: Weights
+    routing: Routing | None = None
+    """Statistics of routers, where a router loss was computed."""
     done: bool = False
     """Whether a backward has begun to run."""
 
@@ -97,7 +95,7 @@ class FirstHalf:
         Both run one plan, so that they differ by less than two plans do. This finds what nothing
         counts, such as writes to `parameter.data`.
         """
-        trained = on_device(np.flatnonzero(self.loss_mask_T), now_T.device)
+        trained = on_device(np.flatnonzero(self.batch.loss_mask), now_T.device)
         difference = (now_T - self.values_T)[trained].double()
         apart = float(difference.square().mean().sqrt()) if len(difference) else 0.0
         most = MOST.get(self.dtype, MOST_OTHERWISE)

@@ -1,14 +1,11 @@
-"""Plans of a rank beside the one for lockstep in which it runs all of its rollouts' tokens: for
-weights that are gathered once a step, and for prompts that ranks exchange."""
+"""Plans of a rank beside the one for lockstep: for weights that are gathered once a step, and for
+prompts that ranks exchange."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
 
 from forkpoint.config import Config
-from forkpoint.engine.host import Host
-from forkpoint.engine.memory import MemoryBudgets
+from forkpoint.engine.distributed import holder_of
 from forkpoint.errors import PlanError
 from forkpoint.parallel.agreement import Proposal
 from forkpoint.plan import Plan
@@ -24,16 +21,9 @@ from forkpoint.plan.shared_prompts import (
     shared_prompts,
     worth_pricing,
 )
-from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.plan import plan_within
+from forkpoint.step.request import LocalStep, StepPolicy
 from forkpoint.units import shown
-
-
-class Again(Protocol):
-    """Makes a rank's plan another way."""
-
-    def __call__(
-        self, budget_bytes: int | None, /, *, prompts: tuple[PlannedPrompt, ...] | None = None
-    ) -> Plan: ...
 
 
 @dataclass(frozen=True)
@@ -47,17 +37,32 @@ class ExchangePlans:
     """For weights that are gathered once a step."""
 
 
-@dataclass(frozen=True)
-class Ways:
-    """Facts that a rank needs of both ways to hold weights (`Config.gather`)."""
+@dataclass(frozen=True, eq=False)
+class RankPlanOptions:
+    """Plans of this rank for both ways to hold weights (`Config.gather`), and for exchanges."""
 
-    host: Host
-    config: Config
-    budgets: MemoryBudgets
-    calibration: Callable[[], Calibration | None]
-    """Finds the one that plans are priced with."""
-    again: Again | None
-    """Makes the plan within another memory budget; None where it was given."""
+    policy: StepPolicy
+    local: LocalStep
+    """The step, with the plan in which this rank runs all of its rollouts' tokens."""
+    prompts: tuple[PlannedPrompt, ...] | None = None
+    """Prompts that the plans exchange; None: none."""
+
+    @property
+    def config(self) -> Config:
+        return self.policy.config
+
+    @property
+    def can_replan(self) -> bool:
+        """Whether the plan may be replaced by another; one of the caller's may not."""
+        return self.local.request.plan is None
+
+    def replan(self, budget_bytes: int | None) -> Plan:
+        """The plan within another memory budget."""
+        local, prompts = self.local, self.prompts
+        demand = local.router_demand
+        return plan_within(
+            self.policy, local.batch, local.loss, budget_bytes, demand, prompts=prompts
+        )
 
     def once(self, plan: Plan) -> tuple[Plan | None, str]:
         """The plan for weights that are gathered once, or None and why there is none.
@@ -71,8 +76,7 @@ class Ways:
             return plan, ""
         if self.config.gather == "microbatch":
             return None, "as asked"
-        group = self.host.group
-        assert group is not None
+        group = holder_of(self.policy.host.group)
         weights = group.held_bytes("step") - group.held_bytes("microbatch")
         budget, peak = plan.memory_budget_bytes, plan.predicted_peak_bytes
         if budget is None or peak is None or peak + weights <= budget:
@@ -80,37 +84,38 @@ class Ways:
         why_not = (
             f"whole weights ({shown(weights)} more) do not fit the memory budget of {shown(budget)}"
         )
-        if self.again is None or budget <= weights:
+        if not self.can_replan or budget <= weights:
             return None, why_not
         try:
-            found = self.again(budget - weights)
+            found = self.replan(budget - weights)
         except PlanError:
             return None, why_not
         return (found, "") if found.fits else (None, why_not)
 
     def held(self, plan: Plan, *, scores: bool) -> tuple[RankCosts, Plan | None]:
         """Costs of a plan in both ways to hold weights, and the plan for weights gathered once."""
-        group = self.host.group
-        assert group is not None
-        once, why_not = self.once(plan) if group.gathers else (plan, "")
-        costs = costs_of_rank(plan, once, self.calibration(), scores=scores, why_not=why_not)
+        gathers = self.policy.host.topology.gathers
+        once, why_not = self.once(plan) if gathers else (plan, "")
+        costs = costs_of_rank(plan, once, self._calibration(), scores=scores, why_not=why_not)
         return costs, once
+
+    def _calibration(self) -> Calibration | None:
+        return self.policy.model_state.calibration(self.policy.host, self.config)
 
     # Prompts
     # ------------------------------------------------------------
 
-    def prompts(self, batch: RolloutBatch, plan: Plan) -> dict[str, PromptOfBatch]:
-        """By digest, what other ranks may have as well, where this rank can exchange it.
-
-        `plan` is one of the batch, in which this rank runs all of that.
-        """
-        group = self.host.group
-        able = self.again is not None and group is not None and not group.ranks.shares_batches
+    def prompts_of_rank(self) -> dict[str, PromptOfBatch]:
+        """By digest, the prompts of this rank that it can exchange, if other ranks have them."""
+        local = self.local
+        able = local.request.exchanges and self.can_replan
         # Digests of prompts do not tell routes apart.
-        able = able and batch.routed_experts is None
-        if not able or self.config.split == "replicate" or cannot_exchange(self.config):
+        able = able and local.batch.routed_experts is None
+        if not able or self.policy.host.topology.shares_batches:
             return {}
-        return prompts_of(batch, plan.run_lengths)
+        if self.config.split == "replicate" or cannot_exchange(self.config):
+            return {}
+        return prompts_of(local.batch, local.plan.run_lengths)
 
     def common(self, proposals: Sequence[Proposal]) -> tuple[SharedPrompt, ...]:
         """Prompts of several ranks that are to be priced, the same on all; none where ranks do not
@@ -126,7 +131,7 @@ class Ways:
         self,
         shared: tuple[SharedPrompt, ...],
         own: Mapping[str, PromptOfBatch],
-        plan: Plan,
+        index: int,
         *,
         scores: bool,
     ) -> tuple[ExchangeOffer | str, ExchangePlans | None]:
@@ -135,24 +140,23 @@ class Ways:
         Args:
             shared: all of the step.
             own: this rank's.
-            plan: of this rank, in which it runs them itself.
+            index: this rank's.
             scores: whether a pass of scores comes first on all ranks.
         """
-        group = self.host.group
-        assert group is not None
-        if self.again is None:
+        if not self.can_replan:
             return "its plan was given", None
-        prompts = planned_prompts(shared, own, group.ranks.index)
-        ways = self
+        options, plan = self, self.local.plan
+        prompts = planned_prompts(shared, own, index)
         if prompts:
-            ways = replace(self, again=partial(self.again, prompts=prompts))
+            options = replace(self, prompts=prompts)
+            budgets = self.policy.model_state.budgets
             try:
-                plan = ways.again(self.budgets.of(self.host, self.config))  # type: ignore[misc]
+                plan = options.replan(budgets.of(self.policy.host, self.config))
             except PlanError as error:
                 return str(error), None
             if not plan.fits:
                 return "their prefix caches do not fit the memory budget", None
-        held, once = ways.held(plan, scores=False)
+        held, once = options.held(plan, scores=False)
         scores = scores or any(each.program.has_scores for each in (plan, once or plan))
 
         def exchanging(plan: Plan) -> Plan:
@@ -160,7 +164,7 @@ class Ways:
 
         lockstep = exchanging(plan)
         plans = ExchangePlans(prompts, lockstep, None if once is None else exchanging(once))
-        calibration = self.calibration()
+        calibration = self._calibration()
         costs = costs_of_rank(lockstep, plans.once, calibration, why_not=held.why_not)
         return ExchangeOffer(
             plans.lockstep.program,

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +15,12 @@ from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import is_of_compiler
 from forkpoint.engine.engine import Engine
-from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
-from forkpoint.engine.microbatches import microbatch_tokens
+from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
 from forkpoint.engine.timing import Observer
+from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import ForkpointError, UnsupportedError
-from forkpoint.hosts.arguments import CONTEXT_ARGUMENT
-from forkpoint.hosts.coverings import autocasts_of
-from forkpoint.hosts.foreign_calls import keep_to_this_thread
-from forkpoint.hosts.modules import ATTENTION_NAME, add_hook, configurations
+from forkpoint.hosts.modules import add_hook
 from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, following
 from forkpoint.plan import Plan, make_plan
 from forkpoint.rollouts.batch import RolloutBatch, short
@@ -48,7 +44,7 @@ ELSEWHERE_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
-class Agreement:
+class SampleComparison:
     """Differences on a sample, in the units of the model's values (nats for log-probs)."""
 
     difference: float
@@ -71,14 +67,19 @@ class Agreement:
     """The token of the largest difference, with both values."""
 
 
-class Sampler:
+class StockComparison:
     """Runs of one sample: n sequences of W tokens, values [n, W] of which the first is 0."""
 
     def __init__(
-        self, step: Step, host: Host, config: Config, sample: RolloutBatch, training: bool
+        self,
+        transaction: Transaction,
+        host: Host,
+        config: Config,
+        sample: RolloutBatch,
+        training: bool,
     ) -> None:
-        self.step = step
-        self.changes: Changes = step.changes
+        self.transaction = transaction
+        self.changes: Changes = transaction.changes
         self.host = host
         self.config = config
         self.sample = sample
@@ -88,7 +89,7 @@ class Sampler:
         self.trained_NW: Tensor = torch.as_tensor(
             sample.loss_mask.reshape(ids.shape).copy(), device=host.device
         )
-        self.dtype: torch.dtype = compute_dtype(host)
+        self.dtype: torch.dtype = host.compute_dtype
         # Norms of float64 models are computed in float32, as transformers writes them.
         widest = torch.promote_types(self.dtype, torch.float32) == torch.float64
         self.eps: float = torch.finfo(torch.float32 if widest else self.dtype).eps
@@ -102,10 +103,7 @@ class Sampler:
             capabilities=host.capabilities,
             tempers=host.head == "logprobs",
         )
-        keep_to_this_thread(host.model, self.changes)
-        for settings in configurations(host.model):
-            if settings._attn_implementation == ATTENTION_NAME:  # which runs in steps alone
-                self.changes.set(vars(settings), "_attn_implementation_internal", "eager")
+        host.allow_stock(self.changes)
         self.routers: tuple[Router, ...] = ()
         # Where routes cannot be held, the two may part where scores tie, for no other reason.
         with suppress(UnsupportedError):
@@ -131,7 +129,7 @@ class Sampler:
         engine = Engine(self.host, self.config, observers=observers)
         try:
             result = engine.score(
-                self.step,
+                self.transaction,
                 self.plan,
                 self.sample,
                 entropy=False,
@@ -142,8 +140,7 @@ class Sampler:
         except (ForkpointError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            group = self.host.group
-            if is_of_compiler(error) or (group is not None and group.lockstep):
+            if is_of_compiler(error) or self.host.topology.lockstep:
                 raise  # other ranks wait within their microbatches
             self.changes.undo(mark)
             self.run = None
@@ -163,7 +160,7 @@ class Sampler:
             tokens: IntArray = np.arange(begin, begin + ids_NW.numel())
             self.run.at(tokens)
         with torch.no_grad():
-            logits = self.host.model(input_ids=ids_NW, use_cache=False, return_dict=True).logits
+            logits = self.host.stock(ids_NW)
         if self.host.head == "values":
             return nn.functional.pad(logits[:, :-1, 0].to(dtype), (1, 0))
         sequences = zip(logits[:, :-1], ids_NW[:, 1:], strict=True)
@@ -179,7 +176,7 @@ class Sampler:
         values = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
         return torch.cat(values)
 
-    def compared(self, shared: Tensor) -> Agreement:
+    def compared(self, shared: Tensor) -> SampleComparison:
         """Differences between `shared`, the stock model, and runs of the stock model."""
         mark = self.changes.mark
         runs = [self.routed()]
@@ -204,7 +201,7 @@ class Sampler:
         difference = torch.where(there, (shared - stock).abs(), 0)
         difference = difference.nan_to_num(torch.inf, torch.inf)
         sequence, token = divmod(int(difference.argmax()), self.ids_NW.shape[1])
-        return Agreement(
+        return SampleComparison(
             difference=_rms(difference[there]),
             largest=float(difference.max()),
             noise=noise,
@@ -223,7 +220,7 @@ class Sampler:
         mark = self.changes.mark
         keep_random_state(self.host.device, self.changes)
         if rounded:
-            round_embeddings(self.host.model, self.eps, self.changes)
+            round_embeddings(self.host, self.eps, self.changes)
         self.routed()
         found = self.stock(self.ids_NW)
         self.changes.undo(mark)
@@ -235,12 +232,14 @@ class Sampler:
         here: dict[int, Tensor] = {}
         noisy: dict[int, Tensor] = {}
 
-        def store(found: dict[int, Tensor], block: int, x: Tensor, _: dict[str, Any]) -> None:
+        def store(found: dict[int, Tensor], block: int, x: Tensor, _: object) -> None:
             found[block] = x.detach().flatten(0, 1).double()
 
-        def place(found: dict[int, Tensor], block: int, x: Tensor, kwargs: dict[str, Any]) -> None:
-            microbatch = kwargs[CONTEXT_ARGUMENT].inputs.microbatch
-            tokens, real = microbatch_tokens(self.plan, self.sample, microbatch)
+        def place(
+            found: dict[int, Tensor], block: int, x: Tensor, inputs: MicrobatchInputs | None
+        ) -> None:
+            assert inputs is not None
+            tokens, real = microbatch_tokens(self.plan, self.sample, inputs.microbatch)
             x_TC = x.detach().flatten(0, 1).double()
             all_TC = found.setdefault(
                 block, x_TC.new_full((self.ids_NW.numel(), x_TC.shape[1]), torch.nan)
@@ -249,11 +248,11 @@ class Sampler:
             all_TC[torch.as_tensor(tokens[real], device=x_TC.device)] = x_TC[places]
 
         blocks, mark = self.host.blocks, self.changes.mark
-        watch_blocks(blocks, partial(place, here), self.changes)
+        self.host.watch_blocks(partial(place, here), self.changes)
         self.shared()
         self.changes.undo(mark)
         for found, rounded in ((flat, False), (noisy, True)):
-            watch_blocks(blocks, partial(store, found), self.changes)
+            self.host.watch_blocks(partial(store, found), self.changes)
             self._held_stock(rounded=rounded)
             self.changes.undo(mark)
         for block in sorted(here):
@@ -283,43 +282,7 @@ def keep_random_state(device: torch.device, changes: Changes) -> None:
         changes.later(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
 
 
-def compute_dtype(host: Host) -> torch.dtype:
-    """The dtype a step computes in: the narrowest of the parameters, or autocast's, if narrower."""
-    model, device = host.model, host.device
-    # A wrapper may cast parameters.
-    cast = host.group.param_dtypes if host.group is not None else frozenset()
-    dtypes = {*cast} or {p.dtype for p in model.parameters()}
-    # Autocast leaves float64 alone.
-    if dtypes != {torch.float64}:
-        if torch.is_autocast_enabled(device.type):
-            dtypes.add(torch.get_autocast_dtype(device.type))
-        dtypes |= {
-            autocast.fast_dtype
-            for autocast in autocasts_of(model)
-            if autocast._enabled and autocast.device == device.type
-        }
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def watch_blocks(
-    blocks: nn.ModuleList, see: Callable[[int, Tensor, dict[str, Any]], None], changes: Changes
-) -> None:
-    """Let `see` get each block's index (-1 for the first's input), tensor and arguments."""
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        see(-1, args[0] if args else kwargs["hidden_states"], kwargs)
-
-    def after(index: int, _: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
-        see(index, output if isinstance(output, Tensor) else output[0], kwargs)
-
-    first = blocks[0]
-    add_hook(changes, first._forward_pre_hooks, before, first._forward_pre_hooks_with_kwargs)
-    for index, block in enumerate(blocks):
-        hook = partial(after, index)
-        add_hook(changes, block._forward_hooks, hook, block._forward_hooks_with_kwargs)
-
-
-def round_embeddings(model: nn.Module, eps: float, changes: Changes) -> None:
+def round_embeddings(host: Host, eps: float, changes: Changes) -> None:
     """Let the embeddings be off by up to `eps` of their size, at random."""
     generator = torch.Generator("cpu").manual_seed(0)
     own = threading.get_ident()
@@ -331,5 +294,4 @@ def round_embeddings(model: nn.Module, eps: float, changes: Changes) -> None:
         factor = 1 + eps * (2 * noise.to(output.device) - 1)
         return (output.double() * factor).to(output.dtype)
 
-    embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    add_hook(changes, embeddings._forward_hooks, off)
+    add_hook(changes, host.embeddings._forward_hooks, off)

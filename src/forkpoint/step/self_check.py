@@ -7,36 +7,98 @@ fork. Log-probs (a critic's values) must agree within what rounding does to this
 is measured by a stock run whose embeddings are off by a rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import numpy as np
+import torch
 
 from forkpoint.config import Config
-from forkpoint.engine.guard import Step
 from forkpoint.engine.host import Host
+from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import UnsupportedError
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
-from forkpoint.step.sampler import Agreement, Sampler, keep_random_state
+from forkpoint.step.sampler import SampleComparison, StockComparison, keep_random_state
+from forkpoint.step.weight_changes import OptimizerSteps
 
 WIDTH_TOKENS = 160
 """The longest sequence of a sample."""
 LEAST_TOKENS = 8
 """Shorter rollouts are continued to this length."""
+MOST_STATES = 64
+"""States of a model, such as training and evaluation, that are remembered as checked."""
+
+
+class SampleChecks:
+    """Self-checks of one model: before its first step, its second, and the first after a change.
+
+    At the second step weights have moved: values that a hook derives from them are then renewed.
+    """
+
+    def __init__(self) -> None:
+        self._agreed: dict[Hashable, list[tuple[int, int]]] = {}
+        """By state of the model: at which versions of its weights its sample has agreed."""
+        self._steps: OptimizerSteps | None = None
+
+    def run(
+        self,
+        transaction: Transaction,
+        host: Host,
+        config: Config,
+        batch: RolloutBatch,
+        fingerprint: int,
+        *,
+        training: bool,
+        on_any_rank: Callable[[bool], bool],
+    ) -> None:
+        """Compare the model on a sample of a batch, and remember that it has agreed.
+
+        Raises as `self_check`, whose arguments are given.
+        """
+        state, version = self._state(host, config, fingerprint, training=training)
+        self_check(transaction, host, config, batch, training=training, on_any_rank=on_any_rank)
+        self._agreed[state] = [*self._agreed.get(state, []), version]
+        while len(self._agreed) > MOST_STATES:
+            self._agreed.pop(next(iter(self._agreed)))
+
+    def is_due(self, host: Host, config: Config, fingerprint: int, *, training: bool) -> bool:
+        """Whether the model is to be compared on this rank."""
+        if not config.self_check:
+            return False
+        state, version = self._state(host, config, fingerprint, training=training)
+        versions = self._agreed.get(state, [])
+        return len(versions) < 2 and version not in versions
+
+    def _state(
+        self, host: Host, config: Config, fingerprint: int, *, training: bool
+    ) -> tuple[Hashable, tuple[int, int]]:
+        """The state of the model, and the version of its weights."""
+        kind = host.device.type
+        state = (
+            fingerprint,
+            training,
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            config.attention_kernel,
+            config.recurrence_kernel,
+        )
+        weights = [p for _, p in host.named_parameters() if not p.is_inference()]
+        if self._steps is None:
+            self._steps = OptimizerSteps(weights)
+        return state, (sum(p._version for p in weights), self._steps.count)
 
 
 def self_check(
-    step: Step,
+    transaction: Transaction,
     host: Host,
     config: Config,
     batch: RolloutBatch,
     *,
     training: bool,
     on_any_rank: Callable[[bool], bool] = bool,
-) -> Agreement:
+) -> SampleComparison:
     """Compare forkpoint with the stock model on a sample of a batch.
 
     Args:
-        step: the one whose `run` calls this; what is changed meanwhile is undone.
+        transaction: the one whose `run` calls this; what is changed meanwhile is undone.
         host: the model.
         config: its kernels are used.
         batch: the sample's tokens are taken from it.
@@ -47,15 +109,15 @@ def self_check(
     Raises UnsupportedError where the two part, or where the stock model does not agree with itself.
     The message names the largest difference and the layer. Random generators are left as they were.
     """
-    mark = step.changes.mark
-    sampler = Sampler(step, host, config, sample_of(batch), training)
-    keep_random_state(host.device, step.changes)
+    mark = transaction.changes.mark
+    comparison = StockComparison(transaction, host, config, sample_of(batch), training)
+    keep_random_state(host.device, transaction.changes)
     # Microbatches come first: a stock forward may renew what a hook derives from parameters,
     # such as the weight of a head under weight normalisation, and so hide that these do not.
-    shared = sampler.shared()
-    found = sampler.compared(shared)
+    shared = comparison.shared()
+    found = comparison.compared(shared)
     differs = not found.difference <= found.allowed  # NaN as well
-    parting = sampler.parting() if on_any_rank(differs) else ""
+    parting = comparison.parting() if on_any_rank(differs) else ""
     if found.repeated > found.allowed:
         raise UnsupportedError(
             f"the model does not agree with itself: on a sample of {found.tokens} tokens its "
@@ -83,7 +145,7 @@ def self_check(
             "differently, such as a patched function, a hook or a changed module. Undo it. "
             "If the difference is meant to be, Config(self_check=False) turns this check off."
         )
-    step.changes.undo(mark)
+    transaction.changes.undo(mark)
     return found
 
 

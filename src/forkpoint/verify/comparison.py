@@ -9,20 +9,21 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.fallback import run_or_fall_back
 from forkpoint.engine.gradient_sums import twins
-from forkpoint.engine.guard import Step
 from forkpoint.engine.timing import Event
+from forkpoint.engine.transaction import Transaction, retry_with_eager_blocks
 from forkpoint.errors import PlanError
+from forkpoint.hosts.libraries import stock_of
 from forkpoint.hosts.modules import forget_lists
 from forkpoint.hosts.routes import RoutedRun, follow
-from forkpoint.hosts.whole_copies import copy_in
+from forkpoint.hosts.torch_dist.copies import copy_in
 from forkpoint.losses.base import (
     Denominators,
     Loss,
@@ -33,8 +34,10 @@ from forkpoint.losses.views import check_range
 from forkpoint.plan.pricing.cost import dense_work
 from forkpoint.plan.runs import labels_run, run_lengths
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.request import ComparedRequest, StepPolicy
+from forkpoint.step.results import StepStats
 from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
-from forkpoint.step.sampler import compute_dtype
+from forkpoint.step.run import attempt, finish_training
 from forkpoint.tree.forest import IntArray
 from forkpoint.verify.dense import DenseRun, dense_run
 from forkpoint.verify.dense_routers import DenseRouters
@@ -47,11 +50,11 @@ from forkpoint.verify.memory import (
     free_bytes,
     run_in_memory,
 )
-from forkpoint.verify.plans import Choice, Compared, choose_plans, count_shared
+from forkpoint.verify.plans import Choice, Compared, Planning, choose_plans, count_shared
 from forkpoint.verify.progress import Clock, Run
 from forkpoint.verify.progress import VerifyProgress as VerifyProgress
 from forkpoint.verify.ranks import SingleProcess, rank_comm
-from forkpoint.verify.reference import run_plainly, save_memory
+from forkpoint.verify.reference import save_memory
 from forkpoint.verify.report import FAILED, PASSED, nothing_to_verify
 from forkpoint.verify.report import ParameterError as ParameterError
 from forkpoint.verify.report import PlanFindings as PlanFindings
@@ -59,7 +62,6 @@ from forkpoint.verify.report import RouteCounts as RouteCounts
 from forkpoint.verify.report import RouteReport as RouteReport
 from forkpoint.verify.report import VerifyReport as VerifyReport
 from forkpoint.verify.routes import HeldRoutes
-from forkpoint.verify.stepping import StepFigures, Stepping
 
 T = TypeVar("T")
 Gradients = Mapping[str, Tensor | None]
@@ -94,6 +96,12 @@ class Reference:
     run: DenseRun
     norms: dict[str, float]
     dense_errors: dict[str, float]
+
+
+class Stepping(Planning, StepPolicy, Protocol):
+    """A policy whose steps are compared: see `forkpoint.Policy`."""
+
+    def with_config(self, **changes: object) -> "Stepping": ...
 
 
 @dataclass
@@ -229,12 +237,17 @@ def verify(
 
     Raises as `Policy.forward_backward`.
     """
-    return run_or_fall_back(
-        policy.host,
-        lambda step: _verify(
-            policy, batch, loss, denominators, step.changes, router, hold_routes, progress
-        ),
+    work = partial(
+        _verify,
+        policy,
+        batch,
+        loss,
+        denominators,
+        router=router,
+        hold_routes=hold_routes,
+        progress=progress,
     )
+    return retry_with_eager_blocks(policy.host, lambda transaction: transaction.run(work))
 
 
 def _verify(
@@ -242,15 +255,15 @@ def _verify(
     batch: RolloutBatch,
     loss: Loss,
     denominators: Denominators | None,
-    changes: Changes,
+    transaction: Transaction,
     router: RouterLoss | None,
     hold_routes: bool,
     progress: Callable[[VerifyProgress], None] | None,
 ) -> VerifyReport:
-    host = policy.host
+    host, changes = policy.host, transaction.changes
     joint = rank_comm(host.group, host.model, loss)
     host.prepare(changes)
-    dtype = compute_dtype(host)
+    dtype = host.compute_dtype
     reference_dtype = torch.float32 if dtype.itemsize < 4 else torch.float64
     for p in host.model.parameters():
         changes.later(setattr, p, "grad", p.grad)
@@ -305,7 +318,7 @@ def _verify(
     )
     work.clock = clock_of(work, choice, needs, room, strategies, keeps, progress)
     if work.double:
-        run_plainly(host.model, dtype, changes)
+        stock_of(host.model).compute_in(dtype, changes)
     with torch.enable_grad():
         run = _reference(work, strategies.reference, keeps=keeps)
         if work.double:
@@ -387,7 +400,7 @@ def _findings(
     )
 
 
-def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepFigures, RoutedRun | None]:
+def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepStats, RoutedRun | None]:
     """Run one plan or, where memory runs out, one of the same kind that is predicted to need
     less."""
     policy, mark = work.policy, work.changes.mark
@@ -415,7 +428,7 @@ def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepFigures, Rou
         torch.cuda.empty_cache()
 
 
-def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradients, StepFigures]:
+def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradients, StepStats]:
     """Run one plan; its gradients are those of the model."""
     policy, batch, plan = work.policy, work.batch, entry.plan
     # It compares more than a sample does.
@@ -434,29 +447,16 @@ def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradien
         work.changes.later(setattr, leaf, "grad", leaf.grad)
         leaf.grad = None
     given, loss = work.given, work.loss
-    step = Step(policy.host.device)
+    transaction = Transaction(policy.host.device)
     if run is not None:
         follow(run, unchecked, plan, batch, work.changes)
-        # The step replaces forwards of routers too, before the run does: what is undone first is
-        # what was done last.
-        run.changes = step.changes
-    if policy.host.group is not None:
-        stats = unchecked.forward_backward(
-            batch, loss, denominators=given, plan=plan, router=work.router
-        )
-    else:
-        stats = step.run(
-            lambda: unchecked._run_step(
-                step,
-                batch,
-                loss,
-                given,
-                1.0,
-                plan,
-                announced=False,
-                routers=(work.router, None, False),
-            )
-        )
+        # The step replaces forwards of routers too, before the run does: changes are undone in the
+        # reverse order.
+        run.changes = transaction.changes
+    request = ComparedRequest(
+        batch=batch, loss=loss, denominators=given, plan=plan, router=work.router
+    )
+    stats = attempt(unchecked, request, finish_training, transaction)
     others = named({leaf: leaf.grad for leaf in work.others})
     return work.joint.gradients(policy.host.model, others), stats
 
@@ -504,7 +504,7 @@ def _reference(work: Work, strategies: tuple[MemoryStrategy, ...], *, keeps: boo
         if not copies and not work.double:
             model, blocks = copy_in(model, blocks, work.reference_dtype, streamed=strategy.streamed)
         if model is not host.model:
-            run_plainly(model, work.reference_dtype, changes)
+            stock_of(model).compute_in(work.reference_dtype, changes)
         save_memory(blocks, strategy, host.device, changes)
         with torch.autocast(host.device.type, enabled=False):
             routed = None if work.double else work.held.run(model, record=True)
@@ -559,7 +559,7 @@ def _single_rollouts(
 
     host = work.policy.host
     with Changes() as changes:
-        if model is host.model and host.group is not None and host.group.listens:
+        if model is host.model and host.topology.listens:
             twins(model, [p for p in model.parameters() if p.requires_grad], changes)
         found = dense_run(
             model,

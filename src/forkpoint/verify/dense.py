@@ -8,19 +8,19 @@ schedule.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from forkpoint.hosts.libraries import stock_of
+from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
 from forkpoint.losses.leaves import leaves_of
 from forkpoint.losses.missing import computed
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
-from forkpoint.verify.dense_parts import run_in_parts
 from forkpoint.verify.dense_routers import DenseRouters
 
 
@@ -78,7 +78,8 @@ def dense_run(
     before: dict[Tensor, Tensor | None] = {p: p.grad for p in parameters.values()}
     weight = next(iter(parameters.values()))
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    names = ("values",) if _is_critic(model) else ("logprobs", "entropies")
+    stock = stock_of(model)
+    names = ("values",) if stock.is_critic else ("logprobs", "entropies")
     per_token = {
         name: torch.zeros(batch.logical_tokens, dtype=dtype, device=weight.device) for name in names
     }
@@ -100,7 +101,7 @@ def dense_run(
         with torch.no_grad():
             for rollout in range(len(batch)):
                 enter(rollout)
-                _run_rollout(model, batch, rollout, dtype, head_tokens, keep, routers)
+                _run_rollout(stock, batch, rollout, dtype, head_tokens, keep, routers)
                 if routers is not None:
                     routers.count(rollout, dtype)
         if routers is not None:
@@ -131,12 +132,12 @@ def dense_run(
 
             for rollout in range(len(batch)):
                 enter(rollout)
-                _run_rollout(model, batch, rollout, dtype, head_tokens, weigh, routers)
+                _run_rollout(stock, batch, rollout, dtype, head_tokens, weigh, routers)
         if not batch.loss_mask.any():
             # Ordinary training multiplies every token's loss by the mask: all gradients are zeros.
             with torch.enable_grad():
                 ids = torch.as_tensor(batch.token_ids[:1].copy(), device=weight.device)
-                empty = model(input_ids=ids[None], use_cache=False, return_dict=True).logits[:, :0]
+                empty = stock.logits(ids[None])[:, :0]
             if empty.requires_grad:
                 empty.sum().backward()
         gradients = {
@@ -151,15 +152,8 @@ def dense_run(
     return DenseRun(float(value.detach()), detached, gradients, router_loss, besides)
 
 
-def _is_critic(model: nn.Module) -> bool:
-    inner: Any = model
-    if type(model).__module__.split(".")[0] == "peft":  # as the host tells it
-        inner = inner.get_base_model()
-    return type(inner).__name__.endswith("ForTokenClassification")
-
-
 def _run_rollout(
-    model: nn.Module,
+    stock: TransformersStock,
     batch: RolloutBatch,
     rollout: int,
     dtype: torch.dtype,
@@ -169,7 +163,7 @@ def _run_rollout(
 ) -> None:
     """Run one rollout, and a backward from what `use` returns of its trained tokens (positions in
     the batch) and of what the model gives of each, and from its part of the routers' loss."""
-    device = next(model.parameters()).device
+    device = next(stock.model.parameters()).device
     begin, end = int(batch.offsets[rollout]), int(batch.offsets[rollout + 1])
     trained = torch.as_tensor(np.flatnonzero(batch.loss_mask[begin:end]), device=device)
     if len(trained) == 0 and routers is None:
@@ -192,18 +186,17 @@ def _run_rollout(
         return
     if routers is not None:
         routers.begin()
-    critic = _is_critic(model)
-    if head_tokens is not None and not critic and len(trained):
-        run_in_parts(model, read, trained - 1, head_tokens, use_logits, part_of_routers)
+    if head_tokens is not None and not stock.is_critic and len(trained):
+        stock.run_in_parts(read, trained - 1, head_tokens, use_logits, part_of_routers)
         return
-    out = model(input_ids=read[None], use_cache=False, return_dict=True)
+    every = stock.logits(read[None])
     aside = part_of_routers()
-    logits = out.logits[0, trained - 1]
-    if critic:
+    logits = every[0, trained - 1]
+    if stock.is_critic:
         total = use(trained + begin, {"values": logits.to(dtype)[:, 0]})
     else:
         total = use_logits(slice(None), logits)
-    del out, logits  # not to be alive in the backward
+    del every, logits  # not to be alive in the backward
     if aside is not None:
         total = aside if total is None else total + aside
     if total is not None and total.requires_grad:

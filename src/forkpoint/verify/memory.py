@@ -16,7 +16,6 @@ from torch import nn
 
 from forkpoint.engine.host import Host
 from forkpoint.errors import PlanError
-from forkpoint.hosts.modules import configurations
 from forkpoint.losses.base import Loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan.pricing.cost import ModelShape
@@ -184,7 +183,7 @@ def count_needs(
 
 
 def _writes_scores(host: Host, dtype: torch.dtype) -> bool:
-    if any(c._attn_implementation == "eager" for c in configurations(host.model)):
+    if host.writes_scores:
         return True
     # On CUDA stock attention has no fused kernel for float64, nor for float32 where several query
     # heads share a key.

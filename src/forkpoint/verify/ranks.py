@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from forkpoint.engine.distributed import Distributed
 from forkpoint.errors import RankError, UnsupportedError
-from forkpoint.hosts.split_copies import TensorParts, lengths_of_parts
-from forkpoint.hosts.tensor_parallel import ModelParallel
-from forkpoint.hosts.whole_copies import copy_in, full
+from forkpoint.hosts.torch_dist.copies import copy_in, full
+from forkpoint.hosts.transformers.split_copies import TensorParts, lengths_of_parts
 from forkpoint.losses.base import Denominators, Loss, is_own
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import batch_denominators
@@ -259,7 +258,7 @@ class DataParallel(SingleProcess):
                 if name in read:
                     more = direct[name] if name in direct else torch.zeros_like(p).detach()
                     added = added + self._own(name, more).to(added)
-                self.group.add_up(added)
+                self.group.all_reduce(added)
                 sums[name] = added / len(every) if self.mean else added
         loss = found.loss if self.mean else sum(loss for loss, _, _ in every)
         asides = [aside for _, _, aside in every if aside is not None]
@@ -300,7 +299,7 @@ class TensorParallel(DataParallel):
 
     streams = False
 
-    def __init__(self, group: ModelParallel, model: nn.Module, *, mean: bool) -> None:
+    def __init__(self, group: Distributed, model: nn.Module, *, mean: bool) -> None:
         super().__init__(group, mean=mean)
         self.whole = False
         self.parts: TensorParts = TensorParts(model, group.splits)
@@ -385,7 +384,7 @@ def rank_comm(group: Distributed | None, model: nn.Module, loss: Loss) -> Single
             "on each rank, with which verify compares, does not. Verify it in one process, with a "
             "model of the same shape and few layers if need be."
         )
-    if isinstance(group, ModelParallel):
+    if group.topology.splits_modules:
         return TensorParallel(group, model, mean=is_own(loss))
     return DataParallel(group, mean=is_own(loss))
 

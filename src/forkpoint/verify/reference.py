@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.checkpointing import checkpoint_blocks
-from forkpoint.hosts.upcasts import lift_upcasts, run_plain_experts, run_plain_recurrences
 from forkpoint.verify.memory import MemoryStrategy
 
 
@@ -23,14 +22,6 @@ def save_memory(
         _stream(blocks, device, changes)
     elif strategy.checkpointed:
         checkpoint_blocks(blocks, "full", changes, but=None)
-
-
-def run_plainly(model: nn.Module, dtype: torch.dtype, changes: Changes) -> None:
-    """Let a stock model compute in `dtype` throughout, by code that takes any dtype."""
-    run_plain_recurrences(model, changes)
-    run_plain_experts(model, changes)
-    if dtype == torch.float64:
-        lift_upcasts(model, changes)
 
 
 class _Called(nn.Module):

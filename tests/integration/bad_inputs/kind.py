@@ -9,7 +9,7 @@ from commands import write_config, write_rollouts
 
 from forkpoint import load_rollouts
 from forkpoint.errors import ForkpointError, RolloutError
-from forkpoint.hosts.families import FAMILIES
+from forkpoint.hosts.transformers.families import FAMILIES
 
 FAMILY_NAMES = ", ".join(FAMILIES)
 FAMILY_CLASSES = ", ".join(family.model_class for family in FAMILIES.values())

@@ -38,7 +38,7 @@ from bad_inputs.kind import FAMILY_CLASSES, Kind
 from forkpoint import wrap
 from forkpoint.errors import RankError, UnsupportedError
 from forkpoint.parallel.agreement import Proposal, agreed
-from forkpoint.testing import Watching, tiny_model
+from forkpoint.testing import ReadOnlyHook, tiny_model
 
 Change = Callable[[Any], Any]
 
@@ -165,13 +165,13 @@ def unhooked(model: nn.Module) -> nn.Module:
 
 def hooked_compiled(model: Any) -> nn.Module:
     model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
-    model.model.layers[1].register_forward_hook(Watching(lambda *_: None))
+    model.model.layers[1].register_forward_hook(ReadOnlyHook(lambda *_: None))
     return model
 
 
 def hooked_within(model: Any) -> nn.Module:
     model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
-    model.model.layers[1]._orig_mod.register_forward_hook(Watching(lambda *_: None))
+    model.model.layers[1]._orig_mod.register_forward_hook(ReadOnlyHook(lambda *_: None))
     return model
 
 

@@ -12,7 +12,7 @@ from bad_inputs.kind import Kind
 from bad_inputs.models import in_process_group
 from forkpoint import Config, wrap
 from forkpoint.errors import ConfigError, RankError, UnsupportedError
-from forkpoint.hosts.tensor_parallel import check_version
+from forkpoint.hosts.transformers.tensor_parallel import check_version
 from forkpoint.parallel.copies import Contents, check_same_batches, check_same_losses
 from versions import SPLITS_OTHERWISE
 

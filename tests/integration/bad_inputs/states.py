@@ -14,9 +14,9 @@ from bad_inputs.kind import Kind
 from bad_inputs.models import lora
 from forkpoint import Policy, losses, wrap
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.transformers import ATTENTION_NAME
+from forkpoint.hosts.transformers.calls import ATTENTION_NAME
 from forkpoint.losses import LossBatch, LossOutputs
-from forkpoint.testing import Watching, tiny_model
+from forkpoint.testing import ReadOnlyHook, tiny_model
 
 BATCH = forked_batch()
 LONGROPE = {
@@ -128,7 +128,7 @@ def router_noise(model: nn.Module) -> None:
 def argument_of_attention(name: str, value: Any) -> Callable[[nn.Module], None]:
     def change(model: nn.Module) -> None:
         # A hook that observes may write to what it is given all the same.
-        add = Watching(lambda module, args, kwargs: kwargs.update({name: value}))
+        add = ReadOnlyHook(lambda module, args, kwargs: kwargs.update({name: value}))
         attention = model.get_submodule("model.layers.1.self_attn")
         attention.register_forward_pre_hook(add, with_kwargs=True)
 

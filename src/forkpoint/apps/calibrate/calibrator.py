@@ -9,7 +9,7 @@ autograd keeps, which needs no allocator's word and so works on a CPU as well.
 import time
 from collections.abc import Callable
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from forkpoint.apps.calibrate.clock import Clock
 from forkpoint.apps.calibrate.microbatches import Rows
@@ -17,7 +17,8 @@ from forkpoint.apps.calibrate.parts import Parts, curve
 from forkpoint.apps.environment import measured_versions
 from forkpoint.device import device_name
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.hosts.host import ModelHost
+from forkpoint.hosts.libraries import host_of
 from forkpoint.plan import ModelShape
 from forkpoint.plan.pricing.calibration import Calibration, Curve
 
@@ -27,7 +28,7 @@ ROW_TOKENS: dict[str, tuple[int, ...]] = {
     "cpu": (16, 64, 256),
 }
 
-MakeModel = Callable[[int], PreTrainedModel]
+MakeModel = Callable[[int], nn.Module]
 """Makes a model of the shape in question with so many layers, on the device, in training mode."""
 
 
@@ -99,8 +100,8 @@ class Calibrator:
             seconds=time.perf_counter() - self._begin,
         )
 
-    def _host(self, layers: int) -> TransformersHost:
-        return TransformersHost(self.make_model(layers), compile_blocks=self.compile_blocks)
+    def _host(self, layers: int) -> ModelHost:
+        return host_of(self.make_model(layers), compile_blocks=self.compile_blocks)
 
     def _block(
         self,
@@ -137,7 +138,7 @@ class Calibrator:
     def _kept_selective(
         self,
         whole: Rows,
-        hosts: dict[int, TransformersHost],
+        hosts: dict[int, ModelHost],
         tokens: int,
         none: tuple[float, float],
         shape: ModelShape,

@@ -16,7 +16,7 @@ from forkpoint.engine.microbatches import (
     MicrobatchState,
     prepare_microbatches,
 )
-from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.hosts.host import ModelHost
 from forkpoint.plan import make_plan
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
@@ -31,14 +31,14 @@ class Rows:
         self.kernel: str = kernel
         self.vocab: int = vocab
 
-    def row_ms(self, host: TransformersHost, tokens: int) -> tuple[float, float]:
+    def row_ms(self, host: ModelHost, tokens: int) -> tuple[float, float]:
         """One row's forward and backward; it has one labelled token."""
         inputs, run = self._row(host, tokens, labelled=1)
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
 
     def kept_bytes(
-        self, hosts: Mapping[int, TransformersHost], tokens: int, policy: str
+        self, hosts: Mapping[int, ModelHost], tokens: int, policy: str
     ) -> tuple[float, float]:
         """Bytes a token that a block keeps, and the rest of a row, from models of two depths."""
         few, more = sorted(hosts)
@@ -46,7 +46,7 @@ class Rows:
         block = (total[more] - total[few]) / (more - few)
         return block / tokens, max(total[few] - few * block, 0.0) / tokens
 
-    def _saved_bytes(self, host: TransformersHost, tokens: int, policy: str) -> int:
+    def _saved_bytes(self, host: ModelHost, tokens: int, policy: str) -> int:
         """Bytes of the storages that autograd keeps of a row, its parameters' not counted."""
         held = {storage_id(p) for _, p in host.named_parameters()}
         inputs, run = self._row(host, tokens, labelled=1, checkpointing=policy)
@@ -64,7 +64,7 @@ class Rows:
             logprobs.sum().backward()
         return nbytes
 
-    def working_bytes(self, host: TransformersHost, sizes: list[int]) -> tuple[float, float]:
+    def working_bytes(self, host: ModelHost, sizes: list[int]) -> tuple[float, float]:
         """Memory of a backward besides what is kept: bytes a row, and a token; 0 on a CPU."""
         if self.clock.kind != "cuda":
             return 0.0, 0.0
@@ -83,7 +83,7 @@ class Rows:
         return max(0.0, found[0] - token * sizes[-2]), token
 
     def _row(
-        self, host: TransformersHost, tokens: int, *, labelled: int, checkpointing: str = "none"
+        self, host: ModelHost, tokens: int, *, labelled: int, checkpointing: str = "none"
     ) -> tuple[MicrobatchInputs, Callable[[MicrobatchInputs], Tensor]]:
         ids = np.random.default_rng(0).integers(0, self.vocab, tokens + 1)
         mask = np.arange(tokens + 1) > tokens - labelled

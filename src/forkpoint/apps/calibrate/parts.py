@@ -9,8 +9,7 @@ from torch import Tensor
 
 from forkpoint.apps.calibrate.clock import Clock
 from forkpoint.engine.staging import staging_for
-from forkpoint.hosts.refusals import plain_head
-from forkpoint.hosts.transformers import TransformersHost
+from forkpoint.hosts.host import ModelHost
 from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention
 from forkpoint.ops.head import token_logprobs
 from forkpoint.plan import ModelShape
@@ -97,9 +96,9 @@ class Parts:
 
         return self.clock.times(forward, lambda o: o.backward(grad))
 
-    def head(self, host: TransformersHost, sizes: tuple[int, ...]) -> Curve:
+    def head(self, host: ModelHost, sizes: tuple[int, ...]) -> Curve:
         """The head with log-probs, by labelled tokens."""
-        weight = plain_head(host.causal).weight
+        weight = host.head_weight
         counts = sorted({1, min(256, sizes[-1]), min(2048, sizes[-1])})
 
         def measured(count: int) -> tuple[float, float]:

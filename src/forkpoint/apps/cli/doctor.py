@@ -32,7 +32,7 @@ class Doctor:
         out = Output(json_only=self.json)
         with out.waiting("looking around"):
             from forkpoint.apps.environment import devices, versions
-            from forkpoint.hosts.families import FAMILIES
+            from forkpoint.hosts.transformers.families import FAMILIES
             from forkpoint.ops.attention import KERNELS
             from forkpoint.ops.delta_rule import DELTA_KERNELS
 

@@ -22,7 +22,6 @@ from forkpoint.step.sampler import (
     FLOOR_ROUNDINGS,
     FLOOR_VALUE_ROUNDINGS,
     NOISE_FACTOR,
-    compute_dtype,
     round_embeddings,
 )
 
@@ -98,11 +97,11 @@ def _compared(
     at_one = ours if temperature == 1.0 else answered(rows, 1.0)
     theirs = _run(model, rows)
     host = policy.host
-    dtype = compute_dtype(host)
+    dtype = host.compute_dtype
     widest = torch.promote_types(dtype, torch.float32) == torch.float64
     eps = torch.finfo(torch.float32 if widest else dtype).eps
     with Changes() as changes:
-        round_embeddings(host.model, eps, changes)
+        round_embeddings(host, eps, changes)
         rounded = _run(model, rows)
     there = (rows.scored & rows.present)[:, 1:]
     for name in FIELDS:

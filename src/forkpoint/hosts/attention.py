@@ -1,0 +1,68 @@
+"""Attention of one layer in a microbatch, whatever library has made queries, keys and values."""
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.engine.boundary import boundary
+from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.early_exit import EarlyExit
+from forkpoint.ops.attention import shared_attention
+
+
+def attend(
+    context: CallContext,
+    layer: nn.Module,
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKE: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a microbatch over itself and its prefix cache: [B, L, H, E].
+
+    Keys and values of the tokens that later microbatches read are captured.
+
+    Args:
+        context: the microbatch.
+        layer: the module by which the prefix cache tells layers apart.
+        q_BLHD: queries.
+        k_BLKD: keys.
+        v_BLKE: values.
+        scale: of the scores; by default the inverse root of D.
+        window: how many tokens each sees, itself included; 0 is all before it.
+        softcap: a bound of the scores, by tanh; 0 is none.
+        sinks: [H], a score of each head that takes weight and gives no value.
+
+    Raises EarlyExit where the microbatch ends in this layer.
+    """
+    batch, length, _, dim = q_BLHD.shape
+    q_THD, k_TKD, v_TKE = (x.flatten(0, 1) for x in _autocast(q_BLHD, k_BLKD, v_BLKE))
+    k_TKD = boundary(k_TKD, (layer, "k"), context.state.capture)
+    v_TKE = boundary(v_TKE, (layer, "v"), context.state.capture)
+    if layer in context.ends_in:
+        raise EarlyExit((k_TKD, v_TKE))
+    o_THE, _ = shared_attention(
+        q_THD,
+        k_TKD,
+        v_TKE,
+        table=context.state.table(window, q_BLHD.device),
+        cache=context.state.ancestors(layer),
+        sinks=sinks,
+        scale=dim**-0.5 if scale is None else scale,
+        softcap=softcap,
+        window=window,
+        kernel=context.kernels.attention,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return o_THE.view(batch, length, *o_THE.shape[1:])
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """As torch's own attention does, which is among the operations that autocast casts."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]

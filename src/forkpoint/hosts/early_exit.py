@@ -1,0 +1,87 @@
+"""The early end of a microbatch: its forward leaves the last block once prefix cache is captured.
+
+Where no token is trained, all that is needed of the last block is what later tokens read of it. An
+exception skips the rest of the block. It does not leave the block: hooks around the block and the
+model (those of FSDP, say) see a forward that returns.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.engine.changes import Changes
+from forkpoint.hosts.calls import in_forward
+
+
+class EarlyExit(Exception):
+    """Nothing reads more of this microbatch than it has computed: ends its last block."""
+
+    def __init__(self, roots: tuple[Tensor, ...]) -> None:
+        """`roots`: [T, ...] each, the last tensors computed, which a backward has to reach."""
+        super().__init__()
+        self.roots = roots
+
+
+def end_in_last_block(block: nn.Module, final_norms: Iterable[nn.Module], changes: Changes) -> None:
+    """Let a decoder's last block catch `EarlyExit`, until the changes are undone.
+
+    The decoder's final norms pass on what the block returns, which nothing reads.
+    """
+    changes.replace_forward(block, functools.partial(_caught, block.forward))
+    for norm in final_norms:
+        changes.replace_forward(norm, functools.partial(_same, norm.forward))
+
+
+def _caught(
+    forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    try:
+        forward(hidden_states, *args, **kwargs)
+    except EarlyExit as end:
+        roots = end.roots
+    else:
+        raise AssertionError("the last block ran to its end in a microbatch that leaves it early")
+    return _StandIn.apply(hidden_states.detach(), *roots)
+
+
+def _same(forward: Callable[..., Any], hidden_states: Tensor) -> Tensor:
+    return _Same.apply(hidden_states) if in_forward() else forward(hidden_states)
+
+
+class _Same(torch.autograd.Function):
+    """A tensor as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_BLC: Tensor) -> Tensor:
+        return _alias(hidden_BLC)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
+
+
+def _alias(x: Tensor) -> Tensor:
+    """The same memory, and no view of it: fully_shard warns of modules that return views."""
+    return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+
+class _StandIn(torch.autograd.Function):
+    """The block's input in the place of its output; its backward gives zeros to the roots."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_BLC: Tensor, *roots: Tensor) -> Tensor:
+        ctx.like = [(x.shape, x.dtype, x.device) for x in roots]
+        return _alias(hidden_BLC)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = (
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in zip(
+                ctx.like, ctx.needs_input_grad[1:], strict=True
+            )
+        )
+        return (None, *zeros)

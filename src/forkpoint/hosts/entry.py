@@ -1,0 +1,153 @@
+"""The interface of one library's models to `ModelHost`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.host import RouteHolder, RouterNote, RouterSet
+from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.heads import ModelHead
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.rollouts.batch import RolloutBatch
+
+
+class WatchedRouters(RouterSet, Protocol):
+    """Routers that a step looks at."""
+
+    def enter(
+        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
+    ) -> None:
+        """Give what each router computes to `note`, and let it choose what `holder` says, until
+        the changes are undone."""
+        ...
+
+    def end_within(self, block: nn.Module, changes: Changes) -> bool:
+        """Let a forward end in the block's router, until the changes are undone.
+
+        False where the block has none.
+        """
+        ...
+
+
+class Entry(Protocol):
+    """One library's model, while a policy has it.
+
+    It is made of the model without DistributedDataParallel, when wrappers of forwards are taken
+    off. Making it refuses a model that is none of the library's.
+    """
+
+    head: ModelHead
+
+    @property
+    def core(self) -> nn.Module:
+        """The module whose forward is the decoder's and then the head's. Adapters may lie around
+        it."""
+        ...
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The part of the core below its head."""
+        ...
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The decoder's blocks, in their order."""
+        ...
+
+    @property
+    def final_norms(self) -> Sequence[nn.Module]:
+        """Modules that the decoder runs between its last block and the head."""
+        ...
+
+    @property
+    def embeddings(self) -> nn.Module:
+        """The input embeddings; the weight's rows are the tokens that are known."""
+        ...
+
+    # Checks, which raise UnsupportedError
+    # ------------------------------------------------------------
+
+    def check_model(self) -> None:
+        """The model's code and modules have been shown exact."""
+        ...
+
+    def check_buffers(self) -> None:
+        """Buffers have values. Called once, since it waits for the device."""
+        ...
+
+    def check_state(self, *, training: bool, routed: bool) -> None:
+        """Modes and settings are exact; `routed`: the step has a router loss."""
+        ...
+
+    def check_batch(self, batch: RolloutBatch) -> None:
+        """The model computes each token of these rollouts from those before it alone."""
+        ...
+
+    def configs(self) -> list[Any]:
+        """Configurations, whose attributes decide what the model computes."""
+        ...
+
+    @property
+    def registries(self) -> Sequence[Mapping[str, Any]]:
+        """Functions of the library that models are set to by name."""
+        ...
+
+    # Sizes
+    # ------------------------------------------------------------
+
+    def shape(self, splits: Sequence[Any]) -> ModelShape:
+        """Sizes of the part that this rank computes; `splits`: modules split over ranks."""
+        ...
+
+    def present_shape(self, shape: ModelShape) -> ModelShape:
+        """The shape in the model's present state: checkpointing, and how experts run."""
+        ...
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether the model itself recomputes activations of some layer."""
+        ...
+
+    @property
+    def writes_scores(self) -> bool:
+        """Whether stock attention writes its scores out."""
+        ...
+
+    # Runs
+    # ------------------------------------------------------------
+
+    def attach(self, changes: Changes) -> None:
+        """Let attention and recurrences run microbatches, until the changes are undone."""
+        ...
+
+    def run(self, ids_1T: Tensor, positions_1T: Tensor, context: CallContext) -> Any:
+        """Call the outermost module with a microbatch; gives what the core's forward returns."""
+        ...
+
+    def context_of(self, kwargs: dict[str, Any]) -> CallContext | None:
+        """The microbatch among the arguments of a call of the core; None where there is none."""
+        ...
+
+    def decode(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Hidden states [1, T, C] of the decoder, from the arguments of a call of the core."""
+        ...
+
+    def stock(self, ids_NL: Tensor) -> Tensor:
+        """Logits [N, L, V] (a critic's values [N, L, 1]) by the model's stock forward."""
+        ...
+
+    def set_stock_attention(self, changes: Changes) -> None:
+        """Let stock forwards work, until the changes are undone, where the model is set to the
+        attention of steps."""
+        ...
+
+    @property
+    def routers(self) -> WatchedRouters:
+        """The routers of the model in its present state."""
+        ...
+
+
+EntryOf = Callable[[nn.Module, Sequence[Any]], Entry]
+"""Makes an entry of a model and its modules that are split over ranks."""

@@ -1,0 +1,423 @@
+"""A model on this device, entered without editing it, whatever library it comes from.
+
+While microbatches run, the forward of the model's core (its decoder and head) is replaced: the head
+then computes log-probs or values of chosen places instead of logits of all. Attention is replaced
+by the library's entry. Everything else is the model's own code, and all is put back after.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import Compiling
+from forkpoint.engine.distributed import Distributed
+from forkpoint.engine.host import HeadOutputs, RouteHolder, RouterNote
+from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts import refusals
+from forkpoint.hosts.calls import (
+    CallContext,
+    begin_forward,
+    check_idle,
+    claim,
+    keep_to_this_thread,
+    refuse_call,
+    refuse_calls,
+)
+from forkpoint.hosts.checkpointing import checkpoint_blocks, has_mlp
+from forkpoint.hosts.compiled import CompiledBlocks
+from forkpoint.hosts.computation import Computation, Computations
+from forkpoint.hosts.early_exit import end_in_last_block
+from forkpoint.hosts.entry import Entry, EntryOf, WatchedRouters
+from forkpoint.hosts.fingerprint import Fingerprint
+from forkpoint.hosts.modules import add_hook, cache_module_walks, every_module, every_parameter
+from forkpoint.hosts.topology import held_by_ranks, unwrapped
+from forkpoint.hosts.wrappers import ForwardWrappers, autocasts_of, entered, set_forward, uncompiled
+from forkpoint.losses.outputs import Head
+from forkpoint.parallel.topology import Topology
+from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.program import BLOCKS, BOUNDARY, FORWARD, Instruction
+from forkpoint.rollouts.batch import RolloutBatch
+
+
+class ModelHost:
+    """A causal language model or critic, perhaps with adapters, that a library's entry describes.
+
+    Raises UnsupportedError, naming what it is, for anything that has not been shown exact.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entry_of: EntryOf,
+        *,
+        compile_blocks: bool | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """Collective where several ranks hold the model.
+
+        Args:
+            model: as the user has it.
+            entry_of: the library's.
+            compile_blocks: as in Config.
+            mesh: as in `wrap`.
+        """
+        model = uncompiled(model)
+        self._wrapper: nn.Module = model
+        self._model: nn.Module = unwrapped(model)
+        self._group: Distributed | None = None
+        self._wrappers = ForwardWrappers()
+        self._autocasts: tuple[torch.autocast, ...] = ()
+        with Changes() as changes:
+            if isinstance(self._model, nn.Module):
+                self.prepare(changes)
+                self._group = held_by_ranks(self._wrapper, mesh)
+            self.topology: Topology = self._group.topology if self._group else Topology()
+            splits = self._group.splits if self._group else ()
+            self.entry: Entry = entry_of(self._model, splits)
+            self._look_at(splits, compile_blocks)
+
+    def _look_at(self, splits: Sequence[Any], compile_blocks: bool | None) -> None:
+        """Refuse a model that has not been shown exact, and prepare its parts."""
+        self._fingerprint = Fingerprint(self.model, self.entry)
+        self._computations = Computations(self.model, self.entry)
+        self._checked: tuple[int, bool, bool] | None = None
+        self._watched: WatchedRouters | None = None
+        """Routers that a step takes statistics of."""
+        check_idle(self.entry.core)
+        self._check_model()
+        if self._group is not None:
+            self._group.check(self.model, training=True)
+        self.entry.check_buffers()
+        if splits and compile_blocks:
+            raise UnsupportedError(
+                "Config(compile_blocks=True) asks for compiled decoder blocks, which have not been "
+                "shown exact where transformers splits them over ranks. Leave compile_blocks out."
+            )
+        self.compiling: Compiling = Compiling(False if splits else compile_blocks)
+        self._blocks = CompiledBlocks(self.entry.blocks, self.compiling)
+        self._recomputes = False
+        self._changes: Changes | None = None
+        """Of the step that runs; a microbatch's own are undone at its end."""
+        self._shape = self.entry.shape(splits)
+
+    # Facts
+    # ------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def group(self) -> Distributed | None:
+        return self._group
+
+    @property
+    def shape(self) -> ModelShape:
+        return replace(self.entry.present_shape(self._shape), compiled=self.compiles)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Without early exits where the model checkpoints itself: their exception would pass
+        through the checkpoint, which lies within the block."""
+        if self.entry.checkpointed:
+            return Capabilities(leaves_early=False, checkpoints=("none",))
+        selective = ("selective",) if all(map(has_mlp, self.blocks)) else ()
+        return Capabilities(checkpoints=("none", *selective, "full"))
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self._blocks.blocks
+
+    @property
+    def embeddings(self) -> nn.Module:
+        return self.entry.embeddings
+
+    @property
+    def _embedding(self) -> Tensor:
+        weight = self.entry.embeddings.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the model knows, as an input and (of a language model) as a label."""
+        known = self._embedding.shape[0]
+        # A critic predicts no tokens.
+        return min(known, self.entry.head.width()) if self.head == "logprobs" else known
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.entry.head.weight()
+
+    @property
+    def writes_scores(self) -> bool:
+        """Whether stock attention writes its scores out."""
+        return self.entry.writes_scores
+
+    @property
+    def compiles(self) -> bool:
+        return self.compiling.reason_for_eager(self.device, self._embedding.dtype) is None
+
+    @property
+    def head(self) -> Head:
+        return self.entry.head.gives
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        return torch.float64 if self._embedding.dtype == torch.float64 else torch.float32
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype a step computes in: the narrowest of the parameters, or autocast's, if
+        narrower."""
+        # A wrapper may cast parameters.
+        cast = self._group.param_dtypes if self._group is not None else frozenset()
+        dtypes = {*cast} or {p.dtype for p in self.model.parameters()}
+        # Autocast leaves float64 alone.
+        if dtypes != {torch.float64}:
+            kind = self.device.type
+            if torch.is_autocast_enabled(kind):
+                dtypes.add(torch.get_autocast_dtype(kind))
+            dtypes |= {
+                autocast.fast_dtype
+                for autocast in autocasts_of(self.model)
+                if autocast._enabled and autocast.device == kind
+            }
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(every_parameter(self.model))
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for where, module in every_module(self.model):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{where}.{name}", buffer
+
+    def fingerprint(self) -> int:
+        return self._fingerprint.now()
+
+    def settings(self) -> Computation:
+        return self._computations.of(self.fingerprint())
+
+    # Checks
+    # ------------------------------------------------------------
+
+    def check(self, batch: RolloutBatch, *, training: bool, routed: bool = False) -> int:
+        check_idle(self.entry.core)
+        # Since it was wrapped the model may have been compiled, moved, given adapters, or put into
+        # another mode. What the fingerprint covers is looked at again where that has changed.
+        found = (self.fingerprint(), training, routed)
+        if found != self._checked:
+            self._check_model()
+            refusals.check_random(self.model)
+            self.entry.check_state(training=training, routed=routed)
+            self._checked = found
+        refusals.check_parameters(self.model, sharded=self.topology.lockstep)
+        self.entry.check_batch(batch)
+        if self._group is not None:
+            self._group.check(self.model, training=training)
+        if training:
+            refusals.check_trainable(self.model)
+            refusals.check_parameter_hooks(self.model)
+        batch.check_vocabulary(self.vocab_size)
+        return found[0]
+
+    def _check_model(self) -> None:
+        """Refuse what does not depend on the batch or on the values of parameters."""
+        self.entry.check_model()
+        refusals.check_hooks(self.model)
+        refusals.check_embeddings(self.model)
+        refusals.check_derived_weights(self.model)
+        refusals.check_parameters(self.model, sharded=self.topology.lockstep)
+        self.entry.head.check()
+
+    # Microbatches
+    # ------------------------------------------------------------
+
+    def prepare(self, changes: Changes) -> None:
+        if self._group is not None:
+            self._group.reshard()  # a forward of the user's may have left weights gathered
+        cache_module_walks(changes)
+        self._wrappers.take_off(self.model, changes)
+
+    def enter(self, changes: Changes, *, compiled: bool = True) -> None:
+        core = self.entry.core
+        claim(core, changes)
+        covered = set_forward(core)
+        changes.set(vars(self), "_autocasts", covered.autocasts if covered else ())
+        # Before attention is changed: who calls the model meanwhile is refused here.
+        changes.replace_forward(core, self._core_forward)
+        if self._wrapper is not self.model:
+            changes.replace_forward(self._wrapper, refuse_call)
+        self._recomputes = self.entry.checkpointed
+        if self.device.type == "cuda":
+            # Kernels that are not torch's own are launched on the current device.
+            current = torch.cuda.device(self.device)
+            current.prev_idx = torch.cuda.current_device()
+            changes.later(current.__exit__, None, None, None)
+            current.__enter__()
+        if self._group is not None:
+            self._group.enter(changes, list(self.blocks))
+            self.entry.head.enter(changes)
+            refuse_calls((self.model, *self.blocks), changes)
+        self.entry.attach(changes)
+        if compiled and self.compiles:
+            self._blocks.enter(changes, ranks=self._group is not None)
+        changes.set(vars(self), "_changes", changes)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within it `forward` works; for use outside of steps."""
+        with Changes() as changes:
+            self.enter(changes)
+            yield
+
+    def forward(
+        self,
+        instruction: Instruction,
+        inputs: MicrobatchInputs,
+        state: MicrobatchState,
+        kernels: KernelOptions,
+        *,
+        entropy: bool = False,
+    ) -> HeadOutputs:
+        places = self.topology.places
+        inputs = places.part(inputs)
+        policy = inputs.microbatch.checkpointing
+        if policy != "none" and self._recomputes:
+            raise UnsupportedError(
+                "the model checkpoints itself (gradient_checkpointing) and the plan does as well "
+                f"(checkpointing={policy!r}); disable one of them."
+            )
+        assert self._changes is not None, "the model has not been entered"
+        # What a repeated forward saves is dropped; there is nothing to checkpoint.
+        if instruction.operation == FORWARD and not instruction.records:
+            policy = "none"
+        early = instruction.ends_at_boundary
+        last = self._shape.layers - 1
+        block = self.blocks[last]
+        mark = self._changes.mark
+        routers = self._watched if early and instruction.is_noted else None
+        at_router = routers is not None and routers.end_within(block, self._changes)
+        context = CallContext(
+            instruction,
+            inputs,
+            state,
+            kernels,
+            entropy=entropy,
+            ends_in=frozenset(block.modules() if early and not at_router else ()),
+        )
+        checkpoint_blocks(self.blocks, policy, self._changes, but=last if early else None)
+        if early:
+            end_in_last_block(block, self.entry.final_norms, self._changes)
+        begin_forward(context, self._changes)
+        # Through the outermost module: FSDP and adapters work in its hooks and its forward.
+        outputs = self.entry.run(inputs.input_ids, inputs.position_ids, context)
+        self._changes.undo(mark)
+        if self._group is not None:
+            self._group.end_forward()
+        return HeadOutputs(places.joined(outputs["per_token"]), outputs["roots"])
+
+    def _core_forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Stands in for the core's forward, under the autocast that is set around that.
+
+        Returns the fields of HeadOutputs: fully_shard finds tensors in dicts and tuples, and not in
+        dataclasses.
+        """
+        context = self.entry.context_of(kwargs)
+        if context is None:
+            refuse_call()
+        with entered(self._autocasts):
+            top = self.entry.decode(*args, **kwargs)
+            if context.instruction.ends_at in (BOUNDARY, BLOCKS):
+                return {"per_token": {}, "roots": (top,)}
+            hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, context.inputs.head_index)
+            found = self.entry.head.forward(hidden_nC, context)
+            # Backwards without trained tokens reach the head as well, where ranks gather it.
+            more = tuple(found.values()) if self.topology.lockstep else ()
+            return {"per_token": found, "roots": (top, *more)}
+
+    def backward(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool
+    ) -> None:
+        if last and self._group is not None:
+            self._group.last()
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+
+    # Routers
+    # ------------------------------------------------------------
+
+    @property
+    def routers(self) -> WatchedRouters:
+        return self.entry.routers
+
+    def watch_routers(
+        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
+    ) -> None:
+        routers = self.routers
+        if note is not None:
+            changes.set(vars(self), "_watched", routers)
+        routers.enter(note, changes, holder)
+
+    # Stock forwards, for comparisons
+    # ------------------------------------------------------------
+
+    def stock(self, ids_NL: Tensor) -> Tensor:
+        """Logits [N, L, V] (a critic's values [N, L, 1]) by the model's stock forward."""
+        return self.entry.stock(ids_NL)
+
+    def allow_stock(self, changes: Changes) -> None:
+        """Let `stock` work whatever the model is set to, on this thread alone, until the changes
+        are undone."""
+        keep_to_this_thread((self.entry.core, self.entry.decoder), changes)
+        self.entry.set_stock_attention(changes)
+
+    def empty_outputs(self) -> Tensor:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with Changes() as changes:
+            self.entry.set_stock_attention(changes)
+            return self.stock(token)[:, :0]
+
+    def watch_blocks(
+        self,
+        see: Callable[[int, Tensor, MicrobatchInputs | None], None],
+        changes: Changes,
+    ) -> None:
+        """Show what runs through the blocks, until the changes are undone.
+
+        Args:
+            see: called with a block's index and its output, and with -1 and the first block's
+                input; and with the microbatch's inputs, which a stock forward has none of.
+            changes: undo it.
+        """
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen(-1, args[0] if args else kwargs["hidden_states"], kwargs)
+
+        def after(index: int, _: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
+            seen(index, output if isinstance(output, Tensor) else output[0], kwargs)
+
+        def seen(index: int, x: Tensor, kwargs: dict[str, Any]) -> None:
+            context = self.entry.context_of(kwargs)
+            see(index, x, None if context is None else context.inputs)
+
+        first = self.blocks[0]
+        add_hook(changes, first._forward_pre_hooks, before, first._forward_pre_hooks_with_kwargs)
+        for index, block in enumerate(self.blocks):
+            hooks = block._forward_hooks
+            add_hook(changes, hooks, partial(after, index), block._forward_hooks_with_kwargs)

@@ -1,0 +1,222 @@
+"""Ranks that hold a model, as the model and its device meshes say.
+
+What holds the model is read once. Mesh dimensions that nothing holds are refused where the caller
+names the mesh; of a mesh that is only found, and without one, a warning is given before the first
+gradients.
+"""
+
+import gc
+import logging
+from collections.abc import Collection, Sequence
+
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from forkpoint.engine.distributed import Distributed, Holder
+from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
+from forkpoint.hosts.torch_dist.replicated import Replicated
+from forkpoint.hosts.transformers.tensor_parallel import (
+    TensorSplit,
+    check_stages,
+    check_version,
+    parallel_modules,
+)
+from forkpoint.parallel.ranks import ranks_of
+from forkpoint.parallel.topology import Relation, Topology, connected
+
+_log = logging.getLogger("forkpoint")
+_warned: set[str] = set()
+"""Warnings that this process has given."""
+NOT_HELD = (
+    "rank %d trains a model that nothing holds over the %d ranks of the process group, so its "
+    "gradients are not reduced. If the ranks train one model, call forkpoint.wrap with the "
+    "DistributedDataParallel itself, or after fully_shard; if each trains another, ignore this."
+)
+NOT_COVERED = (
+    "rank %d: gradients are not reduced over dimension %r of the model's device mesh (ranks %s): "
+    "neither the wrapper nor a split of the model has it. If these ranks train one model on "
+    "different rollouts, call fully_shard with a mesh that has the dimension."
+)
+
+
+def held_by_ranks(model: nn.Module, mesh: DeviceMesh | None) -> Distributed | None:
+    """The holders of a model on several ranks; None where this rank alone has it.
+
+    Collective over the default group where something holds it. Raises UnsupportedError for what has
+    not been shown exact, and ConfigError for a mesh that is not the model's.
+    """
+    holders = holders_of(model)
+    found = None
+    if holders:
+        topology = read_topology(holders)
+        found = Distributed(holders, topology, ranks_of(topology.members, topology.batches))
+    if mesh is not None:
+        check_mesh(mesh, None if found is None else found.topology)
+    return found
+
+
+def holders_of(model: nn.Module) -> list[Holder]:
+    """The wrappers and splits that hold a model, those of the data dimension first."""
+    splits = parallel_modules(unwrapped(model))
+    if not splits:
+        found = data_holder(model)
+        return [] if found is None else [found]
+    check_version(transformers.__version__)
+    if type(model) is DistributedDataParallel:
+        raise UnsupportedError(
+            "DistributedDataParallel holds a model that transformers has split over ranks, which "
+            "has not been shown exact. Use fully_shard for the data dimension: "
+            "DistributedConfig(tp_size=..., fsdp_size=...)."
+        )
+    check_stages(model)
+    split = TensorSplit(splits)
+    found = data_holder(model, split.experts)
+    return [split] if found is None else [found, split]
+
+
+def read_topology(holders: Sequence[Holder]) -> Topology:
+    """The topology of a model's holders. Collective where modules are split over ranks."""
+    rank = dist.get_rank()
+    relations: dict[Relation, tuple[int, ...]] = {}
+    for holder in holders:
+        relations.update(holder.relations)
+    if set(relations) == {"data"}:
+        members = relations["data"]
+        batches = tuple(range(len(members)))
+    else:
+        every: list[dict[Relation, tuple[int, ...]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(every, relations, group=dist.new_group(backend="gloo"))
+        members, batches = connected(dict(enumerate(every)), rank)
+    return Topology(
+        rank,
+        relations,
+        members,
+        batches,
+        lockstep=any(holder.lockstep for holder in holders),
+        gathers=all(holder.gathers for holder in holders),
+        reduces=any(holder.reduces for holder in holders),
+        listens=any(holder.listens for holder in holders),
+    )
+
+
+REFUSED = {
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "it flattens parameters, so that gradients have no names of their own. Use torch's "
+        "fully_shard (FSDP2), in accelerate fsdp_version: 2"
+    ),
+    "deepspeed.runtime.engine.DeepSpeedEngine": (
+        "it reduces and partitions gradients in hooks of its own. Use torch's fully_shard (FSDP2)"
+    ),
+}
+"""By class, why it is refused and what to use."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model within DistributedDataParallel; any other as it is.
+
+    Raises UnsupportedError for wrappers that have not been shown exact.
+    """
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    for base in type(model).__mro__:
+        why = REFUSED.get(f"{base.__module__}.{base.__qualname__}")
+        if why is not None:
+            raise UnsupportedError(f"{kind} has not been shown exact: {why}.")
+    return model.module if type(model) is DistributedDataParallel else model
+
+
+def data_holder(model: nn.Module, experts: Collection[nn.Module] = ()) -> Holder | None:
+    """The wrapper that holds the model over ranks with other rollouts; None where there is none.
+
+    `experts` are modules sharded over a mesh of their own. Raises UnsupportedError for what has not
+    been shown exact.
+    """
+    if type(model) is DistributedDataParallel:
+        return Replicated(model)
+    sharded = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    if not sharded:
+        return None
+    if not isinstance(model, FSDPModule):
+        raise UnsupportedError(
+            f"{sharded[0][0]} is sharded by fully_shard and the model around it is not, so that "
+            "gradients of the rest would stay this rank's own. Call fully_shard(model) as well, "
+            "after its blocks."
+        )
+    return FullySharded(model, experts)
+
+
+def check_mesh(mesh: DeviceMesh, topology: Topology | None) -> None:
+    """The mesh that the caller names is the one that the model is held over.
+
+    Raises ConfigError.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
+        raise ConfigError(
+            f"mesh is a {type(mesh).__name__} without names of its dimensions; it takes the "
+            "DeviceMesh that the model was split over, made with mesh_dim_names."
+        )
+    held: dict[str, tuple[int, ...]] = {} if topology is None else {**topology.relations}
+    for name in mesh.mesh_dim_names:
+        ranks = dist.get_process_group_ranks(mesh[name].get_group())
+        if len(ranks) == 1:
+            continue
+        # The names that transformers gives; any other is a data dimension's.
+        kind = {"tp": "tensor", "ep": "expert"}.get(name)
+        named = [kind] if kind else list(held)
+        if any(set(ranks) <= set(held.get(each, ())) for each in named):
+            continue
+        what = f"{kind} parallelism" if kind else "any parallelism"
+        raise ConfigError(
+            f"the mesh's dimension {name!r} has the ranks {list(ranks)}, and the model is not held "
+            f"over them by {what}: found are "
+            f"{', '.join(f'{k} over ranks {list(r)}' for k, r in held.items()) or 'none'}. Split "
+            "the model over this mesh (DistributedConfig, fully_shard) before it is wrapped, or "
+            "leave mesh out."
+        )
+
+
+def check_reduced(model: nn.Module, group: Distributed | None) -> None:
+    """Warn, once in a process, of ranks over which gradients of the model are not reduced.
+
+    Independent models on ranks are legitimate, so that this is no error. Raises UnsupportedError
+    where a DistributedDataParallel has the model, and `group` is not made of it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if group is not None:
+        _check_meshes(group)
+        return
+    for found in gc.get_objects():
+        if not issubclass(type(found), DistributedDataParallel):
+            continue
+        if found.process_group.size() > 1 and model in set(found.module.modules()):
+            raise UnsupportedError(
+                "DistributedDataParallel holds this model, and the policy was made of the model "
+                "within it, so that gradients of a step would not be reduced over ranks. Make the "
+                "policy of the DistributedDataParallel: forkpoint.wrap(ddp_model)."
+            )
+    _warn(NOT_HELD, dist.get_rank(), dist.get_world_size())
+
+
+def _check_meshes(group: Distributed) -> None:
+    """Every dimension of the whole mesh, of which the model's is a part, is held."""
+    for mesh in group.meshes:
+        whole = mesh._get_root_mesh()
+        place = whole.get_coordinate()
+        assert place is not None, "the rank is in a part of the mesh"
+        names = whole.mesh_dim_names or tuple(map(str, range(whole.ndim)))
+        for dimension, name in enumerate(names):
+            index = (*place[:dimension], slice(None), *place[dimension + 1 :])
+            ranks = whole.mesh[index].tolist()
+            if not set(ranks) <= set(group.topology.members):
+                _warn(NOT_COVERED, dist.get_rank(), name, ranks)
+
+
+def _warn(text: str, *values: object) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        _log.warning(text, *values)

@@ -1,0 +1,1 @@
+"""Models that torch holds on several ranks: fully_shard and DistributedDataParallel."""

@@ -1,0 +1,85 @@
+"""Copies of a model in another dtype, without torch's fully_shard where that holds it in parts."""
+
+import copy
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from forkpoint.hosts.modules import HOOKS, plain_class
+
+OF_SHARDING = "torch.distributed"
+"""Module of the hooks that fully_shard adds."""
+COMPOSABLE = "__composable_api"
+"""Beginning of the names under which torch keeps what it has done to a module."""
+
+
+def copy_in(
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    dtype: torch.dtype,
+    *,
+    streamed: bool,
+    kept: Mapping[int, Any] | None = None,
+) -> tuple[nn.Module, nn.ModuleList]:
+    """Copy a model in another dtype, and name the copy's blocks. Collective where it is sharded.
+
+    With `streamed` the parameters of the blocks are in the host's memory. `kept` has objects that
+    the copy refers to in the place of others, by the others' ids; parameters are copied whole.
+    """
+    inside = {id(p) for p in blocks.parameters()} if streamed else set()
+    copies: dict[int, Any] = dict(kept or {})
+    for tensor in chain(model.parameters(), model.buffers()):
+        if id(tensor) in copies:
+            continue
+        place = torch.device("cpu") if id(tensor) in inside else tensor.device
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        copied = full(tensor.detach()).to(place, kind, copy=True)
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        copies[id(tensor)] = copied
+    _copy_sharded(model, copies)
+    twin = copy.deepcopy(model, copies)
+    for module in twin.modules():
+        # It computes in one dtype, and functions are not copied: they call the model itself.
+        vars(module).pop("forward", None)
+    name = next(name for name, module in model.named_modules() if module is blocks)
+    found = twin.get_submodule(name)
+    assert isinstance(found, nn.ModuleList)
+    return twin, found
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor, whole where each rank has a part of it. Collective then."""
+    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def _copy_sharded(model: nn.Module, copies: dict[int, Any]) -> None:
+    """Copy the modules that fully_shard has changed, as modules of the classes that they had.
+
+    torch does not copy them. Each comes after its children, which are then in `copies`.
+    """
+    for module in reversed(list(model.modules())):
+        if not isinstance(module, FSDPModule):
+            continue
+        kind = plain_class(cast(nn.Module, module))
+        twin = nn.Module.__new__(kind)
+        copies[id(module)] = twin
+        own = {
+            name: _own_hooks(value) if name in HOOKS else value
+            for name, value in vars(module).items()
+            if not str(name).startswith(COMPOSABLE)
+        }
+        vars(twin).update(copy.deepcopy(own, copies))
+
+
+def _own_hooks(hooks: dict[int, Any]) -> dict[int, Any]:
+    return type(hooks)(
+        (number, hook)
+        for number, hook in hooks.items()
+        if not getattr(hook, "__module__", "").startswith(OF_SHARDING)
+    )

@@ -1,0 +1,398 @@
+"""Models that torch's fully_shard holds: gradients reduced once, and weights whole for one step.
+
+torch's public methods serve where they say enough. What has to be put back as it was, and what is
+left of a step that has failed, is read from its objects (`fsdp_versions`): there is no other way.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from forkpoint.config import Gather
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.distributed import Holder
+from forkpoint.engine.guard import local
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.torch_dist.fsdp_versions import (
+    add_zeros_to_partial,
+    compute_dtype,
+    divisor,
+    drop_gradients,
+    end_backwards_themselves,
+    gradient_dtype,
+    groups_of,
+    has_gradient,
+    is_due,
+    is_within_backward,
+    left_in,
+    policies_of,
+    present_in,
+    reduce_gradients,
+    reduce_nothing,
+    reduces_by,
+    reset,
+    set_zeros,
+    shard_after_forward,
+    takes_any_gradient,
+    trained_of,
+)
+from forkpoint.hosts.torch_dist.replicated import check_held
+
+AHEAD = 2
+"""Groups of weights that are being gathered while another is copied to its place."""
+
+
+class FullySharded(Holder):
+    """torch's fully_shard (FSDP2), of one or two mesh dimensions (HSDP)."""
+
+    lockstep = True
+    gathers = True
+    reduces = True
+
+    def __init__(self, model: FSDPModule, experts: Collection[nn.Module] = ()) -> None:
+        """`experts`: modules that transformers shards over a mesh of their own (expert
+        parallelism)."""
+        self.model = model
+        # torch has no public way to ask a module for its mesh and policies.
+        modules = [m for m in cast(nn.Module, model).modules() if isinstance(m, FSDPModule)]
+        groups = [g for m in modules for g in groups_of(m)]
+        meshes = {
+            id(g.mesh_info.mesh): g.mesh_info.mesh
+            for m in modules
+            for g in groups_of(m)
+            if m not in experts
+        }
+        if not meshes:
+            raise UnsupportedError("the model is sharded by fully_shard and has no parameters.")
+        if len({tuple(m.mesh.flatten().tolist()) for m in meshes.values()}) > 1:
+            raise UnsupportedError(
+                "parts of the model are sharded over different meshes, which has not been shown "
+                "exact. Give one mesh to every fully_shard."
+            )
+        self._mesh = next(iter(meshes.values()))
+        self.meshes = (self._mesh,)
+        self.relations = {"data": tuple(int(rank) for rank in self._mesh.mesh.flatten())}
+        self.gather: Gather = "microbatch"
+        self._gathered = False
+        """Whether every weight is whole on this rank until the step ends."""
+        self._aside: list[tuple[Any, str, Any]] = []
+        """Objects, attributes, and gradients that were there before a step."""
+        self._has_experts = bool(experts)
+        self._entered = False
+        """Whether a step runs, so that what lies on the ranks is its own."""
+        self._factors: dict[nn.Parameter, float] = {}
+        """Within a step: parameters that this rank alone has, and what divides their gradients."""
+        self.param_dtypes = frozenset(
+            policy.param_dtype
+            for group in groups
+            for policy in policies_of(group)
+            if policy.param_dtype is not None
+        )
+
+    @property
+    def gathered(self) -> bool:
+        return self._gathered
+
+    def use(self, gather: Gather, changes: Changes) -> None:
+        changes.set(vars(self), "gather", gather)
+
+    def held_bytes(self, gather: Gather) -> int:
+        sizes = self.group_bytes()
+        if gather == "step":
+            return sum(sizes) + max(sizes)
+        # The root's, a block's, and those of the next, in the buffer that they are gathered in too.
+        return min(sum(sizes), sizes[0] + 3 * max(sizes[1:], default=0))
+
+    def factor(self, *, mean: bool) -> float:
+        return 1.0 if mean else max(self._divisors(), default=1.0)
+
+    def _divisors(self) -> set[float]:
+        """The numbers by which parts of the model divide summed gradients."""
+        trained = (g for g in self._groups() if trained_of(g))
+        return {divisor(group, self._mesh.size()) for group in trained}
+
+    def check(self, model: nn.Module, *, training: bool) -> None:
+        if is_within_backward(self.model):
+            raise UnsupportedError(
+                "a stock backward of the model is under way or has failed, so that fully_shard "
+                "would not end those of a step. After a failure start the processes again from the "
+                "last checkpoint: torch keeps parts of its gradients, even reset_iter_state() does."
+            )
+        for group in self._groups():
+            _check_group(group)
+        if not training:
+            return
+        for group in self._groups():
+            if (by := reduces_by(group)) is not None:
+                raise UnsupportedError(
+                    f"the model is sharded by fully_shard, and {by}, which has not been shown "
+                    "exact. Leave it out; with a mesh of two dimensions fully_shard reduces over "
+                    "replicas itself."
+                )
+        if len(divisors := self._divisors()) > 1:
+            raise UnsupportedError(
+                f"parts of the model divide gradients by different factors ({sorted(divisors)}); "
+                "forkpoint's losses need one. Call set_gradient_divide_factor with one number on "
+                "every sharded module."
+            )
+        held = {p for group in self._groups() for p in present_in(group)}
+        check_held(model, "fully_shard", lambda _, parameter: parameter in held)
+
+    def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        alone = {p for module, _ in self._unshared() for p in module.parameters(recurse=False)}
+        return [parameter for parameter in parameters if parameter in alone]
+
+    def _unshared(self) -> list[tuple[nn.Module, float]]:
+        """Experts that no other rank has and that divide gradients, and by what.
+
+        They are sharded over one rank. In 64 and in 16 bits torch 2.13 divides their gradients
+        twice, so that a step divides them itself.
+        """
+        if not self._has_experts:
+            return []
+        return [
+            (module, float(group.gradient_divide_factor))
+            for module in self._modules()
+            for group in groups_of(module)
+            if group.mesh_info.shard_mesh_size == 1
+            and getattr(group, "gradient_divide_factor", None) is not None
+        ]
+
+    def enter(
+        self, changes: Changes, blocks: Sequence[nn.Module], whole: Iterable[nn.Parameter]
+    ) -> None:
+        unshared = self._unshared()
+        self._factors = {p: f for module, f in unshared for p in module.parameters(recurse=False)}
+        self._set_aside(changes)
+        changes.set(vars(self), "_entered", True)  # undone before these gradients come back
+        reduce_nothing(self.model, self._groups(), changes)
+        end_backwards_themselves(self.model, changes)
+        for module in self._modules():
+            # Around the head it would round log-probs, where in ordinary training it meets logits
+            # that are of this dtype already.
+            state = module._get_fsdp_state()
+            if state._mp_policy.output_dtype is not None:
+                wide = replace(state._mp_policy, output_dtype=None)
+                changes.set(vars(state), "_mp_policy", wide)
+        if self.gather == "step" and not self.gathered:
+            self._gather_all(changes)
+        elif self.gather == "microbatch":
+            self._prefetch_blocks(blocks, changes)
+        for module, factor in unshared:
+            sharded = cast(FSDPModule, module)
+            changes.later(sharded.set_gradient_divide_factor, factor)
+            sharded.set_gradient_divide_factor(1.0)
+
+    def end_forward(self) -> None:
+        if not self.gathered:
+            for group in self._groups():
+                shard_after_forward(group)
+
+    def last(self) -> None:
+        if self.gathered:  # they are reduced when all ranks have come to the end
+            return
+        self.model.set_requires_gradient_sync(True)
+        self.model.set_is_last_backward(True)
+
+    def reduce(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
+    ) -> list[Tensor | None]:
+        for gradient, parameter in zip(gradients, parameters, strict=True):
+            if gradient is not None and parameter in self._factors:
+                local(gradient).detach().div_(self._factors[parameter])
+        return list(gradients)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        for group in self._mesh.get_all_groups():
+            dist.all_reduce(tensor, group=group)
+
+    def reset(self, *, lost: bool) -> None:
+        if lost:
+            self._aside = []  # these as well
+        if lost or self._entered:
+            self._forget()
+
+    def _modules(self) -> list[Any]:
+        """Its sharded modules, the outermost first."""
+        module = cast(nn.Module, self.model)
+        return [m for m in module.modules() if isinstance(m, FSDPModule)]
+
+    def _groups(self) -> list[Any]:
+        """Groups of parameters that are gathered together, each once."""
+        found = chain.from_iterable(map(groups_of, self._modules()))
+        return list({id(group): group for group in found}.values())
+
+    def _trained(self) -> list[Any]:
+        return list(chain.from_iterable(map(trained_of, self._groups())))
+
+    # Sizes
+    # ------------------------------------------------------------
+
+    def group_bytes(self) -> list[int]:
+        """By group: bytes of its whole weights, in the dtype that forwards have them in."""
+        return [
+            sum(_elements(p) * compute_dtype(p).itemsize for p in group.fsdp_params)
+            for group in self._groups()
+        ]
+
+    def missing_bytes(self) -> int:
+        """Bytes of the whole gradients that do not exist yet; until the reduction each rank has
+        them."""
+        return sum(
+            _elements(p) * gradient_dtype(p).itemsize
+            for p in self._trained()
+            if not has_gradient(p)
+        )
+
+    def whole_parameters(self) -> Iterable[nn.Parameter]:
+        """Whole parameters as far as they have been gathered before; memory comes and goes."""
+        for group in self._groups():
+            for parameter in group.fsdp_params:
+                found = getattr(parameter, "_unsharded_param", None)
+                if found is not None:
+                    yield found
+
+    # Gradients that were not reduced
+    # ------------------------------------------------------------
+
+    def _set_aside(self, changes: Changes) -> None:
+        """Take away what stock backwards have left unreduced, until the changes are undone."""
+        self._aside = [each for group in self._groups() for each in left_in(group)]
+        changes.later(self._put_back)
+        for place, name, _ in self._aside:
+            setattr(place, name, None)
+
+    def _put_back(self) -> None:
+        for place, name, gradient in self._aside:
+            setattr(place, name, gradient)
+        self._aside = []
+
+    # Whole for a step
+    # ------------------------------------------------------------
+
+    def _gather_all(self, changes: Changes) -> None:
+        """Gather all weights, and keep them until the changes are undone. Collective.
+
+        From here to `reduce_held` forwards and backwards issue no collective, so that each rank
+        runs its own program in its own order.
+        """
+        root = cast(Any, self.model)._get_fsdp_state()
+        root._lazy_init()  # which changes what is put back below
+        changes.later(self._forget)
+        for group in self._groups():
+            changes.set(vars(group), "post_forward_mesh_info", None)
+            changes.set(vars(group), "reshard_after_backward", False)
+        under_way: deque[Any] = deque()
+        for module in self._modules():
+            under_way.append(module.unshard(async_op=True))
+            if len(under_way) > AHEAD:
+                under_way.popleft().wait()
+        for handle in under_way:
+            handle.wait()
+        self._gathered = True
+        self.ranks.phase = "alone"
+
+    def reduce_held(self) -> None:
+        """Reduce what the step's backwards have left on the ranks into `.grad`. Collective.
+
+        fully_shard does it, as in a backward that is the last. It reduces the gradients of a group
+        that are there, which must be the same on all ranks: where another rank has one this rank
+        adds zeros.
+        """
+        trained = self._trained()
+        own = [has_gradient(parameter) for parameter in trained]
+        wanted = [any(column) for column in zip(*self.ranks.exchange(own), strict=True)]
+        self.ranks.phase = "settled"
+        for parameter, is_here, is_there in zip(trained, own, wanted, strict=True):
+            if is_there and not is_here:
+                set_zeros(parameter)
+        self.model.set_requires_gradient_sync(True)
+        self.model.set_is_last_backward(True)
+        reduce_gradients(self.model)
+
+    def reduce_earlier(self) -> None:
+        """Reduce what backwards without synchronisation have left, where a backward would do so
+        now. Collective if there is any, which is the same on all ranks."""
+        due = [group for group in self._groups() if is_due(group)]
+        for group in due:
+            add_zeros_to_partial(group)
+        if due:
+            reduce_gradients(self.model)
+
+    def _forget(self) -> None:
+        """Drop gradients that were not reduced and all that a failed pass has left, and shard."""
+        for group in self._groups():
+            drop_gradients(group)
+        reset(self.model, self._modules())
+        self._gathered = False
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Give every parameter the form in which the optimizer has it, unless weights stay whole
+        for a step."""
+        if self.gathered:
+            return
+        for group in self._groups():
+            # Gathered ahead and not used: the next forward would take it, after weights changed.
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+        for module in self._modules():
+            module.reshard()
+
+    # Gathered for each forward and backward
+    # ------------------------------------------------------------
+
+    def _prefetch_blocks(self, blocks: Sequence[nn.Module], changes: Changes) -> None:
+        """Gather each block's weights while its neighbour runs, until the changes are undone.
+
+        By itself fully_shard remembers the order of the last forward for backwards, and forgets it
+        where backwards of other microbatches lie between. A module that users have given modules
+        to prefetch keeps these. Every forward runs all blocks; the head, which some leave out, is
+        not prefetched.
+        """
+        sharded = [block for block in blocks if isinstance(block, FSDPModule)]
+        for one, next_ in pairwise(sharded):
+            _prefetch(one, "_states_to_forward_prefetch", next_, changes)
+            _prefetch(next_, "_states_to_backward_prefetch", one, changes)
+
+
+def _prefetch(module: FSDPModule, name: str, other: FSDPModule, changes: Changes) -> None:
+    state = cast(Any, module)._get_fsdp_state()
+    if getattr(state, name):
+        return
+    changes.set(vars(state), name, [])
+    if name == "_states_to_forward_prefetch":
+        module.set_modules_to_forward_prefetch([other])
+    else:
+        module.set_modules_to_backward_prefetch([other])
+
+
+def _elements(parameter: Any) -> int:
+    return int(parameter._orig_size.numel())
+
+
+def _check_group(group: Any) -> None:
+    for policy in policies_of(group):
+        if policy.output_dtype not in (None, policy.param_dtype):
+            raise UnsupportedError(
+                f"MixedPrecisionPolicy has output_dtype={policy.output_dtype} and "
+                f"param_dtype={policy.param_dtype}, so that outputs are rounded that are computed "
+                "in another dtype. Leave output_dtype out, or give it that of param_dtype."
+            )
+    if any(takes_any_gradient(parameter) for parameter in group.fsdp_params):
+        raise UnsupportedError(
+            "a parameter has grad_dtype=None and the model is sharded by fully_shard without a "
+            "reduce_dtype, so that ranks may reduce in different dtypes. Give "
+            "MixedPrecisionPolicy(reduce_dtype=...)."
+        )
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        raise UnsupportedError(
+            "parameters are offloaded to the CPU (CPUOffloadPolicy), which has not been shown "
+            "exact. Leave offload_policy out; Config(activations='offload') saves memory instead."
+        )

@@ -1,0 +1,102 @@
+"""Models that torch's DistributedDataParallel holds, and gradients that it is to reduce.
+
+The wrapper is used as it is. What a step tells it is when to reduce gradients, which is once.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from forkpoint.engine.distributed import Holder
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.modules import every_parameter
+
+MOST_BUCKET_BYTES = 32 << 20
+
+
+def check_held(model: nn.Module, wrapper: str, holds: Callable[[str, nn.Parameter], bool]) -> None:
+    """Every parameter that trains is one that the wrapper reduces gradients of."""
+    for name, parameter in every_parameter(model):
+        if parameter.requires_grad and not holds(name, parameter):
+            raise UnsupportedError(
+                f"parameter {name} trains, and {wrapper} leaves its gradient unreduced: it is to "
+                f"ignore the parameter, or the parameter was made after {wrapper} was called. "
+                "Freeze it (requires_grad_(False)), or let the wrapper have it."
+            )
+
+
+class Replicated(Holder):
+    """torch's DistributedDataParallel. Its own reducer is passed by: it expects one forward and one
+    backward a step. Gradients are reduced once, after the last backward."""
+
+    # It has no mesh: given one that is a part of another it sets hooks, which are refused.
+    listens = True
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        wrapper = cast(Any, model)
+        if getattr(wrapper, "mixed_precision", None) is not None:
+            raise UnsupportedError(
+                "DistributedDataParallel has mixed_precision, which has not been shown exact. "
+                "Leave it out, and use torch.autocast."
+            )
+        self._wrapper = wrapper
+        self.group: dist.ProcessGroup = wrapper.process_group
+        self.relations = {"data": tuple(dist.get_process_group_ranks(self.group))}
+
+    def check(self, model: nn.Module, *, training: bool) -> None:
+        if not training:
+            return
+        ignored = self._wrapper.parameters_to_ignore
+        check_held(model, "DistributedDataParallel", lambda name, _: name not in ignored)
+        hook = self._wrapper._get_ddp_logging_data().get("comm_hook")
+        if hook:
+            raise UnsupportedError(
+                f"DistributedDataParallel has a communication hook ({hook}), which forkpoint would "
+                "pass by. Leave register_comm_hook out."
+            )
+
+    def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        return parameters
+
+    def reduce(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
+    ) -> list[Tensor | None]:
+        device = parameters[0].device
+        there = torch.tensor([g is not None for g in gradients], dtype=torch.int32, device=device)
+        dist.all_reduce(there, dist.ReduceOp.MAX, group=self.group)
+        found: list[Tensor | None] = [
+            (torch.zeros_like(parameter) if gradient is None else gradient) if is_there else None
+            for gradient, parameter, is_there in zip(
+                gradients, parameters, there.tolist(), strict=True
+            )
+        ]
+        for bucket in buckets([g for g in found if g is not None]):
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            dist.all_reduce(flat, group=self.group)
+            if mean:
+                flat /= self.ranks.size
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+        return found
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)
+
+
+def buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Gradients of one dtype each, in order, of at most some bytes unless one has more."""
+    found: list[list[Tensor]] = []
+    open_: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        bucket = open_.get(gradient.dtype)
+        held = sum(g.numel() * g.element_size() for g in bucket) if bucket else 0
+        if bucket is None or held + gradient.numel() * gradient.element_size() > MOST_BUCKET_BYTES:
+            bucket = []
+            found.append(bucket)
+            open_[gradient.dtype] = bucket
+        bucket.append(gradient)
+    return found

@@ -1,0 +1,1 @@
+"""Models of transformers: their entry, families, refusals and splits over ranks."""

@@ -1,0 +1,138 @@
+"""Calls of transformers' layers in a step: the attention function, and the arguments they pass on.
+
+Attention of a step is an implementation that transformers knows by name; its masks are not made.
+The microbatch travels in a keyword argument, which every layer passes on.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.attention import attend
+from forkpoint.hosts.calls import CallContext, in_forward, refuse_call
+from forkpoint.hosts.modules import every_module
+
+ATTENTION_NAME = "forkpoint"
+"""The attention implementation that runs in steps, as transformers knows it."""
+UNMASKED = "forkpoint without masks"
+"""The attention implementation that masks are made for in a step's forwards: there are none."""
+CONTEXT_ARGUMENT = "forkpoint_context"
+# Arguments that layers pass besides those that are read, and that change nothing in what is
+# computed. Any other with a value is refused, for it may be a mask or a bias.
+HARMLESS_ARGUMENTS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
+)
+
+
+def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> CallContext:
+    """The microbatch that a layer is called for, out of its other call arguments.
+
+    Raises UnsupportedError where there is none, and for arguments that are not known.
+    """
+    context = kwargs.pop(CONTEXT_ARGUMENT, None)
+    if context is None:
+        refuse_call()
+    strange = sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS_ARGUMENTS)
+    if strange:
+        raise UnsupportedError(
+            f"{type(module).__name__} passes {', '.join(strange)} to {what}, and what that changes "
+            "is not known, so that forkpoint cannot be exact. Leave it out."
+        )
+    return context
+
+
+def forkpoint_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls in every layer of a microbatch.
+
+    query [B, H, L, D], key [B, K, L, D], value [B, K, L, E] hold the microbatch's tokens; the
+    result is [B, L, H, E].
+
+    In a compiled block this much is compiled. Compiled code wants gradients of what it gives
+    contiguous in the order of dimensions that it gave. Attention's come as [B, L, H, D], so heads
+    are put last on this side; on the other each gradient would be copied.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return _attend(module, q, k, v, attention_mask, *args, **kwargs)
+
+
+@torch.compiler.disable()
+def _attend(
+    module: nn.Module,
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKE: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The same, not compiled: context and tables are others at every microbatch."""
+    context = taken_context(module, "its attention function", kwargs)
+    if attention_mask is not None or dropout:
+        found = "a mask" if attention_mask is not None else f"dropout {dropout}"
+        raise UnsupportedError(
+            f"{type(module).__name__} asks for {found} in attention; forkpoint knows causal "
+            "attention without masks of one's own and without dropout. Set attention_dropout to 0 "
+            "and give no attention_mask."
+        )
+    o_BLHE = attend(
+        context,
+        module,
+        q_BLHD,
+        k_BLKD,
+        v_BLKE,
+        scale=scaling,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return o_BLHE, None
+
+
+def configurations(model: nn.Module) -> list[PreTrainedConfig]:
+    """The configurations of its modules, each once."""
+    found = [getattr(module, "config", None) for _, module in every_module(model)]
+    return list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
+
+
+class ForwardConfig:
+    """A decoder's configuration while a step runs, which says that no masks are made.
+
+    To threads that do not run the step it refuses to say so: one that has entered the decoder
+    before the step would go on without its mask.
+    """
+
+    def __init__(self, config: Any) -> None:
+        vars(self)["_config"] = config
+
+    @property
+    def _attn_implementation(self) -> str:
+        return UNMASKED if in_forward() else refuse_call()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_config"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(vars(self)["_config"], name, value)
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, forkpoint_attention)
+# Masks of other callers, whose configuration says that attention is forkpoint's.
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, refuse_call)

@@ -1,0 +1,246 @@
+"""Layers of transformers that carry a state along the path, run over the segments of a microbatch.
+
+While microbatches run, the forward of each such module is one of these, set on the instance. It
+uses the module's own projections, convolution weights, gates and norm; what it replaces is the call
+of the stock recurrence, which knows no segments.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forkpoint.engine.changes import Changes
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.early_exit import EarlyExit
+from forkpoint.hosts.modules import every_module, plain_class
+from forkpoint.hosts.transformers.calls import taken_context
+from forkpoint.ops.delta_rule import gated_delta_rule
+from forkpoint.ops.delta_rule.kernel import decay_gate
+from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.ops.recurrence import gathered_inputs, short_convolution
+from forkpoint.ops.selective_scan import selective_scan
+
+RecurrentForward = Callable[..., Tensor]
+
+
+def gated_delta_net(
+    module: Any,
+    hidden_states: Tensor,
+    cache_params: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Gated DeltaNet of Qwen3-Next and Qwen3.5: hidden states of a microbatch in, its output
+    out."""
+    context = _microbatch_of(module, cache_params, attention_mask, kwargs)
+    hidden_BLC = hidden_states
+    mixed_TC, z_TGE, b_TG, a_TG = (x.flatten(0, 1) for x in _projected(module, hidden_BLC))
+    # Under autocast that of the products, not of the hidden states: kernels take 16 bits.
+    kind = mixed_TC.dtype
+    # Written out: what calls it would be a piece of compiled code of its own.
+    mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
+    weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, index_F)
+    sizes = [module.key_dim, module.key_dim, module.value_dim]
+    mixed_TC = F.silu(mixed_TC).to(kind)
+    # Kernels want each by itself; compiled code writes them so at once.
+    q, k, v = (x.contiguous() for x in mixed_TC.split(sizes, -1))
+    dtype = accumulate_dtype(v.dtype)
+    o_TGE = _delta_rule(
+        module,
+        context,
+        q.unflatten(-1, (-1, module.head_k_dim)),
+        k.unflatten(-1, (-1, module.head_k_dim)),
+        v.unflatten(-1, (-1, module.head_v_dim)),
+        decay_gate(a_TG.to(dtype), module.A_log.to(dtype), module.dt_bias.to(dtype)),
+        b_TG.sigmoid(),
+    )
+    dim = module.head_v_dim
+    o_BLC = module.norm(o_TGE.reshape(-1, dim), z_TGE.reshape(-1, dim))
+    return module.out_proj(o_BLC.reshape(*hidden_BLC.shape[:2], -1))
+
+
+def _projected(module: Any, hidden_BLC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs of the convolution, the output's gate, and what beta and the decay are made of."""
+    batch, length, _ = hidden_BLC.shape
+    if plain_class(module).__name__ == "Qwen3NextGatedDeltaNet":
+        q, k, v, z, b, a = module.fix_query_key_value_ordering(
+            module.in_proj_qkvz(hidden_BLC), module.in_proj_ba(hidden_BLC)
+        )
+        return torch.cat([x.reshape(batch, length, -1) for x in (q, k, v)], -1), z, b, a
+    z = module.in_proj_z(hidden_BLC).unflatten(-1, (-1, module.head_v_dim))
+    return (
+        module.in_proj_qkv(hidden_BLC),
+        z,
+        module.in_proj_b(hidden_BLC),
+        module.in_proj_a(hidden_BLC),
+    )
+
+
+def mamba2(
+    module: Any,
+    hidden_states: Tensor,
+    cache_params: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Mamba-2 of Granite 4 hybrids: hidden states of a microbatch in, its output out."""
+    context = _microbatch_of(module, cache_params, attention_mask, kwargs)
+    hidden_BLC = hidden_states
+    projected_TC = module.in_proj(hidden_BLC).flatten(0, 1)
+    inner, heads, state_dim = module.intermediate_size, module.num_heads, module.ssm_state_size
+    gate_TC, mixed_TC, dt_TG = projected_TC.split([inner, module.conv_dim, heads], -1)
+    mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
+    weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, index_F)
+    grouped = module.n_groups * state_dim
+    x, b, c = F.silu(mixed_TC).split([inner, grouped, grouped], -1)
+    dtype = accumulate_dtype(hidden_BLC.dtype)
+    dt_TG = F.softplus(dt_TG + module.dt_bias.to(dt_TG.dtype)).clamp(*module.time_step_limit)
+    dt_TG, x_TGE = dt_TG.to(dtype), x.to(dtype).unflatten(-1, (heads, -1))
+    o_TGE = _selective_scan(
+        module,
+        context,
+        x_TGE * dt_TG[..., None],
+        -module.A_log.to(dtype).exp() * dt_TG,
+        b.to(dtype).unflatten(-1, (-1, state_dim)),
+        c.to(dtype).unflatten(-1, (-1, state_dim)),
+    )
+    o_TC = (o_TGE + x_TGE * module.D[:, None]).flatten(1)
+    normed_TC = module.norm(o_TC, gate_TC).to(hidden_BLC.dtype)
+    return module.out_proj(normed_TC.view(*hidden_BLC.shape[:2], -1))
+
+
+# What depends on the microbatch, and on which layer it is, is left out of compiled blocks. So
+# neither the microbatch's tables nor a layer's number are things that compiled code is made for.
+# No comprehension in a forward reads the forward's variables: torch 2.11 would go on, after what is
+# left out, in a closure that looks up globals in the module of the block.
+
+
+@torch.compiler.disable()
+def _gathered(module: Any, mixed_TC: Tensor, context: CallContext) -> tuple[Tensor, Tensor, Tensor]:
+    """The convolution's inputs, the windows of first tokens, and where these are.
+
+    The last inputs that other microbatches start from are captured: no compiled code sees them, and
+        whether a microbatch has any is nothing to compile for.
+    """
+    key = (module, "conv")
+    states = context.state.states(module.conv_kernel_size, mixed_TC.device)
+    mixed_TC, windows_FWC, tails = gathered_inputs(mixed_TC, states.windows, *states.inputs(key))
+    return states.keep(mixed_TC, {key: tails}), windows_FWC, states.windows.places
+
+
+@torch.compiler.disable()
+def _delta_rule(
+    module: Any,
+    context: CallContext,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_TGE: Tensor,
+    g_TG: Tensor,
+    beta_TG: Tensor,
+) -> Tensor:
+    states = context.state.states(module.conv_kernel_size, v_TGE.device)
+    o_TGE, ends = gated_delta_rule(
+        q_THD,
+        k_THD,
+        v_TGE,
+        g_TG,
+        beta_TG,
+        table=states.table,
+        initial_SGDE=states.initial((module, "state"), v_TGE, g_TG, beta_TG),
+        kernel=context.kernels.recurrence,
+    )
+    return _kept(module, context, o_TGE, ends)
+
+
+@torch.compiler.disable()
+def _selective_scan(
+    module: Any,
+    context: CallContext,
+    x_TGE: Tensor,
+    a_TG: Tensor,
+    b_THD: Tensor,
+    c_THD: Tensor,
+) -> Tensor:
+    states = context.state.states(module.conv_kernel_size, x_TGE.device)
+    o_TGE, ends = selective_scan(
+        x_TGE,
+        a_TG,
+        b_THD,
+        c_THD,
+        table=states.table,
+        initial_SGED=states.initial((module, "state"), x_TGE, a_TG),
+        kernel=context.kernels.recurrence,
+    )
+    return _kept(module, context, o_TGE, ends)
+
+
+def _kept(module: Any, context: CallContext, o_TGE: Tensor, ends: Tensor | None) -> Tensor:
+    """The recurrence's output, once the states that other microbatches start from have been
+    captured."""
+    states = context.state.states(module.conv_kernel_size, o_TGE.device)
+    o_TGE = states.keep(o_TGE, {(module, "state"): ends})
+    if module in context.ends_in:
+        raise EarlyExit((o_TGE,))
+    # A view in any case: what is compiled for one is not what is compiled for other tensors.
+    return o_TGE.view_as(o_TGE)
+
+
+RECURRENT_FORWARDS: dict[str, RecurrentForward] = {
+    "Qwen3NextGatedDeltaNet": gated_delta_net,
+    "Qwen3_5GatedDeltaNet": gated_delta_net,
+    "Qwen3_5MoeGatedDeltaNet": gated_delta_net,
+    "GraniteMoeHybridMambaLayer": mamba2,
+}
+"""By class, what stands in for its forward while microbatches run."""
+
+
+def recurrent_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model, by name, that carry a state along the path."""
+    return {n: m for n, m in every_module(model) if plain_class(m).__name__ in RECURRENT_FORWARDS}
+
+
+def check_recurrent_modules(model: nn.Module) -> None:
+    """Refuse what the stand-ins would not honour of a module."""
+    for name, module in recurrent_modules(model).items():
+        convolution = getattr(module, "conv1d", None)
+        if type(convolution) is not nn.Conv1d:
+            raise UnsupportedError(
+                f"{name}.conv1d is a {type(convolution).__module__}.{type(convolution).__name__}; "
+                "forkpoint computes the convolution from the weight of a plain torch.nn.Conv1d, as "
+                "the stock model does. Leave conv1d out of adapters and quantization."
+            )
+        activation = getattr(module, "activation", None)
+        if activation not in ("silu", "swish"):
+            raise UnsupportedError(
+                f"{name} has activation {activation!r} after its convolution; only 'silu' has been "
+                "shown exact."
+            )
+
+
+def _microbatch_of(
+    module: nn.Module, cache: Any, mask: Tensor | None, kwargs: dict[str, Any]
+) -> CallContext:
+    context = taken_context(module, "its recurrence", kwargs)
+    if cache is not None or mask is not None:
+        found = "a cache" if cache is not None else "an attention mask"
+        raise UnsupportedError(
+            f"{type(module).__name__} was called with {found}; forkpoint runs whole "
+            f"microbatches without "
+            "either. Give no past_key_values and no attention_mask."
+        )
+    return context
+
+
+def run_recurrences(model: nn.Module, changes: Changes) -> None:
+    """Let these modules run microbatches, until the changes are undone."""
+    for module in recurrent_modules(model).values():
+        # A method: see `checkpoint_blocks`.
+        forward = MethodType(RECURRENT_FORWARDS[plain_class(module).__name__], module)
+        changes.replace_forward(module, forward)

@@ -1,0 +1,325 @@
+"""Models that transformers splits over ranks (tensor and expert parallelism), also within
+fully_shard.
+
+The model's own code runs on every rank, and issues the collectives that its splits need. What a
+step adds is this. Ranks of one tensor-parallel group have the same batch, and are counted once.
+Parameters that each of them has whole, and uses for its own heads alone, have gradients that are
+parts; transformers sums these in every backward, which with several backwards counts the first ones
+again. Here they are summed once, after the last one.
+
+A split is known by the forward that transformers has set on a module: it closes over the style of
+the split, the mesh, and the forward that it stands around. These are read here, and no
+configuration, which may have changed since.
+"""
+
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.distributed import Holder
+from forkpoint.engine.guard import local
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.code_provenance import is_defined_as
+from forkpoint.hosts.modules import every_module, plain_class
+from forkpoint.hosts.torch_dist.replicated import buckets
+from forkpoint.hosts.transformers.linear_attention import recurrent_modules
+from forkpoint.hosts.wrappers import closed_over
+from forkpoint.plan.pricing.cost import ModelShape
+
+TENSOR = "transformers.distributed.tensor_parallel"
+EXPERT = "transformers.distributed.expert_parallel"
+FORWARDS = (
+    ("TensorParallelLayer.install_forward.<locals>.tp_forward", TENSOR),
+    ("ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward", TENSOR),
+    ("EpDispatchExpertsParallel.install_forward.<locals>.ep_forward", EXPERT),
+)
+"""Functions of transformers that are set as forwards, and the modules that define them."""
+SUMMED_HOOK = ("ReplicatedWithGradAllReduce.install_forward.<locals>._all_reduce_grad", TENSOR)
+"""The hook that sums a replicated parameter's gradient over ranks, in every backward."""
+SUMMED = "ReplicatedWithGradAllReduce"
+DISPATCHED = "EpDispatchExpertsParallel"
+EXACT: dict[str, tuple[str, ...]] = {
+    TENSOR: (
+        *("ColwiseParallel", "RowwiseParallel", "EmbeddingParallel", SUMMED),
+        *("PackedColwiseParallel", "MoeExpertsParallel", "MlaKvAProjParallel"),
+        *("AllReduceParallel", "LocalParamsParallel", "TensorParallelLayer"),
+    ),
+    EXPERT: (DISPATCHED,),
+}
+"""Styles of splits that have been shown exact, by the module of transformers that defines them."""
+EXACT_EXCHANGES = ("AutoEP", "AllToAllEP", "AllReduceEP")
+"""Ways of bringing tokens to experts that have been shown exact."""
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelForward:
+    """A forward that transformers has set on a module it splits over ranks."""
+
+    style: str
+    """The class of the split."""
+    tensor_mesh: DeviceMesh
+    """The ranks that hold the same batch."""
+    expert_mesh: DeviceMesh | None
+    """The ranks that have the experts together; None where the module has none, or parts of all."""
+    gives_part: bool
+    """Whether each rank's output has channels of its own, and no rank has all of them."""
+    own: Callable[..., Any]
+    """The module's forward by itself."""
+    layer: Any = None
+    """Object that sets the forward (`install_forward`); None where the forward only sums gradients,
+    or brings tokens to experts."""
+
+
+def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
+    """The forward that transformers has set on a module; None where it has set none.
+
+    Raises UnsupportedError, naming the module as `where`, for a split that has not been shown
+    exact.
+    """
+    forward = vars(module).get("forward")
+    if not isinstance(forward, types.FunctionType):
+        return None
+    if not any(is_defined_as(forward, name, code) for name, code in FORWARDS):
+        return None
+    inside = closed_over(forward)
+    if "_all_reduce_grad" in inside:
+        mesh = closed_over(inside["_all_reduce_grad"])["mesh"]
+        own = inside["original_forward"]
+        return _with_own(where, module, ParallelForward(SUMMED, mesh, None, False, own))
+    kind = type(inside["self"])
+    name = "sequence parallelism" if kind.__name__ == "SequenceParallel" else kind.__name__
+    if kind.__name__ not in EXACT.get(kind.__module__, ()):
+        raise UnsupportedError(
+            f"{where} is split over ranks by {name} ({kind.__module__}), which has not been shown "
+            f"exact; these have: {', '.join((*EXACT[TENSOR], *EXACT[EXPERT]))}. Leave its rule out "
+            "of tp_plan and ep_plan."
+        )
+    if kind.__name__ == DISPATCHED:
+        exchange = inside["implementation"]
+        _check_exchange(where, exchange)
+        own = exchange.experts_forward
+        found = ParallelForward(kind.__name__, exchange.tp_mesh, exchange.ep_mesh, False, own)
+    else:
+        own = inside["original_forward"]
+        packed = kind.__name__ == "PackedColwiseParallel"
+        part = packed or (
+            kind.__name__ == "ColwiseParallel" and inside["self"].output_layouts.is_shard()
+        )
+        found = ParallelForward(kind.__name__, inside["mesh"], None, part, own, inside["self"])
+    return _with_own(where, module, found)
+
+
+def _with_own(where: str, module: nn.Module, found: ParallelForward) -> ParallelForward:
+    """The same, where what it stands around is the module's own forward."""
+    if getattr(found.own, "__func__", None) is not plain_class(module).forward:
+        raise UnsupportedError(
+            f"{where} has a forward of its own within the one by which transformers splits it over "
+            "ranks, which forkpoint cannot look into. Split the model before anything else is put "
+            "around its modules."
+        )
+    return found
+
+
+def _check_exchange(where: str, exchange: Any) -> None:
+    kind = type(exchange)
+    if kind.__module__ != EXPERT or kind.__name__ not in EXACT_EXCHANGES:
+        raise UnsupportedError(
+            f"{where} brings tokens to experts by {kind.__module__}.{kind.__name__}, which has not "
+            "been shown exact. Load the model with ep_implementation='auto', and without "
+            "experts_implementation='deepgemm_megamoe'."
+        )
+    if getattr(exchange, "megamoe", None) is not None:
+        raise UnsupportedError(
+            f"{where} runs experts by DeepGEMM Mega MoE, which has no backward. Load the model "
+            "with another experts_implementation."
+        )
+
+
+def parallel_modules(model: nn.Module) -> list[tuple[str, nn.Module, ParallelForward]]:
+    """The modules of a model that transformers splits over ranks, by name."""
+    found = []
+    for name, module in every_module(model):
+        forward = parallel_forward(name or "the model", module)
+        if forward is not None:
+            found.append((name, module, forward))
+    return found
+
+
+def sums_in_every_backward(hook: Any) -> bool:
+    """Whether a parameter's hook is transformers' own, which sums its gradient over ranks."""
+    return is_defined_as(hook, *SUMMED_HOOK)
+
+
+LEAST_VERSION = (5, 23)
+"""Of transformers, from which on models that it splits have been shown exact."""
+Split = tuple[str, nn.Module, ParallelForward]
+
+
+class TensorSplit(Holder):
+    """transformers' tensor and expert parallelism."""
+
+    lockstep = True
+
+    def __init__(self, splits: Sequence[Split]) -> None:
+        """Raises UnsupportedError for splits that have not been shown exact."""
+        check_widths(splits)
+        self.splits = tuple(splits)
+        tensor = {_members(forward.tensor_mesh) for _, _, forward in splits}
+        expert = {_members(f.expert_mesh) for _, _, f in splits if f.expert_mesh is not None}
+        for what, groups in (("tensor", tensor), ("expert", expert)):
+            if len(groups) > 1:
+                raise UnsupportedError(
+                    f"modules of the model are split over different {what}-parallel groups of "
+                    f"ranks ({', '.join(map(str, sorted(groups)))}), which has not been shown "
+                    "exact. Split all of them over one mesh dimension."
+                )
+        self.relations = {"tensor": next(iter(tensor))}
+        if expert:
+            self.relations["expert"] = next(iter(expert))
+        self.meshes = (splits[0][2].tensor_mesh,)
+        self._group: dist.ProcessGroup = splits[0][2].tensor_mesh.get_group()
+
+    @property
+    def experts(self) -> set[nn.Module]:
+        """Modules whose experts lie on several ranks."""
+        return {module for _, module, forward in self.splits if forward.expert_mesh is not None}
+
+    def _summed(self) -> set[nn.Parameter]:
+        """Parameters whose gradients are parts on each rank of the tensor-parallel group."""
+        modules = (module for _, module, forward in self.splits if forward.style == SUMMED)
+        return {parameter for module in modules for parameter in module.parameters(recurse=False)}
+
+    def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        summed = self._summed()
+        return [parameter for parameter in parameters if parameter in summed]
+
+    def enter(
+        self, changes: Changes, blocks: Sequence[nn.Module], whole: Iterable[nn.Parameter]
+    ) -> None:
+        # In place of the forward that gives the parameters hooks, and of hooks from before.
+        for _, module, forward in self.splits:
+            if forward.style == SUMMED:
+                changes.replace_forward(module, forward.own)
+        for parameter in (*self._summed(), *whole):
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            for key, hook in list(hooks.items()):
+                if sums_in_every_backward(hook):
+                    changes.later(hooks.__setitem__, key, hook)
+                    del hooks[key]
+
+    def reduce(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
+    ) -> list[Tensor | None]:
+        summed = self._summed()
+        parts = [
+            local(gradient).detach()
+            for gradient, parameter in zip(gradients, parameters, strict=True)
+            if gradient is not None and parameter in summed
+        ]
+        for bucket in buckets(parts):
+            flat = torch.cat([part.reshape(-1) for part in bucket])
+            dist.all_reduce(flat, group=self._group)
+            for part, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                part.copy_(total.view_as(part))
+        return list(gradients)
+
+
+def _members(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(mesh.get_group()))
+
+
+def check_version(found: str) -> None:
+    """The version of transformers splits models as the one does that has been shown exact.
+
+    Raises UnsupportedError.
+    """
+    parts = found.split(".")[:2]
+    if all(map(str.isdigit, parts)) and tuple(map(int, parts)) < LEAST_VERSION:
+        raise UnsupportedError(
+            f"transformers {found} has split the model over ranks; such models have been shown "
+            "exact with 5.23, and earlier versions split them otherwise. Update transformers."
+        )
+
+
+def check_stages(model: nn.Module) -> None:
+    """The model is not split into stages as well.
+
+    Raises UnsupportedError.
+    """
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    stages = getattr(config, "pp_size", None) or 1
+    if stages > 1:
+        raise UnsupportedError(
+            f"the model is split into {stages} pipeline stages (pp_size), which has not been shown "
+            "exact. Load it with pp_size=1."
+        )
+
+
+def check_widths(splits: Sequence[Split]) -> None:
+    """Linear layers know the whole width of their inputs, which transformers' forwards rely on.
+
+    Raises UnsupportedError.
+    """
+    for name, module, _ in splits:
+        if isinstance(module, nn.Linear):
+            width, whole = module.in_features, module.weight.shape[1]
+            if width != whole:
+                raise UnsupportedError(
+                    f"{name} has in_features {width}, and its weight, over all ranks, takes "
+                    f"{whole}: transformers takes the first for the whole and fails at its inputs. "
+                    "peft makes such adapters of layers that are split by their inputs (o_proj, "
+                    "down_proj). Leave these out of target_modules."
+                )
+
+
+EXPERTS = ("MoeExpertsParallel", DISPATCHED)
+
+
+def local_shape(
+    shape: ModelShape,
+    causal: Any,
+    splits: Sequence[tuple[str, nn.Module, ParallelForward]],
+) -> ModelShape:
+    """The shape with heads, MLP and vocabulary as they are on one rank.
+
+    Plans are priced by it, and prefix cache is counted by its heads. Experts that exchange tokens
+    count as split: each rank sends a part of its tokens, and gets as many on average.
+
+    Raises UnsupportedError where a rank would have parts of heads.
+    """
+    size = splits[0][2].tensor_mesh.size()
+    attention = {m for _, m in every_module(causal) if "layer_idx" in vars(m)}
+    attention -= set(recurrent_modules(causal).values())
+    inside = {child for module in attention for child in module.modules()}
+    heads = any(forward.gives_part and module in inside for _, module, forward in splits)
+    mlp = any(
+        forward.style in EXPERTS or (forward.gives_part and module not in inside)
+        for _, module, forward in splits
+    )
+    changes: dict[str, int | None] = {}
+    if heads:
+        for name, count in (("query", shape.heads), ("key-value", shape.kv_heads)):
+            if count % size:
+                raise UnsupportedError(
+                    f"the model has {count} {name} heads, which are split over {size} ranks: some "
+                    "would have parts of a head. Choose a tp_size that divides both numbers of "
+                    "heads, or leave the rules of attention out of tp_plan."
+                )
+        changes = {"heads": shape.heads // size, "kv_heads": shape.kv_heads // size}
+        if shape.attention_parameters is not None:
+            changes["attention_parameters"] = shape.attention_parameters // size
+        changes["attention_activations"] = shape.attention_activations // size
+    if any(forward.style in EXPERTS for _, _, forward in splits):
+        changes["expert_activations"] = shape.expert_activations // size
+    if mlp:
+        changes["intermediate"] = shape.intermediate // size
+    if any(module is causal.get_output_embeddings() for _, module, _ in splits):
+        changes["vocab"] = -(-shape.vocab // size)
+    return replace(shape, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,277 @@
+"""Wrappers that users put around a model's forwards: compiled code, autocast, heads of TRL, hooks.
+
+Compiled code, accelerate's hooks and TRL's fused head are taken off while a step runs, and put
+back: forkpoint compiles blocks itself, hooks that align devices do nothing on one device, and the
+head computes log-probs in place of logits, as forkpoint's does. Autocast, and
+accelerate's conversion of outputs to float32, are kept, because they decide what is computed. A
+forward that is set on a module and made of anything else is not known; `refusals.code` refuses it.
+"""
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from forkpoint.engine.changes import Changes
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.code_provenance import is_of_code
+from forkpoint.hosts.modules import HOOKS, every_module, forget_lists
+
+ALIGNING_HOOKS = ("ModelHook", "AlignDevicesHook", "SequentialHook")
+"""Classes of accelerate.hooks that change nothing of a model whose tensors are on one device."""
+FUSED_HEAD = ("trl.trainer.utils", "add_fused_lm_head.<locals>._fused_forward")
+"""Where TRL defines the forward that it sets on a model: it computes log-probs where it is asked
+to, and is otherwise the one that was there."""
+FLOAT32_HEAD = (
+    "trl.trainer.grpo_trainer",
+    "GRPOTrainer.__init__.<locals>._cast_lm_head_to_fp32.<locals>.cast_forward_to_fp32",
+)
+"""Where TRL defines the forward of a head whose product is in float32, outside of autocast."""
+DYNAMO = "torch._dynamo.eval_frame"
+
+
+@dataclass(frozen=True)
+class SetForward:
+    """A forward that is set on a module, as what lies around the forward of its class."""
+
+    own: Callable[..., Any]
+    """The forward of the module's class, bound to the module."""
+    kept: tuple[Any, ...]
+    """Outermost first: torch.autocast objects, and accelerate's converters to float32."""
+    removable: bool
+    """Whether there is compiled code, a hook of accelerate or TRL's fused head around it."""
+    in_float32: bool = False
+    """Whether it is a head's, and computes its product in float32."""
+
+    @property
+    def autocasts(self) -> tuple[torch.autocast, ...]:
+        return tuple(layer for layer in self.kept if isinstance(layer, torch.autocast))
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Another forward with what is kept around it."""
+        for layer in reversed(self.kept):
+            if isinstance(layer, torch.autocast):
+                forward = _same_autocast(layer)(forward)
+            else:
+                # As a function: what accelerate wraps is known by its function.
+                made = sys.modules[type(layer).__module__].convert_outputs_to_fp32
+                forward = made(forward)
+        return forward
+
+
+def set_forward(module: nn.Module) -> SetForward | None:
+    """The forward that is set on a module; None where there is none or it is not known."""
+    forward = vars(module).get("forward")
+    kept: list[Any] = []
+    removable = False
+    while forward is not None:
+        bound = isinstance(forward, types.MethodType)
+        if bound and forward.__self__ is not module:
+            return None
+        function: Any = forward.__func__ if bound else forward
+        if bound and _is_of_class(function, type(module)):
+            return SetForward(forward, tuple(kept), removable)
+        if _is(
+            function, "torch.amp.autocast_mode", "autocast_decorator.<locals>.decorate_autocast"
+        ):
+            kept.append(closed_over(function)["autocast_instance"])
+            forward = function.__wrapped__
+        elif _is(
+            function, "accelerate.utils.operations", "convert_outputs_to_fp32.<locals>.forward"
+        ):
+            kept.append(function.__wrapped__)
+            forward = function.__wrapped__.model_forward
+        elif _is_compiled(function):
+            removable = True
+            forward = function._torchdynamo_orig_callable
+        elif not kept and _is(function, *FLOAT32_HEAD):
+            if closed_over(function)["lm_head"] is not module:
+                return None
+            own = types.MethodType(type(module).forward, module)
+            return SetForward(own, (), False, in_float32=True)
+        elif bound and _is(function, *FUSED_HEAD):
+            removable = True
+            forward = closed_over(function)["original_forward"]
+        elif _is(function, "torch._dynamo.external_utils", "wrap_inline.<locals>.inner"):
+            forward = function.__wrapped__  # what torch.compile puts around functions of torch
+        elif _is_hooked(function) and _aligns(vars(module)["_hf_hook"]):
+            removable = True
+            forward = vars(module)["_old_forward"]
+            bound = False
+        else:
+            return None
+        if bound and isinstance(forward, types.FunctionType):
+            forward = types.MethodType(forward, module)
+    return None
+
+
+def in_float32(head: nn.Module) -> bool:
+    """Whether TRL has set a forward on a head that computes its product in float32."""
+    known = set_forward(head)
+    return known is not None and known.in_float32
+
+
+def has_accelerate_hook(module: nn.Module) -> bool:
+    """Whether a module's forward is the one that accelerate's add_hook_to_module sets."""
+    return _is_hooked(vars(module).get("forward"))
+
+
+def is_device_warning(value: Any) -> bool:
+    """Whether an attribute is a module's method with the warning that accelerate puts around it
+    where it has spread the model over devices (`to`, `cuda`)."""
+    return _is(
+        value, "accelerate.big_modeling", "dispatch_model.<locals>.add_warning.<locals>.wrapper"
+    )
+
+
+def autocasts_of(model: nn.Module) -> tuple[torch.autocast, ...]:
+    """The autocasts that are set around forwards of a model's modules."""
+    found = (set_forward(m) for _, m in every_module(model) if "forward" in vars(m))
+    return tuple(autocast for forward in found if forward for autocast in forward.autocasts)
+
+
+@contextmanager
+def entered(autocasts: tuple[torch.autocast, ...]) -> Iterator[None]:
+    """Within it these autocasts are in force, the first one outermost."""
+    with ExitStack() as stack:
+        for autocast in autocasts:
+            stack.enter_context(_same_autocast(autocast))
+        yield
+
+
+class ForwardWrappers:
+    """Takes off what users have put around the forwards of one model."""
+
+    def __init__(self) -> None:
+        self._forwards: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
+        """By module: a forward that was set on it, and the same with what is kept alone. These
+        stay the same objects, so that the model does not look changed at every step."""
+
+    def take_off(self, model: nn.Module, changes: Changes) -> None:
+        """Take off compiled code, hooks and TRL's head until the changes are undone."""
+        found = False
+        for where, module in every_module(model):
+            attributes = vars(module)
+            if attributes.get("_compiled_call_impl") is not None:
+                changes.set(attributes, "_compiled_call_impl", None)
+            if "forward" in attributes:
+                self._take_off_forward(module, changes)
+            children = attributes["_modules"]
+            for name, child in children.items():
+                if is_compiled_module(child):
+                    inside = uncompiled(child, f"{where}.{name}".lstrip("."))
+                    changes.set(children, name, inside)
+                    found = True
+        if found:
+            forget_lists()
+            self.take_off(model, changes)
+
+    def _take_off_forward(self, module: nn.Module, changes: Changes) -> None:
+        known = set_forward(module)
+        if known is None or not known.removable:
+            return
+        attributes = vars(module)
+        before, forward = self._forwards.get(module, (None, known.own))
+        if before is not attributes["forward"]:
+            forward = known.around(known.own)
+            self._forwards[module] = (attributes["forward"], forward)
+        changes.replace_forward(module, forward)
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether torch.compile returned this module."""
+    # Without it loaded nothing is compiled, and to load it takes a second.
+    code = sys.modules.get(DYNAMO)
+    return code is not None and type(module) is code.OptimizedModule
+
+
+def uncompiled(model: Any, name: str = "the model") -> Any:
+    """The model that torch.compile was called with, where this is what it returned.
+
+    Raises UnsupportedError where something was put on the compiled module itself, such as a hook.
+    """
+    while is_compiled_module(model):
+        attributes = vars(model)
+        hooks = any(attributes[kind] for kind in HOOKS)
+        if hooks or not _is_compiled(attributes["forward"]):
+            found = "a hook" if hooks else "a forward"
+            raise UnsupportedError(
+                f"{name} is what torch.compile returned, and has {found} of its own. Compiled code "
+                "is taken off while a step runs, and this with it. Set it on the module within "
+                "(module._orig_mod), or before torch.compile."
+            )
+        model = model._orig_mod
+    return model
+
+
+def _is_of_class(function: Any, kind: type[nn.Module]) -> bool:
+    """Whether a function is the forward of a class, or one that this forward's decorators wrap.
+
+    accelerate's unwrap_model leaves such a one.
+    """
+    own: Any = kind.forward
+    while own is not None:
+        if own is function:
+            return True
+        own = getattr(own, "__wrapped__", None)
+    return False
+
+
+def _is(function: Any, module: str, qualname: str) -> bool:
+    """Whether a function was defined in a module by this name."""
+    return isinstance(function, types.FunctionType) and is_of_code(
+        function.__code__, qualname, module
+    )
+
+
+def _is_hooked(function: Any) -> bool:
+    """Whether accelerate's add_hook_to_module made this function."""
+    return isinstance(function, functools.partial) and _is(
+        function.func, "accelerate.hooks", "add_hook_to_module.<locals>.new_forward"
+    )
+
+
+def _is_compiled(function: Any) -> bool:
+    """Whether torch.compile returned this function."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    code = sys.modules.get(DYNAMO)
+    return (
+        code is not None
+        and "_torchdynamo_orig_callable" in vars(function)
+        and function.__code__.co_filename == code.__file__
+    )
+
+
+def _aligns(hook: Any) -> bool:
+    """Whether a hook of accelerate does nothing but move inputs and outputs between devices."""
+    kind = type(hook)
+    if kind.__module__ != "accelerate.hooks" or kind.__name__ not in ALIGNING_HOOKS:
+        return False
+    if kind.__name__ == "SequentialHook":
+        return all(_aligns(part) for part in hook.hooks)
+    if kind.__name__ == "AlignDevicesHook" and hook.offload:
+        return False
+    return not hook.no_grad
+
+
+def closed_over(function: types.FunctionType) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    names = function.__code__.co_freevars
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def _same_autocast(autocast: torch.autocast) -> torch.autocast:
+    """Another autocast of the same options: one that is in force already keeps its state in it."""
+    return torch.autocast(
+        autocast.device,
+        dtype=autocast.fast_dtype,
+        enabled=autocast._enabled,
+        cache_enabled=autocast._cache_enabled,
+    )

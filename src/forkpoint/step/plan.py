@@ -1,0 +1,317 @@
+"""The first stage of a step: a request is checked, and its batch planned, on this rank alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import is_dataclass, replace
+
+from forkpoint.config import Config
+from forkpoint.engine.host import Host
+from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
+from forkpoint.hosts.topology import check_reduced
+from forkpoint.losses.base import Loss, LossFunction, as_loss, check_denominators, is_own
+from forkpoint.losses.views import check_range
+from forkpoint.losses.zeros import zero_rollouts
+from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.routing import RouterDemand
+from forkpoint.plan.runs import run_lengths
+from forkpoint.plan.shared_prompts import PlannedPrompt
+from forkpoint.rollouts.batch import RolloutBatch, short
+from forkpoint.step.request import (
+    BackwardRequest,
+    LocalStep,
+    Request,
+    ScoreRequest,
+    StepPolicy,
+    TrainRequest,
+    demand_of,
+)
+from forkpoint.step.router_steps import (
+    RouterWork,
+    called,
+    check_averaged,
+    check_routed_experts,
+    has_several_batches,
+    router_work,
+)
+from forkpoint.tree.forest import IntArray
+
+
+def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
+    """Check a request, and plan its batch.
+
+    Raises as `Policy.forward_backward` for whatever keeps this rank from running it.
+    """
+    if isinstance(request, TrainRequest):
+        return _check_training(policy, request)
+    if isinstance(request, ScoreRequest):
+        return _check_scores(policy, request)
+    assert isinstance(request, BackwardRequest)
+    return _check_backward(policy, request)
+
+
+def _check_training(policy: StepPolicy, request: TrainRequest) -> LocalStep:
+    host, batch = policy.host, as_batch(request.batch)
+    check_batch(host, batch)
+    if request.announced:
+        _check_reduction(policy)
+    loss = as_loss(request.loss)
+    loss.check_head(host.head)
+    if len(batch):
+        loss.check(batch)
+    check_range(batch, host.loss_dtype)
+    check_routed_experts(host, batch)
+    router, counts = request.router, request.router_counts
+    fingerprint = host.check(batch, training=True, routed=router is not None)
+    check_denominators(request.denominators)
+    scale = finite("scale", request.scale)
+    work = router_work(host, batch, router, counts, expert_counts=request.expert_counts)
+    if work and router is not None:
+        check_averaged(host.group, loss)
+    call = f"forward_backward of {describe_loss(loss)}, denominators={request.denominators}"
+    return LocalStep(
+        request=request,
+        batch=batch,
+        plan=_plan(policy, request, batch, loss, work),
+        call=call + called(router, counts, expert_counts=request.expert_counts),
+        fingerprint=fingerprint,
+        loss=loss,
+        scale=scale,
+        routers=work,
+        factors=(scale,),
+    )
+
+
+def _check_scores(policy: StepPolicy, request: ScoreRequest) -> LocalStep:
+    host, batch = policy.host, as_batch(request.batch)
+    check_batch(host, batch)
+    if request.training:
+        _check_reduction(policy)
+    check_range(batch, host.loss_dtype)
+    check_routed_experts(host, batch)
+    if request.entropy and host.head == "values":
+        raise UnsupportedError(
+            "entropies were asked for, but the model is a critic, which gives values; ask "
+            "the policy for them, or leave entropy=True out."
+        )
+    router = request.router
+    fingerprint = host.check(batch, training=request.training, routed=router is not None)
+    settings = host.settings() if request.training else None
+    if request.returns_router_loss and has_several_batches(host.group):
+        raise UnsupportedError(
+            "policy.logprobs was given router= on several ranks, where a loss computed "
+            "from it is each rank's own and the router loss is of all their rollouts. Give "
+            "router= to policy.forward_backward."
+        )
+    work = router_work(host, batch, router, expert_counts=request.expert_counts)
+    call = f"{'logprobs' if request.training else 'score'}, entropy={request.entropy}"
+    return LocalStep(
+        request=request,
+        batch=batch,
+        plan=_plan(policy, request, batch, None, work),
+        call=call + called(router, expert_counts=request.expert_counts),
+        fingerprint=fingerprint,
+        routers=work,
+        settings=settings,
+    )
+
+
+def _check_backward(policy: StepPolicy, request: BackwardRequest) -> LocalStep:
+    host, first, weights = policy.host, request.first, request.weights
+    first.check_settings(host.settings())
+    first.check_weights()
+    fingerprint = host.check(first.batch, training=True, routed=first.routing is not None)
+    first.done = True
+    given = (*weights.values(), request.router_weight)
+    return LocalStep(
+        request=request,
+        batch=first.batch,
+        plan=first.plan,
+        call=f"backward of logprobs, entropies {'entropies' in weights}",
+        fingerprint=fingerprint,
+        factors=tuple(0.0 if w is None else float(w.double().norm()) for w in given),
+    )
+
+
+# Plans
+# ------------------------------------------------------------
+
+
+def plan_batch(
+    policy: StepPolicy,
+    batch: RolloutBatch,
+    loss: Loss | LossFunction | None,
+    routers: RouterDemand | None,
+) -> Plan:
+    """The plan of a batch within the policy's memory budget; it becomes the last one planned."""
+    budgets = policy.model_state.budgets
+    budget_bytes = budgets.of(policy.host, policy.config)
+    plan = plan_within(policy, batch, loss, budget_bytes, routers)
+    budgets.planned(plan)
+    return plan
+
+
+def plan_within(
+    policy: StepPolicy,
+    batch: RolloutBatch,
+    loss: Loss | LossFunction | None,
+    budget_bytes: int | None,
+    routers: RouterDemand | None,
+    *,
+    prompts: tuple[PlannedPrompt, ...] | None = None,
+) -> Plan:
+    """The plan of a batch within a memory budget.
+
+    Args:
+        policy: its model and options.
+        batch: the rollouts.
+        loss: None for scores and log-probs.
+        budget_bytes: for activations and prefix cache; None is no limit.
+        routers: demands of router statistics.
+        prompts: prompts that ranks exchange.
+    """
+    host, config = policy.host, policy.config
+    loss = None if loss is None else as_loss(loss)
+    coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
+    given = config.memory_budget_bytes is not None
+    return make_plan(
+        batch,
+        host.shape,
+        replace(config, memory_budget=budget_bytes) if given else config,
+        coupling=coupling,
+        calibration=policy.model_state.calibration(host, config),
+        capabilities=host.capabilities,
+        measured_budget_bytes=budget_bytes,
+        tempers=host.head == "logprobs",
+        routers=routers,
+        prompts=prompts,
+        runs=_edges_to_run(policy, batch, loss, routers),
+    )
+
+
+def _edges_to_run(
+    policy: StepPolicy, batch: RolloutBatch, loss: Loss | None, routers: RouterDemand | None
+) -> IntArray:
+    """How many edges of each rollout a call needs: int64 [N]. `loss` is None for log-probs."""
+    zero = None
+    # Rollouts of other ranks may be coupled with those that are zero here.
+    gathers = loss is not None and loss.across_ranks and policy.host.group is not None
+    if loss is not None and not gathers and not policy.config.all_logprobs:
+        zero = zero_rollouts(loss, batch)
+    last_tokens = routers is not None and routers.last_tokens
+    return run_lengths(batch, zero, whole=routers is not None, last_tokens=last_tokens)
+
+
+def _plan(
+    policy: StepPolicy,
+    request: Request,
+    batch: RolloutBatch,
+    loss: Loss | None,
+    work: RouterWork | None,
+) -> Plan:
+    """The plan of a request: a new one, or the one that the caller gave, if it is right."""
+    plan, demand = request.plan, demand_of(work, request)
+    if plan is None:
+        return plan_batch(policy, batch, loss, demand)
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"the plan is {short(plan)} of type {type(plan).__name__}; give one that "
+            "policy.plan(batch) made, or None."
+        )
+    if plan.split == "exchange":
+        raise PlanError(
+            "this plan is of a step in which ranks exchanged prefix caches, and says nothing "
+            "of the other ranks. Make a plan with policy.plan(batch), or give none."
+        )
+    plan.check_batch(batch)
+    plan.check_host(policy.host.capabilities)
+    if loss is not None and loss.decomposition != "token":
+        plan.check_coupling(batch, loss.coupling(batch))
+    if work is not None:
+        work.check_plan(plan, scored=request.scores)
+    plan.check_runs(batch, _edges_to_run(policy, batch, loss, demand))
+    return plan
+
+
+# Arguments
+# ------------------------------------------------------------
+
+
+def as_batch(given: object) -> RolloutBatch:
+    """A batch itself, or the batch of a list of rollouts.
+
+    Raises RolloutError for anything else.
+    """
+    if isinstance(given, RolloutBatch):
+        return given
+    if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        return RolloutBatch(given)
+    raise RolloutError(
+        f"the batch is {short(given)} of type {type(given).__name__}; it takes a RolloutBatch, or "
+        "a list of Rollout objects."
+    )
+
+
+def check_batch(host: Host, batch: RolloutBatch) -> None:
+    """Raises RolloutError for a batch without rollouts, unless other ranks have some."""
+    if not len(batch) and host.group is None:
+        raise RolloutError(
+            "There are no rollouts; a batch takes at least one, but for a rank that has none "
+            "in a step of several ranks."
+        )
+
+
+def finite(name: str, value: object) -> float:
+    """An argument as a number: it may be one of Python, numpy or a tensor of one element."""
+    try:
+        number = float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{name} is {short(value)}; it takes a finite number.")
+    return number
+
+
+def describe_loss(loss: Loss) -> str:
+    """A loss's class and options, as far as they can be told; of a function, that it is one."""
+    if is_own(loss):
+        return "a function"
+    return repr(loss) if is_dataclass(loss) else type(loss).__qualname__
+
+
+def check_config(host: Host, config: Config) -> None:
+    """Raises ConfigError where a configuration does not fit what holds the model on ranks."""
+    topology, on_ranks = host.topology, host.group is not None
+    if config.gather != "auto" and not topology.reduces:
+        raise ConfigError(
+            f"gather is {config.gather!r}, and this rank has all of the model's weights. Leave "
+            "the option out, or shard the model with fully_shard."
+        )
+    if config.gather == "step" and not topology.gathers:
+        raise ConfigError(
+            "gather is 'step', and transformers has split the model over ranks: its own "
+            "collectives lie within forwards, so ranks run in lockstep. Leave the option out."
+        )
+    if config.split == "exchange" and (not on_ranks or topology.shares_batches):
+        why = (
+            "transformers has split the model over ranks, of which each has a part of every prefix "
+            "cache"
+            if on_ranks
+            else "this rank trains its model alone"
+        )
+        raise ConfigError(
+            f"split is 'exchange', and {why}. Leave the option out; prompts are exchanged by "
+            "ranks of fully_shard and DistributedDataParallel."
+        )
+    if topology.reduces and config.grad_accumulation_dtype == "float32":
+        raise ConfigError(
+            "grad_accumulation_dtype is 'float32', and the model is sharded by fully_shard, "
+            "which adds up gradients itself, in its reduce_dtype. Leave the option out and "
+            "shard with mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)."
+        )
+
+
+def _check_reduction(policy: StepPolicy) -> None:
+    """Look at who reduces gradients over ranks, before the first of them."""
+    if not policy.model_state.checked_reduction:
+        check_reduced(policy.host.model, policy.host.group)
+        policy.model_state.checked_reduction = True

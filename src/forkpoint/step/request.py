@@ -1,0 +1,175 @@
+"""Typed values that pass between the stages of a step (see step_run.py)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from forkpoint.config import Config, Gather
+from forkpoint.engine.host import Host, Settings
+from forkpoint.engine.prompt_exchange import PromptExchange
+from forkpoint.engine.timing import Observer
+from forkpoint.engine.transaction import StepOutcome
+from forkpoint.losses.base import Denominators, Loss, LossFunction, is_own
+from forkpoint.losses.router import RouterLoss
+from forkpoint.parallel.statistics import StatisticsOfRanks
+from forkpoint.parallel.step import RankStep
+from forkpoint.plan import Plan
+from forkpoint.plan.program import Program
+from forkpoint.plan.routing import RouterDemand
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.step.differentiable import FirstHalf
+from forkpoint.step.router_steps import RouterWork
+from forkpoint.step.state import ModelState
+
+Rollouts = RolloutBatch | Sequence[Rollout]
+"""Argument of a policy's calls: a batch, or the rollouts of one."""
+
+
+class StepPolicy(Protocol):
+    """A policy as the stages of a step see it: see `forkpoint.Policy`."""
+
+    observer: Observer | None
+    last_step: StepOutcome | None
+
+    @property
+    def host(self) -> Host: ...
+    @property
+    def config(self) -> Config: ...
+    @property
+    def model_state(self) -> ModelState: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """One call of a policy: its arguments, before they are checked."""
+
+    training: ClassVar[bool] = True
+    """Whether forwards record a graph."""
+    scores: ClassVar[bool] = False
+    """Whether forwards alone run."""
+    sampled: ClassVar[bool] = True
+    """Whether the model is compared with its stock forward on a sample, where that is due."""
+    announced: ClassVar[bool] = True
+    """Whether `Policy.last_step` and notes on exceptions tell what became of the gradients."""
+
+    batch: Rollouts
+    plan: Plan | None = None
+    """The one that the caller gave, if any."""
+    router: RouterLoss | None = None
+    expert_counts: bool = False
+    """Whether experts are counted without a router loss too."""
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks may exchange prompts that several of them have."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainRequest(Request):
+    """A call of `forward_backward`: see there for the fields."""
+
+    loss: Loss | LossFunction
+    denominators: Denominators | None = None
+    scale: float = 1.0
+    router_counts: Tensor | None = None
+
+    @property
+    def exchanges(self) -> bool:
+        return self.router is None and not self.expert_counts
+
+
+class ComparedRequest(TrainRequest):
+    """A step that `verify` compares: it is no step of the user's."""
+
+    announced: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreRequest(Request):
+    """A call of `score`, or of `logprobs` without gradients."""
+
+    training: ClassVar[bool] = False
+    scores: ClassVar[bool] = True
+    announced: ClassVar[bool] = False
+
+    entropy: bool = False
+    returns_router_loss: bool = False
+    """Whether the value of the router loss is returned beside log-probs, for losses of the
+    caller's."""
+
+
+class LogprobsRequest(ScoreRequest):
+    """A call of `logprobs` whose values are to be differentiated: a backward may follow."""
+
+    training: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BackwardRequest(Request):
+    """The backward of a call of `logprobs`, of which `batch` and `plan` are."""
+
+    sampled: ClassVar[bool] = False
+
+    first: FirstHalf
+    weights: Mapping[str, Tensor | None]
+    """Gradients by name of the values, [T] each."""
+    router_weight: Tensor | None = None
+    """The gradient of the router loss, a scalar."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalStep:
+    """This rank's step: a request that was checked, and its plan."""
+
+    request: Request
+    batch: RolloutBatch
+    plan: Plan
+    call: str
+    """The call, with the options that must be the same on every rank."""
+    fingerprint: int
+    """Of the model in its present state."""
+    loss: Loss | None = None
+    scale: float = 1.0
+    routers: RouterWork | None = None
+    settings: Settings | None = None
+    """Of the model; only where a backward may follow."""
+    factors: tuple[float, ...] = ()
+    """Numbers that must agree between ranks with the same batch, up to rounding."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over ranks, each of which has a loss by itself."""
+        return self.loss is None or is_own(self.loss)
+
+    @property
+    def router_demand(self) -> RouterDemand | None:
+        """The demands of router statistics on the plan."""
+        return demand_of(self.routers, self.request)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AgreedStep:
+    """The step that runs, on which ranks have agreed."""
+
+    local: LocalStep
+    plan: Plan
+    program: Program
+    """The instructions that run."""
+    ranks: RankStep
+    sample: RolloutBatch | None
+    """Rollouts to compare the model on; None where that is not due."""
+    denominators: Denominators | None = None
+    """Counts of all ranks' rollouts, where they share a loss; None: this rank's are taken."""
+    statistics: StatisticsOfRanks | None = None
+    """Of routers, over all ranks."""
+    exchange: PromptExchange | None = None
+    gather: Gather | None = None
+    """How sharded weights are held."""
+
+
+def demand_of(routers: RouterWork | None, request: Request) -> RouterDemand | None:
+    """The demands of a request's router statistics on its plan."""
+    return None if routers is None else routers.demand(scored=request.scores)

@@ -1,0 +1,339 @@
+"""A step, from the arguments of a policy's call to its results.
+
+    Request ─check_and_plan─► LocalStep ─agree─► AgreedStep ─execute─► Executed ─finish─► StepStats
+
+`perform` is that path, the same for `forward_backward`, `score`, `logprobs`, the backward of
+`logprobs`, and for the steps that `verify` compares. Stages are functions, and values between them
+are frozen (step_request.py). Everything that a stage changes outside of them, of the model, of
+gradients or of the thread, it changes through one transaction (engine/transaction.py).
+
+- `check_and_plan` (step_plan.py): refuses what has not been shown exact, and plans the batch.
+- `agree` (step_agree.py): one exchange with the other ranks; nothing in one process.
+- `execute`: the self-check on a sample, where that is due, then the engine's passes.
+- `finish`: one function for each kind of result. It waits for the device, whose errors it raises.
+
+`attempt` runs the path in a transaction, together with the other ranks. `run` repeats an attempt of
+one process whose compiler has failed, or which has run out of memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from forkpoint.config import Config
+from forkpoint.engine.distributed import holder_of
+from forkpoint.engine.engine import Engine, PassResult
+from forkpoint.engine.route_replay import RouteReplay
+from forkpoint.engine.routing import Routing
+from forkpoint.engine.transaction import Transaction, retry_with_eager_blocks
+from forkpoint.errors import ForkpointError, RankError
+from forkpoint.losses.views import batch_denominators
+from forkpoint.parallel.call import run_on_ranks
+from forkpoint.step.agree import agree
+from forkpoint.step.differentiable import Differentiable, FirstHalf, GivenWeights, Pending
+from forkpoint.step.plan import check_and_plan
+from forkpoint.step.request import (
+    AgreedStep,
+    BackwardRequest,
+    LogprobsRequest,
+    Request,
+    ScoreRequest,
+    StepPolicy,
+    TrainRequest,
+)
+from forkpoint.step.results import Scores, StepStats
+from forkpoint.step.router_steps import route_replay
+from forkpoint.step.weight_changes import Weights
+
+T = TypeVar("T")
+ROUTER = "router_loss"
+"""The name of a router loss among the values that gradients are computed by."""
+
+
+@dataclass(frozen=True, eq=False)
+class Executed:
+    """Results of the passes of a step, and the features that have results too."""
+
+    passes: PassResult
+    routing: Routing | None
+    replay: RouteReplay | None
+    own_router_loss: float | None = None
+    """This rank's part of the router loss, where no backward has computed it."""
+
+
+Finish = Callable[[StepPolicy, AgreedStep, Executed], T]
+"""Makes the result of a step of what its passes have computed."""
+
+
+def run(policy: StepPolicy, request: Request, finish: Finish[T]) -> T:
+    """Run a request: with eager blocks if the compiler fails, and once more if memory runs out.
+
+    Memory is then planned for with a lower budget; a plan of the caller's has no other. Nothing is
+    repeated where earlier gradients were lost, or where several ranks would have to do so together.
+    """
+    before = policy.last_step
+    work = partial(attempt, policy, request, finish)
+    try:
+        return retry_with_eager_blocks(policy.host, work)
+    except torch.OutOfMemoryError:
+        step, budgets = policy.last_step, policy.model_state.budgets
+        lost = step is not None and step is not before and step.gradients == "cleared"
+        if lost or request.plan is not None or not budgets.lower(policy.host, policy.config):
+            raise
+    return retry_with_eager_blocks(policy.host, work)
+
+
+def attempt(policy: StepPolicy, request: Request, finish: Finish[T], transaction: Transaction) -> T:
+    """Run a request once, in a transaction and together with the other ranks.
+
+    If it raises, everything is as before, unless `transaction.is_committed()`.
+    """
+    work = partial(perform, policy, request, finish)
+    group = policy.host.group
+    if group is None:
+        return transaction.run(work)
+    return run_on_ranks(
+        group.ranks,
+        partial(transaction.run, work),
+        lockstep=group.lockstep,
+        succeeded=transaction.is_committed,
+    )
+
+
+def perform(policy: StepPolicy, request: Request, finish: Finish[T], transaction: Transaction) -> T:
+    """Take a request through all stages, within `transaction.run`."""
+    policy.host.prepare(transaction.changes)
+    local = check_and_plan(policy, request)
+    agreed = agree(policy, local)
+    if request.announced:
+        policy.last_step = transaction.announce()
+    executed = execute(policy, agreed, transaction)
+    return finish(policy, agreed, executed)
+
+
+# Execution
+# ------------------------------------------------------------
+
+
+def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) -> Executed:
+    """Compare the model on a sample, where that is due, and run the passes of the step."""
+    _check_sample(policy, agreed, transaction)
+    host, local, plan = policy.host, agreed.local, agreed.plan
+    request, batch = local.request, local.batch
+    replay = route_replay(host, plan, batch)
+    routing = None
+    if local.routers is not None:
+        routing = local.routers.routing(plan, host, agreed.statistics)
+    if isinstance(request, ScoreRequest):
+        return _score(policy, agreed, request, transaction, routing, replay)
+    if isinstance(request, BackwardRequest):
+        first, weight = request.first.routing, request.router_weight
+        routing = None if first is None or weight is None else first.again(weight)
+    engine = Engine(
+        host,
+        _restoring(policy),
+        policy.model_state.staging_of(plan, host, policy.config),
+        ranks=agreed.ranks,
+        routing=routing,
+        replay=replay,
+        exchange=agreed.exchange,
+        observers=() if policy.observer is None else (policy.observer,),
+    )
+    if isinstance(request, BackwardRequest):
+        look = request.first.check_values
+        result = engine.backward(transaction, plan, batch, request.weights, look)
+    else:
+        assert isinstance(request, TrainRequest) and local.loss is not None
+        counts = request.denominators or agreed.denominators or batch_denominators(batch)
+        result = engine.forward_backward(transaction, plan, batch, local.loss, counts, local.scale)
+    host.compiling.proven = host.compiles
+    return Executed(result, routing, replay)
+
+
+def _score(
+    policy: StepPolicy,
+    agreed: AgreedStep,
+    request: ScoreRequest,
+    transaction: Transaction,
+    routing: Routing | None,
+    replay: RouteReplay | None,
+) -> Executed:
+    """Run forwards alone, and end them on all ranks."""
+    engine = Engine(policy.host, policy.config, routing=routing, replay=replay)
+    if routing is not None:
+        routing.sums = request.router is not None
+    result = engine.score(
+        transaction,
+        agreed.plan,
+        agreed.local.batch,
+        entropy=request.entropy,
+        program=agreed.program,
+    )
+    own = None
+    if routing is not None and routing.sums:
+        routing.gather(agreed.ranks)
+        own = float(routing.value())
+    ending = None if routing is None else partial(routing.ending, own)
+    agreed.ranks.finish(torch.zeros(()), None, gradients=False, router=ending)
+    return Executed(result, routing, replay, own)
+
+
+def _restoring(policy: StepPolicy) -> Config:
+    """The configuration, with gradients restored while a compiled backward may yet fail."""
+    host = policy.host
+    if not host.compiles or host.compiling.proven:
+        return policy.config
+    return replace(policy.config, restore_grads=True)
+
+
+def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) -> None:
+    """Compare the model with its stock forward on a sample, where that is due. Collective.
+
+    After it weights are held as was agreed.
+    """
+    holder = holder_of(policy.host.group)
+    if agreed.sample is not None:
+        try:
+            policy.model_state.checks.run(
+                transaction,
+                policy.host,
+                policy.config,
+                agreed.sample,
+                agreed.local.fingerprint,
+                training=agreed.local.request.training,
+                on_any_rank=agreed.ranks.any_rank,
+            )
+        except RankError:  # of another rank, of which all know
+            raise
+        except ForkpointError as error:
+            if holder.lockstep:
+                # It came within the forwards. If it did on this rank alone, the others wait in
+                # what these gather, and do not come to the exchange below.
+                agreed.ranks.may_be_missed(error)
+            holder.reshard()
+            agreed.ranks.same(error)
+            raise
+        holder.reshard()
+        agreed.ranks.same(None)
+    if agreed.gather is not None:
+        holder.use(agreed.gather, transaction.changes)
+
+
+# Results
+# ------------------------------------------------------------
+
+
+def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) -> StepStats:
+    """The results of `forward_backward`."""
+    result, plan, device = executed.passes, agreed.plan, policy.host.device
+    routing, replay, end = executed.routing, executed.replay, agreed.ranks.router
+    # An error of the device is raised here at the latest: the loss is waited for.
+    loss = policy.model_state.ratios.read(
+        result.loss, result.per_token.get("logprobs"), agreed.local.batch
+    )
+    router_loss = None
+    if routing is not None and agreed.local.request.router is not None:
+        router_loss = float(routing.loss) if end is None else end.loss
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return StepStats(
+        loss=loss,
+        logical_tokens=plan.logical_tokens,
+        unique_tokens=plan.unique_tokens,
+        computed_tokens=plan.computed_tokens,
+        plan=plan,
+        events=result.events,
+        phase_ms=result.phase_ms,
+        event_ms=result.event_ms,
+        event_memory_bytes=result.event_memory_bytes,
+        peak_memory_bytes=peak,
+        per_token={name: x_T.detach() for name, x_T in result.per_token.items()},
+        offload=result.offload,
+        router_loss=router_loss,
+        experts=routing.counts(end) if routing else None,
+        routes=replay.routes if replay else None,
+    )
+
+
+def finish_scores(policy: StepPolicy, agreed: AgreedStep, executed: Executed) -> Scores:
+    """The results of `score`."""
+    result, own = executed.passes, executed.own_router_loss
+    routing, replay, end = executed.routing, executed.replay, agreed.ranks.router
+    return Scores(
+        result.per_token,
+        agreed.plan,
+        result.events,
+        router_loss=own if own is None or end is None else end.loss,
+        own_router_loss=own,
+        experts=routing.counts(end) if routing else None,
+        routes=replay.routes if replay else None,
+    )
+
+
+# Log-probs with a backward
+# ------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Scores, and values that a later backward of them needs."""
+
+    step: AgreedStep
+    scores: Scores
+    routing: Routing | None
+
+
+def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
+    """Log-probs [T] (entropies, the router loss) of a batch; for a `LogprobsRequest` with a graph.
+
+    The backward runs the plan again, at the end of the backward that asks for it.
+    """
+    found = run(policy, request, _finish_logprobs)
+    host = policy.host
+    names = (host.head, "entropies") if request.entropy else (host.head,)
+    values = tuple(found.scores.per_token[name] for name in names)
+    if found.routing is not None:
+        names, values = (*names, ROUTER), (*values, found.routing.value())
+    if not isinstance(request, LogprobsRequest):
+        return values
+    local = found.step.local
+    assert local.settings is not None
+    weights = Weights(host.named_parameters(), host.named_buffers())
+    first = FirstHalf(
+        local.batch,
+        found.scores.plan,
+        # Others than those that are given away, which callers may write to.
+        found.scores.per_token[host.head].clone(),
+        host.compute_dtype,
+        local.settings,
+        weights,
+        found.routing,
+    )
+    backward = partial(_backward, policy, first)
+    pending = Pending(names, weights, first, backward, listens=host.topology.listens)
+    return Differentiable.apply(pending, len(values), *values, *pending.leaves)
+
+
+def _finish_logprobs(policy: StepPolicy, agreed: AgreedStep, executed: Executed) -> Logprobs:
+    return Logprobs(agreed, finish_scores(policy, agreed, executed), executed.routing)
+
+
+def _backward(policy: StepPolicy, first: FirstHalf, given: GivenWeights) -> None:
+    """Add the gradients of the values of `first`, times the weights given by name, to `.grad`."""
+    weights = {name: weight for name, weight in given.items() if name != ROUTER}
+    request = BackwardRequest(
+        batch=first.batch,
+        plan=first.plan,
+        first=first,
+        weights=weights,
+        router_weight=given.get(ROUTER),
+    )
+    run(policy, request, _finish_backward)
+
+
+def _finish_backward(policy: StepPolicy, agreed: AgreedStep, executed: Executed) -> None:
+    if policy.host.device.type == "cuda":
+        torch.cuda.synchronize(policy.host.device)  # an error of the device is raised here
