@@ -155,6 +155,6 @@ def test_changed_folders(base: tuple[Path, list[str]], capsys: pytest.CaptureFix
             elif command[0] == "report":
                 structure = Structure()
                 structure.feed(page.read_text(encoding="utf-8"))
-                assert structure.scripts == 2, said
+                assert structure.scripts == 0, said
     assert min(codes["report 0"], codes["report 2"]) > CASES / 6, codes
     assert min(codes["replay 0"], codes["replay 2"]) > 0, codes
