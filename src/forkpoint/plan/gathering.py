@@ -16,7 +16,7 @@ from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.link import LinkPrices
 from forkpoint.plan.pricing.measured import MeasuredMeter
-from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, CountedMeter, Meter, TokenMeter
+from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, NOISE, CountedMeter, Meter, TokenMeter
 from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
 
 GATHER_TOKENS = 2048
@@ -26,8 +26,6 @@ A token's forward takes 2 FLOPs for each weight, and gathering moves 2 bytes for
 FLOPs that a rank computes while a byte arrives. At 500 TFLOPS it stands for 244 GB/s, about what
 GPUs of one host gather at. It is taken where no calibration has measured the link.
 """
-NOISE = 0.005
-"""Gathering for each microbatch takes less memory, and is preferred within so much."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,7 @@ def choose_gathering(
             return Gathering("microbatch", f"rank {name}: {cost.why_not}")
     lockstep, once, own = predicted(aligned, costs)
     idle = 1 - own / lockstep if lockstep else 0.0
+    # Gathering for each microbatch takes less memory.
     if once < lockstep * (1 - NOISE):
         return Gathering(
             "step",

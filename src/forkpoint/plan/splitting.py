@@ -14,10 +14,8 @@ from forkpoint.plan.gathering import (
     predicted,
 )
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.meters import NOISE
 from forkpoint.plan.program import Program
-
-NOISE = 0.005
-"""Replication needs nothing of the link, and is preferred within so much."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,7 @@ def choose_split(asked: str, replicated: float, exchanged: float) -> Splitting:
     """Replication or exchange, of which the predicted costs are given, links included."""
     if asked == "exchange":
         return Splitting("exchange", "as asked")
+    # Replication needs nothing of the link.
     if exchanged < replicated * (1 - NOISE):
         ratio = replicated / exchanged if exchanged else 1.0
         return Splitting("exchange", f"predicted {ratio:.2f}x faster than replicating prompts")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.host import FoundRouter
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan.pricing.cost import dense_work
@@ -15,7 +16,7 @@ from forkpoint.plan.runs import run_lengths
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.request import StepPolicy
 from forkpoint.step.router_steps import RouterWork
-from forkpoint.verify.dense_routers import DenseRouters
+from forkpoint.verify.dense import DenseRouters
 from forkpoint.verify.memory import Needs
 from forkpoint.verify.plans import Choice, Planning
 from forkpoint.verify.progress import Clock, Run, VerifyProgress
@@ -76,9 +77,9 @@ class Work:
             return None
         host = self.policy.host
         names = {module: name for name, module in host.model.named_modules()}
-        modules = [model.get_submodule(names[router]) for router in host.routers.modules]
+        found = [names[router.module] for router in host.routers.found]
         return DenseRouters(
-            modules,
+            [FoundRouter(name, model.get_submodule(name)) for name in found],
             self.routed.terms,
             self.changes,
             last_token=self.last_tokens,
