@@ -128,7 +128,7 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
             for level, parents in zip(table.levels, before, strict=True):
                 level.parents = parents
 
-    for operator in (delta_rule.operator, selective_scan.operator):
+    for operator in (delta_rule.operator, selective_scan):
         monkeypatch.setattr(operator, "over_levels", shifted)
 
 

@@ -15,9 +15,8 @@ from forkpoint.parallel.placement.paths import Paths
 from forkpoint.plan import ModelShape, Plan, Work
 from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS
 from forkpoint.plan.packing import microbatches_mixed, microbatches_of_whole_paths
-from forkpoint.plan.planner import NOISE
 from forkpoint.plan.predict import plan_cost
-from forkpoint.plan.pricing.meters import meter_of
+from forkpoint.plan.pricing.meters import NOISE, meter_of
 from forkpoint.plan.program import Program
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from forkpoint import Plan, Policy, Rollout, RolloutBatch
+from forkpoint import Plan, Policy, Rollout, RolloutBatch, StepStats
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, follow
+from forkpoint.engine.host import FoundRouter
+from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay, Routes
+from forkpoint.engine.transaction import Transaction
+from forkpoint.hosts.routers import find_routers, force_routers
+from forkpoint.losses.base import Loss
+from forkpoint.step.request import ComparedRequest
+from forkpoint.step.run import attempt, finish_training
 
 TWO_OF_EIGHT = {"num_experts_per_tok": 2, "num_local_experts": 8}
 SMALL = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 32}
@@ -140,21 +146,28 @@ def chosen_experts(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
             hook.remove()
 
 
-def found_routers(model: nn.Module) -> tuple[Router, ...]:
+def found_routers(model: nn.Module) -> tuple[FoundRouter, ...]:
     with Changes() as changes:
         return find_routers(model, changes)
 
 
 @contextmanager
-def routed(
-    model: nn.Module, routers: tuple[Router, ...], routes: Routes, *, record: bool = False
-) -> Iterator[RoutedRun]:
+def forced(
+    model: nn.Module, routers: tuple[FoundRouter, ...], routes: Routes, *, record: bool = False
+) -> Iterator[ForcedRoutes]:
+    """Within it the stock model is forced to the routes, or records them."""
     with Changes() as changes:
-        yield RoutedRun(model, routers, routes, changes, record=record)
+        run = ForcedRoutes(routes, len(routers), torch.device("cpu"), record=record)
+        force_routers(routers, run, changes, model)
+        yield run
 
 
-@contextmanager
-def following(run: RoutedRun, policy: Policy, plan: Plan, batch: RolloutBatch) -> Iterator[None]:
-    with Changes() as changes:
-        follow(run, policy, plan, batch, changes)
-        yield
+def forced_step(
+    policy: Policy, batch: RolloutBatch, loss: Loss, plan: Plan, routes: Routes
+) -> tuple[StepStats, RouteReplay]:
+    """A step of the plan that is forced to the routes."""
+    routers = found_routers(policy.host.model)
+    device = policy.host.device
+    run = RouteReplay(routes, len(routers), device, plan, batch, routers=routers)
+    request = ComparedRequest(batch=batch, loss=loss, plan=plan, replay=run)
+    return attempt(policy, request, finish_training, Transaction(device)), run

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from forkpoint import Config, RolloutBatch, UnsupportedError, wrap
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.route_replay import Routes
 from forkpoint.engine.routing import Routing
 from forkpoint.hosts.checkpointing import checkpoint_blocks
-from forkpoint.hosts.routes import Routes
+from forkpoint.hosts.routers import WATCHED
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.step.router_steps import router_work
 from forkpoint.testing import lifted_upcasts, tiny_model
-from forkpoint.verify.dense import DenseRun, dense_run
-from forkpoint.verify.dense_routers import DenseRouters
+from forkpoint.verify.dense import DenseRouters, DenseRun, dense_run
 from lanes import slow_besides
 
 TREE = Config(sharing="tree", max_microbatch_tokens=24, compile_blocks=False)
@@ -55,7 +55,7 @@ def one_by_one(
         if checkpointed:
             checkpoint_blocks(host.blocks, "full", changes, but=None)
         routers = DenseRouters(
-            host.routers.modules, work.terms, changes, last_token=router.last_token
+            host.routers.found, work.terms, changes, last_token=router.last_token
         )
         return dense_run(model, batch, GRPO(), head_tokens=head_tokens, routers=routers)
 
@@ -95,7 +95,7 @@ def test_rollouts_one_by_one_are_one_graph(
 
 
 def test_routes_of_last_tokens_have_keys() -> None:
-    plain, routes = Routes(BATCH).keys_T, Routes(BATCH, last_tokens=True).keys_T
+    plain, routes = Routes.to_record(BATCH).keys_T, Routes.to_record(BATCH, last_tokens=True).keys_T
     last = BATCH.offsets[1:] - 1
     assert (plain[last] == -1).all() and (routes >= 0).all()
     keys = {}
@@ -121,8 +121,7 @@ def test_it_passes_in_float64(family: str) -> None:
     assert report.router_loss_difference is not None
     assert abs(report.router_loss_difference) < 1e-10
     assert "router loss within" in report.table()
-    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
-    assert not [hook for hook in hooks if "DenseRouters" in repr(hook)]
+    assert not [m for m in model.modules() if "forward" in vars(m) or WATCHED in vars(m)]
 
 
 def test_a_model_that_adds_the_loss_needs_it() -> None:

@@ -151,6 +151,9 @@ def test_everything_plain_is_put_back() -> None:
         big=big,
         made=made,
     )
+    loop: list[Any] = ["a"]
+    loop.append(loop)
+    trainer.loop = loop
     with torch.inference_mode():
         trainer.inference = torch.ones(2)
     kept, version = LossState(trainer), trainer.weight._version
@@ -160,6 +163,7 @@ def test_everything_plain_is_put_back() -> None:
         inner.append(6)
         trainer.names.add("b")
         trainer.queue.append(3)
+        loop.clear()
         trainer.counts["b"].append(1)
         trainer.counts["a"].clear()
         trainer.tensor += 1
@@ -170,6 +174,7 @@ def test_everything_plain_is_put_back() -> None:
         assert trainer.pair == (1, [1, {"x": 2}]) and trainer.pair[1] is inner
         assert trainer.names == {"a"} and trainer.queue == deque([1, 2]) and trainer.made is made
         assert trainer.counts == {"a": [1]} and trainer.counts.default_factory is list
+        assert loop[0] == "a" and loop[1] is loop
         assert trainer.tensor.tolist() == [1, 1] and not hasattr(trainer, "new")
     assert trainer.weight._version == version, "what is not written is not touched"
     big += 1

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from forkpoint import UnsupportedError
 from forkpoint.ops.recurrence import Sequences, StateTable
-from forkpoint.ops.selective_scan import chunked, reference, selective_scan
+from forkpoint.ops.selective_scan import chunked_scan, reference_scan, selective_scan
 from forkpoint.tree import Level, StateLayout
 
 pytestmark = pytest.mark.usefixtures("checked_shapes")
@@ -45,8 +45,8 @@ def outcome(scan, inputs: list[Tensor | None], lengths: list[int]) -> dict[str, 
 @pytest.mark.parametrize("lengths", [RAGGED, [1], [2], [63], [65]], ids=str)
 def test_chunks_are_the_loop_over_time(lengths: list[int], forgets: float, states: bool) -> None:
     inputs = make(lengths, forgets, states)
-    expected = outcome(reference.scan, inputs, lengths)
-    found = outcome(chunked.scan, inputs, lengths)
+    expected = outcome(reference_scan, inputs, lengths)
+    found = outcome(chunked_scan, inputs, lengths)
     for name, value in expected.items():
         assert torch.isfinite(value).all(), name
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11, msg=name)
@@ -56,19 +56,19 @@ def test_the_gradient_of_decays_is_precise_where_tokens_forget_almost_all() -> N
     inputs = [None if x is None else x.float() for x in make([130], 0.2, states=False)]
     inputs[1] = inputs[1] - 16
     exact = [None if x is None else x.double() for x in inputs]
-    expected = outcome(reference.scan, exact, [130])["a"]
-    found = outcome(chunked.scan, inputs, [130])["a"]
+    expected = outcome(reference_scan, exact, [130])["a"]
+    found = outcome(chunked_scan, inputs, [130])["a"]
     assert (found - expected).norm() < 1e-3 * expected.norm()
     assert expected.norm() > 0
 
 
 def test_a_state_handed_over_is_the_whole() -> None:
-    expected = outcome(reference.scan, make([150], 0.2), [150])
+    expected = outcome(reference_scan, make([150], 0.2), [150])
 
     def cut(x, a, b, c, initial, _, final):
         parts = [y[:83] for y in (x, a, b, c)], [y[83:] for y in (x, a, b, c)]
-        o, state = chunked.scan(*parts[0], initial, Sequences(np.asarray([83]), "cpu"), True)
-        more, state = chunked.scan(*parts[1], state, Sequences(np.asarray([67]), "cpu"), True)
+        o, state = chunked_scan(*parts[0], initial, Sequences(np.asarray([83]), "cpu"), True)
+        more, state = chunked_scan(*parts[1], state, Sequences(np.asarray([67]), "cpu"), True)
         return torch.cat([o, more]), state
 
     found = outcome(cut, make([150], 0.2), [150])

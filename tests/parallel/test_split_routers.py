@@ -124,7 +124,7 @@ def compared(folder: Path, case: Case) -> dict[str, Any]:
         value: Any = alone.score(every, router=whole)
     begin = sum(len(part) for part in split.rollouts[:place])
     here = value.rollout_expert_counts[begin : begin + len(batch)]
-    gates = [f"{name}.weight" for name in Routers(other).names]
+    gates = [f"{router.name}.weight" for router in Routers(other).found]
     assert len(gates) > 1 and stats.router_loss and wanted.router_loss and value.router_loss
     of_step: Any = scored if case.through is through_logprobs else stats
     return {

@@ -15,8 +15,9 @@ from test_router_ranks import COEFFICIENTS, Routed, mixture, routers
 import forkpoint
 from forkpoint import Config, RolloutBatch
 from forkpoint.engine.routing import Routing
+from forkpoint.hosts.routers import WATCHED
 from forkpoint.losses import GRPO, GSPO, RouterLoss
-from forkpoint.verify.dense_routers import DenseRouters
+from forkpoint.verify.dense import DenseRouters
 from lanes import slow_besides
 from versions import needs_splits
 
@@ -52,8 +53,7 @@ def verified(case: Verified) -> dict[str, Any]:
     own, _ = routers(case.routed, place)
     report = policy.verify(batch, case.routed.loss, router=own)
     assert all(gradient is None for gradient in gradients(model).values())
-    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
-    assert not [hook for hook in hooks if "DenseRouters" in repr(hook)]
+    assert not [m for m in model.modules() if WATCHED in vars(m)]
     return {
         "verdict": report.verdict,
         "kinds": [plan.kind for plan in report.plans],

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from forkpoint.integrations.verl.placing import place_groups
+from forkpoint.integrations.verl.trainers import place_groups
 
 
 def placed(sizes: list[int], ranks: int, *, seed: int = 0, shuffled: bool = True):

@@ -249,7 +249,7 @@ class Engine:
     def _enter(self, transaction: Transaction, *, compiled: bool = True) -> None:
         self.host.enter(transaction.changes, compiled=compiled)
         if self.routing is not None or self.replay is not None:
-            note = None if self.routing is None else self.routing.note
+            note = None if self.routing is None else self.routing.outputs.note
             self.host.watch_routers(note, transaction.changes, self.replay)
 
     def _add_gradients(self, step: Prepared, guard: GradientGuard) -> None:

@@ -36,14 +36,29 @@ RouterNote = Callable[[int, Tensor, Tensor], None]
 chosen, int64 [..., k]."""
 
 
+@dataclass(frozen=True, eq=False)
+class FoundRouter:
+    """A module that chooses experts."""
+
+    name: str
+    """Its name in the model."""
+    module: nn.Module
+    calls: int | None = None
+    """How often one forward of it calls topk, if that is known. The last call chooses the experts;
+    those before it choose among groups of experts."""
+
+
 class RouteHolder(Protocol):
-    """Experts that routers are held to."""
+    """Experts that routers are forced to choose."""
+
+    routers: Sequence[FoundRouter] | None
+    """The routers whose choices are forced; None: `Host.routers`."""
 
     def choose(
         self, layer: int, name: str, scores_TE: Tensor, values_Tk: Tensor, own_Tk: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Values and indices [T, k] in place of those that the router `name`, of the layer with
-        this number among those that have one, has chosen among its scores."""
+        """Values and indices [T, k] in place of those that the router `name`, the one with this
+        number among `routers`, has chosen among its scores."""
         ...
 
 
@@ -52,7 +67,7 @@ class RouterSet(Protocol):
 
     layers: int
     """How many layers have one; 0 of a model that is no mixture."""
-    modules: list[nn.Module]
+    found: list[FoundRouter]
 
     @property
     def chosen(self) -> int | None:

@@ -1,12 +1,17 @@
-"""Experts that a batch says its tokens were sent to, while a plan runs.
+"""Experts that routers are forced to choose: those of a batch, or those that another run chose.
 
-A sampler that ran the same weights may have sent a token to other experts than training does:
-scores that are nearly equal are told apart by rounding. Steps then send it where the sampler did
-(routing replay: arXiv 2510.11370). The choice alone is held. The weights of the chosen experts are
-computed from the live router's scores, by the model's own code, so that gradients reach the router.
+A mixture of experts sends a token to the k experts whose scores are highest. Where scores are
+nearly equal, rounding decides, and the gradient jumps. A sampler that ran the same weights may
+therefore have chosen other experts than training does; steps use the sampler's choices (routing
+replay: arXiv 2510.11370). For the same reason `verify` and the self-check record the choices of one
+run and force the other runs to choose the same.
+
+Only the choice is forced. The weights of the chosen experts are computed from the live router's
+scores, by the model's own code, so that gradients reach the router.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,110 +19,220 @@ from torch import Tensor
 
 from forkpoint.device import on_device
 from forkpoint.engine.feature import Feature
+from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
 from forkpoint.errors import UnsupportedError
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, Instruction
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree import token_steps
+from forkpoint.tree.forest import IntArray, build_forest, sort_rollouts
 
 
 @dataclass(frozen=True, eq=False)
 class ReplayedRoutes:
-    """How routers would have chosen by themselves, where a batch has `routed_experts`.
+    """How routers would have chosen by themselves, where their experts were forced.
 
-    A token counts once for every rollout through it, in each layer in which its experts were given
+    A token counts once for every rollout through it, in each layer in which its experts were forced
     and its router ran. Layers are those that have a router.
     """
 
     decisions_L: Tensor
-    """int64 [L]: choices that were given."""
+    """int64 [L]: choices that were forced."""
     elsewhere_L: Tensor
     """int64 [L]: those among them for which the router itself would have chosen other experts."""
 
     @property
     def elsewhere(self) -> float:
-        """The share of given choices for which routers would have chosen other experts."""
+        """The share of forced choices for which routers would have chosen other experts."""
         decisions = int(self.decisions_L.sum())
         return int(self.elsewhere_L.sum()) / decisions if decisions else 0.0
 
 
-class RouteReplay(Feature):
-    """The experts given for the tokens of one step, microbatch by microbatch."""
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Chosen experts, by router and by the edge that reads a token.
 
-    def __init__(self, plan: Plan, batch: RolloutBatch, device: torch.device) -> None:
-        """`batch` has `routed_experts`."""
-        assert batch.routed_experts is not None
-        self._plan, self._batch, self._device = plan, batch, device
-        self._given_TLK = batch.routed_experts
-        layers = self._given_TLK.shape[1]
+    Rollouts that share an edge share its experts.
+    """
+
+    keys_T: IntArray
+    """int64 [T], for each token of the batch the edge that reads it; -1 where none does."""
+    edges: int
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    """By router, int16 [edges + 1, K]; -1 where the router chooses. The last row is that of no
+    edge."""
+
+    @classmethod
+    def to_record(cls, batch: RolloutBatch, *, last_tokens: bool = False) -> "Routes":
+        """No experts yet, of a run of any plan of the batch. The first choice of an edge counts.
+
+        last_tokens: whether rollouts' last tokens run as well.
+        """
+        tokens, offsets = batch.token_ids, batch.offsets
+        if last_tokens:
+            # Each rollout goes on by a token that none has: the label of the edge that reads its
+            # last token.
+            tokens = np.insert(tokens, offsets[1:], int(tokens.max(initial=0)) + 1)
+            offsets = offsets + np.arange(len(offsets))
+        order = sort_rollouts(tokens, offsets, np.zeros(len(batch), np.int64))
+        forest = build_forest(order, len(batch))
+        keys = np.append(forest.token_edges(offsets)[1:], -1)
+        if last_tokens:
+            keys = np.delete(keys, offsets[1:] - 1)
+        return cls(keys, forest.edges)
+
+    @classmethod
+    def given(cls, plan: Plan, batch: RolloutBatch, device: torch.device) -> "Routes":
+        """The batch's `routed_experts`, for the edges of this plan."""
+        given_TLK = batch.routed_experts
+        assert given_TLK is not None
+        forest = plan.forest
+        first = forest.segment_tokens(batch.offsets) - forest.edge_offsets[:-1]
+        token_E = np.repeat(first, forest.length) + np.arange(forest.edges)
+        keys = np.full(len(given_TLK), -1, np.int64)
+        keys[token_E] = np.arange(forest.edges)
+        none_1LK = np.full_like(given_TLK, -1, shape=(1, *given_TLK.shape[1:]))
+        table = on_device(np.concatenate([given_TLK[token_E], none_1LK]), device)
+        return cls(keys, forest.edges, dict(enumerate(table.unbind(1))))
+
+
+class ForcedRoutes:
+    """One run of a model whose routers choose the experts of `routes`.
+
+    `at` is called before each forward. The host calls `choose` (see `Host.watch_routers`).
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        layers: int,
+        device: torch.device,
+        *,
+        routers: Sequence[FoundRouter] | None = None,
+        record: bool = False,
+    ) -> None:
+        """
+        Args:
+            routes: the experts.
+            layers: how many routers the model has.
+            device: where the model is.
+            routers: those whose choices are forced; None: those that the host knows.
+            record: whether choices that `routes` does not have are kept there.
+        """
+        self.routers: Sequence[FoundRouter] | None = routers
+        self._routes = routes
+        self._record = record
+        self._device = device
         self._decisions_L: Tensor = torch.zeros(layers, dtype=torch.int64, device=device)
         self._elsewhere_L: Tensor = torch.zeros_like(self._decisions_L)
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}
-        self._here: tuple[Tensor, Tensor] | None = None
-        self._counts = False
+        self._edge_n: Tensor | None = None
+        self._rollouts_n: Tensor | None = None
         self._counted: set[int] = set()
-        self._open: int | None = None
 
     @property
     def routes(self) -> ReplayedRoutes:
         """Of all that has run."""
         return ReplayedRoutes(self._decisions_L, self._elsewhere_L)
 
-    def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """Hold routers to the microbatch's experts; a backward may run its blocks again."""
-        self._counts, self._open = False, None
-        if instruction.idle:
-            self._here = None
-            return
-        index = inputs.microbatch.index
-        self._here = self._of(inputs)
-        if instruction.operation != BACKWARD and instruction.is_noted:
-            self._counts, self._open = index not in self._counted, index
+    def at(self, tokens: IntArray) -> None:
+        """Force the experts of these tokens from now on.
 
-    def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        if self._open is not None:
-            self._counted.add(self._open)
-        self._counts, self._open = False, None
+        tokens: int64 [n], positions in the batch's flat tokens, in the order in which the model
+            gets them. They are counted once, in the first forward that begins with this token.
+        """
+        edge_n = on_device(self._routes.keys_T[tokens], self._device)
+        first = int(tokens[0]) if len(tokens) else -1
+        self._force(edge_n, torch.ones_like(edge_n), first)
 
-    def _of(self, inputs: MicrobatchInputs) -> tuple[Tensor, Tensor]:
-        """By place: experts, int64 [T, L, K], -1 where the router chooses; and how many rollouts go
-        through its token, int64 [T], 0 for padding."""
-        microbatch = inputs.microbatch
-        if microbatch.index not in self._places:
-            token_T, real_T = microbatch_tokens(self._plan, self._batch, microbatch)
-            segment_T, _ = token_steps(self._plan.forest, microbatch)
-            given_TLK = np.where(real_T[:, None, None], self._given_TLK[token_T], -1)
-            rollouts_T = np.where(real_T, self._plan.forest.multiplicity[segment_T], 0)
-            self._places[microbatch.index] = (
-                on_device(given_TLK.astype(np.int16), self._device),
-                on_device(rollouts_T, self._device),
-            )
-        return self._places[microbatch.index]
+    def _force(self, edge_n: Tensor, rollouts_n: Tensor, counted_as: int | None) -> None:
+        """edge_n: int64 [n], -1 where the router chooses. rollouts_n: int64 [n], how often each
+        counts. counted_as: what is counted once; None: these tokens are not counted."""
+        self._edge_n = edge_n
+        counts = counted_as is not None and counted_as not in self._counted
+        self._rollouts_n = rollouts_n if counts else None
+        if counted_as is not None:
+            self._counted.add(counted_as)
 
     def choose(
         self, layer: int, name: str, scores_TE: Tensor, values_Tk: Tensor, own_Tk: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Values and indices [T, k] in place of those that the router of a layer has chosen.
 
-        Raises UnsupportedError where the router gets other tokens than the microbatch has.
+        Raises UnsupportedError where the router gets other tokens than the run has.
         """
-        if self._here is None:
+        edge_T = self._edge_n
+        if edge_T is None:
             return values_Tk, own_Tk
-        given_TLK, rollouts_T = self._here
-        if scores_TE.dim() != 2 or len(scores_TE) != len(given_TLK):
+        if scores_TE.dim() != 2 or len(scores_TE) != len(edge_T):
             raise UnsupportedError(
-                f"the router {name} chooses by scores of shape {tuple(scores_TE.shape)}, and the "
-                f"microbatch has {len(given_TLK)} tokens, so that it cannot be held to "
-                "routed_experts. Leave routed_experts out of the rollouts."
+                f"the router {name} chooses by scores of shape {tuple(scores_TE.shape)}, and "
+                f"{len(edge_T)} tokens run, so that its experts cannot be forced. Leave "
+                "routed_experts out of the rollouts; call verify with hold_routes=False."
             )
-        given_Tk = given_TLK[:, layer].to(own_Tk)
+        if layer not in self._routes.chosen:
+            rows = self._routes.edges + 1
+            unknown = own_Tk.new_full((rows, own_Tk.shape[1]), -1, dtype=torch.int16)
+            self._routes.chosen[layer] = unknown
+        chosen = self._routes.chosen[layer]
+        given_Tk = chosen[edge_T].to(own_Tk)
         known_T = given_Tk[:, 0] >= 0
-        if self._counts:
+        if self._record:
+            new_T = ~known_T & (edge_T >= 0)
+            chosen[edge_T[new_T]] = own_Tk[new_T].to(torch.int16)
+            given_Tk = torch.where(new_T[:, None], own_Tk, given_Tk)
+            known_T = known_T | new_T
+        if self._rollouts_n is not None:
             # The order among the k decides nothing.
             same_Tk = own_Tk.detach().sort(-1).values == given_Tk.sort(-1).values
             differs_T = known_T & ~same_Tk.all(-1)
-            self._decisions_L[layer] += (known_T * rollouts_T).sum()
-            self._elsewhere_L[layer] += (differs_T * rollouts_T).sum()
-        held_Tk = torch.where(known_T[:, None], given_Tk, own_Tk)
-        return scores_TE.gather(-1, held_Tk), held_Tk
+            self._decisions_L[layer] += (known_T * self._rollouts_n).sum()
+            self._elsewhere_L[layer] += (differs_T * self._rollouts_n).sum()
+        forced_Tk = torch.where(known_T[:, None], given_Tk, own_Tk)
+        return scores_TE.gather(-1, forced_Tk), forced_Tk
+
+
+class RouteReplay(ForcedRoutes, Feature):
+    """A step whose routers choose the experts of `routes`, microbatch by microbatch."""
+
+    def __init__(
+        self,
+        routes: Routes,
+        layers: int,
+        device: torch.device,
+        plan: Plan,
+        batch: RolloutBatch,
+        *,
+        routers: Sequence[FoundRouter] | None = None,
+        record: bool = False,
+    ) -> None:
+        """`plan`: the one that the step runs, of `batch`."""
+        super().__init__(routes, layers, device, routers=routers, record=record)
+        self._plan, self._batch = plan, batch
+        self._positions: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
+        """Force the microbatch's experts; a backward may run its blocks again."""
+        if instruction.idle:
+            self._edge_n = None
+            return
+        index = inputs.microbatch.index
+        counts = instruction.operation != BACKWARD and instruction.is_noted
+        self._force(*self._of(inputs), index if counts else None)
+
+    def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
+        self._rollouts_n = None
+
+    def _of(self, inputs: MicrobatchInputs) -> tuple[Tensor, Tensor]:
+        """By position of the microbatch: the edge, int64 [T], -1 for padding; and how many rollouts
+        go through it, int64 [T]."""
+        microbatch = inputs.microbatch
+        if microbatch.index not in self._positions:
+            token_T, real_T = microbatch_tokens(self._plan, self._batch, microbatch)
+            segment_T, _ = token_steps(self._plan.forest, microbatch)
+            edge_T = np.where(real_T, self._routes.keys_T[token_T], -1)
+            self._positions[microbatch.index] = (
+                on_device(edge_T, self._device),
+                on_device(self._plan.forest.multiplicity[segment_T], self._device),
+            )
+        return self._positions[microbatch.index]

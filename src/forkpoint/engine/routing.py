@@ -7,6 +7,7 @@ each token contributes a linear part of its own: its probabilities times weights
 segment alone. A microbatch's backward starts from the sum of these parts.
 """
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,11 +77,61 @@ class RouterTerms:
     [N, L, E]."""
 
 
+class RouterOutputs:
+    """Logits and choices of every router in one forward.
+
+    Between `begin` and `end` each router calls `note`. Calls at other times are ignored, such as
+    those of blocks that a backward runs again, and calls from other threads.
+    """
+
+    def __init__(self, layers: int) -> None:
+        """`layers`: how many routers the model has."""
+        self.by_layer: dict[int, tuple[Tensor, Tensor]] = {}
+        """Logits [T, E], with their graph, and experts chosen, int64 [T, k]."""
+        self._layers = layers
+        self._thread: int | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether a forward has begun that has not ended."""
+        return self._thread is not None
+
+    def begin(self) -> None:
+        """A forward begins in this thread."""
+        self.by_layer.clear()
+        self._thread = threading.get_ident()
+
+    def note(self, layer: int, logits_TE: Tensor, chosen_Tk: Tensor) -> None:
+        """A router has run, of the layer with this number among those that have one."""
+        if self._thread == threading.get_ident():
+            assert layer not in self.by_layer, "a router ran twice in one forward"
+            flat_TE = logits_TE.reshape(-1, logits_TE.shape[-1])
+            self.by_layer[layer] = flat_TE, chosen_Tk.detach().reshape(len(flat_TE), -1)
+
+    def end(self) -> None:
+        """The forward has ended.
+
+        Raises UnsupportedError where some router has not run.
+        """
+        self._thread = None
+        if len(self.by_layer) != self._layers:
+            raise UnsupportedError(
+                f"{len(self.by_layer)} of the model's {self._layers} routers ran in a forward, so "
+                "that their statistics are not those of training. Leave router= and "
+                "expert_counts= out."
+            )
+
+    def take(self) -> list[Tensor]:
+        """Logits by layer; they are kept no longer."""
+        found = [self.by_layer[layer][0] for layer in sorted(self.by_layer)]
+        self.by_layer.clear()
+        return found
+
+
 class Routing(Feature):
     """Counts of the experts that routers choose in one step, and the routers' loss.
 
-    The host reports each router of each forward by `note`. Nothing is noted outside of forwards:
-    not when checkpointed blocks run again.
+    The host gives what routers compute to `outputs.note`.
     """
 
     def __init__(
@@ -100,6 +151,7 @@ class Routing(Feature):
         self.plan = plan
         self.terms = terms
         self.of_ranks = of_ranks
+        self.outputs: RouterOutputs = RouterOutputs(layers)
         self.weight: Tensor | None = None
         """A factor on the gradients: that of what is computed from the loss, by the loss."""
         self.sums: bool = False
@@ -122,8 +174,6 @@ class Routing(Feature):
         """Experts that a token is sent to."""
         self._segment_of: dict[int, Tensor] = {}
         self._weights: tuple[Tensor, Tensor] | None = None
-        self._open = self._scores = False
-        self._found: dict[int, tuple[Tensor, Tensor]] = {}
         rollout, segment = paths(plan.forest)
         by_segment = np.argsort(segment, kind="stable")
         rollout, segment = rollout[by_segment], segment[by_segment]
@@ -175,27 +225,13 @@ class Routing(Feature):
     # ------------------------------------------------------------
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """A forward that is repeated for its activations is noted then."""
-        self._scores = instruction.operation == SCORE
-        self._open = instruction.operation != BACKWARD and instruction.is_noted
-
-    def note(self, layer: int, logits_TE: Tensor, chosen_Tk: Tensor) -> None:
-        """A router has run, of the layer with this number among those that have one."""
-        if self._open:
-            assert layer not in self._found, "a router ran twice in one forward"
-            flat_TE = logits_TE.reshape(-1, logits_TE.shape[-1])
-            self._found[layer] = flat_TE, chosen_Tk.detach().reshape(len(flat_TE), -1)
+        if instruction.operation != BACKWARD and instruction.is_noted:
+            self.outputs.begin()
 
     def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        if not self._open:
+        if not self.outputs.open:
             return
-        self._open = False
-        if len(self._found) != self._layers:
-            raise UnsupportedError(
-                f"{len(self._found)} of the model's {self._layers} routers ran in a forward, so "
-                "that their statistics are not those of training. Leave router= and "
-                "expert_counts= out."
-            )
+        self.outputs.end()
         index = inputs.microbatch.index
         if self._is_new(index):
             self._count(inputs)
@@ -203,8 +239,8 @@ class Routing(Feature):
                 with torch.no_grad():
                     self._add_sums(inputs)
             self._counted.add(index)
-        if self._scores:
-            self._found.clear()
+        if instruction.operation == SCORE:
+            self.outputs.take()
 
     def _is_new(self, microbatch: int) -> bool:
         """Whether its tokens have not been counted by a forward before."""
@@ -212,7 +248,7 @@ class Routing(Feature):
 
     def _count(self, inputs: MicrobatchInputs) -> None:
         segment_T, experts = self._segments(inputs), self._counts_LSE.shape[2]
-        for layer, (_, chosen_Tk) in self._found.items():
+        for layer, (_, chosen_Tk) in self.outputs.by_layer.items():
             self._chosen = chosen_Tk.shape[-1]
             place = (segment_T[:, None] * experts + chosen_Tk).flatten()
             counts = self._counts_LSE[layer].view(-1)
@@ -221,7 +257,7 @@ class Routing(Feature):
     def _add_sums(self, inputs: MicrobatchInputs) -> None:
         """Add what the loss is linear in, for its value before any backward."""
         segment_T = self._segments(inputs)
-        for logits_TE, _ in self._found.values():
+        for logits_TE, _ in self.outputs.by_layer.values():
             x = logits_TE.to(self._dtype)
             self._probability_SE.index_add_(0, segment_T, x.softmax(-1).double())
             self._z_S.index_add_(0, segment_T, x.logsumexp(-1).square().double())
@@ -241,7 +277,7 @@ class Routing(Feature):
 
     def root(self, instruction: Instruction, inputs: MicrobatchInputs, scale: float) -> Root | None:
         """The microbatch's part of the loss, and the gradient there. None where it has none."""
-        found = [self._found.pop(layer)[0] for layer in sorted(self._found)]
+        found = self.outputs.take()
         terms, scores = self.terms, instruction.operation == SCORE
         if scores or not instruction.is_noted or not (terms.load_balancing or terms.z):
             return None

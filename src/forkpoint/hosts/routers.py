@@ -1,38 +1,43 @@
-"""Routers of a mixture of experts while microbatches run: their logits, and the experts chosen.
+"""The routers of a mixture of experts: their outputs are recorded, and their choices forced.
 
-Which modules are routers a family says itself: transformers records their logits for its own
-load-balancing loss.
+Transformers names the modules whose logits its own load-balancing loss reads (`Routers`). Where
+only choices are recorded or forced, routers are the modules that call `topk`, so that no family is
+known by name (`find_routers`).
 """
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.host import RouteHolder, RouterNote
+from forkpoint.engine.host import FoundRouter, RouteHolder, RouterNote
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import in_forward
 from forkpoint.hosts.early_exit import EarlyExit
-from forkpoint.hosts.modules import every_module, plain_class
-from forkpoint.hosts.routes import Intercepted
+from forkpoint.hosts.modules import add_hook, every_module, plain_class
+from forkpoint.hosts.transformers.calls import configurations
 
-_topk_calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""By router that has been held: how often one forward of it calls topk, the last time for the
-experts."""
-WATCH = "_forkpoint_watch"
+TOPK = (torch.topk, torch.Tensor.topk)
+WATCHED, LAST = "_forkpoint_router", "_forkpoint_last_router"
+"""Attributes of a router: what is done around its forward, and whether a forward of the model ends
+in it."""
 LOAD_BALANCING = "load_balancing_loss_func"
 BIAS = "e_score_correction_bias"
+_topk_calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""By router whose choice was forced: how often one forward of it calls topk, as was found out."""
 
 
 class Routers:
-    """The routers of a model, in the order of its layers."""
+    """The routers of a model whose logits transformers records, in the order of its layers."""
 
     def __init__(self, causal: PreTrainedModel) -> None:
         recorded = getattr(causal.base_model, "_can_record_outputs", None) or {}
@@ -43,33 +48,31 @@ class Routers:
             if entry is not None
         )
         found = [(n, m) for n, m in every_module(causal) if kinds and isinstance(m, kinds)]
-        self.names: list[str] = [name for name, _ in found]
-        self.modules: list[nn.Module] = [module for _, module in found]
+        self.found: list[FoundRouter] = [FoundRouter(name, module) for name, module in found]
         self.layers: int = len(found)
         self.defines_loss: bool = defines_load_balancing(causal)
         self.coefficient: float = 0.0
         if adds_load_balancing(causal):
             self.coefficient = float(causal.config.router_aux_loss_coef)
-        self._watch = _Watch()
 
     @property
     def experts(self) -> int:
         """Among how many experts each chooses."""
-        weight = getattr(self.modules[0], "weight", None)
+        weight = getattr(self.found[0].module, "weight", None)
         if not isinstance(weight, Tensor):
-            raise UnsupportedError(_of_other_form(self.names[0]))
+            raise UnsupportedError(_of_other_form(self.found[0].name))
         return weight.shape[0]
 
     @property
     def biases(self) -> list[Tensor]:
         """Of each the buffer that DeepSeek-V3 and GLM-4-MoE keep, [E]."""
-        found = (getattr(module, BIAS, None) for module in self.modules)
+        found = (getattr(router.module, BIAS, None) for router in self.found)
         return [bias for bias in found if isinstance(bias, Tensor)]
 
     @property
     def chosen(self) -> int | None:
         """To how many experts a token is sent, where routers say so."""
-        found = getattr(self.modules[0], "top_k", None)
+        found = getattr(self.found[0].module, "top_k", None)
         return found if isinstance(found, int) else None
 
     def enter(
@@ -77,12 +80,10 @@ class Routers:
     ) -> None:
         """Give what each router computes to `note` from now on, until the changes are undone, and
         let it choose what `holder` says."""
-        self._watch.note = note
-        self._watch.holder = holder
-        for index, (name, module) in enumerate(zip(self.names, self.modules, strict=True)):
-            changes.set(vars(module), WATCH, (self._watch, index, name, module.forward))
-            # A method, for the sake of compiled blocks: see `Changes.replace_forward`.
-            changes.replace_forward(module, types.MethodType(_watched_forward, module))
+        if note is not None:
+            record_routers(self.found, note, changes)
+        if holder is not None:
+            force_routers(holder.routers or self.found, holder, changes)
 
     def end_within(self, block: nn.Module, changes: Changes) -> bool:
         """Let a forward end in the block's router, until the changes are undone.
@@ -90,65 +91,107 @@ class Routers:
         False where the block has none.
         """
         inside = set(block.modules())
-        router = next((module for module in self.modules if module in inside), None)
+        router = next((r.module for r in self.found if r.module in inside), None)
         if router is not None:
-            changes.set(vars(self._watch), "ends_in", router)
+            changes.set(vars(router), LAST, True)
         return router is not None
 
 
-class _Watch:
-    """The step that looks at routers."""
-
-    def __init__(self) -> None:
-        self.note: RouterNote | None = None
-        self.holder: RouteHolder | None = None
-        self.ends_in: nn.Module | None = None
-        """The router in which the forward that runs ends."""
+# Around the forward of a router
+# ----------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """A router whose output is recorded, or whose choice is forced."""
+
+    name: str
+    forward: Callable[..., Any]
+    """Its own."""
+    note: Callable[[Tensor, Tensor], None] | None = None
+    """Gets its logits and the experts chosen."""
+    choose: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """Gets its scores and the values and indices of its own choice; gives those of another."""
+    calls: int | None = None
+    """How often one forward calls topk; None: it is found out in the first one."""
+
+
+def record_routers(routers: Iterable[FoundRouter], note: RouterNote, changes: Changes) -> None:
+    """Give the logits and choices of each router to `note`, until the changes are undone."""
+    for layer, router in enumerate(routers):
+        _watch(router.name, router.module, changes, note=partial(note, layer))
+
+
+def force_routers(
+    routers: Iterable[FoundRouter],
+    holder: RouteHolder,
+    changes: Changes,
+    copy: nn.Module | None = None,
+) -> None:
+    """Let routers choose what `holder` says, until the changes are undone.
+
+    copy: of the model that they were found in, whose routers these are; None: they themselves.
+    """
+    for layer, router in enumerate(routers):
+        module = router.module if copy is None else copy.get_submodule(router.name)
+        choose = partial(holder.choose, layer, router.name)
+        _watch(router.name, module, changes, choose=choose, calls=router.calls)
+
+
+def _watch(name: str, module: nn.Module, changes: Changes, **what: Any) -> None:
+    attributes = vars(module)
+    watched = attributes.get(WATCHED) or _Watched(name, module.forward)
+    changes.set(attributes, WATCHED, replace(watched, **what))
+    # A method, for the sake of compiled blocks: see `Changes.replace_forward`.
+    changes.replace_forward(module, types.MethodType(_watched_forward, module))
+
+
+# Not compiled: compiled code would keep the choices of the microbatch that it was compiled for.
 @torch.compiler.disable()
 def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A router's own forward, which the step is told of. Not compiled: see `RoutedRun`."""
-    watch, index, name, forward = vars(module)[WATCH]
-    if watch.holder is None:
-        output = forward(*args, **kwargs)
+    """The forward of a router that is watched."""
+    watched: _Watched = vars(module)[WATCHED]
+    forward = partial(watched.forward, *args, **kwargs)
+    if watched.choose is None:
+        output = forward()
     else:
-        output = _held(watch.holder, index, name, module, partial(forward, *args, **kwargs))
-    if not isinstance(output, tuple) or output[-1].is_floating_point():
-        raise UnsupportedError(_of_other_form(name))
-    if not in_forward():  # recomputed, or called by others
-        return output
-    if watch.note is not None:
-        watch.note(index, output[0], output[-1])
-    if module is watch.ends_in:
-        raise EarlyExit((output[0],))
+        calls = watched.calls
+        if calls is None and module not in _topk_calls:
+            _topk_calls[module] = _calls_that_choose(watched.name, forward)
+        calls = _topk_calls[module] if calls is None else calls
+        output = _forced(watched.name, calls, watched.choose, forward)
+    if watched.note is not None:
+        if not isinstance(output, tuple) or output[-1].is_floating_point():
+            raise UnsupportedError(_of_other_form(watched.name))
+        watched.note(output[0], output[-1])
+        if LAST in vars(module) and in_forward():
+            raise EarlyExit((output[0],))
     return output
 
 
-def _held(
-    holder: RouteHolder, index: int, name: str, module: nn.Module, forward: Callable[[], Any]
+def _forced(
+    name: str,
+    calls: int,
+    choose: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    forward: Callable[[], Any],
 ) -> Any:
-    """The router's output with the experts that `holder` says."""
-    if module not in _topk_calls:
-        _topk_calls[module] = _calls_that_choose(name, forward)
-
-    def choose(scores_TE: Tensor, own: Any) -> tuple[Tensor, Tensor]:
-        return holder.choose(index, name, scores_TE, own[0], own[1])
-
-    return _chosen_by(choose, _topk_calls[module], forward)
-
-
-def _chosen_by(choose: Callable[[Tensor, Any], Any], calls: int, forward: Callable[[], Any]) -> Any:
     """The output of a router whose last call of topk gives what `choose` says."""
     done = 0
 
     def change(scores: Tensor, own: Any) -> Any:
         nonlocal done
         done += 1
-        return choose(scores, own) if done == calls else own
+        return choose(scores, own[0], own[1]) if done == calls else own
 
-    with Intercepted(change):
-        return forward()
+    with _Intercepted(change):
+        output = forward()
+    if done != calls:
+        raise UnsupportedError(
+            f"the router {name} called topk {done} times and not {calls} times as before, so that "
+            "its experts cannot be forced. Leave routed_experts out of the rollouts; call verify "
+            "with hold_routes=False."
+        )
+    return output
 
 
 @torch.no_grad()
@@ -165,13 +208,13 @@ def _calls_that_choose(name: str, forward: Callable[[], Any]) -> int:
         calls += 1
         return own
 
-    def turn(scores: Tensor, own: Any) -> tuple[Tensor, Tensor]:
-        turned.append(own[1].flip(-1))
+    def turn(scores: Tensor, _: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        turned.append(own.flip(-1))
         return scores.gather(-1, turned[-1]), turned[-1]
 
-    with Intercepted(count):
+    with _Intercepted(count):
         forward()
-    output = _chosen_by(turn, calls, forward)
+    output = _forced(name, calls, turn, forward)
     if not (turned and isinstance(output, tuple) and torch.equal(output[-1], turned[-1])):
         raise UnsupportedError(
             f"the router {name} does not choose its experts by its last call of topk, so that it "
@@ -180,12 +223,85 @@ def _calls_that_choose(name: str, forward: Callable[[], Any]) -> int:
     return calls
 
 
+class _Intercepted(TorchFunctionMode):
+    """Within it each topk's result is what `change` makes of its input and its own result."""
+
+    def __init__(self, change: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__()
+        self._change = change
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        own = func(*args, **given)
+        return self._change(args[0] if args else given["input"], own) if func in TOPK else own
+
+
 def _of_other_form(name: str) -> str:
     return (
         f"the router {name} does not return its logits and the experts chosen, as it does in newer "
         "versions of transformers (5.23 was looked at). Upgrade transformers, or leave router= and "
         "expert_counts= out."
     )
+
+
+# Which modules are routers
+# ----------------------------------------------------------------
+
+
+def find_routers(model: nn.Module, changes: Changes) -> tuple[FoundRouter, ...]:
+    """The modules of a stock model that choose experts; none if it has no experts.
+
+    Runs one token through the model. Raises UnsupportedError where a model has experts and its
+    routers are not seen: then choices can be neither recorded nor forced.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    every = [name for module, name in names.items() if _holds_experts(module, name)]
+    # Adapters wrap experts in modules of their own.
+    experts = [n for n in every if not any(n != other and _within(n, other) for other in every)]
+    if not experts:
+        return ()
+    inside: list[nn.Module] = []
+    calls: dict[str, int] = {}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        inside.append(module)
+
+    def leave(*_: Any) -> None:
+        inside.pop()
+
+    def count(_: Tensor, own: Any) -> Any:
+        name = names[inside[-1]]
+        calls[name] = calls.get(name, 0) + 1
+        return own
+
+    token = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
+    mark = changes.mark
+    for config in configurations(model):
+        if vars(config).get("output_router_logits"):  # whose loss calls topk as well
+            changes.set(vars(config), "output_router_logits", False)
+    for module in names:
+        add_hook(changes, module._forward_pre_hooks, enter)
+        add_hook(changes, module._forward_hooks, leave)
+    with torch.no_grad(), _Intercepted(count):
+        model(input_ids=token, use_cache=False)
+    changes.undo(mark)
+    # A router chooses for the experts beside it, or for those in the module that it is.
+    owners = {name.rpartition(".")[0] for name in experts}
+    routers = tuple(FoundRouter(name, model.get_submodule(name), n) for name, n in calls.items())
+    served = {o for o in owners if any(_within(r.name, o) for r in routers)}
+    if served != owners:
+        lost = min(owners - served)
+        raise UnsupportedError(
+            f"{lost} ({type(model.get_submodule(lost)).__name__}) has experts, but no call of topk "
+            "chooses among them, so that the routes of two runs cannot be made the same."
+        )
+    return routers
 
 
 def defines_load_balancing(causal: PreTrainedModel) -> bool:
@@ -199,3 +315,11 @@ def adds_load_balancing(causal: PreTrainedModel) -> bool:
     """Whether ordinary training of this model adds that loss by itself."""
     wanted = getattr(causal.config, "output_router_logits", False)
     return bool(wanted) and defines_load_balancing(causal)
+
+
+def _holds_experts(module: nn.Module, name: str) -> bool:
+    return name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
+
+
+def _within(name: str, owner: str) -> bool:
+    return name == owner or name.startswith(f"{owner}.")

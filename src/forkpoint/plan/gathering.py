@@ -15,7 +15,7 @@ from forkpoint.config import Gather, Split
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration, LinkPrices
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, Meter, meter_of
+from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, NOISE, Meter, meter_of
 from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
 
 GATHER_TOKENS = 2048
@@ -25,9 +25,6 @@ A token's forward takes 2 FLOPs for each weight, and gathering moves 2 bytes for
 FLOPs that a rank computes while a byte arrives. At 500 TFLOPS it stands for 244 GB/s, about what
 GPUs of one host gather at. It is taken where no calibration has measured the link.
 """
-NOISE = 0.005
-"""Gathering for each microbatch takes less memory, and replicating prompts needs nothing of the
-link: both are preferred within so much."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,7 @@ def choose_gathering(
             return Gathering("microbatch", f"rank {name}: {cost.why_not}")
     lockstep, once, own = predicted(aligned, costs)
     idle = 1 - own / lockstep if lockstep else 0.0
+    # Gathering for each microbatch takes less memory.
     if once < lockstep * (1 - NOISE):
         return Gathering(
             "step",

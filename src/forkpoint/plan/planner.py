@@ -11,6 +11,7 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import Candidate, Plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.meters import NOISE
 from forkpoint.plan.pricing.prices import Prices
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.shared_prompts import PlannedPrompt
@@ -18,8 +19,6 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
 from forkpoint.units import shown
 
-# Auto prefers the simpler of two plans whose costs differ by less than this.
-NOISE = 0.005
 SHARINGS = ("none", "group", "tree")
 BOUNDARIES = ("within", "mixed", "across")
 
@@ -100,13 +99,9 @@ def make_plan(
     return replace(plan, candidates=tuple(candidates), reason=_reason(plan, dense, config))
 
 
-def _peak(plan: Plan) -> int:
-    return plan.predicted_peak_bytes or 0
-
-
 def _beyond(plan: Plan) -> str:
     return (
-        f"it is predicted to need {shown(_peak(plan))} and the budget is "
+        f"it is predicted to need {shown(plan.predicted_peak_bytes or 0)} and the budget is "
         f"{shown(plan.memory_budget_bytes or 0)}"
     )
 

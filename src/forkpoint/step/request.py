@@ -9,6 +9,7 @@ from torch import Tensor
 from forkpoint.config import Config, Gather
 from forkpoint.engine.host import Host, Settings
 from forkpoint.engine.prompt_exchange import PromptExchange
+from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.timing import Observer
 from forkpoint.engine.transaction import StepOutcome
 from forkpoint.losses.base import Denominators, Loss, LossFunction, is_own
@@ -81,10 +82,14 @@ class TrainRequest(Request):
         return self.router is None and not self.expert_counts
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ComparedRequest(TrainRequest):
     """A step that `verify` compares: it is no step of the user's."""
 
     announced: ClassVar[bool] = False
+
+    replay: RouteReplay | None = None
+    """Experts that routers are forced to choose; None: those that the batch has, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.host import Host
-from forkpoint.engine.route_replay import RouteReplay
+from forkpoint.engine.route_replay import RouteReplay, Routes
 from forkpoint.engine.routing import RouterTerms, Routing
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.losses.base import is_own
@@ -262,7 +262,8 @@ def route_replay(host: Host, plan: Plan, batch: RolloutBatch) -> RouteReplay | N
     """The experts that a step's routers are held to; None where the batch has none."""
     if batch.routed_experts is None:
         return None
-    return RouteReplay(plan, batch, host.device)
+    routes = Routes.given(plan, batch, host.device)
+    return RouteReplay(routes, host.routers.layers, host.device, plan, batch)
 
 
 def move_biases(host: Host, counts: object, rate: float, *, centered: bool) -> None:

@@ -39,6 +39,7 @@ from forkpoint.step.plan import check_and_plan
 from forkpoint.step.request import (
     AgreedStep,
     BackwardRequest,
+    ComparedRequest,
     LogprobsRequest,
     Request,
     ScoreRequest,
@@ -124,7 +125,8 @@ def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
     _check_sample(policy, agreed, transaction)
     host, local, plan = policy.host, agreed.local, agreed.plan
     request, batch = local.request, local.batch
-    replay = route_replay(host, plan, batch)
+    forced = request.replay if isinstance(request, ComparedRequest) else None
+    replay = forced or route_replay(host, plan, batch)
     routing = None
     if local.routers is not None:
         routing = local.routers.routing(plan, host, agreed.statistics)

@@ -15,13 +15,13 @@ from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import is_of_compiler
 from forkpoint.engine.engine import Engine
-from forkpoint.engine.host import Host
+from forkpoint.engine.host import FoundRouter, Host
 from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
-from forkpoint.engine.timing import Observer
+from forkpoint.engine.route_replay import RouteReplay, Routes
 from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import ForkpointError, UnsupportedError
 from forkpoint.hosts.modules import add_hook
-from forkpoint.hosts.routes import RoutedRun, Router, Routes, find_routers, following
+from forkpoint.hosts.routers import find_routers, force_routers
 from forkpoint.plan import Plan, make_plan
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.tree.forest import IntArray
@@ -104,29 +104,38 @@ class StockComparison:
             tempers=host.head == "logprobs",
         )
         host.allow_stock(self.changes)
-        self.routers: tuple[Router, ...] = ()
+        self.routers: tuple[FoundRouter, ...] = ()
         # Where routes cannot be held, the two may part where scores tie, for no other reason.
         with suppress(UnsupportedError):
             self.routers = find_routers(host.model, self.changes)
-        self.routes: Routes | None = Routes(sample) if self.routers else None
-        self.run: RoutedRun | None = None
+        self.routes: Routes | None = Routes.to_record(sample) if self.routers else None
+        self.run: RouteReplay | None = None
 
-    def routed(self, *, record: bool = False) -> RoutedRun | None:
-        """Hold the next forwards to the experts that the first run chose, until it is undone."""
+    def routed(self, *, record: bool = False) -> RouteReplay | None:
+        """The experts of the first run, which records them; None where they cannot be forced.
+
+        Unless it records them, the stock model is held to them until the changes are undone.
+        """
         if self.routes is None:
             return None
-        model, changes = self.host.model, self.changes
-        self.run = RoutedRun(model, self.routers, self.routes, changes, record=record)
+        self.run = RouteReplay(
+            self.routes,
+            len(self.routers),
+            self.host.device,
+            self.plan,
+            self.sample,
+            routers=self.routers,
+            record=record,
+        )
+        if not record:
+            force_routers(self.routers, self.run, self.changes)
         return self.run
 
     def shared(self) -> Tensor:
         """Values by forkpoint."""
         mark = self.changes.mark
-        observers: tuple[Observer, ...] = ()
         run = self.routed(record=True)
-        if run is not None:
-            observers = (following(run, self.plan, self.sample),)
-        engine = Engine(self.host, self.config, observers=observers)
+        engine = Engine(self.host, self.config, replay=run)
         try:
             result = engine.score(
                 self.transaction,
@@ -186,7 +195,7 @@ class StockComparison:
         # With the same random numbers as the run before: what they do is no rounding.
         rounded = self._held_stock(rounded=True)
         runs.append(self.run)
-        elsewhere = [run.elsewhere / max(1, run.decisions) if run else 0.0 for run in runs]
+        elsewhere = [run.routes.elsewhere if run else 0.0 for run in runs]
         finite = stock.isfinite() & together.isfinite() & rounded.isfinite()
         # Where the model itself overflows there is nothing to compare.
         there = self.trained_NW & finite

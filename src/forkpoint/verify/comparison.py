@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradient_sums import twins
+from forkpoint.engine.host import FoundRouter
+from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.timing import Event
 from forkpoint.engine.transaction import Transaction, retry_with_eager_blocks
 from forkpoint.errors import PlanError
 from forkpoint.hosts.libraries import stock_of
 from forkpoint.hosts.modules import forget_lists
-from forkpoint.hosts.routes import RoutedRun, follow
 from forkpoint.hosts.torch_dist.copies import copy_in
 from forkpoint.losses.base import (
     Denominators,
@@ -39,8 +40,7 @@ from forkpoint.step.results import StepStats
 from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
 from forkpoint.step.run import attempt, finish_training
 from forkpoint.tree.forest import IntArray
-from forkpoint.verify.dense import DenseRun, dense_run
-from forkpoint.verify.dense_routers import DenseRouters
+from forkpoint.verify.dense import DenseRouters, DenseRun, dense_run
 from forkpoint.verify.memory import (
     MemoryStrategies,
     MemoryStrategy,
@@ -147,9 +147,9 @@ class Work:
             return None
         host = self.policy.host
         names = {module: name for name, module in host.model.named_modules()}
-        modules = [model.get_submodule(names[router]) for router in host.routers.modules]
+        found = [names[router.module] for router in host.routers.found]
         return DenseRouters(
-            modules,
+            [FoundRouter(name, model.get_submodule(name)) for name in found],
             self.routed.terms,
             self.changes,
             last_token=self.last_tokens,
@@ -224,12 +224,12 @@ def verify(
     its own reference, with upcasts to float32 lifted: every gradient must agree within 1e-10 of the
     global gradient norm, the loss and every log-prob (of a critic, value) within 1e-10.
 
-    A mixture of experts in float32 or 16 bits is held to the experts that the reference chose, on
-    both sides (`forkpoint.hosts.routes`); `VerifyReport.routes` has how many choices would have
-    been others, or why they could not be held. With `hold_routes` False each run chooses for
-    itself, as training does, and the bars are then no question of sharing alone. With `router`,
-    which is its loss of routers, gradients are those of both losses, and the values of the router
-    loss are compared as those of the loss are.
+    The routers of a mixture of experts in float32 or 16 bits are forced to choose the experts that
+    the reference chose, on both sides (`forkpoint.engine.route_replay`); `VerifyReport.routes` has
+    how many choices would have been others, or why they could not be forced. With `hold_routes`
+    False each run chooses for itself, as training does, and the bars are then no question of
+    sharing alone. With `router`, which is its loss of routers, gradients are those of both losses,
+    and the values of the router loss are compared as those of the loss are.
 
     On CUDA memory is counted before anything runs, and runs take less of it where it would not
     suffice (`forkpoint.verify.memory`). `progress` is called with what is predicted, before the
@@ -304,12 +304,11 @@ def _verify(
     )
     needed = not work.double
     work.held = HeldRoutes(
-        host.model,
+        host,
         batch,
         changes,
         hold=hold_routes,
         needed=needed,
-        ranks=host.group is not None,
         last_tokens=work.last_tokens,
     )
     # A float64 model is its own reference, and is nowhere else.
@@ -346,7 +345,7 @@ def _verify(
 
 
 def _findings(
-    work: Work, entry: Compared, reference: Reference, dense_routes: RoutedRun | None
+    work: Work, entry: Compared, reference: Reference, dense_routes: ForcedRoutes | None
 ) -> PlanFindings:
     """Run one plan, and compare it."""
     policy, dtype, wanted = work.policy, work.dtype, reference.run
@@ -400,13 +399,13 @@ def _findings(
     )
 
 
-def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepStats, RoutedRun | None]:
+def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepStats, RouteReplay | None]:
     """Run one plan or, where memory runs out, one of the same kind that is predicted to need
     less."""
     policy, mark = work.policy, work.changes.mark
     tried = 0
     while True:
-        run = work.held.run(policy.host.model)
+        run = work.held.replay(entry.plan)
         work.clock.at(entry.kind, 0.0)
         try:
             return *_shared(work, entry, run), run
@@ -428,7 +427,7 @@ def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepStats, Route
         torch.cuda.empty_cache()
 
 
-def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradients, StepStats]:
+def _shared(work: Work, entry: Compared, run: RouteReplay | None) -> tuple[Gradients, StepStats]:
     """Run one plan; its gradients are those of the model."""
     policy, batch, plan = work.policy, work.batch, entry.plan
     # It compares more than a sample does.
@@ -447,21 +446,23 @@ def _shared(work: Work, entry: Compared, run: RoutedRun | None) -> tuple[Gradien
         work.changes.later(setattr, leaf, "grad", leaf.grad)
         leaf.grad = None
     given, loss = work.given, work.loss
-    transaction = Transaction(policy.host.device)
-    if run is not None:
-        follow(run, unchecked, plan, batch, work.changes)
-        # The step replaces forwards of routers too, before the run does: changes are undone in the
-        # reverse order.
-        run.changes = transaction.changes
     request = ComparedRequest(
-        batch=batch, loss=loss, denominators=given, plan=plan, router=work.router
+        batch=batch,
+        loss=loss,
+        denominators=given,
+        plan=plan,
+        router=work.router,
+        replay=run,
     )
+    transaction = Transaction(policy.host.device)
     stats = attempt(unchecked, request, finish_training, transaction)
     others = named({leaf: leaf.grad for leaf in work.others})
     return work.joint.gradients(policy.host.model, others), stats
 
 
-def _dense(work: Work, strategies: tuple[MemoryStrategy, ...]) -> tuple[DenseRun, RoutedRun | None]:
+def _dense(
+    work: Work, strategies: tuple[MemoryStrategy, ...]
+) -> tuple[DenseRun, ForcedRoutes | None]:
     """Run the model itself densely."""
     host, changes = work.policy.host, work.changes
     mark = changes.mark
@@ -469,7 +470,7 @@ def _dense(work: Work, strategies: tuple[MemoryStrategy, ...]) -> tuple[DenseRun
     if not work.joint.whole:
         model, blocks = work.joint.copy_in(model, blocks, work.dtype, streamed=False)
 
-    def run(strategy: MemoryStrategy) -> tuple[DenseRun, RoutedRun | None]:
+    def run(strategy: MemoryStrategy) -> tuple[DenseRun, ForcedRoutes | None]:
         save_memory(blocks, strategy, host.device, changes)
         routed = work.held.run(model)
         return _single_rollouts(work, DENSE, model, routed, strategy), routed
@@ -531,7 +532,7 @@ def _reference(work: Work, strategies: tuple[MemoryStrategy, ...], *, keeps: boo
 
 
 def _single_rollouts(
-    work: Work, name: str, model: nn.Module, routed: RoutedRun | None, strategy: MemoryStrategy
+    work: Work, name: str, model: nn.Module, routed: ForcedRoutes | None, strategy: MemoryStrategy
 ) -> DenseRun:
     """Run rollouts one at a time, without forkpoint's code, and say how far that is."""
     batch, routers = work.batch, work.dense_routers(model)

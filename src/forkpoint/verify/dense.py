@@ -1,19 +1,23 @@
 """Ordinary dense training, as a yardstick.
 
 The stock model's own forward, one rollout at a time, with a log-softmax over its logits: what users
-would write, and what every claim that gradients are exact is measured against. Of the engine it has
-only the tensors that a loss is shown (`losses.views`); no plan, microbatch, kernel, head or
-schedule.
+would write, and what every claim that gradients are exact is measured against. It shares
+with the engine the tensors that a loss is shown (`losses.views`) and the record of what routers
+compute; no plan, microbatch, kernel, head or schedule.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.host import FoundRouter
+from forkpoint.engine.routing import RouterOutputs, RouterTerms
 from forkpoint.hosts.libraries import stock_of
+from forkpoint.hosts.routers import record_routers
 from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
 from forkpoint.losses.leaves import leaves_of
@@ -21,7 +25,6 @@ from forkpoint.losses.missing import computed
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
-from forkpoint.verify.dense_routers import DenseRouters
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,130 @@ class DenseRun:
     @property
     def values_T(self) -> Tensor:
         return self.per_token["values"]
+
+
+@dataclass(frozen=True, eq=False)
+class RouterSums:
+    """One rank's part of a step's statistics, before any backward."""
+
+    statistics: int
+    """Those of its own rollouts."""
+    counts_E: Tensor | None
+    """float64 [E], on the CPU: choices of each expert, where one statistic is taken over the
+    rollouts of all ranks; None where there are none."""
+    rows: int
+    """Pairs of token and layer that they are of."""
+
+
+class DenseRouters:
+    """The loss of the routers of a stock model, one rollout's graph at a time.
+
+    Written from the definitions of `losses.RouterLoss`: each rollout's tokens are counted as the
+    rollout has them. A first pass without a graph takes counts, which have no gradient; each
+    rollout's graph then has a part of its own of what is linear in probabilities. Several ranks add
+    up their counts between the two, in `counted`.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[FoundRouter],
+        terms: RouterTerms,
+        changes: Changes,
+        *,
+        last_token: bool,
+        joins: bool = False,
+        gather: Callable[[RouterSums], Sequence[RouterSums]] | None = None,
+    ) -> None:
+        """
+        Args:
+            routers: those of the model that runs, in the order of its layers.
+            terms: of the loss.
+            changes: their outputs are recorded until these are undone.
+            last_token: whether rollouts' last tokens count.
+            joins: whether one statistic is taken over the rollouts of all ranks.
+            gather: the sums of all ranks, from this one's; None where it is alone.
+        """
+        self.last_token: bool = last_token
+        self._joins = joins
+        self._gather = gather
+        self._terms = terms
+        self._parts = int(terms.parts.max(initial=-1)) + 1
+        self._mean_over = self._parts
+        """Statistics that the loss is the mean of."""
+        self.outputs: RouterOutputs = RouterOutputs(len(routers))
+        self._counts_PE: Tensor | None = None
+        self._probability_PE: Tensor | None = None
+        self._z_P: Tensor | None = None
+        self._rows_P: list[int] = [0] * self._parts
+        record_routers(routers, self.outputs.note, changes)
+
+    @torch.no_grad()
+    def count(self, rollout: int, dtype: torch.dtype) -> None:
+        """Add a rollout's tokens to its statistic. dtype: of the loss."""
+        part = int(self._terms.parts[rollout])
+        for logits_TE, chosen_Tk in self.outputs.by_layer.values():
+            x = logits_TE.to(dtype)
+            experts = x.shape[-1]
+            if self._counts_PE is None:
+                zeros = x.new_zeros(self._parts, experts, dtype=torch.float64)
+                self._counts_PE, self._probability_PE = zeros, zeros.clone()
+                self._z_P = zeros[:, 0].clone()
+            assert self._probability_PE is not None and self._z_P is not None
+            self._counts_PE[part] += torch.bincount(chosen_Tk.flatten(), minlength=experts)
+            self._probability_PE[part] += x.softmax(-1).double().sum(0)
+            self._z_P[part] += x.logsumexp(-1).square().double().sum()
+            self._rows_P[part] += len(x)
+        self.outputs.take()
+
+    def counted(self) -> None:
+        """Every rollout of this rank has been counted. Collective where there are several."""
+        if self._gather is None:
+            return
+        counts = None
+        if self._joins and self._counts_PE is not None:
+            counts = self._counts_PE[0].cpu()
+        every = self._gather(RouterSums(self._parts, counts, sum(self._rows_P)))
+        if not self._joins:
+            self._mean_over = sum(each.statistics for each in every)
+            return
+        self._mean_over = 1
+        self._rows_P = [sum(each.rows for each in every)] * self._parts
+        if self._counts_PE is not None:
+            found = [each.counts_E for each in every if each.counts_E is not None]
+            self._counts_PE = torch.stack(found).sum(0)[None].to(self._counts_PE.device)
+
+    def value(self) -> float:
+        """The loss, once every rollout has been counted; of several ranks this one's part of it,
+        all of which add up to the loss."""
+        if self._counts_PE is None:
+            return 0.0
+        assert self._probability_PE is not None and self._z_P is not None
+        experts, total = self._counts_PE.shape[1], 0.0
+        for part, rows in enumerate(self._rows_P):
+            if rows:
+                balance = (self._counts_PE[part] / rows * (self._probability_PE[part] / rows)).sum()
+                total += self._terms.load_balancing * experts * float(balance)
+                total += self._terms.z * float(self._z_P[part]) / rows
+        return total / self._mean_over
+
+    def term(self, rollout: int, dtype: torch.dtype) -> Tensor | None:
+        """The part of the loss that is this rollout's, with its graph; the sum over all rollouts of
+        their parts is the loss, and of their gradients the gradient."""
+        part = int(self._terms.parts[rollout])
+        rows = self._rows_P[part]
+        terms, total = self._terms, None
+        for logits_TE in self.outputs.take():
+            assert self._counts_PE is not None
+            x = logits_TE.to(dtype)
+            found = x.new_zeros(())
+            if terms.load_balancing:
+                share_E = (self._counts_PE[part] / rows).to(dtype)
+                found = found + terms.load_balancing * x.shape[-1] * (x.softmax(-1) * share_E).sum()
+            if terms.z:
+                found = found + terms.z * x.logsumexp(-1).square().sum()
+            found = found / (rows * self._mean_over)
+            total = found if total is None else total + found
+        return total
 
 
 def dense_run(
@@ -178,14 +305,14 @@ def _run_rollout(
     def part_of_routers() -> Tensor | None:
         if routers is None:
             return None
-        routers.end()
+        routers.outputs.end()
         return routers.term(rollout, dtype) if torch.is_grad_enabled() else None
 
     read = ids if routers is not None and routers.last_token else ids[:-1]
     if len(read) == 0:
         return
     if routers is not None:
-        routers.begin()
+        routers.outputs.begin()
     if head_tokens is not None and not stock.is_critic and len(trained):
         stock.run_in_parts(read, trained - 1, head_tokens, use_logits, part_of_routers)
         return

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from forkpoint.rollouts.schema import finite
 from forkpoint.verify.plans import ACROSS, CHOSEN, WITHIN, Kind, LeftOut, SharedCounts
 
 
@@ -154,9 +155,9 @@ class PlanFindings:
         values = {
             k: v for k, v in vars(self).items() if k not in ("worst", "routes", "counts", "kind")
         }
-        worst = [_finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]]
+        worst = [finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]]
         routes = None if self.routes is None else self.routes.to_dict()
-        shared = {"kind": self.kind, **_finite(values), **vars(self.counts)}
+        shared = {"kind": self.kind, **finite(values), **vars(self.counts)}
         return {**shared, "worst": worst, "routes": routes}
 
 
@@ -337,9 +338,9 @@ class VerifyReport:
     def to_dict(self) -> dict[str, Any]:
         """The verdict and the ten worst parameters, ready for JSON: None is not a finite number."""
         values = {name: getattr(self, name) for name in _WRITTEN}
-        worst = [_finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]]
+        worst = [finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]]
         return {
-            **_finite(values),
+            **finite(values),
             "worst": worst,
             "routes": None if self.routes is None else self.routes.to_dict(),
             "plans": [plan.to_dict() for plan in self.plans],
@@ -365,9 +366,3 @@ def _counted(plans: tuple[PlanFindings, ...]) -> str:
     kinds = {WITHIN: "within microbatches", ACROSS: "across microbatches", CHOSEN: "as chosen"}
     named = " and ".join(kinds[plan.kind] for plan in plans)
     return f"{passed} of {len(plans)} plans, sharing {named}"
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity and no NaN."""
-    bad = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {k: None if k in bad else v for k, v in values.items()}

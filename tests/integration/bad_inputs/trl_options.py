@@ -20,7 +20,7 @@ from forkpoint.integrations.trl.options import check_known, check_options, check
 from forkpoint.integrations.trl.routers import one_factor
 from forkpoint.integrations.trl.rows import PackedRows, Rows
 from forkpoint.integrations.trl.sharing import Call, MicroBatch, Sharing
-from forkpoint.integrations.trl.stand_ins import HeadAnswer, Recorder
+from forkpoint.integrations.trl.stand_ins import CaptureProxy, HeadAnswer
 from forkpoint.integrations.trl.trainers import _SharedTrainer
 from forkpoint.integrations.trl.undo import LossState
 from forkpoint.testing import tiny_model
@@ -361,7 +361,7 @@ TRL = (
     Kind(
         name="A loss in TRL that calls its model for something else",
         error=UnsupportedError,
-        call=lambda: Recorder(None)(input_ids=torch.tensor([[5, 7]])),
+        call=lambda: CaptureProxy(None)(input_ids=torch.tensor([[5, 7]])),
         message="the trainer's loss calls its model for something else than log-probs (arguments "
         "input_ids), which forkpoint does not compute in a training step. Use a loss of log-probs "
         "and entropies, or the trainer of TRL itself.",

@@ -9,7 +9,7 @@ last micro-batch is done.
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -19,24 +19,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forkpoint.config import Config
+from forkpoint.config import HEAD_STATISTICS, Config
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
-from forkpoint.integrations.trl.answering import Answering
 from forkpoint.integrations.trl.arrivals import Arrivals, after_this_backward, autocast_as_now
 from forkpoint.integrations.trl.counts import Counts
-from forkpoint.integrations.trl.ranks import additive, in_two_halves, weighted_step
+from forkpoint.integrations.trl.heads import HeadChecks
+from forkpoint.integrations.trl.losses import (
+    TokenTerms,
+    additive,
+    in_two_halves,
+    ranks_of,
+    streams,
+    weighted_step,
+)
 from forkpoint.integrations.trl.routers import check_routers, factor_of, one_factor, router_loss
 from forkpoint.integrations.trl.rows import PackedRows, Rows
-from forkpoint.integrations.trl.stand_ins import Answer, HeadAnswer, Recorded, Recorder
-from forkpoint.integrations.trl.terms import TokenTerms, streams
+from forkpoint.integrations.trl.stand_ins import Answer, Captured, CaptureProxy, HeadAnswer, Scorer
 from forkpoint.integrations.trl.trust import foreign_method
 from forkpoint.integrations.trl.undo import LossState, Settings
 from forkpoint.losses.base import FunctionLoss, Loss, LossBatch, LossOutputs
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy, StepStats
+from forkpoint.wrapping import wrap
 
 _log = logging.getLogger("forkpoint")
+
+NAMES = {"logprobs": "log_probs", "entropies": "entropy"} | {x: x for x in HEAD_STATISTICS}
+"""Names that TRL's head has for what forkpoint's gives."""
 
 ROUTERS = "routers"
 """The name of a load-balancing loss among what gradients arrive at."""
@@ -84,7 +94,7 @@ class Call:
         return torch.zeros(shape, device=self.rows.input_ids.device) if found is None else found
 
 
-class Sharing(Answering):
+class Sharing:
     """The part of a trainer of ours that is not TRL's, with the window so far.
 
     A window is what an optimizer step is made of: micro-batches whose losses are computed together,
@@ -92,7 +102,8 @@ class Sharing(Answering):
     """
 
     def __init__(self, trainer: Any, config: Config) -> None:
-        super().__init__(trainer, config)
+        self.trainer: Any = trainer
+        self.config: Config = config
         self.streams: bool | None = None
         """Whether steps are streamed; None until the first one has looked at the options."""
         self.counts: Counts = Counts(config)
@@ -106,11 +117,77 @@ class Sharing(Answering):
         self._steps = 0
         """Windows that have run."""
         self._warned = False
+        self._temperature: float | None = None
+        self._heads = HeadChecks()
+        self._policies: dict[tuple[int, type], tuple[nn.Module, Policy]] = {}
 
     def forget(self) -> None:
         """Drop a window that was not run, such as that of a training that was interrupted."""
         self._window = []
         self._heads.forget()
+
+    # Models ---------------------------------------------------------------------------------------
+
+    def policy(self, model: nn.Module) -> Policy:
+        """The policy of a model, as accelerate has prepared it or as it was made."""
+        key = (id(model), type(model))  # fully_shard changes the class
+        known = self._policies.get(key)
+        if known is None:
+            known = self._policies[key] = (model, wrap(model, self.config))
+        return known[1]
+
+    @property
+    def temperature(self) -> float:
+        """Of the head that TRL has fused: its sampling temperature, 1 in DPO."""
+        self.keep_temperature()
+        assert self._temperature is not None
+        return self._temperature
+
+    def keep_temperature(self) -> None:
+        """Read the temperature now, once: TRL reads it when it makes the head."""
+        if self._temperature is None:
+            self._temperature = float(getattr(self.trainer, "temperature", 1.0))
+
+    @property
+    def _asks(self) -> bool:
+        """Whether the loss calls a reference model, and not the passes before it."""
+        trainer = self.trainer
+        return hasattr(trainer, "precompute_ref_logps") and not trainer.precompute_ref_logps
+
+    @property
+    def _statistics(self) -> tuple[str, ...]:
+        trainer = self.trainer
+        if not hasattr(trainer, "use_weighting"):
+            return ()
+        more = ("log_sum_sq_probs",) if trainer.use_weighting else ()
+        return ("mean_logits", "is_top1", *more)
+
+    def _reading(self, model: nn.Module) -> Policy:
+        """The policy of a model with all that a loss reads."""
+        policy = self.policy(model)
+        return policy.with_config(head_statistics=self._statistics) if self._statistics else policy
+
+    def _check_head(self, model: nn.Module, rows: Rows) -> None:
+        """Compare TRL's own head on a model, where that is due. Collective."""
+
+        def answered(few: Rows, temperature: float) -> HeadAnswer:
+            packed = PackedRows([few], temperature)
+            scores = self._reading(model).score(packed.batch, entropy=True)
+            return self._answers(packed, scores.per_token)[0]
+
+        policy = self.policy(model)
+        self._heads.check(self.trainer, policy, model, rows, self.temperature, answered)
+
+    def _answers(
+        self, packed: PackedRows, per_token: Mapping[str, Tensor], routers: Tensor | None = None
+    ) -> list[HeadAnswer]:
+        """Answers of TRL's head for each of the calls, from outputs [T] by forkpoint's names, with
+        the mean of their load-balancing losses."""
+        found: list[dict[str, Tensor]] = [{} for _ in packed.calls]
+        for name, values_T in per_token.items():
+            for answer, x_BW in zip(found, packed.unpacked(values_T), strict=True):
+                answer[NAMES[name]] = x_BW.bool() if name == "is_top1" else x_BW
+        return [HeadAnswer(**answer, aux_loss=routers) for answer in found]
 
     # Training ------------------------------------------------------------------------------------
 
@@ -172,7 +249,7 @@ class Sharing(Answering):
         refusals.check_trainable(policy.host.model)
         state = LossState(trainer)
         try:
-            rows = self._recorded(compute, model, inputs, num_items)
+            rows = self._captured(compute, model, inputs, num_items)
         finally:
             state.restore()
         self._check_head(model, rows)
@@ -270,13 +347,13 @@ class Sharing(Answering):
         self.last_plan = stats.plan
         self.counts.add(stats.plan, len(packed.batch), (time.perf_counter() - begin) * 1e3)
 
-    def _recorded(
+    def _captured(
         self, compute: ComputeLoss, model: nn.Module, inputs: Any, num_items: Any
     ) -> Rows:
         try:
-            compute(Recorder(model), copy(inputs), num_items_in_batch=num_items)
-        except Recorded as recorded:
-            return recorded.rows
+            compute(CaptureProxy(model), copy(inputs), num_items_in_batch=num_items)
+        except Captured as captured:
+            return captured.rows
         raise UnsupportedError(
             f"the loss of {type(self.trainer).__name__} asks its model for no log-probs: it makes "
             "no call with fused_lm_head=True. Trainers whose losses do, as TRL's GRPO, RLOO and "
@@ -406,6 +483,33 @@ class Sharing(Answering):
             if reference is not None:
                 trainer.ref_model = model
 
+    # Calls of a model -----------------------------------------------------------------------------
+
+    def scorer(self, model: nn.Module, *, entropy: bool) -> Scorer:
+        """A stand-in for a model that computes log-probs.
+
+        They have no graph of the model. Where gradients are enabled, what arrives at them in a
+        backward becomes a step.
+        """
+
+        def score(rows: Rows) -> HeadAnswer:
+            packed = PackedRows([rows], self.temperature)
+            self._check_head(model, rows)
+            policy = self._reading(model) if entropy else self.policy(model)
+            router = router_loss(packed, 1.0) if rows.routed else None
+            found = policy.score(packed.batch, entropy=entropy, router=router)
+            values, routers = dict(found.per_token), None
+            if found.own_router_loss is not None:
+                # This rank's part of the mean over ranks, which have one call each.
+                own = found.own_router_loss * ranks_of(policy)
+                routers = torch.tensor(own, device=packed.cells.device)
+            if torch.is_grad_enabled():
+                counts = found.rollout_expert_counts
+                values, routers = self._reachable(model, rows, values, routers, counts)
+            return self._answers(packed, values, routers)[0]
+
+        return Scorer(model, score)
+
     def _reachable(
         self,
         model: nn.Module,
@@ -414,6 +518,15 @@ class Sharing(Answering):
         routers: Tensor | None,
         expert_counts: Tensor | None,
     ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Outputs of a call, with a graph at whose end gradients are kept for the step.
+
+        Args:
+            model: the model that was called.
+            rows: the call's.
+            values: outputs [T] by forkpoint's names.
+            routers: the load-balancing loss, where it was asked for.
+            expert_counts: int64 [rows, layers, experts], likewise.
+        """
         given = {name: values[name] for name in ("logprobs", "entropies") if name in values}
         if routers is not None:
             given[ROUTERS] = routers
@@ -423,3 +536,43 @@ class Sharing(Answering):
         found = dict(zip(given, arrivals.at(*given.values()), strict=True))
         routers = found.pop(ROUTERS, None)
         return values | found, routers
+
+    def _references(self, packed: PackedRows) -> list[HeadAnswer] | None:
+        if not self._asks:
+            return None
+        trainer = self.trainer
+        model, adapters = trainer.ref_model, nullcontext()
+        if model is None:
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            name = "ref" if "ref" in model.peft_config else None
+            adapters = import_module("trl.trainer.utils").use_adapter(model, adapter_name=name)
+        with torch.no_grad(), adapters:
+            self._check_head(model, packed.calls[0])
+            found = self.policy(model).score(packed.batch)
+        return self._answers(packed, found.per_token)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it the reference model is a stand-in that scores rows as they come."""
+        trainer = self.trainer
+        if not self._asks:
+            yield
+            return
+        before = trainer.ref_model
+
+        def score(rows: Rows) -> HeadAnswer:
+            packed = PackedRows([rows], self.temperature)
+            trainer.ref_model = before
+            try:
+                found = self._references(packed)
+            finally:
+                trainer.ref_model = stand_in
+            assert found is not None
+            return found[0]
+
+        stand_in = Scorer(before, score)
+        trainer.ref_model = stand_in
+        try:
+            yield
+        finally:
+            trainer.ref_model = before

@@ -1,8 +1,8 @@
 """Objects that are called in the place of a model whose head TRL has fused.
 
 TRL's losses ask the model for log-probs by `model(..., labels=labels, fused_lm_head=True)`. A
-Recorder learns in this way which rows a loss wants, an Answer gives it what forkpoint has computed,
-and a Scorer computes it at once.
+CaptureProxy learns in this way which rows a loss wants, an Answer gives it what forkpoint has
+computed, and a Scorer computes it at once.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class HeadAnswer:
     aux_loss: Tensor | None = None
 
 
-class Recorded(BaseException):
+class Captured(BaseException):
     """The rows of the first call; not an Exception, so that no handler of a loss takes it."""
 
     def __init__(self, rows: Rows) -> None:
@@ -67,15 +67,15 @@ class StandIn:
         )
 
 
-class Recorder(StandIn):
-    """Ends the loss at its first call, by raising Recorded."""
+class CaptureProxy(StandIn):
+    """Ends the loss at its first call, by raising Captured."""
 
     def answered(self, arguments: dict[str, Any]) -> HeadAnswer:
-        raise Recorded(Rows.of_call(arguments))
+        raise Captured(Rows.of_call(arguments))
 
 
 class Answer(StandIn):
-    """Gives what has been computed for the rows that were recorded."""
+    """Gives what has been computed for the rows that were captured."""
 
     def __init__(self, model: nn.Module | None, rows: Rows, answer: HeadAnswer) -> None:
         super().__init__(model)

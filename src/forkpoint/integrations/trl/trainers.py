@@ -18,7 +18,6 @@ from forkpoint.integrations.trl.options import (
     check_trainer,
     check_version,
 )
-from forkpoint.integrations.trl.references import ReferenceSharing
 from forkpoint.integrations.trl.routers import check_routers
 from forkpoint.integrations.trl.sharing import Sharing
 from forkpoint.integrations.trl.stand_ins import StandIn
@@ -44,7 +43,7 @@ class _SharedTrainer(Base):
     sharing: the policies and the steps; `sharing.last_plan` is the plan of the last step.
     """
 
-    sharing: ReferenceSharing
+    sharing: Sharing
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class _SharedTrainer(Base):
         given = (*args, *kwargs.values())
         check_arguments(type(self), given)
         # TRL's metrics read log-probs of all rollouts.
-        self.sharing = ReferenceSharing(self, replace(config, all_logprobs=True))
+        self.sharing = Sharing(self, replace(config, all_logprobs=True))
         self._grouping = Grouping(keep_groups)
         super().__init__(*args, **kwargs)
         self.sharing.keep_temperature()

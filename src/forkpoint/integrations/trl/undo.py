@@ -31,10 +31,7 @@ class LossState:
             self._keep(name, value)
 
     def _keep(self, name: str, value: Any) -> None:
-        known = (
-            isinstance(value, PLAIN) or id(value) in self._contents or id(value) in self._tensors
-        )
-        if known:
+        if isinstance(value, PLAIN) or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):

@@ -27,6 +27,9 @@ EFFICIENT_TOKENS = 256
 LAUNCH_KEYS = 240
 LAUNCH_MOST = 0.02
 
+# Of two plans whose predicted times differ by less than this part, the simpler one is chosen.
+NOISE = 0.005
+
 # What each microbatch's backward costs besides, in tokens: it adds to all gradients. 12 ms on an
 # H200 in a model of 8B (benchmarks/results/profile-h200.jsonl, "additions", and writing what is
 # added).
