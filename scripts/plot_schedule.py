@@ -54,11 +54,11 @@ def group() -> RolloutBatch:
 Step = tuple[str, str, float, float, int]
 
 
-def row_work(plan: Plan, row: Microbatch, labelled: int) -> Work:
+def row_work(plan: Plan, row: Microbatch, num_loss_entries: int) -> Work:
     """Work of one row's own edges."""
     segments = list(row.segments)
     pairs = visible_pairs(plan.forest.start[segments], plan.forest.length[segments], 0)
-    return Work(tokens=row.tokens, pairs={0: pairs}, labelled=labelled)
+    return Work(tokens=row.tokens, pairs={0: pairs}, num_loss_entries=num_loss_entries)
 
 
 def timeline(plan: Plan) -> list[Step]:
@@ -72,7 +72,7 @@ def timeline(plan: Plan) -> list[Step]:
         forward = row_work(plan, row, trained).forward_flops(SHAPE)
         whole = row_work(plan, row, trained).step_flops(SHAPE)
         end = begin + (forward if ahead else whole - forward)
-        held += row.run_tokens if ahead else -row.run_tokens
+        held += row.padded_tokens if ahead else -row.padded_tokens
         name = phase_of(instruction.operation, row)
         steps.append((name, plan.microbatch_names[row.index], begin, end, held))
         begin = end

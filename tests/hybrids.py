@@ -90,7 +90,7 @@ def one_child_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def states_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments below other rows start from nothing."""
-    monkeypatch.setattr(states.MicrobatchStates, "initial", lambda *_: None)
+    monkeypatch.setattr(states.RecurrentStates, "initial", lambda *_: None)
 
 
 def inputs_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +106,12 @@ def inputs_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def input_gradient_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of the convolution from other rows get no gradient."""
-    inputs = states.MicrobatchStates.inputs
+    inputs = states.RecurrentStates.inputs
 
-    def without(self: states.MicrobatchStates, key: Any) -> tuple[Tensor | None, None]:
+    def without(self: states.RecurrentStates, key: Any) -> tuple[Tensor | None, None]:
         return inputs(self, key)[0], None
 
-    monkeypatch.setattr(states.MicrobatchStates, "inputs", without)
+    monkeypatch.setattr(states.RecurrentStates, "inputs", without)
 
 
 def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:

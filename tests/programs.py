@@ -28,11 +28,11 @@ def check_program(plan: Plan) -> None:
     for microbatch in here:
         index = microbatch.index
         forward, again = of[FORWARD, index], of.get((RECOMPUTE, index))
-        assert forward.records is (again is None)
+        assert forward.keeps_graph is (again is None)
         assert again is not None or microbatch.activations != "recompute"
         scored = [of[SCORE, index]] if count[SCORE] else []
         for instruction in (again or forward, *scored):
-            ends = {HEAD} if microbatch.labelled else {HEAD, BOUNDARY}
+            ends = {HEAD} if microbatch.num_loss_entries else {HEAD, BOUNDARY}
             assert instruction.ends_at in ends
     for unit in plan.program.units:
         assert [i.operation for i in unit] == [RECOMPUTE, BACKWARD] or len(unit) == 1

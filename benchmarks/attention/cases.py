@@ -64,7 +64,7 @@ class Case:
             width=0,
             cache_begin=(-1,) * len(order),
             children=(),
-            run_tokens=begins[-1],
+            padded_tokens=begins[-1],
             tokens=begins[-1],
         )
 
@@ -138,7 +138,7 @@ class Inputs:
         generator = torch.Generator("cuda").manual_seed(0)
 
         def normal(heads: int) -> Tensor:
-            shape = (self.row.run_tokens, heads, case.head_dim)
+            shape = (self.row.padded_tokens, heads, case.head_dim)
             return torch.randn(shape, generator=generator, device="cuda", dtype=case.dtype)
 
         self.q: Tensor = normal(case.heads)

@@ -104,10 +104,10 @@ def programs_of(shapes: list[Shape]) -> list[Program]:
                 width=0,
                 cache_begin=(-1,),
                 children=tuple(child for child, above in enumerate(parents) if above == index),
-                run_tokens=1,
+                padded_tokens=1,
                 tokens=1,
                 activations="recompute" if index in parents and rng.random() < 0.2 else "keep",
-                labelled=int(rng.random() < 0.8),
+                num_loss_entries=int(rng.random() < 0.8),
             )
             for index, parent in enumerate(parents)
         ]

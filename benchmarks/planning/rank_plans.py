@@ -68,10 +68,10 @@ def _plan(
 ) -> Plan:
     labelled_S = paths.labels_of(forest)
     microbatches = [
-        replace(microbatch, labelled=int(labelled_S[list(microbatch.segments)].sum()))
+        replace(microbatch, num_loss_entries=int(labelled_S[list(microbatch.segments)].sum()))
         for microbatch in microbatches
     ]
-    nothing = Work(tokens=0, pairs={}, labelled=0)
+    nothing = Work(tokens=0, pairs={}, num_loss_entries=0)
     sharing, boundary, tokens = of
     plan = Plan(
         sharing=sharing,
@@ -86,7 +86,7 @@ def _plan(
         rollouts=len(forest.order),
         logical_tokens=0,
         unique_tokens=0,
-        labelled=int(labelled_S.sum()),
+        num_loss_entries=int(labelled_S.sum()),
         dense=nothing,
         shared=nothing,
         fingerprint="",

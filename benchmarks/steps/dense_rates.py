@@ -24,7 +24,7 @@ class Amounts:
     """Tokens times layers."""
     pairs: float
     """Visible pairs (query, key) times layers."""
-    labelled: int
+    num_loss_entries: int
 
     @classmethod
     def of(cls, plan: Plan) -> "Amounts":
@@ -33,8 +33,8 @@ class Amounts:
         assert shape is not None
         tokens = pairs = 0.0
         for row in plan.microbatches:
-            ends_early = not row.labelled
-            tokens += row.run_tokens * (shape.layers - ends_early)
+            ends_early = not row.num_loss_entries
+            tokens += row.padded_tokens * (shape.layers - ends_early)
             segments = list(row.segments)
             windows = shape.windows[:-1] if ends_early else shape.windows
             each = {
@@ -42,7 +42,7 @@ class Amounts:
                 for w in set(windows)
             }
             pairs += sum(each[w] for w in windows)
-        return cls(tokens, pairs, plan.labelled)
+        return cls(tokens, pairs, plan.num_loss_entries)
 
 
 def at_dense_rates(
@@ -60,13 +60,13 @@ def at_dense_rates(
         wanted: what the other plan runs.
     """
     (amounts, spent), (less, without) = dense, few_labels
-    assert amounts.tokens == less.tokens and amounts.labelled > less.labelled
+    assert amounts.tokens == less.tokens and amounts.num_loss_entries > less.num_loss_entries
     found: dict[str, float] = {}
     for kind, ms in spent.items():
-        head = (ms - without[kind]) / (amounts.labelled - less.labelled)
-        rest = ms - head * amounts.labelled
+        head = (ms - without[kind]) / (amounts.num_loss_entries - less.num_loss_entries)
+        rest = ms - head * amounts.num_loss_entries
         if kind == ATTENTION:
             found[kind] = ms * wanted.pairs / amounts.pairs
         else:
-            found[kind] = rest * wanted.tokens / amounts.tokens + head * wanted.labelled
+            found[kind] = rest * wanted.tokens / amounts.tokens + head * wanted.num_loss_entries
     return found

@@ -26,7 +26,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.losses import GRPO
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces import load_rollouts
-from forkpoint.units import shown, size_in_bytes
+from forkpoint.units import format_bytes, size_in_bytes
 from forkpoint.wrapping import wrap
 
 BATCHES = (
@@ -114,7 +114,7 @@ class PlainLoop(Benchmark):
         policy = wrap(model, Config(optimizer_bytes_per_parameter=each))
         label = f"{self.shape}, {self.train} trained, {self.optimizer}"
         if limit is not None:
-            label += f", {shown(limit)}"
+            label += f", {format_bytes(limit)}"
         sides: dict[str, Callable[[RolloutBatch], object]] = {
             "plain": partial(plain_step, model, device),
             "forkpoint": partial(policy.forward_backward, loss=GRPO()),

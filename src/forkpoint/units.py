@@ -40,7 +40,7 @@ def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int |
     return size
 
 
-def shown(count: float) -> str:
+def format_bytes(count: float) -> str:
     """A number of bytes as messages show it: 1.5 GiB."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if count >= unit:
@@ -50,4 +50,4 @@ def shown(count: float) -> str:
 
 def exactly(count: int) -> str:
     """The same with the bytes that were rounded away: 1.5 GiB (1,610,612,737 bytes)."""
-    return shown(count) if count < KIB else f"{shown(count)} ({count:,} bytes)"
+    return format_bytes(count) if count < KIB else f"{format_bytes(count)} ({count:,} bytes)"

@@ -336,7 +336,7 @@ def test_the_plans_have_every_feature() -> None:
         if microbatch.width
     ]
     assert any(
-        microbatch.run_tokens > microbatch.tokens and microbatch.parent >= 0
+        microbatch.padded_tokens > microbatch.tokens and microbatch.parent >= 0
         for microbatch in padded
     )
     assert any(

@@ -98,7 +98,7 @@ def test_options_by_the_names_of_a_commit(scripts: Any) -> None:
 def test_events_are_compared_but_for_names(scripts: Any) -> None:
     rows = [SimpleNamespace(slots=5), SimpleNamespace(slots=3)]
     before = SimpleNamespace(rows=rows, row_names=("A0", "B0"))
-    microbatches = [SimpleNamespace(run_tokens=5), SimpleNamespace(run_tokens=3)]
+    microbatches = [SimpleNamespace(padded_tokens=5), SimpleNamespace(padded_tokens=3)]
     now = SimpleNamespace(microbatches=microbatches, microbatch_names=("prefix 0", "leaf 1"))
     events = "F A0", "F B0", "B B0", "R A0", "B A0"
     today = "forward prefix 0", "forward leaf 1", "backward leaf 1", "recompute prefix 0"
@@ -106,7 +106,7 @@ def test_events_are_compared_but_for_names(scripts: Any) -> None:
     found = scripts.side.numbered(today, now)
     assert found == scripts.side.numbered(events, before)
     assert found[:2] == ("forward 0 of 5 tokens", "forward 1 of 3 tokens")
-    microbatches[1].run_tokens = 4
+    microbatches[1].padded_tokens = 4
     assert scripts.side.numbered(today, now) != found
 
 

@@ -132,7 +132,7 @@ def test_padded_steps_are_those_without(
     assert relative_distance(found, wanted) < 1e-12
     torch.testing.assert_close(stats.logprobs, before.logprobs, rtol=0, atol=1e-12)
     assert not any(length % 8 for length in lengths), lengths
-    assert stats.plan.run_tokens > stats.plan.computed_tokens
+    assert stats.plan.padded_tokens > stats.plan.computed_tokens
     # Idle slots are padded as well.
     plain = wrap(model(name), replace(WAYS["across"], max_microbatch_tokens=8)).plan(forked_batch())
     aligned = align([stats.plan.program, plain.program])[0]
@@ -163,9 +163,9 @@ def test_lengths_are_multiples_within_the_limit(
         return
     plan.check_host(able)
     for microbatch in plan.microbatches:
-        assert microbatch.length % multiple == 0 and microbatch.run_tokens <= most
+        assert microbatch.length % multiple == 0 and microbatch.padded_tokens <= most
         tokens, real = microbatch_tokens(plan, batch, microbatch)
-        assert len(tokens) == microbatch.run_tokens and real.sum() == microbatch.tokens
+        assert len(tokens) == microbatch.padded_tokens and real.sum() == microbatch.tokens
     assert plan.computed_tokens == make_plan(batch, config=config).computed_tokens or multiple > 1
 
 

@@ -433,7 +433,7 @@ def test_prefixes_end_in_the_router_of_the_last_block() -> None:
     )
     policy = wrap(model, Config(sharing="group", boundary="across", max_microbatch_tokens=10))
     plan = policy.plan(batch, GRPO(), router=RouterLoss(1.0))
-    assert [m.labelled for m in plan.microbatches].count(0) == 1
+    assert [m.num_loss_entries for m in plan.microbatches].count(0) == 1
     policy.forward_backward(batch, GRPO(), router=RouterLoss(1.0))  # with the sample's own runs
     ran.clear()
     policy.forward_backward(batch, GRPO(), router=RouterLoss(1.0))

@@ -138,13 +138,15 @@ def test_as_many_tokens_run_as_at_one_temperature(config: Config) -> None:
     assert plan.computed_tokens == one.computed_tokens
     assert [m.segments for m in plan.microbatches] == [m.segments for m in one.microbatches]
     assert plan.dense == one.dense
-    assert (plan.labelled > one.labelled) == (config.sharing != "none")
+    assert (plan.num_loss_entries > one.num_loss_entries) == (config.sharing != "none")
 
 
-def inputs_of(batch: RolloutBatch, *, tempers: bool = True) -> MicrobatchInputs:
+def inputs_of(batch: RolloutBatch, *, uses_temperature: bool = True) -> MicrobatchInputs:
     """The one microbatch of a batch."""
     plan = wrap(tiny_model("llama"), Config(sharing="group", boundary="within")).plan(batch)
-    (inputs,) = prepare_microbatches(plan, batch, torch.device("cpu"), tempers=tempers)
+    (inputs,) = prepare_microbatches(
+        plan, batch, torch.device("cpu"), uses_temperature=uses_temperature
+    )
     return inputs
 
 
@@ -199,10 +201,12 @@ def test_a_critic_ignores_temperatures() -> None:
         policy = wrap(model, Config(sharing="group", boundary="across"))
         clear_gradients(model)
         stats = policy.forward_backward(batch, losses.ValueLoss(clip=0.5))
-        inputs = prepare_microbatches(stats.plan, batch, torch.device("cpu"), tempers=False)
+        inputs = prepare_microbatches(
+            stats.plan, batch, torch.device("cpu"), uses_temperature=False
+        )
         entries = [len(prepared.head_index) for prepared in inputs]
-        assert entries == [microbatch.labelled for microbatch in stats.plan.microbatches]
-        found.append((stats, gradients(model), stats.plan.labelled))
+        assert entries == [microbatch.num_loss_entries for microbatch in stats.plan.microbatches]
+        found.append((stats, gradients(model), stats.plan.num_loss_entries))
     (one, of_one, entries), (other, of_other, other_entries) = found
     assert entries == other_entries
     assert torch.equal(one.values, other.values) and one.loss == other.loss
@@ -223,7 +227,7 @@ def test_a_trained_head_has_the_gradients_of_both_temperatures() -> None:
         stats = wrap(model, Config(sharing="group", boundary="within")).forward_backward(
             batch, losses.LogLikelihood(normalize="none")
         )
-    assert (stats.computed_tokens, stats.plan.labelled) == (2, 2)
+    assert (stats.computed_tokens, stats.plan.num_loss_entries) == (2, 2)
     weight, grad = model.lm_head.weight.detach(), model.lm_head.weight.grad
     expected = torch.zeros_like(weight)
     for temperature in (1.0, 0.25):

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 import hybrids
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
-from forkpoint.engine.microbatches import MicrobatchState
+from forkpoint.engine.microbatches import CacheView
 from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.losses import GRPO, LogLikelihood
 from forkpoint.ops.attention.table import AttentionTable
@@ -185,13 +185,13 @@ acceptance test."""
 def test_gradients_equal_dense(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family)
     windows: set[int] = set()
-    table = MicrobatchState.table
+    table = CacheView.table
 
-    def noting(self: MicrobatchState, window: int, device: torch.device) -> AttentionTable:
+    def noting(self: CacheView, window: int, device: torch.device) -> AttentionTable:
         windows.add(window)
         return table(self, window, device)
 
-    monkeypatch.setattr(MicrobatchState, "table", noting)
+    monkeypatch.setattr(CacheView, "table", noting)
     loss = GRPO(kl=0.1)
     worst = 0.0
     with lifted_upcasts(model):

@@ -56,7 +56,7 @@ def program_of(parents: Sequence[int], recomputed: Sequence[bool], scored: bool 
     """The program of a shape, written without what is under test."""
     steps: list[Instruction] = []
     if scored:
-        steps += [Instruction(0, SCORE, n, n, records=False) for n in range(len(parents))]
+        steps += [Instruction(0, SCORE, n, n, keeps_graph=False) for n in range(len(parents))]
     number = int(scored)
 
     def run(node: int) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from forkpoint.engine.boundary import Capture, PrefixCache, boundary
+from forkpoint.engine.boundary import Capture, PrefixCache, capture_prefix
 from forkpoint.ops.dtypes import accumulate_dtype
 
 KEY = (0, "k")
@@ -44,7 +44,7 @@ def test_gradients_are_summed_at_least_in_float32(dtype: torch.dtype, wide: torc
 
 def test_a_microbatch_that_nobody_reads_is_left_alone() -> None:
     x = microbatch()
-    assert boundary(x, KEY, None) is x
+    assert capture_prefix(x, KEY, None) is x
 
 
 def test_capture_fills_its_places_and_no_others() -> None:
@@ -52,7 +52,7 @@ def test_capture_fills_its_places_and_no_others() -> None:
     state, gradient = buffers_of(cache, x)
     state.fill_(7)
     gradient.fill_(7)
-    kept = boundary(x, KEY, Capture(cache, RUNS))
+    kept = capture_prefix(x, KEY, Capture(cache, RUNS))
     assert torch.equal(kept, x)
     expected, zeroed = torch.full_like(state, 7), torch.full_like(gradient, 7)
     expected[4:6], expected[1] = x.detach()[1:3], x.detach()[5]
@@ -65,9 +65,9 @@ def test_capture_fills_its_places_and_no_others() -> None:
 def test_layers_and_names_have_buffers_of_their_own() -> None:
     cache, x = PrefixCache(6, gradients=True), microbatch()
     whole = Capture(cache, [(0, 6, 0)])
-    boundary(x, (0, "k"), whole)
-    boundary(2 * x, (0, "v"), whole)
-    boundary(3 * x, (1, "k"), whole)
+    capture_prefix(x, (0, "k"), whole)
+    capture_prefix(2 * x, (0, "v"), whole)
+    capture_prefix(3 * x, (1, "k"), whole)
     for factor, key in ((1, (0, "k")), (2, (0, "v")), (3, (1, "k"))):
         assert torch.equal(cache.read(key)[0], factor * x)
 
@@ -75,7 +75,7 @@ def test_layers_and_names_have_buffers_of_their_own() -> None:
 @pytest.mark.parametrize("runs", [RUNS, [(0, 6, 2)], [(0, 2, 6), (2, 6, 0)]])
 def test_backward_adds_what_others_left(runs: list[tuple[int, int, int]]) -> None:
     cache, x = PrefixCache(8, gradients=True), microbatch()
-    kept = boundary(x, KEY, Capture(cache, runs))
+    kept = capture_prefix(x, KEY, Capture(cache, runs))
     _, gradient = cache.read(KEY)
     assert gradient is not None
     left = torch.randn_like(gradient)
@@ -91,7 +91,7 @@ def test_backward_adds_what_others_left(runs: list[tuple[int, int, int]]) -> Non
 @pytest.mark.parametrize("runs", [[(0, 6, 0)], [(0, 3, 0), (3, 6, 3)]], ids=["whole", "parts"])
 def test_the_sum_is_rounded_once(runs: list[tuple[int, int, int]]) -> None:
     cache, x = PrefixCache(6, gradients=True), microbatch(dtype=torch.bfloat16)
-    kept = boundary(x, KEY, Capture(cache, runs))
+    kept = capture_prefix(x, KEY, Capture(cache, runs))
     _, gradient = cache.read(KEY)
     assert gradient is not None
     # bfloat16 has 8 bits: near 1 it steps by 2**-7, and this is just more than half a step. Rounded
@@ -107,11 +107,11 @@ def test_recomputation_writes_nothing() -> None:
     cache, x = PrefixCache(8, gradients=True), microbatch()
     capture = Capture(cache, RUNS)
     buffers_of(cache, x)[0].fill_(7)  # what nobody captured may be anything, NaN as well
-    boundary(x, KEY, capture)
+    capture_prefix(x, KEY, capture)
     state, gradient = (t.clone() for t in buffers_of(cache, x))
     capture.open = False
     cache.buffers(KEY, x)[1].fill_(5)  # type: ignore[union-attr]
-    again = boundary(10 * x.detach().requires_grad_(), KEY, capture)
+    again = capture_prefix(10 * x.detach().requires_grad_(), KEY, capture)
     assert torch.equal(buffers_of(cache, x)[0], state)
     assert bool((buffers_of(cache, x)[1] == 5).all()) and not gradient[4:6].any()
     assert again.grad_fn is not None  # but its gradient is injected: this is the graph that counts
@@ -123,7 +123,7 @@ def test_checkpointed_microbatches_inject_once() -> None:
 
     def layer(x: Tensor) -> Tensor:
         calls.append(1)
-        return boundary(x.sin(), KEY, capture).cos()
+        return capture_prefix(x.sin(), KEY, capture).cos()
 
     out = checkpoint(layer, x, use_reentrant=False)
     capture.open = False
@@ -142,7 +142,7 @@ def test_checkpointed_microbatches_inject_once() -> None:
 def test_without_gradients_state_is_only_captured(gradients: bool) -> None:
     """Frozen layers below an adapter, and passes that only score."""
     cache, x = PrefixCache(6, gradients=gradients), microbatch(grad=not gradients)
-    assert boundary(x, KEY, Capture(cache, [(0, 6, 0)])) is x
+    assert capture_prefix(x, KEY, Capture(cache, [(0, 6, 0)])) is x
     state, gradient = cache.read(KEY)
     assert torch.equal(state, x)
     assert (gradient is not None) == gradients
@@ -151,11 +151,11 @@ def test_without_gradients_state_is_only_captured(gradients: bool) -> None:
 def test_writes_to_other_places_do_not_disturb_a_reader() -> None:
     cache = PrefixCache(4, gradients=True)
     first, second = microbatch(tokens=2), microbatch(tokens=2)
-    boundary(first, KEY, Capture(cache, [(0, 2, 0)]))
+    capture_prefix(first, KEY, Capture(cache, [(0, 2, 0)]))
     state, _ = cache.read(KEY)
     q = microbatch(tokens=2)
     scores = (q * state[:2]).sum()
-    boundary(second, KEY, Capture(cache, [(0, 2, 2)]))
+    capture_prefix(second, KEY, Capture(cache, [(0, 2, 2)]))
     scores.backward()  # would raise if autograd took the write for one into what it saved
     assert torch.equal(q.grad, first)  # type: ignore[arg-type]
     assert not state.requires_grad
@@ -163,7 +163,7 @@ def test_writes_to_other_places_do_not_disturb_a_reader() -> None:
 
 def test_second_derivatives_are_refused() -> None:
     cache, x = PrefixCache(6, gradients=True), microbatch()
-    kept = boundary(x, KEY, Capture(cache, [(0, 6, 0)]))
+    kept = capture_prefix(x, KEY, Capture(cache, [(0, 6, 0)]))
     (first,) = torch.autograd.grad((kept**3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()

@@ -18,7 +18,7 @@ from forkpoint.plan import make_plan
 from forkpoint.plan.builder import Builder
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.planner import _chosen
-from forkpoint.plan.predict import cache_bytes, let_go, microbatches_let_go, peak_bytes
+from forkpoint.plan.predict import cache_bytes, drop_activations, microbatches_to_drop, peak_bytes
 from forkpoint.plan.pricing.calibration import (
     FOLDER_VARIABLE,
     Calibration,
@@ -198,7 +198,7 @@ def test_some_rows_are_kept_where_some_fit() -> None:
 
 
 def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
-    """Activations as `microbatches_let_go` chooses it, row by row, by its definition."""
+    """Activations as `microbatches_to_drop` chooses it, row by row, by its definition."""
     room = budget - cache_bytes(plan, SHAPE)
     kept = [meter.kept_bytes(row) for row in plan.microbatches]
     price = [
@@ -236,7 +236,7 @@ def test_rows_are_let_go_as_defined(batch, tokens, boundary, share, moved) -> No
     plan = plan.with_microbatches(rows)
     meter = CountedMeter(plan)
     budget = int(peak_bytes(plan, meter, SHAPE) * share)
-    fitted = let_go(plan, microbatches_let_go(plan, meter, SHAPE, budget), "recompute")
+    fitted = drop_activations(plan, microbatches_to_drop(plan, meter, SHAPE, budget), "recompute")
     assert [row.activations for row in fitted.microbatches] == as_defined(plan, meter, budget)
 
 
@@ -250,7 +250,7 @@ def test_a_long_chain_is_fitted_in_no_time() -> None:
     meter = CountedMeter(plan)
     begin = time.perf_counter()
     budget = peak_bytes(plan, meter, SHAPE) // 2
-    fitted = let_go(plan, microbatches_let_go(plan, meter, SHAPE, budget), "recompute")
+    fitted = drop_activations(plan, microbatches_to_drop(plan, meter, SHAPE, budget), "recompute")
     assert time.perf_counter() - begin < 10
     assert {row.activations for row in fitted.microbatches} == {"keep", "recompute"}
 

@@ -60,7 +60,7 @@ def test_flops_of_a_shape_counted_by_hand() -> None:
     # A block: q 4x6, k 4x3, v 4x5, o 10x4; gate, up and down 4x7 each. Two blocks.
     block = 24 + 12 + 20 + 40 + 3 * 28
     assert TINY.linear_parameters == 2 * block == 360
-    work = Work(tokens=3, pairs={0: 6}, labelled=2)
+    work = Work(tokens=3, pairs={0: 6}, num_loss_entries=2)
     products = 2 * 3 * 360
     head = 2 * 2 * 4 * 11
     attention = 2 * 6 * 2 * (2 * (3 + 5))  # 2 layers, 6 pairs, 2 heads, q.k and p.v
@@ -71,7 +71,7 @@ def test_flops_of_a_shape_counted_by_hand() -> None:
 def test_windowed_layers_are_counted_by_their_own_pairs() -> None:
     shape = ModelShape(**{**vars(TINY), "windows": (0, 2)})
     work = dense_work(np.array([3, 0, 1]), 0, shape.windows)
-    assert work == Work(tokens=4, pairs={0: 6 + 1, 2: 5 + 1}, labelled=0)
+    assert work == Work(tokens=4, pairs={0: 6 + 1, 2: 5 + 1}, num_loss_entries=0)
     assert work.forward_flops(shape) == 2 * 4 * 360 + 2 * 2 * (3 + 5) * (7 + 6)
 
 
@@ -82,7 +82,7 @@ def test_a_forest_counts_every_edge_once_at_its_position() -> None:
     forest = build_forest(order, 2)
     # Two shared edges see 1 + 2 positions; the children start at position 2: 3, and 3 + 4.
     assert forest_work(forest, 1, (0, 3)) == Work(
-        tokens=5, pairs={0: 3 + 3 + 7, 3: 3 + 3 + 6}, labelled=1
+        tokens=5, pairs={0: 3 + 3 + 7, 3: 3 + 3 + 6}, num_loss_entries=1
     )
 
 
@@ -123,7 +123,7 @@ def test_the_bound_of_published_workloads(prefix, suffix, count, bound: float) -
     plan = make_plan(RolloutBatch(rollouts), ModelShape.from_config(LLAMA3_8B))
     assert plan.dense.tokens == count * (prefix + suffix - 1)
     assert plan.shared.tokens == prefix - 1 + count * suffix
-    assert plan.dense.labelled == plan.shared.labelled == count * suffix
+    assert plan.dense.num_loss_entries == plan.shared.num_loss_entries == count * suffix
     assert round(plan.bound, 2) == bound
 
 

@@ -23,13 +23,13 @@ def test_amounts_by_hand() -> None:
         ]
     )
     shared = make_plan(batch, SHAPE, Config(sharing="group", boundary="across"))
-    assert [row.run_tokens for row in shared.microbatches] == [4, 5]
+    assert [row.padded_tokens for row in shared.microbatches] == [4, 5]
     found = Amounts.of(shared)
     causal = 4 * 5 // 2
     below, windowed = (5 + 6 + 7) + (5 + 6), 2 * 5
     assert found == Amounts(4 * 2 + 5 * 3, 2 * causal + 2 * below + windowed, 5)
     dense = Amounts.of(make_plan(batch, SHAPE, Config(sharing="none")))
-    assert dense.tokens == (7 + 6) * 3 and dense.labelled == 5
+    assert dense.tokens == (7 + 6) * 3 and dense.num_loss_entries == 5
     assert dense.pairs == 2 * (28 + 21) + (1 + 2 * 6) + (1 + 2 * 5)
 
 

@@ -82,12 +82,12 @@ def test_plans_of_ranks_that_exchange(
         ran = {i.microbatch for i in plan.program.instructions}
         assert not ran & set(received)
         # Prompts lie around everything else, and train on nothing.
-        assert all(m.labelled == 0 for m in plan.microbatches if m.trunk)
+        assert all(m.num_loss_entries == 0 for m in plan.microbatches if m.trunk)
     programs = [plan.program for plan in own]
     costs = [[float(m.tokens) for m in plan.microbatches] for plan in own]
     aligned = align(programs, costs)
     shapes = {
-        tuple((i.pass_index, i.operation, i.slot, i.ends_at, i.records) for i in p.instructions)
+        tuple((i.pass_index, i.operation, i.slot, i.ends_at, i.keeps_graph) for i in p.instructions)
         for p in aligned
     }
     assert len(shapes) == 1

@@ -16,8 +16,8 @@ from forkpoint.tree import (
     FROM_OWN,
     LAUNCH_COLUMNS,
     Microbatch,
-    Reach,
     Table,
+    VisibleKeys,
     full_table,
     windowed_table,
 )
@@ -107,7 +107,7 @@ def check_tables(plan: Plan, window: int) -> None:
             first = launches_of(table)[0]
             assert (first["q_begin"], first["q_end"], first["causal"]) == (
                 0,
-                microbatch.run_tokens,
+                microbatch.padded_tokens,
                 1,
             )
             seen = visible(table, width)
@@ -116,7 +116,7 @@ def check_tables(plan: Plan, window: int) -> None:
         for launch in launches_of(full)[1:]:
             assert not launch["causal"], "above a segment all is seen: rectangles"
         assert windowed.key_index is not None
-        copied = len(windowed.key_index) - microbatch.run_tokens
+        copied = len(windowed.key_index) - microbatch.padded_tokens
         assert copied <= (window - 1) * len(microbatch.segments), "a bounded copy"
 
 
@@ -203,7 +203,7 @@ def test_a_tree_in_one_microbatch_takes_a_launch_for_each_fork() -> None:
 
 def test_a_chain_of_microbatches_reads_as_one_slice() -> None:
     plan = plan_of([list(range(12))], sharing="none", boundary="across", max_microbatch_tokens=4)
-    assert [microbatch.run_tokens for microbatch in plan.microbatches] == [4, 4, 3]
+    assert [microbatch.padded_tokens for microbatch in plan.microbatches] == [4, 4, 3]
     last = full_table(plan.forest, plan.microbatches[-1], plan.cache_of)
     assert [(c["source"], c["k_begin"], c["k_end"]) for c in launches_of(last)] == [
         (FROM_OWN, 0, 3),
@@ -216,7 +216,7 @@ def test_a_window_of_one_reads_nothing_above() -> None:
     for microbatch in plan.microbatches:
         table = windowed_table(plan.forest, microbatch, plan.cache_of, 1)
         assert table.key_index is not None
-        assert table.key_index.tolist() == list(range(microbatch.run_tokens))
+        assert table.key_index.tolist() == list(range(microbatch.padded_tokens))
 
 
 def test_keys_of_the_microbatch_do_not_run_on_from_those_of_the_arena() -> None:
@@ -230,10 +230,10 @@ def test_keys_of_the_microbatch_do_not_run_on_from_those_of_the_arena() -> None:
         plan.microbatches[1],
         segments=(4, 1, 2, 3),
         segment_begin=(0, 3, 5, 6),
-        run_tokens=7,
+        padded_tokens=7,
         width=0,
     )
-    reach = Reach(forest, microbatch, {0: 0})
+    reach = VisibleKeys(forest, microbatch, {0: 0})
     assert reach.above(1) == reach.above(4) == ((FROM_CACHE, 0, 3),)
     assert reach.above(3) == ((FROM_CACHE, 0, 3), (FROM_OWN, 3, 5))
     table = full_table(forest, microbatch, {0: 0})

@@ -82,7 +82,7 @@ def test_edges_are_those_of_what_runs(batch: RolloutBatch, data: st.DataObject) 
         }
         assert plan.computed_tokens == len(paths)
         assert np.array_equal(plan.run_lengths, runs)
-        assert (plan.dense.tokens, plan.dense.labelled) == (runs.sum(), trained)
+        assert (plan.dense.tokens, plan.dense.num_loss_entries) == (runs.sum(), trained)
         estimate, totals = Estimate(SHAPE), Totals()
         estimate.add(batch, runs)
         totals.add(plan)

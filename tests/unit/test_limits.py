@@ -28,7 +28,7 @@ from forkpoint.rollouts.formats.limits import (
     tree_bytes,
 )
 from forkpoint.rollouts.traces import open_rollouts
-from forkpoint.units import MIB, exactly, shown, size_in_bytes
+from forkpoint.units import MIB, exactly, format_bytes, size_in_bytes
 
 
 def line(ids: Iterable[int], **more: Any) -> bytes:
@@ -67,7 +67,7 @@ def test_what_is_no_size(given: Any, tmp_path: Path) -> None:
 
 
 def test_sizes_are_shown_alike() -> None:
-    assert [shown(n) for n in (0, 1023, 1024, 5 << 20, 3 << 29)] == (
+    assert [format_bytes(n) for n in (0, 1023, 1024, 5 << 20, 3 << 29)] == (
         ["0 bytes", "1023 bytes", "1.0 KiB", "5.0 MiB", "1.5 GiB"]
     )
     assert (exactly(1000), exactly(1097856)) == ("1000 bytes", "1.0 MiB (1,097,856 bytes)")

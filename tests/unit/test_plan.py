@@ -179,7 +179,7 @@ def test_a_memory_budget_lowers_microbatch_tokens_until_it_holds() -> None:
         plan = make_plan(batch, SHAPE, dataclasses.replace(config, memory_budget=half))
     assert plan.max_microbatch_tokens < 2 * 1399 + 1399
     assert plan.predicted_peak_bytes == half
-    assert [microbatch.run_tokens for microbatch in plan.microbatches] == [2 * 1399, 2 * 1399]
+    assert [microbatch.padded_tokens for microbatch in plan.microbatches] == [2 * 1399, 2 * 1399]
 
 
 @pytest.mark.parametrize("wanted", ["auto", "keep", "recompute"])
@@ -223,7 +223,7 @@ def test_peak_bytes_count_the_microbatches_open_at_once_and_the_arena() -> None:
     batch = batch_of([[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]])
     config = Config(sharing="group", boundary="across", max_microbatch_tokens=3)
     plan = make_plan(batch, SHAPE, config)
-    assert [microbatch.run_tokens for microbatch in plan.microbatches] == [3, 3, 3]
+    assert [microbatch.padded_tokens for microbatch in plan.microbatches] == [3, 3, 3]
     assert plan.cache_tokens == 3
     boundary = 2 * 2 * (16 + 16) * (2 + 4)
     assert plan.predicted_peak_bytes == 6 * SHAPE.activation_bytes_per_token + 3 * boundary
@@ -342,7 +342,7 @@ def test_the_events_of_three_levels() -> None:
         "forward prefix 0, forward prefix 1, forward leaf 2, backward leaf 2, forward leaf 3, "
         "backward leaf 3, backward prefix 1, backward prefix 0"
     )
-    assert [microbatch.run_tokens for microbatch in wider.microbatches] == [4, 6, 6, 2]
+    assert [microbatch.padded_tokens for microbatch in wider.microbatches] == [4, 6, 6, 2]
     mixed = make_plan(
         batch, config=Config(sharing="tree", boundary="mixed", max_microbatch_tokens=7)
     )
@@ -380,20 +380,20 @@ def test_waves_may_be_shorter_than_other_microbatches() -> None:
     batch = batch_of(group(prompt=101, response=30, count=5))
     config = Config(sharing="group", boundary="across", max_microbatch_tokens=100)
     assert [
-        microbatch.run_tokens for microbatch in make_plan(batch, config=config).microbatches
+        microbatch.padded_tokens for microbatch in make_plan(batch, config=config).microbatches
     ] == [100, 90, 60]
     by_one = dataclasses.replace(config, max_leaf_tokens=1)
     assert [
-        microbatch.run_tokens for microbatch in make_plan(batch, config=by_one).microbatches
+        microbatch.padded_tokens for microbatch in make_plan(batch, config=by_one).microbatches
     ] == [100] + [30] * 5
     by_two = dataclasses.replace(config, max_leaf_tokens=60, leaf_layout="padded")
     assert [
-        microbatch.run_tokens for microbatch in make_plan(batch, config=by_two).microbatches
+        microbatch.padded_tokens for microbatch in make_plan(batch, config=by_two).microbatches
     ] == [100, 60, 60, 30]
     for leaf_layout in ("packed", "padded"):
         longer = dataclasses.replace(config, max_leaf_tokens=500, leaf_layout=leaf_layout)
         microbatches = make_plan(batch, config=longer).microbatches
-        assert [microbatch.run_tokens for microbatch in microbatches] == [100, 90, 60], (
+        assert [microbatch.padded_tokens for microbatch in microbatches] == [100, 90, 60], (
             "both limits hold"
         )
     auto = make_plan(batch, config=Config(sharing="group", max_leaf_tokens=60))

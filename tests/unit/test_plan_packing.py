@@ -72,7 +72,7 @@ def test_a_tree_too_large_for_a_microbatch_is_cut_between_rollouts() -> None:
     assert (
         plan_of(lists, sharing="tree", boundary="within", max_microbatch_tokens=11)
         .microbatches[0]
-        .run_tokens
+        .padded_tokens
         == 11
     )
 
@@ -103,7 +103,7 @@ def test_a_rollout_longer_than_a_microbatch_of_whole_paths_is_refused() -> None:
         "boundary='across', which cuts it into a chain of microbatches."
     )
     plan = plan_of([list(range(12))], boundary="within", sharing="none", max_microbatch_tokens=11)
-    assert plan.microbatches[0].run_tokens == 11
+    assert plan.microbatches[0].padded_tokens == 11
 
 
 def test_a_long_segment_becomes_a_chain_of_equal_microbatches() -> None:
@@ -119,14 +119,14 @@ def test_padded_waves_put_leaves_of_like_lengths_together() -> None:
     )
     assert lengths_of(plan) == [[2], [5, 4], [2, 1]]
     assert [
-        (microbatch.width, microbatch.run_tokens, microbatch.tokens)
+        (microbatch.width, microbatch.padded_tokens, microbatch.tokens)
         for microbatch in plan.microbatches
     ] == [
         (0, 2, 2),
         (5, 10, 9),
         (2, 4, 3),
     ]
-    assert plan.run_tokens - plan.computed_tokens == 2
+    assert plan.padded_tokens - plan.computed_tokens == 2
 
 
 def test_packed_waves_keep_the_forests_order() -> None:
@@ -145,7 +145,7 @@ def test_mixed_microbatches_keep_subtrees_that_fit_whole() -> None:
     assert (
         plan_of(lists, sharing="tree", boundary="mixed", max_microbatch_tokens=14)
         .microbatches[0]
-        .run_tokens
+        .padded_tokens
         == 14
     )
     apart = plan_of(lists, sharing="tree", boundary="across", max_microbatch_tokens=10)

@@ -6,7 +6,7 @@ import pytest
 
 from forkpoint import Config, Plan
 from forkpoint.plan import make_plan
-from forkpoint.plan.predict import play
+from forkpoint.plan.predict import simulate
 from forkpoint.plan.pricing.meters import MeasuredMeter
 from made_calibrations import SHAPE, group, line, made_up
 
@@ -24,8 +24,8 @@ def test_waiting_for_copies_by_hand() -> None:
     copies = meter.kept_bytes(parent) / 100
     assert copies == 1000 * 4 * 100 / 100 > forward + wave + backward
     # Out from the first moment; back when all is out; a fourth of the backward after the last byte.
-    assert play(plan, meter).cost == pytest.approx(2 * copies + backward / 4)
-    phases = play(plan, meter).phases
+    assert simulate(plan, meter).cost == pytest.approx(2 * copies + backward / 4)
+    phases = simulate(plan, meter).phases
     assert phases["prefix forward"] == pytest.approx(forward) and phases["leaf"] == pytest.approx(
         wave
     )
@@ -40,7 +40,7 @@ def played(plan: Plan, back_bytes_per_ms: float) -> tuple[float, list[tuple[floa
         (meter.forward(microbatch), meter.backward(microbatch), meter.kept_bytes(microbatch))
         for microbatch in plan.microbatches
     ]
-    return play(plan, meter).cost, microbatches
+    return simulate(plan, meter).cost, microbatches
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -73,7 +73,7 @@ def test_what_a_wave_gave_back_serves_one_offloaded_microbatch_after_the_other()
         sharing="group", boundary="across", activations="offload", max_microbatch_tokens=500
     )
     plan = make_plan(group(1001, 250, 2), SHAPE, config, calibration=made_up())
-    assert [microbatch.run_tokens for microbatch in plan.microbatches] == [500, 500, 500]
+    assert [microbatch.padded_tokens for microbatch in plan.microbatches] == [500, 500, 500]
     _, [(*_, nbytes), (_, middle, _), (_, wave, given_back)] = played(plan, 1.0)
     assert given_back == nbytes
     # Each takes as long to copy as its own backward takes. Room for one is there from the middle of

@@ -104,13 +104,13 @@ def check_microbatches(plan: Plan) -> None:
         lengths = plan.forest.length[list(microbatch.segments)].tolist()
         assert microbatch.index == index
         assert microbatch.tokens == sum(lengths)
-        assert microbatch.run_tokens <= plan.max_microbatch_tokens
+        assert microbatch.padded_tokens <= plan.max_microbatch_tokens
         if microbatch.width:
             assert plan.leaf_layout == "padded"
             assert microbatch.width == max(lengths)
             assert not any(below[segment] for segment in microbatch.segments)
             lengths = [microbatch.width] * len(lengths)
-        assert microbatch.run_tokens == sum(lengths)
+        assert microbatch.padded_tokens == sum(lengths)
         assert microbatch.segment_begin == tuple(np.cumsum([0, *lengths])[:-1].tolist())
         above = {int(plan.forest.parent[s]) for s in microbatch.segments} - {-1}
         microbatches_above = {microbatch_of[segment] for segment in above}
@@ -195,16 +195,16 @@ def check_counts(plan: Plan, batch: RolloutBatch) -> None:
     assert plan.logical_tokens == batch.logical_tokens
     assert plan.unique_tokens == len(unique)
     assert plan.dense.tokens == (batch.lengths - 1).sum()
-    assert plan.dense.labelled == batch.loss_mask.sum()
+    assert plan.dense.num_loss_entries == batch.loss_mask.sum()
     assert plan.computed_tokens == plan.forest.edges == plan.shared.tokens
-    assert plan.shared.labelled == plan.labelled
-    assert [m.labelled for m in plan.microbatches] == entries_of_microbatches(plan, batch)
+    assert plan.shared.num_loss_entries == plan.num_loss_entries
+    assert [m.num_loss_entries for m in plan.microbatches] == entries_of_microbatches(plan, batch)
     if plan.boundary != "within":
         assert plan.computed_tokens == once
-        assert plan.labelled == len(trained)
+        assert plan.num_loss_entries == len(trained)
         return
     assert once <= plan.computed_tokens <= plan.dense.tokens
-    assert len(trained) <= plan.labelled <= plan.dense.labelled
+    assert len(trained) <= plan.num_loss_entries <= plan.dense.num_loss_entries
     microbatches: dict[Hashable, set[int]] = defaultdict(set)
     for microbatch in plan.microbatches:
         for segment in microbatch.segments:

@@ -27,15 +27,15 @@ def test_rollouts_of_different_temperatures_share_all_but_the_head() -> None:
         assert plan.computed_tokens == 3
         assert plan.forest.multiplicity.tolist() == [3]
         assert plan.unique_tokens == 4
-        assert (plan.dense.labelled, plan.labelled) == (6, 2 * 2)
-        assert [microbatch.labelled for microbatch in plan.microbatches] == [4]
+        assert (plan.dense.num_loss_entries, plan.num_loss_entries) == (6, 2 * 2)
+        assert [microbatch.num_loss_entries for microbatch in plan.microbatches] == [4]
         assert re.search(r"labelled edges .head., for each temperature │ +4 │", plan.explain())
     dense = make_plan(batch, config=Config(sharing="none"))
-    assert dense.labelled == dense.dense.labelled == 6
+    assert dense.num_loss_entries == dense.dense.num_loss_entries == 6
 
 
 @pytest.mark.parametrize(
-    ("temperatures", "masks", "labelled"),
+    ("temperatures", "masks", "num_loss_entries"),
     [
         ((0.5, 0.5), (), 2),
         ((0.7, float(np.nextafter(0.7, 1))), (), 4),
@@ -45,15 +45,17 @@ def test_rollouts_of_different_temperatures_share_all_but_the_head() -> None:
     ],
 )
 def test_an_edge_has_an_entry_for_each_temperature_that_trains_it(
-    temperatures, masks, labelled
+    temperatures, masks, num_loss_entries
 ) -> None:
     batch = at_temperatures(*temperatures, masks=masks)
     plan = make_plan(batch, SHAPE, Config(sharing="tree", boundary="across"))
-    assert (plan.computed_tokens, plan.labelled) == (3, labelled)
+    assert (plan.computed_tokens, plan.num_loss_entries) == (3, num_loss_entries)
     # Of a head whose outputs do not depend on temperatures.
-    critic = make_plan(batch, SHAPE, Config(sharing="tree", boundary="across"), tempers=False)
+    critic = make_plan(
+        batch, SHAPE, Config(sharing="tree", boundary="across"), uses_temperature=False
+    )
     once = int(batch.loss_mask.reshape(len(batch), -1).any(0).sum())
-    assert (critic.computed_tokens, critic.labelled) == (3, once)
+    assert (critic.computed_tokens, critic.num_loss_entries) == (3, once)
     assert critic.dense == plan.dense
 
 

@@ -70,14 +70,14 @@ def check_explained(plan: Plan, text: str) -> None:
         ("logical tokens (as given)", f"{plan.logical_tokens:,}"),
         ("unique tokens (once in the whole batch)", f"{plan.unique_tokens:,}"),
         ("computed tokens (edges run)", f"{plan.computed_tokens:,}"),
-        ("labelled edges (head), for each temperature", f"{plan.labelled:,}"),
+        ("labelled edges (head), for each temperature", f"{plan.num_loss_entries:,}"),
         ("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}"),
         ("prefix cache held at once, tokens", f"{plan.cache_tokens:,}"),
     ):
         assert re.search(rf"│ {re.escape(label)} +│ +{re.escape(count)} │", text), (label, count)
     assert f"{plan.bound:.2f}x" in text
     assert " ".join(plan.reason.split()) in " ".join(text.split())
-    padding = plan.run_tokens - plan.computed_tokens
+    padding = plan.padded_tokens - plan.computed_tokens
     assert ("padding run besides" in text) == bool(padding)
     for name in plan.microbatch_names[:24]:
         assert f"│ {name} " in text

@@ -42,7 +42,8 @@ def three_levels(**config: object) -> Plan:
 def test_the_program_of_a_coupled_loss_by_hand() -> None:
     plan = three_levels(activations="recompute")
     text = [
-        f"{i.pass_index} {i.operation} {i.microbatch} {i.ends_at}{'' if i.records else ' dropped'}"
+        f"{i.pass_index} {i.operation} {i.microbatch} {i.ends_at}"
+        f"{'' if i.keeps_graph else ' dropped'}"
         for i in plan.program.instructions
     ]
     assert text == [
@@ -259,7 +260,7 @@ def test_aligned_ranks_execute_the_same_operations(data: st.DataObject) -> None:
         plans.append(make_plan(batch, config=data.draw(configs), coupling=coupling))
     costs = None
     if data.draw(st.booleans()):
-        costs = [[float(m.run_tokens) for m in plan.microbatches] for plan in plans]
+        costs = [[float(m.padded_tokens) for m in plan.microbatches] for plan in plans]
     programs = align([plan.program for plan in plans], costs)
     common = {tuple(i._replace(microbatch=0) for i in program.instructions) for program in programs}
     assert len(common) == 1

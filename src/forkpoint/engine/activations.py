@@ -93,7 +93,7 @@ class Activations(Feature):
         self._cache = cache
 
     def saved_tensor_hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
-        if not instruction.records:
+        if not instruction.keeps_graph:
             return _drop, _dropped
         if instruction.idle:
             return None
@@ -162,7 +162,7 @@ def _followers(plan: Plan) -> dict[int, int]:
     recorded: dict[int, int] = {}
     offloaded: set[int] = set()
     for at, instruction in enumerate(plan.program.training):
-        if instruction.idle or instruction.operation == BACKWARD or not instruction.records:
+        if instruction.idle or instruction.operation == BACKWARD or not instruction.keeps_graph:
             continue
         recorded[instruction.microbatch] = at
         kept = plan.microbatches[instruction.microbatch].activations

@@ -126,7 +126,7 @@ class Capture:
         return True
 
 
-def boundary(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
+def capture_prefix(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
     """Mark a tensor of a microbatch as prefix cache; use what is returned in its place.
 
     Args:

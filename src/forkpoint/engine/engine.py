@@ -262,8 +262,10 @@ class Engine:
         guard.add_sums()
 
     def _prepare(self, transaction: Transaction, plan: Plan, batch: RolloutBatch) -> Prepared:
-        tempers = self.host.head == "logprobs"
-        inputs = prepare_microbatches(plan, batch, self.host.device, tempers=tempers)
+        uses_temperature = self.host.head == "logprobs"
+        inputs = prepare_microbatches(
+            plan, batch, self.host.device, uses_temperature=uses_temperature
+        )
         return Prepared(transaction, plan, batch, inputs)
 
     def _one_pass(self, step: Prepared, losses: MicrobatchLosses) -> PassResult:

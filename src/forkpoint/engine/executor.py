@@ -18,7 +18,7 @@ from forkpoint.engine.feature import Feature
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.idling import idle_inputs
 from forkpoint.engine.microbatch_losses import MicrobatchLoss
-from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
+from forkpoint.engine.microbatches import CacheView, KernelOptions, MicrobatchInputs
 from forkpoint.engine.roots import Root, roots_of
 from forkpoint.engine.token_values import TokenValues
 from forkpoint.engine.transaction import Transaction
@@ -87,15 +87,15 @@ class Executor:
                 self._backward(instruction)
                 continue
             captures = instruction.operation != RECOMPUTE
-            state = MicrobatchState(source, inputs.microbatch, cache, captures=captures)
+            state = CacheView(source, inputs.microbatch, cache, captures=captures)
             with torch.set_grad_enabled(training or graph):
                 outputs = self._forward(instruction, inputs, state, entropy)
                 # Of a forward that is repeated the second computes the loss.
                 part = None
-                if loss is not None and instruction.records and not instruction.idle:
+                if loss is not None and instruction.keeps_graph and not instruction.idle:
                     part = loss(inputs, outputs)
                 more = self._more_roots(instruction, inputs, scale)
-            if instruction.records or not training:
+            if instruction.keeps_graph or not training:
                 if not instruction.idle:
                     values.collect(inputs, outputs)
                 if part is not None:
@@ -117,7 +117,7 @@ class Executor:
         self,
         instruction: Instruction,
         inputs: MicrobatchInputs,
-        state: MicrobatchState,
+        state: CacheView,
         entropy: bool,
     ) -> HeadOutputs:
         hooks = [h for f in self.features if (h := f.saved_tensor_hooks(instruction)) is not None]

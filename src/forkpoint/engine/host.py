@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.distributed import Distributed
-from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
+from forkpoint.engine.microbatches import CacheView, KernelOptions, MicrobatchInputs
 from forkpoint.losses.outputs import Head
 from forkpoint.parallel.topology import Topology
 from forkpoint.plan.capabilities import Capabilities
@@ -265,7 +265,7 @@ class Host(ModelFacts, ModelState, StockRuns, Protocol):
         self,
         instruction: Instruction,
         inputs: MicrobatchInputs,
-        state: MicrobatchState,
+        state: CacheView,
         kernels: KernelOptions,
         *,
         entropy: bool = False,
@@ -305,7 +305,7 @@ class Host(ModelFacts, ModelState, StockRuns, Protocol):
         """Give what routers compute to `note`, until the changes are undone, and let them choose
         what `holder` says.
 
-        With `note`, noted forwards (`Instruction.is_noted`) that end in the last block then end in
-        its router, where it has one.
+        With `note`, forwards that count routing (`Instruction.counts_routing`) and end in the last
+        block end in its router, where it has one.
         """
         ...

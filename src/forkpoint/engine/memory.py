@@ -13,7 +13,7 @@ from forkpoint.engine.guard import local
 from forkpoint.engine.host import Host
 from forkpoint.plan.device_memory import LEAST_BYTES, margin_bytes
 from forkpoint.plan.plan import Plan
-from forkpoint.units import GIB, shown, size_in_bytes
+from forkpoint.units import GIB, format_bytes, size_in_bytes
 
 _log = logging.getLogger("forkpoint")
 
@@ -82,7 +82,7 @@ class MemoryBudgets:
         if not plan.fits and not self._warned:
             self._warned = True
             needed, budget = plan.predicted_peak_bytes or 0, plan.memory_budget_bytes or 0
-            _log.warning(DOES_NOT_FIT, shown(needed), shown(budget))
+            _log.warning(DOES_NOT_FIT, format_bytes(needed), format_bytes(budget))
 
     def lower(self, host: Host, config: Config) -> bool:
         """After an out-of-memory error: set a lower budget, if there is one that may help.
@@ -100,7 +100,7 @@ class MemoryBudgets:
         if lower >= before:
             return False
         self._bytes[_key(config)] = lower
-        _log.warning(OUT_OF_MEMORY, shown(before), shown(lower), f"{lower // GIB}GiB")
+        _log.warning(OUT_OF_MEMORY, format_bytes(before), format_bytes(lower), f"{lower // GIB}GiB")
         torch.cuda.empty_cache()
         return True
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forkpoint.device import on_device
 from forkpoint.engine.boundary import Capture, PrefixCache
-from forkpoint.engine.states import MicrobatchStates
+from forkpoint.engine.states import RecurrentStates
 from forkpoint.ops.attention import AttentionTable, CacheSlice
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
 from forkpoint.plan.entries import entries_of
@@ -65,7 +65,7 @@ class KernelOptions:
     """Names among `ops.head.STATISTICS` that the head gives besides."""
 
 
-class MicrobatchState:
+class CacheView:
     """The mutable part of a microbatch that runs: the prefix cache that it reads and writes, and
     its tables, which are made when a layer first asks for them.
 
@@ -86,7 +86,7 @@ class MicrobatchState:
         self._plan = plan
         self._microbatch = microbatch
         self._tables: dict[int, AttentionTable] = {}
-        self._states: dict[int, MicrobatchStates] = {}
+        self._states: dict[int, RecurrentStates] = {}
         inside = set(microbatch.segments)
         self._reads_cache = any(
             parent >= 0 and parent not in inside
@@ -117,7 +117,7 @@ class MicrobatchState:
         v, grad_v = self.cache.read((module, "v"))
         return CacheSlice(k, v, grad_k, grad_v)
 
-    def states(self, width: int, device: torch.device) -> MicrobatchStates:
+    def states(self, width: int, device: torch.device) -> RecurrentStates:
         """States and tables of layers that carry a state, with a convolution of `width`. They are
         built once a microbatch."""
         if width not in self._states:
@@ -126,7 +126,7 @@ class MicrobatchState:
                 self._microbatch,
                 self._plan.state_of,
             )
-            self._states[width] = MicrobatchStates(
+            self._states[width] = RecurrentStates(
                 self.cache,
                 self.capture,
                 StateTable(state_layout(forest, microbatch, state_of), device=device),
@@ -158,18 +158,18 @@ def _capture_runs(plan: Plan, microbatch: Microbatch) -> list[tuple[int, int, in
 
 
 def prepare_microbatches(
-    plan: Plan, batch: RolloutBatch, device: torch.device, *, tempers: bool = True
+    plan: Plan, batch: RolloutBatch, device: torch.device, *, uses_temperature: bool = True
 ) -> list[MicrobatchInputs]:
     """Turn every microbatch of a plan into tensors; the host waits for no copy of them.
 
-    `tempers`: whether the head's outputs depend on temperatures, as a critic's do not.
+    `uses_temperature`: whether the head's outputs depend on temperatures, as a critic's do not.
     """
     forest = plan.forest
     first_token = forest.segment_tokens(batch.offsets)
     edge_offsets = forest.edge_offsets
     token_edge = forest.token_edges(batch.offsets)
 
-    entries = entries_of(forest.edges, token_edge, batch, tempers=tempers)
+    entries = entries_of(forest.edges, token_edge, batch, uses_temperature=uses_temperature)
     trained = entries.trained
     temperature = np.ones(entries.numbers)
     rollout_of = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))
@@ -192,7 +192,7 @@ def prepare_microbatches(
     bounds = np.searchsorted(
         microbatch_of_token[by_microbatch], np.arange(len(plan.microbatches) + 1)
     )
-    warm = tempers and bool((batch.temperatures != 1.0).any())
+    warm = uses_temperature and bool((batch.temperatures != 1.0).any())
 
     prepared = []
     for microbatch, ids, positions, places, numbers in pending:
@@ -200,7 +200,7 @@ def prepare_microbatches(
         shape = (
             (len(microbatch.segments), microbatch.width)
             if microbatch.width
-            else (1, microbatch.run_tokens)
+            else (1, microbatch.padded_tokens)
         )
         prepared.append(
             MicrobatchInputs(

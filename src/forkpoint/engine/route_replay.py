@@ -217,7 +217,7 @@ class RouteReplay(ForcedRoutes, Feature):
             self._edge_n = None
             return
         index = inputs.microbatch.index
-        counts = instruction.operation != BACKWARD and instruction.is_noted
+        counts = instruction.operation != BACKWARD and instruction.counts_routing
         self._force(*self._of(inputs), index if counts else None)
 
     def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:

@@ -225,7 +225,7 @@ class Routing(Feature):
     # ------------------------------------------------------------
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        if instruction.operation != BACKWARD and instruction.is_noted:
+        if instruction.operation != BACKWARD and instruction.counts_routing:
             self.outputs.begin()
 
     def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
@@ -279,7 +279,7 @@ class Routing(Feature):
         """The microbatch's part of the loss, and the gradient there. None where it has none."""
         found = self.outputs.take()
         terms, scores = self.terms, instruction.operation == SCORE
-        if scores or not instruction.is_noted or not (terms.load_balancing or terms.z):
+        if scores or not instruction.counts_routing or not (terms.load_balancing or terms.z):
             return None
         weights_SE, z_S = self._linear_weights()
         segment_T = self._segments(inputs)

@@ -20,7 +20,7 @@ from forkpoint.engine.boundary import Capture, Key, PrefixCache
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
 
 
-class MicrobatchStates:
+class RecurrentStates:
     """A microbatch's tables for layers that carry a state, with the cache around them."""
 
     def __init__(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from forkpoint.engine.boundary import boundary
+from forkpoint.engine.boundary import capture_prefix
 from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.early_exit import EarlyExit
 from forkpoint.ops.attention import shared_attention
@@ -40,8 +40,8 @@ def attend(
     """
     batch, length, _, dim = q_BLHD.shape
     q_THD, k_TKD, v_TKE = (x.flatten(0, 1) for x in _autocast(q_BLHD, k_BLKD, v_BLKE))
-    k_TKD = boundary(k_TKD, (layer, "k"), context.state.capture)
-    v_TKE = boundary(v_TKE, (layer, "v"), context.state.capture)
+    k_TKD = capture_prefix(k_TKD, (layer, "k"), context.state.capture)
+    v_TKE = capture_prefix(v_TKE, (layer, "v"), context.state.capture)
     if layer in context.ends_in:
         raise EarlyExit((k_TKD, v_TKE))
     o_THE, _ = shared_attention(

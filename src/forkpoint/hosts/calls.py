@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
+from forkpoint.engine.microbatches import CacheView, KernelOptions, MicrobatchInputs
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import add_hook
 from forkpoint.plan.program import Instruction
@@ -35,7 +35,7 @@ class CallContext:
         self,
         instruction: Instruction,
         inputs: MicrobatchInputs,
-        state: MicrobatchState,
+        state: CacheView,
         kernels: KernelOptions,
         *,
         entropy: bool,
@@ -44,7 +44,7 @@ class CallContext:
         """`ends_in`: the modules of the block in which the forward ends; none where it goes on."""
         self.instruction: Instruction = instruction
         self.inputs: MicrobatchInputs = inputs
-        self.state: MicrobatchState = state
+        self.state: CacheView = state
         self.kernels: KernelOptions = kernels
         self.entropy: bool = entropy
         self.ends_in: frozenset[Hashable] = ends_in

@@ -19,7 +19,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.host import HeadOutputs, RouteHolder, RouterNote
-from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, MicrobatchState
+from forkpoint.engine.microbatches import CacheView, KernelOptions, MicrobatchInputs
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.calls import (
@@ -290,7 +290,7 @@ class ModelHost:
         self,
         instruction: Instruction,
         inputs: MicrobatchInputs,
-        state: MicrobatchState,
+        state: CacheView,
         kernels: KernelOptions,
         *,
         entropy: bool = False,
@@ -305,13 +305,13 @@ class ModelHost:
             )
         assert self._changes is not None, "the model has not been entered"
         # What a repeated forward saves is dropped; there is nothing to checkpoint.
-        if instruction.operation == FORWARD and not instruction.records:
+        if instruction.operation == FORWARD and not instruction.keeps_graph:
             policy = "none"
         early = instruction.ends_at_boundary
         last = self._shape.layers - 1
         block = self.blocks[last]
         mark = self._changes.mark
-        routers = self._watched if early and instruction.is_noted else None
+        routers = self._watched if early and instruction.counts_routing else None
         at_router = routers is not None and routers.end_within(block, self._changes)
         context = CallContext(
             instruction,

@@ -117,7 +117,7 @@ def _exchanging(around: Program, inside: Program, scored: bool) -> Program:
     share = Instruction(number, SHARE, 0, IDLE)
     found: list[Instruction] = []
     if scored:
-        found += [*around.scores, share._replace(pass_index=0, records=False)]
+        found += [*around.scores, share._replace(pass_index=0, keeps_graph=False)]
         found += [i._replace(slot=i.slot + len(around.scores)) for i in inside.scores]
     slots = 1 + max((i.slot for i in around.training), default=-1)
     opening = [i for i in around.training if i.operation == FORWARD]
@@ -229,7 +229,8 @@ def _idle_scores(programs: Sequence[Program]) -> list[Instruction]:
         ends += [0] * (len(own) - len(ends))
         ends[: len(own)] = map(max, own, ends)
     return [
-        Instruction(0, SCORE, slot, IDLE, ENDS[end], records=False) for slot, end in enumerate(ends)
+        Instruction(0, SCORE, slot, IDLE, ENDS[end], keeps_graph=False)
+        for slot, end in enumerate(ends)
     ]
 
 
@@ -255,7 +256,7 @@ def _idle_training(
             found.append(Instruction(number, BACKWARD, closed, IDLE, HEAD))
         if slot < len(parents):
             end = first if again[slot] else ENDS[ends[slot]]
-            found.append(Instruction(number, FORWARD, slot, IDLE, end, records=not again[slot]))
+            found.append(Instruction(number, FORWARD, slot, IDLE, end, keeps_graph=not again[slot]))
             opened.append(slot)
     if found:
         found[-1] = found[-1]._replace(last_backward=True)

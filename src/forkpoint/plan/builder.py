@@ -16,7 +16,7 @@ from forkpoint.plan.packing import (
     round_up,
 )
 from forkpoint.plan.plan import Plan, fingerprint
-from forkpoint.plan.predict import keep_logits, let_go, microbatches_let_go
+from forkpoint.plan.predict import drop_activations, keep_logits, microbatches_to_drop
 from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
 from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, Meter
 from forkpoint.plan.pricing.prices import Prices
@@ -249,7 +249,7 @@ class Builder:
             kept = 0 if longest is None else meter.kept_bytes(longest)
             next_tokens = tokens * (7 if few else 6) // 8
             if longest is not None and not found and kept > self.budget:
-                next_tokens = min(next_tokens, int(longest.run_tokens * self.budget / kept) + 1)
+                next_tokens = min(next_tokens, int(longest.padded_tokens * self.budget / kept) + 1)
             tokens = next_tokens
             tokens = max(least, tokens - tokens % multiple)
 
@@ -268,7 +268,7 @@ class Builder:
             needed = min(_peak(way) for way in ways)
             if needed <= self.budget or tokens <= least or self.config.max_microbatch_tokens:
                 return
-            longest = max(microbatch.run_tokens for microbatch in plan.microbatches)
+            longest = max(microbatch.padded_tokens for microbatch in plan.microbatches)
             # Were all of it activations of the longest microbatch, this would fit.
             tokens = min(tokens * 3 // 4, longest * self.budget // needed)
             tokens = max(least, tokens - tokens % multiple)
@@ -304,8 +304,8 @@ class Builder:
         if meter.copy(1, out=True) is not None:
             ways.append("offload")
         assert self.shape is not None
-        microbatches = microbatches_let_go(plan, meter, self.shape, budget)
-        return [self._priced(let_go(plan, microbatches, way), meter) for way in ways]
+        microbatches = microbatches_to_drop(plan, meter, self.shape, budget)
+        return [self._priced(drop_activations(plan, microbatches, way), meter) for way in ways]
 
     def _priced(self, plan: Plan, meter: Meter) -> Plan:
         """With its price, and with logits kept as the configuration says."""
@@ -338,7 +338,7 @@ class Builder:
                     padded=padded,
                     max_leaf_tokens=self.config.max_leaf_tokens,
                 )
-        labelled_S = self.prices.labelled(forest)
+        labelled_S = self.prices.num_loss_entries(forest)
         microbatches = [
             replace(
                 microbatch,
@@ -349,11 +349,11 @@ class Builder:
                     if microbatch.children and self.config.activations != "auto"
                     else "keep"
                 ),
-                labelled=int(labelled_S[list(microbatch.segments)].sum()),
+                num_loss_entries=int(labelled_S[list(microbatch.segments)].sum()),
             )
             for microbatch in microbatches
         ]
-        labelled = int(labelled_S.sum())
+        num_loss_entries = int(labelled_S.sum())
         plan = Plan(
             sharing=sharing,
             boundary=boundary,
@@ -370,11 +370,11 @@ class Builder:
             left_out=self.left_out,
             counts_first=False,
             last_tokens=self.last_tokens,
-            labelled=labelled,
+            num_loss_entries=num_loss_entries,
             dense=self.dense_work,
             shared=forest_work(
                 forest,
-                labelled,
+                num_loss_entries,
                 self.windows,
                 [s for m in microbatches if m.trunk == "received" for s in m.segments],
             ),
@@ -410,7 +410,7 @@ def _cost_of_many(plan: Plan) -> float:
     cost = cost_with_preference(plan)
     if plan.cost_unit == "ms":
         return cost
-    return cost * (1 + GRADIENT_TOKENS * len(plan.microbatches) / max(1, 3 * plan.run_tokens))
+    return cost * (1 + GRADIENT_TOKENS * len(plan.microbatches) / max(1, 3 * plan.padded_tokens))
 
 
 def _least(plans: Sequence[Plan]) -> list[Plan]:

@@ -50,7 +50,7 @@ class Entries:
 
 
 def entries_of(
-    edges: int, token_edge: IntArray, batch: RolloutBatch, *, tempers: bool = True
+    edges: int, token_edge: IntArray, batch: RolloutBatch, *, uses_temperature: bool = True
 ) -> Entries:
     """The entries of a forest of so many edges.
 
@@ -58,12 +58,12 @@ def entries_of(
         edges: E.
         token_edge: [T] what `Forest.token_edges` gave.
         batch: the rollouts.
-        tempers: whether the head's outputs depend on temperatures; those of a critic do not.
+        uses_temperature: whether the head's outputs depend on temperatures, as log-probs do.
     """
     trained = np.flatnonzero(batch.loss_mask & (token_edge >= 0))
     trained_edge = token_edge[trained]
     temperatures, classes = np.unique(batch.temperatures, return_inverse=True)
-    if tempers and len(temperatures) > 1:
+    if uses_temperature and len(temperatures) > 1:
         rollout = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))[trained]
         pairs, of_trained = np.unique(
             trained_edge * len(temperatures) + classes[rollout], return_inverse=True

@@ -97,7 +97,7 @@ class Estimate:
         self.group_tokens: int = 0
         self.trained_tokens: int = 0
         windows = {0, *(shape.windows if shape else ())}
-        nothing = Work(tokens=0, pairs=dict.fromkeys(windows, 0), labelled=0)
+        nothing = Work(tokens=0, pairs=dict.fromkeys(windows, 0), num_loss_entries=0)
         self.work: dict[str, Work] = dict.fromkeys(MODES, nothing)
         self.prefix_ratio: Distribution = Distribution(scale=_RATIO_STEPS)
         self.group_depth: Distribution = Distribution()

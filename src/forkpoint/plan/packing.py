@@ -299,7 +299,7 @@ def _finish(forest: Forest, drafts: list[_Draft], multiple: int) -> list[Microba
                 cache_begin=(-1,) * len(segments),
                 state_index=(-1,) * len(segments),
                 children=tuple(number[c] for c in below.get(draft_index, [])),
-                run_tokens=places + padding,
+                padded_tokens=places + padding,
                 tokens=int(forest.length[segments].sum()),
                 padding=padding,
                 trunk=draft.trunk,

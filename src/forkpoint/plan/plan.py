@@ -34,7 +34,7 @@ from forkpoint.plan.shared_prompts import exchanging
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray
-from forkpoint.units import shown
+from forkpoint.units import format_bytes
 
 MOST_ROWS = 24
 MOST_SEGMENTS = 40
@@ -80,7 +80,7 @@ class Plan:
     """Tokens as given."""
     unique_tokens: int
     """Distinct (path, token) pairs of the whole batch."""
-    labelled: int
+    num_loss_entries: int
     """Entries of the head: edges whose label some rollout trains on, each as often as there are
     temperatures at which it is trained. A critic's edges have one each."""
     dense: Work
@@ -135,9 +135,9 @@ class Plan:
         return sum(m.tokens for m in self.microbatches if m.trunk != "received")
 
     @property
-    def run_tokens(self) -> int:
+    def padded_tokens(self) -> int:
         """Tokens that go through the model, padding included."""
-        return sum(m.run_tokens for m in self.microbatches if m.trunk != "received")
+        return sum(m.padded_tokens for m in self.microbatches if m.trunk != "received")
 
     @property
     def bound(self) -> float:
@@ -475,9 +475,9 @@ def _summary(plan: Plan) -> Table:
         ends = int(np.unique(plan.forest.leaf[plan.forest.leaf >= 0]).size)
         add("last tokens run for routers, among those computed", f"{ends:,}")
     add("computed tokens (edges run)", f"{plan.computed_tokens:,}")
-    if plan.run_tokens != plan.computed_tokens:
-        add("padding run besides", f"{plan.run_tokens - plan.computed_tokens:,}")
-    add("labelled edges (head), for each temperature", f"{plan.labelled:,}")
+    if plan.padded_tokens != plan.computed_tokens:
+        add("padding run besides", f"{plan.padded_tokens - plan.computed_tokens:,}")
+    add("labelled edges (head), for each temperature", f"{plan.num_loss_entries:,}")
     add("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}")
     add("prefix cache held at once, tokens", f"{plan.cache_tokens:,}")
     if plan.shape is not None:
@@ -494,10 +494,10 @@ def _summary(plan: Plan) -> Table:
     elif plan.counts_first:
         add("a pass of scores counts experts first", "yes")
     if plan.predicted_peak_bytes is not None:
-        add("activations and prefix cache at the peak", shown(plan.predicted_peak_bytes))
+        add("activations and prefix cache at the peak", format_bytes(plan.predicted_peak_bytes))
     if plan.memory_budget_bytes is not None:
         name = "budget for them" if plan.fits else "budget for them, which DOES NOT FIT"
-        add(name, shown(plan.memory_budget_bytes))
+        add(name, format_bytes(plan.memory_budget_bytes))
     if plan.predicted_ms is not None:
         add("predicted time of a step, ms", f"{plan.predicted_ms:,.1f}")
     if plan.shape is not None:
@@ -552,7 +552,7 @@ def _microbatches(plan: Plan) -> Table:
             parent,
             f"{len(microbatch.segments):,}",
             f"{microbatch.tokens:,}",
-            f"{microbatch.run_tokens:,}",
+            f"{microbatch.padded_tokens:,}",
             f"{kept:,}",
             *([microbatch.activations if microbatch.children else "-"] if moved else []),
         )

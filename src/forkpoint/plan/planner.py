@@ -17,7 +17,7 @@ from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
-from forkpoint.units import shown
+from forkpoint.units import format_bytes
 
 SHARINGS = ("none", "group", "tree")
 BOUNDARIES = ("within", "mixed", "across")
@@ -32,7 +32,7 @@ def make_plan(
     calibration: Calibration | None = None,
     capabilities: Capabilities | None = None,
     measured_budget_bytes: int | None = None,
-    tempers: bool = True,
+    uses_temperature: bool = True,
     routers: RouterDemand | None = None,
     prompts: tuple[PlannedPrompt, ...] | None = None,
     runs: IntArray | None = None,
@@ -53,8 +53,8 @@ def make_plan(
             a model whose shape says that it checkpoints itself is not left early.
         measured_budget_bytes: what a memory_budget of "auto" stands for on the device; None is no
             limit. Where nothing fits, a plan of about the least predicted peak is made.
-        tempers: whether the head's outputs depend on temperatures, as log-probs do and a critic's
-            values do not. An edge then has an entry for each temperature at which it is trained.
+        uses_temperature: whether the head's outputs depend on temperatures, as log-probs do and a
+            critic's values do not. An edge then has an entry for each temperature at which it is trained.
         routers: demands of routers' statistics; None where there are no such statistics.
         prompts: of a step in which ranks exchange prompts, those of this rank, none of them
             too; the configuration must allow it (`plan.shared_prompts.cannot_exchange`). None
@@ -72,7 +72,9 @@ def make_plan(
         calibration = Calibration.load(Path(config.calibration))
     if capabilities is None:
         capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
-    prices = Prices(batch, shape, coupling, calibration, tempers=tempers, routers=routers)
+    prices = Prices(
+        batch, shape, coupling, calibration, uses_temperature=uses_temperature, routers=routers
+    )
     builder = Builder(prices, config, capabilities, measured_budget_bytes, prompts, runs)
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
@@ -101,8 +103,8 @@ def make_plan(
 
 def _beyond(plan: Plan) -> str:
     return (
-        f"it is predicted to need {shown(plan.predicted_peak_bytes or 0)} and the budget is "
-        f"{shown(plan.memory_budget_bytes or 0)}"
+        f"it is predicted to need {format_bytes(plan.predicted_peak_bytes or 0)} and the budget is "
+        f"{format_bytes(plan.memory_budget_bytes or 0)}"
     )
 
 

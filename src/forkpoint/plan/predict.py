@@ -19,7 +19,7 @@ LAYERS_AT_WORK = 2
 
 
 @dataclass(frozen=True)
-class Played:
+class Simulated:
     """A schedule played with a meter's prices."""
 
     cost: float
@@ -27,7 +27,7 @@ class Played:
     """By phase, as `StepStats.phase_ms`."""
 
 
-def play(plan: Plan, meter: Meter) -> Played:
+def simulate(plan: Plan, meter: Meter) -> Simulated:
     """Cost of a step: computation in order, and waiting for copies that are not done by then.
 
     A copy out begins with its microbatch's forward and is over when its bytes are through. A
@@ -66,7 +66,7 @@ def play(plan: Plan, meter: Meter) -> Played:
                 out_free = sent[index] = max(out_free, begin) + out
             before = None
         phases[phase_of(instruction.operation, microbatch)] += now - begin
-    return Played(now, phases)
+    return Simulated(now, phases)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def plan_cost(plan: Plan, meter: Meter | None = None) -> float:
     without a shape.
     """
     meter = meter or meter_of(plan)
-    cost = play(plan, meter).cost
+    cost = simulate(plan, meter).cost
     return cost / 3 if isinstance(meter, TokenMeter) else cost
 
 
@@ -131,7 +131,9 @@ def cache_bytes(plan: Plan, shape: ModelShape) -> int:
     return plan.cache_tokens * each + plan.cache_states * shape.state_bytes
 
 
-def microbatches_let_go(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> frozenset[int]:
+def microbatches_to_drop(
+    plan: Plan, meter: Meter, shape: ModelShape, budget: int
+) -> frozenset[int]:
     """As few microbatches as it takes that are not kept, so that the plan's peak is within the
     budget.
 
@@ -172,7 +174,7 @@ def microbatches_let_go(plan: Plan, meter: Meter, shape: ModelShape, budget: int
     return frozenset(moved)
 
 
-def let_go(plan: Plan, microbatches: frozenset[int], activations: str) -> Plan:
+def drop_activations(plan: Plan, microbatches: frozenset[int], activations: str) -> Plan:
     """The plan with these microbatches not kept."""
     changed = (
         replace(r, activations=activations) if r.index in microbatches else r

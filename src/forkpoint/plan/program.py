@@ -47,7 +47,7 @@ class Instruction(NamedTuple):
     ends_at: str = HEAD
     """How far a forward goes. BOUNDARY: until the last block has computed what other microbatches
     read of it. BLOCKS: through all blocks, without the head. HEAD: through the head."""
-    records: bool = True
+    keeps_graph: bool = True
     """Whether autograd keeps the activations of a forward for its backward. False for scores, and
     for a forward that is repeated by a RECOMPUTE."""
     last_backward: bool = False
@@ -72,10 +72,10 @@ class Instruction(NamedTuple):
         return self.ends_at == BOUNDARY
 
     @property
-    def is_noted(self) -> bool:
+    def counts_routing(self) -> bool:
         """Whether it is a forward of which statistics are taken: of two forwards of one pass, the
         first of which keeps no activations, the second."""
-        return not self.idle and (self.records or self.operation == SCORE)
+        return not self.idle and (self.keeps_graph or self.operation == SCORE)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def last_backward_marked(instructions: Iterable[Instruction]) -> tuple[Instructi
 def _scores(instruction: Instruction) -> bool:
     """Whether an instruction belongs to the pass of scores, whose exchange records nothing."""
     operation = instruction.operation
-    return operation == SCORE or (operation == SHARE and not instruction.records)
+    return operation == SCORE or (operation == SHARE and not instruction.keeps_graph)
 
 
 def phase_of(operation: str, microbatch: Microbatch) -> str:
@@ -192,7 +192,7 @@ def score_program(microbatches: Sequence[Microbatch], *, leaves_early: bool = Tr
     """Forwards without a graph, of every microbatch in visiting order."""
     return Program(
         tuple(
-            Instruction(0, SCORE, m.index, m.index, _ends(m, leaves_early), records=False)
+            Instruction(0, SCORE, m.index, m.index, _ends(m, leaves_early), keeps_graph=False)
             for m in microbatches
         )
     )
@@ -200,7 +200,7 @@ def score_program(microbatches: Sequence[Microbatch], *, leaves_early: bool = Tr
 
 def _ends(microbatch: Microbatch, leaves_early: bool) -> str:
     """A microbatch without trained tokens is run for its prefix cache alone."""
-    return BOUNDARY if leaves_early and not microbatch.labelled else HEAD
+    return BOUNDARY if leaves_early and not microbatch.num_loss_entries else HEAD
 
 
 # Dependencies

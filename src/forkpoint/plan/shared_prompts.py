@@ -241,7 +241,7 @@ def exchanging(program: Program, microbatches: Sequence[Microbatch], *, scores: 
     number = int(scores)
     if scores:
         around, inside = parts(program.scores)
-        found += [*around, Instruction(0, SHARE, 0, IDLE, records=False), *inside]
+        found += [*around, Instruction(0, SHARE, 0, IDLE, keeps_graph=False), *inside]
     around, inside = parts(program.training)
     forwards = [i for i in around if i.operation == FORWARD]
     backwards = [i for i in around if i.operation != FORWARD]

@@ -119,7 +119,7 @@ def _proposal(
         held=held,
         budget_bytes=policy.model_state.budgets.of(policy.host, policy.config),
         compiler_failure=policy.host.compiling.failure,
-        trains=plan.labelled > 0,
+        trains=plan.num_loss_entries > 0,
         trained_tokens=batch.trained_tokens,
         rollouts=len(batch),
         groups=group_digests(batch),

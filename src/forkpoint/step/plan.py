@@ -181,7 +181,7 @@ def plan_within(
         calibration=policy.model_state.calibration(host, config),
         capabilities=host.capabilities,
         measured_budget_bytes=budget_bytes,
-        tempers=host.head == "logprobs",
+        uses_temperature=host.head == "logprobs",
         routers=routers,
         prompts=prompts,
         runs=_edges_to_run(policy, batch, loss, routers),

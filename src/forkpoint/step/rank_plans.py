@@ -23,7 +23,7 @@ from forkpoint.plan.shared_prompts import (
 )
 from forkpoint.step.plan import plan_within
 from forkpoint.step.request import LocalStep, StepPolicy
-from forkpoint.units import shown
+from forkpoint.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class RankPlanOptions:
         if budget is None or peak is None or peak + weights <= budget:
             return plan, ""
         why_not = (
-            f"whole weights ({shown(weights)} more) do not fit the memory budget of {shown(budget)}"
+            f"whole weights ({format_bytes(weights)} more) do not fit the memory budget of "
+            f"{format_bytes(budget)}"
         )
         if not self.can_replan or budget <= weights:
             return None, why_not

@@ -101,7 +101,7 @@ class StockComparison:
             host.shape,
             forced,
             capabilities=host.capabilities,
-            tempers=host.head == "logprobs",
+            uses_temperature=host.head == "logprobs",
         )
         host.allow_stock(self.changes)
         self.routers: tuple[FoundRouter, ...] = ()

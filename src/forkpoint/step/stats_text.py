@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from forkpoint.plan import Plan
-from forkpoint.units import shown
+from forkpoint.units import format_bytes
 
 
 def step_line(
@@ -28,7 +28,7 @@ def step_line(
     if off_route is not None:
         parts.append(f"{100 * off_route:.2g}% of given routes otherwise")
     if peak_memory_bytes is not None:
-        parts.append(f"peak memory {shown(peak_memory_bytes)}")
+        parts.append(f"peak memory {format_bytes(peak_memory_bytes)}")
     return f"StepStats({', '.join(parts)})"
 
 

@@ -4,8 +4,8 @@ from forkpoint.tree.launches import FROM_CACHE as FROM_CACHE
 from forkpoint.tree.launches import FROM_GATHER as FROM_GATHER
 from forkpoint.tree.launches import FROM_OWN as FROM_OWN
 from forkpoint.tree.launches import LAUNCH_COLUMNS as LAUNCH_COLUMNS
-from forkpoint.tree.launches import Reach as Reach
 from forkpoint.tree.launches import Table as Table
+from forkpoint.tree.launches import VisibleKeys as VisibleKeys
 from forkpoint.tree.launches import full_table as full_table
 from forkpoint.tree.launches import windowed_table as windowed_table
 from forkpoint.tree.microbatch import Microbatch as Microbatch

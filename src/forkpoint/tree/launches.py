@@ -59,7 +59,7 @@ class _Piece:
     m: int
 
 
-class Reach:
+class VisibleKeys:
     """Runs that each segment of a microbatch reads outside itself, nearest last."""
 
     def __init__(self, forest: Forest, microbatch: Microbatch, cache_of: dict[int, int]) -> None:
@@ -107,7 +107,7 @@ def full_table(forest: Forest, microbatch: Microbatch, cache_of: dict[int, int])
     are unmasked rectangles, one launch for as many neighbouring rectangles as lie back to back on
     both sides.
     """
-    reach = Reach(forest, microbatch, cache_of)
+    reach = VisibleKeys(forest, microbatch, cache_of)
     stretches = _stretches(forest, microbatch)
     causal = [_Piece(FROM_OWN, begin, n, begin, n) for _, begin, n in stretches]
     levels: dict[tuple[int, int], list[_Piece]] = {}
@@ -152,7 +152,9 @@ def _stretches(forest: Forest, microbatch: Microbatch) -> list[tuple[int, int, i
             found.append((segment, begin, n))
         before = segment
     if microbatch.padding:
-        found.append((NO_SEGMENT, microbatch.run_tokens - microbatch.padding, microbatch.padding))
+        found.append(
+            (NO_SEGMENT, microbatch.padded_tokens - microbatch.padding, microbatch.padding)
+        )
     return found
 
 
@@ -164,7 +166,7 @@ def windowed_table(
     Each segment's keys are copied together: the at most `window` - 1 nearest tokens above it on its
     path, then its own. A scalar window argument, aligned to the end, then masks exactly.
     """
-    reach = Reach(forest, microbatch, cache_of)
+    reach = VisibleKeys(forest, microbatch, cache_of)
     pieces, keys, total = [], [], 0
     for segment, begin, n in zip(
         microbatch.segments,
@@ -186,7 +188,7 @@ def windowed_table(
         keys.append(gathered)
         total += len(gathered)
     if microbatch.padding:
-        begin, n = microbatch.run_tokens - microbatch.padding, microbatch.padding
+        begin, n = microbatch.padded_tokens - microbatch.padding, microbatch.padding
         pieces.append(_Piece(FROM_GATHER, begin, n, total, n))
         keys.append(np.arange(begin, begin + n))
     table = _table([(True, pieces)])

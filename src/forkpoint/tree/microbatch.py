@@ -26,7 +26,7 @@ class Microbatch:
     """First slot of each segment in the prefix cache; -1 where no other microbatch reads it. A
     slot holds what all layers keep of one token."""
     children: tuple[int, ...]
-    run_tokens: int
+    padded_tokens: int
     """Tokens that the forward runs, padding included."""
     tokens: int
     """Edges that the microbatch holds."""
@@ -39,7 +39,7 @@ class Microbatch:
     """Which activations its own backward computes again: none, selective or full."""
     keeps_logits: bool = False
     """Whether its head keeps all logits for the backward instead of computing them again."""
-    labelled: int = 0
+    num_loss_entries: int = 0
     """Entries that its head computes: edges whose label some rollout trains on, each as often as
     there are temperatures at which it is trained."""
     padding: int = 0
@@ -56,7 +56,7 @@ class Microbatch:
     @property
     def length(self) -> int:
         """The length of the sequences that the model is given: [1, length], or [B, length]."""
-        return self.width or self.run_tokens
+        return self.width or self.padded_tokens
 
     @property
     def kept_states(self) -> frozenset[int]:
@@ -74,7 +74,7 @@ def token_steps(forest: Forest, microbatch: Microbatch) -> tuple[IntArray, IntAr
     segments = np.asarray(microbatch.segments)
     places = np.asarray(segment_widths(forest, microbatch))
     places[-1] += microbatch.padding
-    step = np.arange(microbatch.run_tokens) - np.repeat(
+    step = np.arange(microbatch.padded_tokens) - np.repeat(
         np.asarray(microbatch.segment_begin), places
     )
     return np.repeat(segments, places), step

@@ -84,7 +84,7 @@ def state_layout(
         begin = [microbatch.segment_begin[i] for i in members]
         length = [lengths[i] for i in members]
         if microbatch.padding and not levels:
-            begin.append(microbatch.run_tokens - microbatch.padding)
+            begin.append(microbatch.padded_tokens - microbatch.padding)
             length.append(microbatch.padding)
             parent.append(-1)
         levels.append(
@@ -132,7 +132,7 @@ def convolution_layout(
             places.append(own[:first])
             windows.append(np.lib.stride_tricks.sliding_window_view(reach, width)[:first])
     if microbatch.padding:
-        own = np.arange(microbatch.run_tokens - microbatch.padding, microbatch.run_tokens)
+        own = np.arange(microbatch.padded_tokens - microbatch.padding, microbatch.padded_tokens)
         reach = np.concatenate([np.full(before, NOTHING, np.int64), own])
         first = min(before, len(own))
         places.append(own[:first])

@@ -183,7 +183,7 @@ def choose_plans(
     chosen = policy.plan(batch, loss, router=router)
     counts = count_shared(chosen)
     # What the loss declares to be zero is compared as well, also where nothing is shared.
-    declared = chosen.dense.labelled < batch.trained_tokens
+    declared = chosen.dense.num_loss_entries < batch.trained_tokens
     if nothing is not None:
         compared = (Compared(CHOSEN, chosen, counts),) if declared else ()
         return Choice(compared, (), None if declared else nothing)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forkpoint.units import shown
+from forkpoint.units import format_bytes
 
 TRIAL_SIZE = 512
 """Rows and columns of the matrices that a device's rate is measured with; on CUDA 8 times that."""
@@ -39,9 +39,9 @@ class Forecast:
 
     def text(self) -> str:
         """In one line."""
-        memory = f"up to {shown(self.memory_bytes)} besides the model"
+        memory = f"up to {format_bytes(self.memory_bytes)} besides the model"
         if self.free_bytes is not None:
-            memory += f" ({shown(self.free_bytes)} free)"
+            memory += f" ({format_bytes(self.free_bytes)} free)"
         ways = "" if self.ways == "plain" else f"; {self.ways}"
         return (
             f"{len(self.runs)} runs ({', '.join(self.runs)}): {self.flops / 1e12:,.3g} TFLOP, "

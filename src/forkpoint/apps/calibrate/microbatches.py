@@ -11,9 +11,9 @@ from forkpoint.config import Config
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.given_back import storage_id
 from forkpoint.engine.microbatches import (
+    CacheView,
     KernelOptions,
     MicrobatchInputs,
-    MicrobatchState,
     prepare_microbatches,
 )
 from forkpoint.hosts.host import ModelHost
@@ -33,7 +33,7 @@ class Rows:
 
     def row_ms(self, host: ModelHost, tokens: int) -> tuple[float, float]:
         """One row's forward and backward; it has one labelled token."""
-        inputs, run = self._row(host, tokens, labelled=1)
+        inputs, run = self._row(host, tokens, num_loss_entries=1)
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
 
@@ -49,7 +49,7 @@ class Rows:
     def _saved_bytes(self, host: ModelHost, tokens: int, policy: str) -> int:
         """Bytes of the storages that autograd keeps of a row, its parameters' not counted."""
         held = {storage_id(p) for _, p in host.named_parameters()}
-        inputs, run = self._row(host, tokens, labelled=1, checkpointing=policy)
+        inputs, run = self._row(host, tokens, num_loss_entries=1, checkpointing=policy)
         kept: dict[int, Tensor] = {}
 
         def pack(x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Rows:
             return 0.0, 0.0
         found = []
         for tokens in sizes[-2:]:
-            inputs, run = self._row(host, tokens, labelled=min(tokens, HEAD_TOKENS))
+            inputs, run = self._row(host, tokens, num_loss_entries=min(tokens, HEAD_TOKENS))
             with host.entered():
                 logprobs = run(inputs)
                 torch.cuda.synchronize()
@@ -83,10 +83,10 @@ class Rows:
         return max(0.0, found[0] - token * sizes[-2]), token
 
     def _row(
-        self, host: ModelHost, tokens: int, *, labelled: int, checkpointing: str = "none"
+        self, host: ModelHost, tokens: int, *, num_loss_entries: int, checkpointing: str = "none"
     ) -> tuple[MicrobatchInputs, Callable[[MicrobatchInputs], Tensor]]:
         ids = np.random.default_rng(0).integers(0, self.vocab, tokens + 1)
-        mask = np.arange(tokens + 1) > tokens - labelled
+        mask = np.arange(tokens + 1) > tokens - num_loss_entries
         batch = RolloutBatch([Rollout(ids, mask, 1.0)])
         config = Config(
             sharing="none",
@@ -99,7 +99,7 @@ class Rows:
         forward = plan.program.instructions[0]
 
         def run(inputs: MicrobatchInputs) -> Tensor:
-            state = MicrobatchState(plan, inputs.microbatch, PrefixCache(0, gradients=True))
+            state = CacheView(plan, inputs.microbatch, PrefixCache(0, gradients=True))
             outputs = host.forward(forward, inputs, state, KernelOptions(self.kernel))
             return outputs.per_token["logprobs"]
 

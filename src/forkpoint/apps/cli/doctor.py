@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from forkpoint.apps.cli.options import Flag
 from forkpoint.apps.cli.output import Output, table
 from forkpoint.rollouts.synthetic import synthetic_rollouts
-from forkpoint.units import shown
+from forkpoint.units import format_bytes
 
 if TYPE_CHECKING:
     from forkpoint.verify.comparison import VerifyReport
@@ -189,5 +189,5 @@ def _kernel_rows(kernels: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 def _describe(device: dict[str, Any]) -> str:
     if "capability" not in device:
         return f"{device['name']}, {device['threads']} threads"
-    memory = shown(device["memory_bytes"])
+    memory = format_bytes(device["memory_bytes"])
     return f"{device['name']}, capability {device['capability']}, {memory}"

@@ -35,7 +35,7 @@ from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.rollouts.formats.limits import bytes_on_disk
 from forkpoint.rollouts.traces import RolloutFile, open_rollouts
 from forkpoint.tree.forest import IntArray
-from forkpoint.units import shown, size_in_bytes
+from forkpoint.units import format_bytes, size_in_bytes
 
 # Help is in docstrings; a search for it in comments would take half the time.
 TYRO_CONFIG = (FlagCreatePairsOff, HelptextFromCommentsOff, OmitArgPrefixes)
@@ -366,8 +366,9 @@ def check_work(lengths: IntArray, file: Path, model: Path, reading: Reading) -> 
     disk_bytes = bytes_on_disk(file)
     if tokens > TOKENS_PER_BYTE * disk_bytes:
         raise ConfigError(
-            f"{file} inflates: it has {shown(disk_bytes)}, and the model would run {tokens:,} "
-            f"tokens of it; from so small a file at most {MOST_TOKENS:,} are run. {remedy}"
+            f"{file} inflates: it has {format_bytes(disk_bytes)}, and the model would run "
+            f"{tokens:,} tokens of it; from so small a file at most {MOST_TOKENS:,} are run. "
+            f"{remedy}"
         )
     positions = read_config(config_path(model)).get("max_position_embeddings")
     longest = int(lengths.max())

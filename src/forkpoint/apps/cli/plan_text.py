@@ -11,7 +11,7 @@ from forkpoint.apps.cli.output import table
 from forkpoint.plan import Estimate, Plan, Totals
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.plan import flops_text
-from forkpoint.units import shown
+from forkpoint.units import format_bytes
 
 LABEL = 14
 """Characters of the names of answers."""
@@ -103,12 +103,12 @@ def _microbatches(plan: Plan, totals: Totals, groups: int) -> str:
 def _memory(totals: Totals, device: DeviceMemory | None) -> str:
     if totals.predicted_peak_bytes is None:
         return "not predicted without a model"
-    peak = shown(totals.predicted_peak_bytes)
+    peak = format_bytes(totals.predicted_peak_bytes)
     if device is None:
         return f"{peak} of activations and prefix cache; see --device-memory 80GB"
     verdict = "fits" if device.fits(totals.predicted_peak_bytes) else "DOES NOT FIT"
-    fixed = f"{shown(device.besides_bytes)} of weights etc."
-    return f"{verdict}: {fixed} + {peak} in {shown(device.total_bytes)}"
+    fixed = f"{format_bytes(device.besides_bytes)} of weights etc."
+    return f"{verdict}: {fixed} + {peak} in {format_bytes(device.total_bytes)}"
 
 
 def _remedy(remedies: Sequence[str]) -> str:
@@ -167,7 +167,7 @@ def totals_table(totals: Totals, groups: int) -> Table:
         rows.append(("FLOPs of dense steps", flops_text(totals.dense.step_flops(totals.shape))))
         rows.append(("FLOPs of these steps", flops_text(totals.shared.step_flops(totals.shape))))
     if totals.predicted_peak_bytes is not None:
-        peak = shown(totals.predicted_peak_bytes)
+        peak = format_bytes(totals.predicted_peak_bytes)
         rows.append(("activations and prefix cache at the worst peak", peak))
     if totals.predicted_ms is not None:
         rows.append(("predicted time of all steps, ms", f"{totals.predicted_ms:,.1f}"))
@@ -259,7 +259,7 @@ def modes(estimate: Estimate) -> dict[str, dict[str, Any]]:
     return {
         mode: {
             "tokens": work.tokens,
-            "labelled": work.labelled,
+            "num_loss_entries": work.num_loss_entries,
             "flops": None if shape is None else work.step_flops(shape),
             "bound": estimate.bound(mode),
         }

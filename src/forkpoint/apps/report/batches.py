@@ -282,16 +282,16 @@ def _counted_sizes(plan: Plan) -> list[float]:
     sizes = []
     for instruction in plan.program.instructions:
         if instruction.idle:
-            work = Work(tokens=1, pairs=dict.fromkeys(windows, 1), labelled=0)
+            work = Work(tokens=1, pairs=dict.fromkeys(windows, 1), num_loss_entries=0)
             places = 1
         else:
             row = plan.microbatches[instruction.microbatch]
             segments = list(row.segments)
             start, length = plan.forest.start[segments], plan.forest.length[segments]
             pairs = {window: visible_pairs(start, length, window) for window in windows}
-            labelled = row.labelled if instruction.ends_at == HEAD else 0
-            work = Work(tokens=row.tokens, pairs=pairs, labelled=labelled)
-            places = row.run_tokens
+            num_loss_entries = row.num_loss_entries if instruction.ends_at == HEAD else 0
+            work = Work(tokens=row.tokens, pairs=pairs, num_loss_entries=num_loss_entries)
+            places = row.padded_tokens
         if shape is None:
             sizes.append(float(places))
             continue
@@ -320,10 +320,10 @@ def _held(plan: Plan) -> list[int]:
             continue
         row = plan.microbatches[index]
         per_token = 1 if shape is None else shape.activation_bytes(row.checkpointing)
-        open_rows[index] = row.run_tokens * per_token
+        open_rows[index] = row.padded_tokens * per_token
         found.append(always + sum(open_rows.values()))
         # Of a slot that some rank computes again, no rank records the first forward.
-        dropped = not instruction.records or row.activations != "keep"
+        dropped = not instruction.keeps_graph or row.activations != "keep"
         if operation == BACKWARD or (operation == FORWARD and dropped):
             del open_rows[index]
     return found

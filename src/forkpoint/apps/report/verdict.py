@@ -9,7 +9,7 @@ from forkpoint.apps.report.figure import Tile
 from forkpoint.apps.report.steps import drift_trend
 from forkpoint.plan import Totals
 from forkpoint.plan.device_memory import DeviceMemory
-from forkpoint.units import shown
+from forkpoint.units import format_bytes
 
 NORM_BARS = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 """By dtype: how far gradient norms of equal weights may differ, relative to the norm. Models of
@@ -168,17 +168,17 @@ def memory_answer(
         "smaller states."
     )
     if device is not None:
-        label += f", of {shown(device.total_bytes)}"
+        label += f", of {format_bytes(device.total_bytes)}"
         remark = (
-            f"Weights, gradients, the optimizer and a margin take {shown(device.besides_bytes)} "
-            "besides."
+            "Weights, gradients, the optimizer and a margin take "
+            f"{format_bytes(device.besides_bytes)} besides."
         )
         remedy = f"{remark} Take bfloat16 weights, an optimizer of smaller states, or shards."
     elif limit is not None:
-        label += f", of a budget of {shown(limit)}"
+        label += f", of a budget of {format_bytes(limit)}"
     how = "Measured" if measured else "Predicted"
     tile = Tile(
-        value=shown(largest),
+        value=format_bytes(largest),
         label=label,
         remark=f"{how}: activations and prefix cache at the worst moment. {remark}",
         state="bad" if too_large else "plain",
@@ -188,6 +188,12 @@ def memory_answer(
     plans = "This plan does not fit"
     if len(peaks) > 1:
         plans = f"The plans of {too_large:,} of {len(peaks):,} batches do not fit"
-    has = f"the budget is {shown(limit)}" if device is None else f"{shown(limit)} is left"
-    warning = f"{plans}: activations and prefix cache need {shown(largest)}, and {has}. {remedy}"
+    has = (
+        f"the budget is {format_bytes(limit)}"
+        if device is None
+        else f"{format_bytes(limit)} is left"
+    )
+    warning = (
+        f"{plans}: activations and prefix cache need {format_bytes(largest)}, and {has}. {remedy}"
+    )
     return tile, (warning,)

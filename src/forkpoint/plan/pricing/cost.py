@@ -326,7 +326,7 @@ class Work:
     tokens: int
     pairs: dict[int, int]
     """For each window in use (0 is none): visible (query, key) pairs of one layer and head."""
-    labelled: int
+    num_loss_entries: int
 
     def __add__(self, other: "Work") -> "Work":
         """Both, one after the other; their windows must be the same."""
@@ -334,7 +334,7 @@ class Work:
         return Work(
             tokens=self.tokens + other.tokens,
             pairs={window: self.pairs[window] + other.pairs[window] for window in self.pairs},
-            labelled=self.labelled + other.labelled,
+            num_loss_entries=self.num_loss_entries + other.num_loss_entries,
         )
 
     def forward_flops(self, shape: ModelShape) -> float:
@@ -346,7 +346,7 @@ class Work:
 
     def _flops(self, shape: ModelShape, linear: float, attention: float) -> float:
         dense = 2.0 * (self.tokens * shape.linear_parameters)
-        head = 2.0 * self.labelled * shape.hidden * shape.vocab
+        head = 2.0 * self.num_loss_entries * shape.hidden * shape.vocab
         per_pair = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
         pairs = sum(self.pairs[window] for window in shape.windows)
         return linear * (dense + head) + attention * per_pair * pairs
@@ -369,17 +369,17 @@ def visible_pairs(start: IntArray, length: IntArray, window: int) -> int:
     return int((below + (length - growing) * window).sum())
 
 
-def dense_work(edges: IntArray, labelled: int, windows: tuple[int, ...]) -> Work:
+def dense_work(edges: IntArray, num_loss_entries: int, windows: tuple[int, ...]) -> Work:
     """Work of running every rollout on its own; `edges` [N] are tokens less one, at least 0."""
     starts = np.zeros_like(edges)
     pairs = {window: visible_pairs(starts, edges, window) for window in {0, *windows}}
-    return Work(tokens=int(edges.sum()), pairs=pairs, labelled=labelled)
+    return Work(tokens=int(edges.sum()), pairs=pairs, num_loss_entries=num_loss_entries)
 
 
 def forest_work(
-    forest: Forest, labelled: int, windows: tuple[int, ...], received: Sequence[int] = ()
+    forest: Forest, num_loss_entries: int, windows: tuple[int, ...], received: Sequence[int] = ()
 ) -> Work:
     """Work of running each edge of a forest once, but for segments `received` from other ranks."""
     start, length = np.delete(forest.start, received), np.delete(forest.length, received)
     pairs = {window: visible_pairs(start, length, window) for window in {0, *windows}}
-    return Work(tokens=int(length.sum()), pairs=pairs, labelled=labelled)
+    return Work(tokens=int(length.sum()), pairs=pairs, num_loss_entries=num_loss_entries)

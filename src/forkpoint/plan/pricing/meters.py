@@ -98,7 +98,7 @@ class CountedMeter:
         return None
 
     def kept_bytes(self, microbatch: Microbatch) -> int:
-        kept = microbatch.run_tokens * self.shape.activation_bytes(microbatch.checkpointing)
+        kept = microbatch.padded_tokens * self.shape.activation_bytes(microbatch.checkpointing)
         return kept + logits_bytes(microbatch, self.shape)
 
     def working_bytes(self, microbatch: Microbatch) -> int:
@@ -115,8 +115,8 @@ class CountedMeter:
         start, length = self.plan.forest.start[segments], self.plan.forest.length[segments]
         every = {w: visible_pairs(start, length, w) for w in set(shape.windows)}
         pairs = sum(every[window] for window in shape.windows)
-        linear = 2.0 * max(microbatch.run_tokens, EFFICIENT_TOKENS) * shape.linear_parameters
-        head = 2.0 * microbatch.labelled * shape.hidden * shape.vocab
+        linear = 2.0 * max(microbatch.padded_tokens, EFFICIENT_TOKENS) * shape.linear_parameters
+        head = 2.0 * microbatch.num_loss_entries * shape.hidden * shape.vocab
         key = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
         further = min(
             LAUNCH_KEYS * key * shape.windows.count(0),
@@ -140,10 +140,10 @@ class TokenMeter:
     unit = "tokens"
 
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
-        return max(microbatch.run_tokens, EFFICIENT_TOKENS)
+        return max(microbatch.padded_tokens, EFFICIENT_TOKENS)
 
     def backward(self, microbatch: Microbatch) -> float:
-        return 2 * max(microbatch.run_tokens, EFFICIENT_TOKENS)
+        return 2 * max(microbatch.padded_tokens, EFFICIENT_TOKENS)
 
     def copy(self, nbytes: int, *, out: bool) -> float | None:
         return None
@@ -188,22 +188,22 @@ class MeasuredMeter:
         self._launches: dict[tuple[int, int], _Launches] = {}
 
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
-        labelled = 0 if boundary_only else microbatch.labelled
-        return self._pass(microbatch, labelled, backward=False)
+        num_loss_entries = 0 if boundary_only else microbatch.num_loss_entries
+        return self._pass(microbatch, num_loss_entries, backward=False)
 
     def backward(self, microbatch: Microbatch) -> float:
-        time = self._pass(microbatch, microbatch.labelled, backward=True)
+        time = self._pass(microbatch, microbatch.num_loss_entries, backward=True)
         again = self.shape.repeated_flops_share(microbatch.checkpointing)
         if again:
             blocks = self.shape.layers * self.calibration.block.time(
-                microbatch.run_tokens, backward=False
+                microbatch.padded_tokens, backward=False
             )
             time += again * blocks
         if again == 1.0:
             time += self._attention_ms(microbatch, backward=False)
         if microbatch.keeps_logits:
             # The backward that was measured computes them first, as the forward does.
-            time -= self.calibration.head.time(microbatch.labelled, backward=False)
+            time -= self.calibration.head.time(microbatch.num_loss_entries, backward=False)
         return max(time, 0.0)
 
     def copy(self, nbytes: int, *, out: bool) -> float | None:
@@ -215,26 +215,28 @@ class MeasuredMeter:
         block, rest = self.calibration.kept_bytes[policy]
         # One block is whole while its backward computes it again.
         whole = self.calibration.kept_bytes["none"][0] if policy != "none" else 0.0
-        kept = int(microbatch.run_tokens * (self.shape.layers * block + rest + whole))
+        kept = int(microbatch.padded_tokens * (self.shape.layers * block + rest + whole))
         return kept + logits_bytes(microbatch, self.shape)
 
     def working_bytes(self, microbatch: Microbatch) -> int:
         head, token = self.calibration.working_bytes
-        return int(microbatch.run_tokens * token + (head if microbatch.labelled else 0.0))
+        return int(
+            microbatch.padded_tokens * token + (head if microbatch.num_loss_entries else 0.0)
+        )
 
-    def _pass(self, microbatch: Microbatch, labelled: int, *, backward: bool) -> float:
+    def _pass(self, microbatch: Microbatch, num_loss_entries: int, *, backward: bool) -> float:
         found = self.calibration
         layers = float(self.shape.layers)
         attention = self._attention_ms(microbatch, backward=backward)
-        if not labelled:
+        if not num_loss_entries:
             # Such a microbatch ends at the keys and values of its last layer.
             attention *= (layers - 1) / layers
             layers += self._before_attention - 1
         return (
-            layers * found.block.time(microbatch.run_tokens, backward=backward)
+            layers * found.block.time(microbatch.padded_tokens, backward=backward)
             + attention
-            + found.rest.time(microbatch.run_tokens, backward=backward)
-            + found.head.time(labelled, backward=backward)
+            + found.rest.time(microbatch.padded_tokens, backward=backward)
+            + found.head.time(num_loss_entries, backward=backward)
         )
 
     def _attention_ms(self, microbatch: Microbatch, *, backward: bool) -> float:
@@ -259,7 +261,7 @@ class MeasuredMeter:
         forest, segments = self.plan.forest, list(microbatch.segments)
         pairs = visible_pairs(forest.start[segments], forest.length[segments], window)
         table = windowed_table(forest, microbatch, self.plan.cache_of, window)
-        length = min(window, microbatch.run_tokens / len(segments))
+        length = min(window, microbatch.padded_tokens / len(segments))
         copied = len(table.key_index) if table.key_index is not None else 0
         return _Launches({(True, length): pairs}, [copied])
 
@@ -291,4 +293,8 @@ def meter_of(plan: Plan, calibration: Calibration | None = None) -> Meter:
 
 def logits_bytes(microbatch: Microbatch, shape: ModelShape) -> int:
     """Bytes of a microbatch's kept logits, as the head's product leaves them."""
-    return microbatch.labelled * shape.vocab * shape.dtype_bytes if microbatch.keeps_logits else 0
+    return (
+        microbatch.num_loss_entries * shape.vocab * shape.dtype_bytes
+        if microbatch.keeps_logits
+        else 0
+    )

@@ -30,26 +30,28 @@ class Prices:
         coupling: IntArray | None,
         calibration: Calibration | None,
         *,
-        tempers: bool = True,
+        uses_temperature: bool = True,
         routers: RouterDemand | None = None,
     ) -> None:
-        """`tempers`: whether the head's outputs depend on temperatures."""
+        """`uses_temperature`: whether the head's outputs depend on temperatures."""
         self.batch: RolloutBatch = batch
         self.shape: ModelShape | None = shape
         self.coupling: IntArray | None = coupling
         self.calibration: Calibration | None = calibration
-        self.tempers: bool = tempers
+        self.uses_temperature: bool = uses_temperature
         self.routers: RouterDemand | None = routers
         self._labelled_of: dict[bytes, IntArray] = {}
         self._meter_of: dict[bytes, Meter] = {}
         self._cost_of: dict[tuple[object, ...], tuple[float, int | None]] = {}
 
-    def labelled(self, forest: Forest) -> IntArray:
+    def num_loss_entries(self, forest: Forest) -> IntArray:
         """[S] how many entries the head computes for each segment's edges."""
         key = _key_of_forest(forest)
         if key not in self._labelled_of:
             edges = forest.token_edges(self.batch.offsets)
-            entries = entries_of(forest.edges, edges, self.batch, tempers=self.tempers)
+            entries = entries_of(
+                forest.edges, edges, self.batch, uses_temperature=self.uses_temperature
+            )
             self._labelled_of[key] = entries.of_segments(forest)
         return self._labelled_of[key]
 
@@ -116,7 +118,7 @@ def _key_of_microbatches(plan: Plan) -> bytes:
         numbers = (
             microbatch.parent,
             microbatch.width,
-            microbatch.run_tokens,
+            microbatch.padded_tokens,
             len(microbatch.segments),
         )
         key.update(

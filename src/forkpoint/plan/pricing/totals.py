@@ -48,7 +48,7 @@ class Totals:
         self.logical_tokens += plan.logical_tokens
         self.unique_tokens += plan.unique_tokens
         self.computed_tokens += plan.computed_tokens
-        self.padding += plan.run_tokens - plan.computed_tokens
+        self.padding += plan.padded_tokens - plan.computed_tokens
         self.left_out += plan.left_out
         self.dense = plan.dense if self.dense is None else self.dense + plan.dense
         self.shared = plan.shared if self.shared is None else self.shared + plan.shared

@@ -16,7 +16,7 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.files import REQUIRED, import_extra
 from forkpoint.rollouts.formats.limits import TIMES_FILE, MemoryLimit
-from forkpoint.units import MIB, shown
+from forkpoint.units import MIB, format_bytes
 
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGICS = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16)))
@@ -86,7 +86,9 @@ class _Zstd(io.RawIOBase):
         most = min(_LARGEST_WINDOW_BYTES, max(_USUAL_WINDOW_BYTES, window_bytes))
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=most).decompressobj
         self._error = zstandard.ZstdError
-        self._windows = f"windows up to {shown(most)} are taken; raise the limit for larger ones"
+        self._windows = (
+            f"windows up to {format_bytes(most)} are taken; raise the limit for larger ones"
+        )
         self._file = path.open("rb")
         self._frame: Any = None
         self._rest = b""

@@ -15,7 +15,7 @@ import numpy as np
 
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import Rollout
-from forkpoint.units import MIB, shown
+from forkpoint.units import MIB, format_bytes
 
 LEAST_BYTES = 640 * MIB
 """The default limit for any file, however small."""
@@ -91,7 +91,7 @@ class MemoryLimit:
         count = bytes_of(rollout, self.left_bytes)
         if self.token_bytes:  # the caller makes batches, which copy the arrays
             count += count + self.rollout_bytes + self.token_bytes * len(rollout)
-        self.hold(count, f"rollouts, of which {shown(self._kept_bytes)} are kept already,")
+        self.hold(count, f"rollouts, of which {format_bytes(self._kept_bytes)} are kept already,")
         self._kept_bytes += count
         return count
 
@@ -104,12 +104,13 @@ class MemoryLimit:
         """The error for `count` bytes that are not left."""
         origin = "as given"
         if self.given is None:
-            origin = f"the default for a file of {shown(self.disk_bytes)}"
+            origin = f"the default for a file of {format_bytes(self.disk_bytes)}"
         s = "" if what.startswith("rollouts") else "s"
-        held = f" besides the {shown(self.held_bytes)} held" if self.held_bytes else ""
+        held = f" besides the {format_bytes(self.held_bytes)} held" if self.held_bytes else ""
         return RolloutError(
             f"{self.path} needs more memory than it may take: {what} need{s} "
-            f"{shown(count)}{held}, and memory_limit is {shown(self.limit_bytes)}, {origin}. Where "
+            f"{format_bytes(count)}{held}, and memory_limit is "
+            f"{format_bytes(self.limit_bytes)}, {origin}. Where "
             "the file is meant to be so large, raise the limit (memory_limit=, --memory-limit), "
             "for example to 8GB; limit= or --limit reads fewer rollouts."
         )

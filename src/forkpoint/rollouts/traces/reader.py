@@ -22,7 +22,7 @@ from forkpoint.rollouts.formats.limits import MemoryLimit
 from forkpoint.rollouts.formats.record import Record, RecordError
 from forkpoint.rollouts.formats.samples import samples
 from forkpoint.rollouts.traces.trace import Trace, is_trace, refuse_part_of_trace
-from forkpoint.units import MemorySize, shown, size_in_bytes
+from forkpoint.units import MemorySize, format_bytes, size_in_bytes
 
 OnError = Literal["raise", "skip"]
 MOST_MESSAGES = 10
@@ -119,8 +119,8 @@ class RolloutFile:
         except MemoryError:
             raise RolloutError(
                 f"{self.path} takes more memory than there is for this process, though less than "
-                f"memory_limit, which is {shown(self.memory.limit_bytes)}. Set it to what there is "
-                "(memory_limit=, --memory-limit), or read fewer rollouts (limit=, --limit)."
+                f"memory_limit, which is {format_bytes(self.memory.limit_bytes)}. Set it to what "
+                "there is (memory_limit=, --memory-limit), or read fewer rollouts (limit=, --limit)."
             ) from None
 
     def _limited(self) -> Iterator[Rollout]:
