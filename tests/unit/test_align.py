@@ -60,7 +60,7 @@ def program_of(parents: Sequence[int], recomputed: Sequence[bool], scored: bool 
     number = int(scored)
 
     def run(node: int) -> None:
-        steps.append(Instruction(number, FORWARD, node, node, records=not recomputed[node]))
+        steps.append(Instruction(number, FORWARD, node, node, keeps_graph=not recomputed[node]))
         for child in range(node + 1, len(parents)):
             if parents[child] == node:
                 run(child)

@@ -54,7 +54,8 @@ def make_plan(
         measured_budget_bytes: what a memory_budget of "auto" stands for on the device; None is no
             limit. Where nothing fits, a plan of about the least predicted peak is made.
         uses_temperature: whether the head's outputs depend on temperatures, as log-probs do and a
-            critic's values do not. An edge then has an entry for each temperature at which it is trained.
+            critic's values do not. An edge then has an entry for each temperature at which it is
+            trained.
         routers: demands of routers' statistics; None where there are no such statistics.
         prompts: of a step in which ranks exchange prompts, those of this rank, none of them
             too; the configuration must allow it (`plan.shared_prompts.cannot_exchange`). None

@@ -59,8 +59,8 @@ class HeadChecks:
 
         Raises UnsupportedError, on all ranks, where the two differ on one.
         """
-        causal: Any = policy.host
-        head = vars(causal.causal).get("forward")
+        host: Any = policy.host
+        head = vars(host.entry.core).get("forward")
         known = any(a is model and b is head for a, b in self._known)
         if known or not policy.config.self_check:
             return

@@ -120,7 +120,8 @@ class RolloutFile:
             raise RolloutError(
                 f"{self.path} takes more memory than there is for this process, though less than "
                 f"memory_limit, which is {format_bytes(self.memory.limit_bytes)}. Set it to what "
-                "there is (memory_limit=, --memory-limit), or read fewer rollouts (limit=, --limit)."
+                "there is (memory_limit=, --memory-limit), or read fewer rollouts (limit=, "
+                "--limit)."
             ) from None
 
     def _limited(self) -> Iterator[Rollout]:
