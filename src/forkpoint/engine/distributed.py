@@ -142,14 +142,18 @@ class Distributed(Holder):
         self.holders: tuple[Holder, ...] = tuple(holders)
         self.topology: Topology = topology
         self.ranks = ranks
-        self.relations = topology.relations
-        self.lockstep = topology.lockstep
-        self.gathers = topology.gathers
-        self.reduces = topology.reduces
-        self.listens = topology.listens
-        self.meshes = [mesh for holder in holders for mesh in holder.meshes]
-        self.splits = [split for holder in holders for split in holder.splits]
-        self.param_dtypes = frozenset().union(*(holder.param_dtypes for holder in holders))
+        self.relations: Mapping[Relation, tuple[int, ...]] = topology.relations
+        self.lockstep: bool = topology.lockstep
+        self.gathers: bool = topology.gathers
+        self.reduces: bool = topology.reduces
+        self.listens: bool = topology.listens
+        self.meshes: Sequence[DeviceMesh] = [mesh for holder in holders for mesh in holder.meshes]
+        self.splits: Sequence[tuple[str, nn.Module, Any]] = [
+            split for holder in holders for split in holder.splits
+        ]
+        self.param_dtypes: frozenset[torch.dtype] = frozenset().union(
+            *(holder.param_dtypes for holder in holders)
+        )
         for holder in holders:
             holder.ranks = ranks
 

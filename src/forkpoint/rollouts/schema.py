@@ -96,8 +96,8 @@ def _scalar(allowed: str, accepts: Callable[[Any], bool]) -> Check:
     return check
 
 
-text = _scalar("text", lambda value: isinstance(value, str))
-flag = _scalar("true or false", lambda value: isinstance(value, bool))
+text: Check = _scalar("text", lambda value: isinstance(value, str))
+flag: Check = _scalar("true or false", lambda value: isinstance(value, bool))
 
 
 def text_like(pattern: str, what: str) -> Check:

@@ -82,7 +82,7 @@ def require_extra(extra: str, *packages: str) -> None:
         )
 
 
-WholeNumber = whole_number(0)
+WholeNumber: PrimitiveConstructorSpec[int] = whole_number(0)
 File = Positional[Annotated[Path, arg(metavar="FILE")]]
 ModelPath = Annotated[Path, arg(metavar="DIR|CONFIG.json")]
 Flag = Annotated[bool, arg(help_behavior_hint="")]

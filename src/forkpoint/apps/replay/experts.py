@@ -4,7 +4,7 @@ Counts of all experts of all layers would make rows of a replay long, so a row h
 most of each layer, and their sum.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -108,5 +108,5 @@ def _check_layers(field: str, **lists: Sequence[Any]) -> None:
         )
 
 
-expert_loads = object_of(ExpertLoads, _check_loads)
-given_routes = object_of(GivenRoutes, _check_routes)
+expert_loads: Callable[..., ExpertLoads] = object_of(ExpertLoads, _check_loads)
+given_routes: Callable[..., GivenRoutes] = object_of(GivenRoutes, _check_routes)

@@ -2,7 +2,7 @@
 
 import statistics
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, get_args
 
@@ -195,7 +195,7 @@ class ReplayStep:
             raise ConfigError(f"this is no row of a replay: {error}. Replay again.") from None
 
 
-read_step = object_of(ReplayStep)
+read_step: Callable[..., ReplayStep] = object_of(ReplayStep)
 """The step of a row of JSON, given as (values, field). Raises SchemaError."""
 
 

@@ -5,13 +5,15 @@ left of a step that has failed, is read from its objects (`fsdp_versions`): ther
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from forkpoint.config import Gather
@@ -43,6 +45,7 @@ from forkpoint.hosts.torch_dist.fsdp_versions import (
     trained_of,
 )
 from forkpoint.hosts.torch_dist.replicated import check_held
+from forkpoint.parallel.topology import Relation
 
 AHEAD = 2
 """Groups of weights that are being gathered while another is copied to its place."""
@@ -76,8 +79,10 @@ class FullySharded(Holder):
                 "exact. Give one mesh to every fully_shard."
             )
         self._mesh = next(iter(meshes.values()))
-        self.meshes = (self._mesh,)
-        self.relations = {"data": tuple(int(rank) for rank in self._mesh.mesh.flatten())}
+        self.meshes: Sequence[DeviceMesh] = (self._mesh,)
+        self.relations: Mapping[Relation, tuple[int, ...]] = {
+            "data": tuple(int(rank) for rank in self._mesh.mesh.flatten())
+        }
         self.gather: Gather = "microbatch"
         self._gathered = False
         """Whether every weight is whole on this rank until the step ends."""
@@ -88,7 +93,7 @@ class FullySharded(Holder):
         """Whether a step runs, so that what lies on the ranks is its own."""
         self._factors: dict[nn.Parameter, float] = {}
         """Within a step: parameters that this rank alone has, and what divides their gradients."""
-        self.param_dtypes = frozenset(
+        self.param_dtypes: frozenset[torch.dtype] = frozenset(
             policy.param_dtype
             for group in groups
             for policy in policies_of(group)

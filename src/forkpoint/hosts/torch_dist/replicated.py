@@ -3,7 +3,7 @@
 The wrapper is used as it is. What a step tells it is when to reduce gradients, which is once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from forkpoint.engine.distributed import Holder
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_parameter
+from forkpoint.parallel.topology import Relation
 
 MOST_BUCKET_BYTES = 32 << 20
 
@@ -45,7 +46,9 @@ class Replicated(Holder):
             )
         self._wrapper = wrapper
         self.group: dist.ProcessGroup = wrapper.process_group
-        self.relations = {"data": tuple(dist.get_process_group_ranks(self.group))}
+        self.relations: Mapping[Relation, tuple[int, ...]] = {
+            "data": tuple(dist.get_process_group_ranks(self.group))
+        }
 
     def check(self, model: nn.Module, *, training: bool) -> None:
         if not training:

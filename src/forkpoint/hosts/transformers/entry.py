@@ -112,7 +112,7 @@ class TransformersEntry:
         refusals.check_rope(self.core, int(batch.lengths.max(initial=0)))
         refusals.check_media(self.core, self.family, batch)
 
-    registries = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    registries: tuple[Any, ...] = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
 
     def configs(self) -> list[Any]:
         return configurations(self.model)

@@ -13,7 +13,7 @@ configuration, which may have changed since.
 """
 
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.torch_dist.replicated import buckets
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 from forkpoint.hosts.wrappers import closed_over
+from forkpoint.parallel.topology import Relation
 from forkpoint.plan.pricing.cost import ModelShape
 
 TENSOR = "transformers.distributed.tensor_parallel"
@@ -170,7 +171,7 @@ class TensorSplit(Holder):
     def __init__(self, splits: Sequence[Split]) -> None:
         """Raises UnsupportedError for splits that have not been shown exact."""
         check_widths(splits)
-        self.splits = tuple(splits)
+        self.splits: Sequence[tuple[str, nn.Module, Any]] = tuple(splits)
         tensor = {_members(forward.tensor_mesh) for _, _, forward in splits}
         expert = {_members(f.expert_mesh) for _, _, f in splits if f.expert_mesh is not None}
         for what, groups in (("tensor", tensor), ("expert", expert)):
@@ -180,10 +181,11 @@ class TensorSplit(Holder):
                     f"ranks ({', '.join(map(str, sorted(groups)))}), which has not been shown "
                     "exact. Split all of them over one mesh dimension."
                 )
-        self.relations = {"tensor": next(iter(tensor))}
+        relations: dict[Relation, tuple[int, ...]] = {"tensor": next(iter(tensor))}
         if expert:
-            self.relations["expert"] = next(iter(expert))
-        self.meshes = (splits[0][2].tensor_mesh,)
+            relations["expert"] = next(iter(expert))
+        self.relations: Mapping[Relation, tuple[int, ...]] = relations
+        self.meshes: Sequence[DeviceMesh] = (splits[0][2].tensor_mesh,)
         self._group: dist.ProcessGroup = splits[0][2].tensor_mesh.get_group()
 
     @property
