@@ -5,7 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forkpoint.engine.staging import ALIGNMENT_BYTES, PlainTransfers, Staging, StreamTransfers
+from forkpoint.engine.staging import (
+    ALIGNMENT_BYTES,
+    Frame,
+    PlainTransfers,
+    Staging,
+    StreamTransfers,
+)
 
 CHUNK = 4 * ALIGNMENT_BYTES
 
@@ -47,25 +53,36 @@ def test_pinned_memory_counts_as_it_is_taken() -> None:
 
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(
-    st.lists(st.one_of(st.integers(1, 3 * CHUNK), st.sampled_from(["mark", "release"]))),
+    st.lists(
+        st.one_of(
+            st.integers(1, 3 * CHUNK), st.just("begin"), st.tuples(st.just("end"), st.integers(0))
+        )
+    ),
     st.none() | st.integers(1, 8 * CHUNK),
 )
-def test_what_is_alive_keeps_its_bytes(steps: list[int | str], limit: int | None) -> None:
+def test_what_is_alive_keeps_its_bytes(
+    steps: list[int | str | tuple[str, int]], limit: int | None
+) -> None:
+    """Microbatches end in any order."""
     stack = staging(limit)
-    rows: list[tuple[tuple[int, int], list[tuple[Tensor, int]]]] = [(stack.mark(), [])]
+    open_: list[tuple[Frame, list[tuple[Tensor, int]]]] = [(stack.begin(), [])]
     for number, step in enumerate(steps):
-        if step == "mark":
-            rows.append((stack.mark(), []))
-        elif step == "release":
-            mark, _ = rows.pop()
-            stack.release(mark)
-            rows = rows or [(stack.mark(), [])]
+        if step == "begin":
+            open_.append((stack.begin(), []))
+        elif isinstance(step, tuple):
+            frame, _ = open_.pop(step[1] % len(open_))
+            stack.end(frame)
+            # Only a forward that runs takes memory.
+            open_.append((stack.begin(), []))
         elif isinstance(step, int):
             found = stack.take(step)
             assert found is not None or limit is not None
             if found is not None:
                 assert len(found) == step
-                rows[-1][1].append((found.fill_(number % 251), number % 251))
+                open_[-1][1].append((found.fill_(number % 251), number % 251))
         assert limit is None or stack.held_bytes <= limit
-        for _, taken in rows:
+        for _, taken in open_:
             assert all(bool((buffer == value).all()) for buffer, value in taken)
+    for frame, _ in open_:
+        stack.end(frame)
+    assert stack.mark() == (0, 0)

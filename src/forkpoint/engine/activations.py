@@ -86,7 +86,7 @@ class Activations(Feature):
                 self._staging.transfers.drain()
             self._open.clear()
             self._giving.clear()
-        self._staging.release((0, 0))
+        self._staging.clear()
         self.stats.host_bytes = self._staging.held_bytes
 
     def begin_pass(self, cache: PrefixCache) -> None:

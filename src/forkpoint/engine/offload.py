@@ -80,7 +80,7 @@ class OffloadedMicrobatch:
         self.stays: Callable[[Tensor], bool] = stays
         self.layers: int = layers
         self.stats: OffloadStats = stats
-        self._mark = staging.mark()
+        self._frame = staging.begin()
         # By storage. A weak reference keeps the address of a dead storage from being used again.
         self._of: dict[int, tuple[StorageWeakRef, weakref.ref[_Stored]]] = {}
         # By when each was last saved: a dictionary keeps the order in which keys came in.
@@ -121,7 +121,7 @@ class OffloadedMicrobatch:
 
     def close(self) -> None:
         """The microbatch's backward is over: its host memory is free again."""
-        self.staging.release(self._mark)
+        self.staging.end(self._frame)
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
         # What stays is detached: a node that saved its own output itself would keep itself alive.

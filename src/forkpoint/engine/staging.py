@@ -5,6 +5,7 @@ and how much is free. Everything else of offloading is the same everywhere, and 
 where the copies are plain ones.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -158,11 +159,19 @@ class StreamTransfers:
         self._in.synchronize()
 
 
+@dataclass(eq=False)
+class Frame:
+    """The host memory of one microbatch: it begins where the microbatch's forward did."""
+
+    begin: tuple[int, int]
+    ended: bool = False
+
+
 class Staging:
     """A stack of host memory, kept from step to step, because pinning memory is slow.
 
-    Microbatches nest, so what is offloaded last comes back first: a microbatch marks where it
-        began, and gives all above the mark back when its backward is done.
+    In the planner's order microbatches nest: what is offloaded last comes back first. In another
+    order, memory that lies below that of a microbatch whose backward is to come waits for it.
     """
 
     def __init__(self, transfers: Transfers, *, limit_bytes: int | None = None) -> None:
@@ -171,6 +180,7 @@ class Staging:
         self._chunks: list[Tensor] = []
         self._top = (0, 0)
         self._alone: list[tuple[tuple[int, int], Tensor]] = []
+        self._frames: list[Frame] = []
 
     @property
     def held_bytes(self) -> int:
@@ -181,8 +191,25 @@ class Staging:
     def mark(self) -> tuple[int, int]:
         return self._top
 
-    def release(self, mark: tuple[int, int]) -> None:
-        """Give back all that was taken since the mark."""
+    def begin(self) -> Frame:
+        """Begin the memory of a microbatch, before its forward."""
+        self._frames.append(Frame(self._top))
+        return self._frames[-1]
+
+    def end(self, frame: Frame) -> None:
+        """Give back a microbatch's memory, once all that was taken later is given back."""
+        frame.ended = True
+        top = self._top
+        while self._frames and self._frames[-1].ended:
+            top = self._frames.pop().begin
+        self._give_back(top)
+
+    def clear(self) -> None:
+        """Give back everything, after a step or one that has failed."""
+        self._frames.clear()
+        self._give_back((0, 0))
+
+    def _give_back(self, mark: tuple[int, int]) -> None:
         self._top = mark
         self._alone = [(at, buffer) for at, buffer in self._alone if at < mark]
 
