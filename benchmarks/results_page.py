@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
 Cells = Sequence[str]
 
-# Each: the words of the table, the file, and its case, of which `read_rows` keeps 72 characters.
+# The table's text, the file, and the case, which `read_rows` cuts after 72 characters.
 HEADLINES = (
     (
         "Qwen3-1.7B, AdamW: 8 answers to 7,800 tokens of retrieved text",

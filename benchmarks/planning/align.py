@@ -1,11 +1,10 @@
 """The quality and time of aligning ranks' programs.
 
 Quality: slots over the microbatches of the rank that has most, the mean over random sets of shapes.
-Shapes are those of tests/random_forests.py: alike ones, wild ones of 32 microbatches, and planned
-ones. Time: 64 wild programs of 32 microbatches, by kind, in milliseconds of one core (CPU time, so
-that others on the machine do not count); of their shapes alone, and of whole programs, a fifth of
-whose prefixes are recomputed and a third of which have scores. Bars are those of alike shapes, and
-of the times of shapes.
+Shapes are those of tests/random_forests.py: similar ones, random ones of 32 microbatches, and
+planned ones. Time is that of one core for 64 random programs of 32 microbatches, in milliseconds,
+by kind: of their shapes alone, and of whole programs. A fifth of the prefixes are recomputed, and
+a third of the programs have scores. The bars hold for similar shapes, and for the times of shapes.
 """
 
 import random

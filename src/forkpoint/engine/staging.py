@@ -216,7 +216,7 @@ class Staging:
     def take(self, nbytes: int) -> Tensor | None:
         """uint8 [nbytes], or None beyond the limit.
 
-        What does not fit in a chunk gets memory of its own, for as long as its microbatch needs it.
+        A request larger than a chunk gets a separate buffer until its microbatch ends.
         """
         chunk, offset = self._top
         if nbytes > self.transfers.chunk_bytes:

@@ -60,7 +60,7 @@ def chunked_scan(
 ) -> tuple[Tensor, Tensor | None]:
     """Matrix products in place of a loop over tokens (section 6 of the paper).
 
-    What tokens of one chunk give one another is attention without a softmax, decayed; what came
+    Within a chunk, tokens attend to one another without a softmax, with decays; what came
     before the chunk is a state.
     """
     dtype = accumulate_dtype(x_TGE.dtype)

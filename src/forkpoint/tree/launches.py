@@ -76,7 +76,7 @@ class VisibleKeys:
     def above(self, segment: int) -> tuple[tuple[int, int, int], ...]:
         """(source, begin, end) of all keys above a segment on its path, root first.
 
-        What lies back to back, in the microbatch or in the cache, reads as one slice.
+        Contiguous parts, of the microbatch or of the cache, are read as one slice.
         """
         parent = int(self.forest.parent[segment])
         if parent not in self._above:

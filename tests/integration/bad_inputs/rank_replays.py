@@ -118,7 +118,7 @@ RANK_REPLAYS = (
         call=saved({"schema": 1}),
     ),
     Kind(
-        name="A link in place of a checkpoint",
+        name="A checkpoint that is a symbolic link",
         error=ConfigError,
         message=f"{SAVED} is a link or no folder, and the replay would remove it. Put the folder "
         "itself there, or begin anew in another folder.",

@@ -90,7 +90,7 @@ def _tables(found: "Calibration") -> list[Table]:
         (f"{name}, by {unit}", f"{size:,.0f}", f"{forward:,.4g}", f"{backward:,.4g}")
         for name, unit, curve in (
             ("one block, ms", "tokens", found.block),
-            ("a microbatch besides, ms", "tokens", found.rest),
+            ("overhead of a microbatch, ms", "tokens", found.rest),
             ("head, ms", "labelled tokens", found.head),
             ("causal attention, pairs/ms", "tokens of a segment", found.causal),
             ("attention to an ancestor, pairs/ms", "tokens of the ancestor", found.rectangle),
@@ -117,6 +117,6 @@ def _tables(found: "Calibration") -> list[Table]:
             ("gathering", link.gather_bytes_per_ms, link.gather_latency_ms),
             ("sending", link.send_bytes_per_ms, link.send_latency_ms),
         )
-        rows = [(n, f"{rate / 1e6:.3g} GB/s, {ms:.3g} ms besides") for n, rate, ms in rates]
+        rows = [(n, f"{rate / 1e6:.3g} GB/s, {ms:.3g} ms latency") for n, rate, ms in rates]
         tables.append(table(link.describe(), rows))
     return tables

@@ -17,7 +17,7 @@ LABEL = 14
 """Characters of the names of answers."""
 WIDTH = 80
 _WHERE = {"group": "within groups", "tree": "within the batch"}
-_SHARING = {"none": "nobody (dense)", "group": "each group", "tree": "each batch (tree)"}
+_SHARING = {"none": "none (dense)", "group": "within a group", "tree": "within a batch (tree)"}
 
 
 # Lines

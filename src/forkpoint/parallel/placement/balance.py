@@ -39,7 +39,7 @@ class Placement:
 def greedy(items: Items, ranks: int) -> Placement:
     """Place items, the costliest first, each on the rank whose load is least afterwards.
 
-    What an item shares with those that a rank has already costs nothing more there.
+    Tokens that an item shares with the items of a rank cost nothing more there.
     """
     load = np.zeros(ranks, np.int64)
     held = np.zeros((len(items.shared_cost), ranks), np.int64)
