@@ -11,9 +11,8 @@ from forkpoint.errors import ConfigError
 from forkpoint.parallel.placement.exchanges import ExchangePrices, Prompts, split_groups
 from forkpoint.parallel.placement.items import Priced
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
-from forkpoint.parallel.placement.paths import Paths
+from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
-from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.pricing.calibration import Link
 from forkpoint.plan.shared_prompts import shared_prompts

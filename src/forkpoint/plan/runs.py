@@ -100,11 +100,11 @@ def labels_run(offsets: IntArray, runs: IntArray) -> NDArray[np.bool_]:
 
 
 def sort_running(
-    batch: RolloutBatch, classes: IntArray, runs: IntArray, *, last_tokens: bool = False
+    batch: RolloutBatch, runs: IntArray, *, last_tokens: bool = False
 ) -> SortedRollouts:
     """The rollouts sorted, and what neighbours share of what runs of them: see `sort_rollouts`.
 
-    classes: [N] only rollouts of the same class may share. runs: what `run_lengths` gave.
+    runs: what `run_lengths` gave.
     """
     ids, offsets, routes = batch.token_ids, batch.offsets, batch.route_index
     if not last_tokens and (runs < batch.lengths - 1).any():
@@ -112,4 +112,6 @@ def sort_running(
         here[offsets[:-1]] = True  # first tokens, which are no labels
         ids, routes = ids[here], None if routes is None else routes[here]
         offsets = np.concatenate([[0], np.cumsum(runs + 1)])
-    return sort_rollouts(ids, offsets, classes, last_tokens=last_tokens, routes=routes)
+    return sort_rollouts(
+        ids, offsets, np.zeros(len(batch), np.int64), last_tokens=last_tokens, routes=routes
+    )
