@@ -78,11 +78,11 @@ def test_plans_of_ranks_that_exchange(
     assert spared == sum(p.forest.edges - p.computed_tokens for p in own)
     for plan in own:
         check_program(plan)
-        received = [m.index for m in plan.microbatches if m.trunk == "received"]
+        received = [m.index for m in plan.microbatches if m.shared_prompt == "received"]
         ran = {i.microbatch for i in plan.program.instructions}
         assert not ran & set(received)
         # Prompts lie around everything else, and train on nothing.
-        assert all(m.num_loss_entries == 0 for m in plan.microbatches if m.trunk)
+        assert all(m.num_loss_entries == 0 for m in plan.microbatches if m.shared_prompt)
     programs = [plan.program for plan in own]
     costs = [[float(m.tokens) for m in plan.microbatches] for plan in own]
     aligned = align(programs, costs)

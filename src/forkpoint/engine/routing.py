@@ -208,7 +208,7 @@ class Routing(Feature):
             return
         assert isinstance(ranks, StepOfRanks)
         found = ranks.gather({"counts": self._own_counts().cpu()})
-        own = [found[first]["counts"] for first in ranks.ranks.firsts]
+        own = [found[first]["counts"] for first in ranks.ranks.group_leaders]
         total_PE = torch.stack(own).sum(0)
         self._summed_PE = total_PE.to(self._device)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from forkpoint.errors import ConfigError, RankError
 from forkpoint.losses.base import Denominators
 from forkpoint.parallel.copies import Contents, check_same_batches
-from forkpoint.parallel.ranks import DataRanks, firsts_of
+from forkpoint.parallel.ranks import DataRanks, group_leaders
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, joined
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.align import align
@@ -154,7 +154,7 @@ def agreed(
     statistics = joined([p.statistics for p in proposals], names, batches)
     if batches is not None:
         index = sorted(set(batches)).index(batches[index])
-        proposals = [proposals[first] for first in firsts_of(batches)]
+        proposals = [proposals[first] for first in group_leaders(batches)]
     held = [proposal.held or RankCosts() for proposal in proposals]
     programs, costs = [p.program for p in proposals], [p.costs for p in proposals]
     schedule = _schedule(gather, names, held, programs, partial(align, programs, costs))

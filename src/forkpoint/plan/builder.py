@@ -373,7 +373,7 @@ class Builder:
                 forest,
                 num_loss_entries,
                 self.windows,
-                [s for m in microbatches if m.trunk == "received" for s in m.segments],
+                [s for m in microbatches if m.shared_prompt == "received" for s in m.segments],
             ),
             split="exchange" if self.exchanges else "",
             fingerprint=self.fingerprint,

@@ -132,12 +132,12 @@ class Plan:
     @property
     def computed_tokens(self) -> int:
         """Edges run on this rank, padding not counted."""
-        return sum(m.tokens for m in self.microbatches if m.trunk != "received")
+        return sum(m.tokens for m in self.microbatches if m.shared_prompt != "received")
 
     @property
     def padded_tokens(self) -> int:
         """Tokens that go through the model, padding included."""
-        return sum(m.padded_tokens for m in self.microbatches if m.trunk != "received")
+        return sum(m.padded_tokens for m in self.microbatches if m.shared_prompt != "received")
 
     @property
     def bound(self) -> float:
@@ -395,7 +395,7 @@ class Plan:
 
 
 def _kind(microbatch: Microbatch) -> str:
-    if microbatch.trunk == "received":
+    if microbatch.shared_prompt == "received":
         return "received"
     return "prefix" if microbatch.children else "leaf"
 

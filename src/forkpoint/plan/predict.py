@@ -152,7 +152,7 @@ def microbatches_to_drop(
         # Microbatches lie in visiting order, so those open around one are a stack.
         while opened and opened[-1] != microbatch.parent:
             held -= holds[opened.pop()]
-        kept = 0 if microbatch.trunk == "received" else meter.kept_bytes(microbatch)
+        kept = 0 if microbatch.shared_prompt == "received" else meter.kept_bytes(microbatch)
         over = held + kept + meter.working_bytes(microbatch) - room
         while over > 0 and cheapest:
             index = -heappop(cheapest)[1]
@@ -163,7 +163,7 @@ def microbatches_to_drop(
                 over -= holds[index]
                 holds[index] = 0
         keeps = bool(microbatch.children) and microbatch.activations == "keep"
-        keeps = keeps and microbatch.trunk != "received"
+        keeps = keeps and microbatch.shared_prompt != "received"
         holds.append(kept if keeps else 0)
         if microbatch.children:
             opened.append(microbatch.index)
@@ -194,7 +194,7 @@ def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Pla
     microbatches = []
     for microbatch in plan.microbatches:
         above = open_bytes[microbatch.parent] if microbatch.parent >= 0 else 0
-        keeps = microbatch.activations == "keep" and microbatch.trunk != "received"
+        keeps = microbatch.activations == "keep" and microbatch.shared_prompt != "received"
         kept = meter.kept_bytes(microbatch) if keeps else 0
         open_bytes.append(above + kept)
         with_logits = replace(microbatch, keeps_logits=True)

@@ -228,7 +228,7 @@ def exchanging(program: Program, microbatches: Sequence[Microbatch], *, scores: 
         microbatches: those of the plan.
         scores: whether a pass of scores comes first on any rank.
     """
-    prompts = {m.index: m.trunk for m in microbatches if m.trunk}
+    prompts = {m.index: m.shared_prompt for m in microbatches if m.shared_prompt}
 
     def parts(instructions: Iterable[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
         own = [i for i in instructions if prompts.get(i.microbatch) != "received"]

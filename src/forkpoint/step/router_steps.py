@@ -189,7 +189,7 @@ def router_work(
 
 def has_several_batches(group: Distributed | None) -> bool:
     """Whether ranks have rollouts of their own; those that hold one copy of a model have not."""
-    return group is not None and len(group.ranks.firsts) > 1
+    return group is not None and len(group.ranks.group_leaders) > 1
 
 
 def check_averaged(group: Distributed | None, loss: object) -> None:

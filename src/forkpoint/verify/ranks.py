@@ -149,7 +149,7 @@ class DataParallel(SingleProcess):
     def _of_batches(self, value: T) -> list[T]:
         """The values of all ranks, those with one batch once."""
         every = self.group.ranks.exchange(value)
-        return [every[first] for first in self.group.ranks.firsts]
+        return [every[first] for first in self.group.ranks.group_leaders]
 
     def gather(self, value: T) -> list[T]:
         ranks = self.group.ranks
@@ -160,7 +160,7 @@ class DataParallel(SingleProcess):
                 if not isinstance(each, tuple):
                     self._told = True
                     raise _cannot(rank, each)
-            self._gathered = [found[first][0] for first in ranks.firsts]
+            self._gathered = [found[first][0] for first in ranks.group_leaders]
         return self._gathered
 
     def same_routers(self, router: RouterLoss | None, work: RouterWork | None) -> None:

@@ -131,7 +131,7 @@ def exchange_plans(
         prompts_of(batch, plan.run_lengths) if batch and plan else {}
         for batch, plan in zip(batches, plans, strict=True)
     ]
-    edges = [{name: trunk.edges for name, trunk in each.items()} for each in own]
+    edges = [{name: prompt.edges for name, prompt in each.items()} for each in own]
     tokens = [float(plan.computed_tokens) if plan else 0.0 for plan in plans]
     shared = shared_prompts(edges, tokens)
     if not shared:
