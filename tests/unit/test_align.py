@@ -2,8 +2,6 @@
 
 import itertools
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
@@ -236,20 +234,6 @@ def test_similar_costs_share_slots_and_so_do_recomputed_microbatches() -> None:
         assert slots_of([again, program_of((-1,), [True])], None) == [where]
 
 
-def test_a_rank_without_a_prefix_runs_inside_an_idle_one() -> None:
-    prompt, flat = program_of((-1, 0, 0), [False] * 3), program_of((-1, -1), [False] * 2)
-    _, _, own = align([Program(), prompt, flat])
-    assert [(i.operation, i.slot, i.microbatch) for i in own.instructions] == [
-        (FORWARD, 0, IDLE),
-        (FORWARD, 1, 0),
-        (BACKWARD, 1, 0),
-        (FORWARD, 2, 1),
-        (BACKWARD, 2, 1),
-        (BACKWARD, 0, IDLE),
-    ]
-    assert align([Program(), Program()]) == (Program(), Program())
-
-
 PRINT_SLOTS = """
 import random
 from forkpoint.plan.align import common_forest
@@ -259,20 +243,6 @@ for kind, draw in WILD.items():
     costs = [[random.Random(f"{rank} {n}").random() for n in range(20)] for rank in range(6)]
     print(kind, common_forest(shapes, costs))
 """
-
-
-def test_every_process_finds_the_same() -> None:
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", PRINT_SLOTS],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path), "PATH": ""},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1")
-    }
-    assert len(outputs) == 1 and outputs.pop().count("\n") == 3
 
 
 LARGE: dict[str, list[Shape]] = {

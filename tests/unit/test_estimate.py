@@ -1,7 +1,6 @@
 """The estimate of what sharing saves, against sets of paths and against plans."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.apps.cli.plan import by_rollouts, by_tokens
-from forkpoint.plan import MODELS, Estimate, ModelShape, Totals, make_plan
-from forkpoint.plan.estimate import SPLITS, Distribution
+from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
+from forkpoint.plan.estimate import SPLITS
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from strategies import batches
 
@@ -172,16 +171,6 @@ def test_batches_by_rollouts() -> None:
     assert [len(part) for part in by_rollouts(rollouts, 4)] == [4, 4, 2]
 
 
-def test_a_distribution_of_nothing_and_of_one() -> None:
-    empty, one = Distribution(), Distribution(scale=4)
-    assert set(empty.summary().values()) == {0.0}
-    one.add(np.array([3]))
-    assert set(one.summary().values()) == {0.75}
-    some = Distribution()
-    some.add(np.arange(1, 101))
-    assert some.summary() == {"mean": 50.5, "p10": 10, "p50": 50, "p90": 90, "max": 100}
-
-
 def test_one_token_rollouts_run_nothing() -> None:
     estimate = estimated(RolloutBatch([Rollout([1], [0], 1.0), Rollout([1], [0], 1.0)]))
     assert estimate.work["none"].tokens == estimate.work["tree"].tokens == 0
@@ -214,22 +203,3 @@ PUBLISHED = {
     "mistral-7b": (7.25, 2),
     "deepseek-v3": (37.6, 2),
 }
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_known_models_have_their_published_sizes(name: str) -> None:
-    """Matrices of the blocks and the embedding, once where it is tied; norms are a thousandth."""
-    shape = ModelShape.from_config(MODELS[name])
-    billions, embeddings = PUBLISHED[name]
-    counted = (shape.linear_parameters + embeddings * shape.vocab * shape.hidden) / 1e9
-    assert counted == pytest.approx(billions, rel=0.015)
-
-
-def test_work_of_other_windows_is_not_added() -> None:
-    batch = RolloutBatch([Rollout([1, 2, 3], [0, 1, 1], 1.0)])
-    one, other = (
-        estimated(batch, shape=SHAPE),
-        estimated(batch, shape=replace(SHAPE, windows=(0, 0))),
-    )
-    with pytest.raises(AssertionError):
-        one.work["none"] + other.work["none"]

@@ -182,12 +182,6 @@ def test_prompts_of_several_groups_are_cheaper_to_exchange() -> None:
     assert 0.7 < exchanged / replicated < 0.85
 
 
-def test_the_prompt_of_one_group_is_not() -> None:
-    """The other rank waits for it, and then the link comes on top."""
-    replicated, exchanged = steps([group(0, 8192, 2048, 16)])
-    assert replicated < exchanged < 1.02 * replicated
-
-
 def test_the_link_is_priced_by_the_busiest_rank() -> None:
     costs = [RankCosts(forward=(300.0,), tokens=300)] * 3
     sizes = LinkSizes(token=2, gradient=4, state=100, weights=2048)

@@ -184,23 +184,6 @@ def test_the_launches_of_a_flat_group_across_microbatches() -> None:
     assert tails.key_index.tolist() == [*(-2, -3, 0, 1), *(-2, -3, 2), *(-2, -3, 3, 4, 5)]
 
 
-def test_neighbouring_groups_in_one_microbatch_share_a_launch() -> None:
-    # Breadth first, the prefixes of both groups lie back to back, and so do their suffixes.
-    lists = [[prompt] * 4 + [20 + i, 20 + i] for prompt in (1, 2) for i in range(2)]
-    plan = plan_of(lists, sharing="tree", boundary="within")
-    (microbatch,) = plan.microbatches
-    table = full_table(plan.forest, microbatch, plan.cache_of)
-    assert [launch["count"] for launch in launches_of(table)] == [6, 2]
-
-
-def test_a_tree_in_one_microbatch_takes_a_launch_for_each_fork() -> None:
-    lists = [[1, 1, 1, prompt, prompt, leaf] for prompt in (2, 3) for leaf in (4, 5)]
-    plan = plan_of(lists, sharing="tree", boundary="within")
-    (microbatch,) = plan.microbatches
-    table = full_table(plan.forest, microbatch, plan.cache_of)
-    assert [launch["count"] for launch in launches_of(table)] == [4, 1, 1, 1]
-
-
 def test_a_chain_of_microbatches_reads_as_one_slice() -> None:
     plan = plan_of([list(range(12))], sharing="none", boundary="across", max_microbatch_tokens=4)
     assert [microbatch.padded_tokens for microbatch in plan.microbatches] == [4, 4, 3]

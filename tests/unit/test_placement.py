@@ -168,15 +168,6 @@ def test_the_price_of_what_parts_share() -> None:
     assert priced.split(priced.total * 3 // 4, shared_price=0).max() == 3
 
 
-def test_one_huge_group() -> None:
-    rollouts = [*group(0, 50, [300] * 32), *group(1, 5, [20, 20])]
-    found = forkpoint.place(rollouts, ranks=8, model=SHAPE)
-    sizes = [sum(i < 32 for i in own) for own in found]
-    assert max(sizes) <= 5 and min(sizes) >= 3
-    whole = forkpoint.place(rollouts, ranks=8, model=SHAPE, whole_groups=True)
-    assert sorted(len(own) for own in whole) == [0, 0, 0, 0, 0, 0, 2, 32]
-
-
 def test_what_shares_much_meets() -> None:
     """Four topics of 500 tokens, each with eight groups, on four ranks: a topic a rank."""
     rollouts = [
@@ -194,13 +185,6 @@ def test_rollouts_of_one_token_and_more_ranks_than_rollouts() -> None:
     assert sorted(i for own in found for i in own) == [0, 1, 2]
     assert forkpoint.place(rollouts[:2], ranks=2, model=None) == [[0, 1], []]
     assert forkpoint.place(rollouts, ranks=1, model=None) == [[0, 1, 2]]
-
-
-def test_models_by_name_and_configuration() -> None:
-    rollouts = [r for number in range(6) for r in group(number, 5 + number, [9, 30])]
-    by_shape = forkpoint.place(rollouts, ranks=3, model=SHAPE)
-    assert forkpoint.place(rollouts, ranks=3, model="Qwen/Qwen3-0.6B") == by_shape
-    assert forkpoint.place(rollouts, ranks=3, model=MODELS["qwen3-0.6b"]) == by_shape
 
 
 def test_costs_are_flops_with_a_model() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forkpoint.plan.entries import entries_of
-from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
+from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of, dense_work, forest_work
 from forkpoint.plan.runs import labels_run, run_lengths, sort_running
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
@@ -147,12 +147,7 @@ class Estimate:
     def bound(self, mode: str) -> float:
         """Dense over `mode`, in FLOPs where there is a shape, else in tokens: the most that sharing
         can speed up what a model computes."""
-        dense, shared = self.work["none"], self.work[mode]
-        if not shared.tokens:
-            return 1.0
-        if self.shape is None:
-            return dense.tokens / shared.tokens
-        return dense.step_flops(self.shape) / shared.step_flops(self.shape)
+        return bound_of(self.work["none"], self.work[mode], self.shape)
 
 
 def _labelled(forest: Forest, batch: RolloutBatch) -> int:

@@ -5,7 +5,7 @@ asked for, or a statistic of routers. Of most rollouts that is the last trained 
 without trained tokens is not run, nor is one whose terms a loss declares to be 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ class LeftOut:
 
     def __add__(self, other: "LeftOut") -> "LeftOut":
         """Both, of different batches."""
-        return LeftOut(*(a + b for a, b in zip(_numbers(self), _numbers(other), strict=True)))
+        return LeftOut(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @classmethod
     def of(cls, batch: RolloutBatch, runs: IntArray) -> "LeftOut":
@@ -55,10 +55,6 @@ class LeftOut:
             # Where last tokens run, more edges do than have labels.
             tail_tokens=int(np.maximum(edges - runs, 0)[~still].sum()),
         )
-
-
-def _numbers(of: LeftOut) -> tuple[int, int, int, int]:
-    return of.rollouts, of.groups, of.rollout_tokens, of.tail_tokens
 
 
 def run_lengths(
