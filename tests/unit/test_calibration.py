@@ -32,7 +32,7 @@ from made_calibrations import SHAPE, flat, group, line, made_up
 from strategies import batches
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(
     points=st.lists(
         st.tuples(st.integers(1, 1 << 20), st.floats(1e-3, 1e6), st.floats(1e-3, 1e6)),
@@ -166,7 +166,7 @@ def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
     return ways
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(
     batches(),
     st.integers(1, 12),
@@ -204,7 +204,7 @@ def test_a_budget_builds_a_forest_once(boundary, monkeypatch: pytest.MonkeyPatch
     assert len(built) == 1
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(
     st.integers(2, 300),
     st.integers(1, 60),

@@ -32,7 +32,7 @@ TINY = ModelShape(
 )
 
 
-@settings(max_examples=500, derandomize=True, deadline=None)
+@settings(max_examples=250, derandomize=True, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6),
     st.integers(0, 40),

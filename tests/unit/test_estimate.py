@@ -48,7 +48,7 @@ def edges(batch: RolloutBatch, classes: list) -> int:
 
 
 @given(batch=batches())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_counts_are_those_of_plans(batch: RolloutBatch) -> None:
     estimate = estimated(batch, shape=SHAPE)
     for mode, work in estimate.work.items():
@@ -62,7 +62,7 @@ def test_counts_are_those_of_plans(batch: RolloutBatch) -> None:
 
 
 @given(batch=batches())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_splits_cost_is_counted_path_by_path(batch: RolloutBatch) -> None:
     estimate = estimated(batch)
     for split in SPLITS:
@@ -74,7 +74,7 @@ def test_what_splits_cost_is_counted_path_by_path(batch: RolloutBatch) -> None:
 
 
 @given(batch=batches())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_distributions_are_counted_rollout_by_rollout(batch: RolloutBatch) -> None:
     estimate = estimated(batch)
     ratios: list[int] = []
@@ -151,7 +151,7 @@ def test_plans_add_up(shape: ModelShape | None) -> None:
 
 
 @given(batch=batches(), tokens=st.integers(1, 60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_batches_by_tokens(batch: RolloutBatch, tokens: int) -> None:
     parts = list(by_tokens(batch, tokens))
     assert [r.rollout_id for part in parts for r in part] == list(batch.rollout_ids)

@@ -74,7 +74,7 @@ def test_one_rank_waits_for_nobody() -> None:
     groups=st.lists(st.integers(0, 3), min_size=12, max_size=12),
     shaped=st.sampled_from([SHAPE]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_plans_from_paths_are_the_planners(
     rollouts: list[list[int]], groups: list[int], shaped: ModelShape
 ) -> None:

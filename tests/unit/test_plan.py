@@ -82,7 +82,7 @@ def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> No
         assert make_plan(batch, config=config, coupling=pairs).boundary == "mixed"
 
 
-@settings(max_examples=300 if FULL else 120, derandomize=True, deadline=None)
+@settings(max_examples=150 if FULL else 120, derandomize=True, deadline=None)
 @given(
     batches(),
     st.sampled_from((None, SHAPE)),

@@ -48,7 +48,7 @@ def test_first_fit_decreasing(sizes: list[int], capacity: int, bins: list[list[i
     assert first_fit_decreasing(sizes, capacity) == bins
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=30), st.integers(1, 25))
 def test_bins_hold_everything_once_and_no_two_could_be_one(sizes: list[int], capacity: int) -> None:
     bins = first_fit_decreasing(sizes, capacity)

@@ -21,7 +21,7 @@ def batch_of(lists: list[list[int]]) -> RolloutBatch:
     )
 
 
-@settings(max_examples=300 if FULL else 60, derandomize=True, deadline=None)
+@settings(max_examples=150 if FULL else 60, derandomize=True, deadline=None)
 @given(
     batches(),
     st.sampled_from((None, SHAPE)),
