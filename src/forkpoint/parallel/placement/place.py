@@ -217,8 +217,9 @@ class _Search:
             if cost <= NEAR * min(own):
                 rank = reshaped(priced, way, self.capacity)[way.items.item]
                 ranks, costs = [*ranks, rank], [*costs, self._cost(rank)]
-        ranks += [way.rank_of_rollouts for way in placed]
-        costs += own
+        # Of equally good ones the first is taken: one that keeps groups whole, if any.
+        ranks = [*(way.rank_of_rollouts for way in placed), *ranks]
+        costs = own + costs
         exchange = self.exchange if self._may_exchange(costs) else None
         if exchange is not None:
             at_risk = RISK * min(costs)
