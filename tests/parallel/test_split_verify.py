@@ -49,7 +49,7 @@ def verified(folder: Path, split: Split, dtype: torch.dtype = torch.float64) -> 
         "dense": report.dense_error,
         "norms": [error.norm for plan in report.plans for error in plan.worst],
         "counts": [(plan.counts.logical_tokens, plan.counts.shares) for plan in report.plans],
-        "given": report.given_tokens,
+        "given": report.logical_tokens,
     }
 
 

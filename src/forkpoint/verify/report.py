@@ -190,7 +190,7 @@ class VerifyReport:
         left_out: kinds of plans that were not compared, each with the reason.
         reason: why there was nothing to verify, and a remedy; None where there was something.
         asked: sharing and boundary of the configuration.
-        given_tokens: tokens of the batch.
+        logical_tokens: tokens of the batch.
         dense_error: over all parameters, relative to the norm of the reference gradient.
         dense_loss_difference: loss of the dense run less the reference's.
         dense_logprob_difference: the largest difference of a log-prob of the dense run from the
@@ -207,7 +207,7 @@ class VerifyReport:
     left_out: tuple[LeftOut, ...]
     reason: str | None
     asked: tuple[str, str]
-    given_tokens: int
+    logical_tokens: int
     dense_error: float
     dense_loss_difference: float
     dense_logprob_difference: float
@@ -259,11 +259,6 @@ class VerifyReport:
     @property
     def boundary(self) -> str:
         return self.nearest.boundary if self.nearest else self.asked[1]
-
-    @property
-    def logical_tokens(self) -> int:
-        """Tokens as given."""
-        return self.given_tokens
 
     @property
     def computed_tokens(self) -> int:

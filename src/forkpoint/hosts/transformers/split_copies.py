@@ -5,7 +5,7 @@ ranks of one tensor-parallel group run the copy together, as they run the model.
 several ranks (expert parallelism) are whole in it: those ranks may have different rollouts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,10 +62,6 @@ class TensorParts:
             for name, placement in self._placements.items()
             if placement is not None and not placement.is_replicate()
         )
-
-    def elements(self, name: str, parameter: nn.Parameter) -> int:
-        """About how many elements of a parameter this rank has in a copy."""
-        return parameter.numel() // (len(self._ranks) if name in self.split else 1)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or its gradient. Collective where it is held otherwise,
@@ -134,19 +130,3 @@ class TensorParts:
 
 def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(mesh.get_group()))
-
-
-def lengths_of_parts(
-    squares: Sequence[Mapping[str, float]], names: frozenset[str]
-) -> dict[str, float]:
-    """Lengths of whole tensors, from the squares of those of each rank's parts.
-
-    Args:
-        squares: by rank of one tensor-parallel group.
-        names: of tensors of which each rank has another part; others are whole on each, and the
-            largest is taken.
-    """
-    return {
-        name: (sum if name in names else max)(each[name] for each in squares) ** 0.5
-        for name in squares[0]
-    }

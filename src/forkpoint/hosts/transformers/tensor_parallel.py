@@ -13,12 +13,13 @@ configuration, which may have changed since.
 """
 
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +27,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Holder
 from forkpoint.engine.guard import local
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.code_provenance import is_defined_as
+from forkpoint.hosts.code_provenance import Definition, is_defined_as
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.torch_dist.replicated import buckets
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
@@ -36,13 +37,13 @@ from forkpoint.plan.pricing.cost import ModelShape
 
 TENSOR = "transformers.distributed.tensor_parallel"
 EXPERT = "transformers.distributed.expert_parallel"
-FORWARDS = (
-    ("TensorParallelLayer.install_forward.<locals>.tp_forward", TENSOR),
-    ("ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward", TENSOR),
-    ("EpDispatchExpertsParallel.install_forward.<locals>.ep_forward", EXPERT),
+FORWARDS: tuple[Definition, ...] = (
+    (TENSOR, "TensorParallelLayer.install_forward.<locals>.tp_forward"),
+    (TENSOR, "ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"),
+    (EXPERT, "EpDispatchExpertsParallel.install_forward.<locals>.ep_forward"),
 )
-"""Functions of transformers that are set as forwards, and the modules that define them."""
-SUMMED_HOOK = ("ReplicatedWithGradAllReduce.install_forward.<locals>._all_reduce_grad", TENSOR)
+"""Functions of transformers that are set as forwards."""
+SUMMED_HOOK = (TENSOR, "ReplicatedWithGradAllReduce.install_forward.<locals>._all_reduce_grad")
 """The hook that sums a replicated parameter's gradient over ranks, in every backward."""
 SUMMED = "ReplicatedWithGradAllReduce"
 DISPATCHED = "EpDispatchExpertsParallel"
@@ -87,7 +88,7 @@ def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
     forward = vars(module).get("forward")
     if not isinstance(forward, types.FunctionType):
         return None
-    if not any(is_defined_as(forward, name, code) for name, code in FORWARDS):
+    if not is_defined_as(forward, *FORWARDS):
         return None
     inside = closed_over(forward)
     if "_all_reduce_grad" in inside:
@@ -153,9 +154,23 @@ def parallel_modules(model: nn.Module) -> list[tuple[str, nn.Module, ParallelFor
     return found
 
 
-def sums_in_every_backward(hook: Any) -> bool:
-    """Whether a parameter's hook is transformers' own, which sums its gradient over ranks."""
-    return is_defined_as(hook, *SUMMED_HOOK)
+def split_holder(model: nn.Module) -> "TensorSplit | None":
+    """The holder of a model that transformers has split over ranks; None where it has not.
+
+    Raises UnsupportedError for splits that have not been shown exact.
+    """
+    splits = parallel_modules(model)
+    if not splits:
+        return None
+    check_version(transformers.__version__)
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    stages = getattr(config, "pp_size", None) or 1
+    if stages > 1:
+        raise UnsupportedError(
+            f"the model is split into {stages} pipeline stages (pp_size), which has not "
+            "been shown exact. Load it with pp_size=1."
+        )
+    return TensorSplit(splits)
 
 
 LEAST_VERSION = (5, 23)
@@ -170,8 +185,8 @@ class TensorSplit(Holder):
 
     def __init__(self, splits: Sequence[Split]) -> None:
         """Raises UnsupportedError for splits that have not been shown exact."""
-        check_widths(splits)
         self.splits: Sequence[tuple[str, nn.Module, Any]] = tuple(splits)
+        self.experts: Collection[nn.Module] = {m for _, m, f in splits if f.expert_mesh is not None}
         tensor = {_members(forward.tensor_mesh) for _, _, forward in splits}
         expert = {_members(f.expert_mesh) for _, _, f in splits if f.expert_mesh is not None}
         for what, groups in (("tensor", tensor), ("expert", expert)):
@@ -187,11 +202,6 @@ class TensorSplit(Holder):
         self.relations: Mapping[Relation, tuple[int, ...]] = relations
         self.meshes: Sequence[DeviceMesh] = (splits[0][2].tensor_mesh,)
         self._group: dist.ProcessGroup = splits[0][2].tensor_mesh.get_group()
-
-    @property
-    def experts(self) -> set[nn.Module]:
-        """Modules whose experts lie on several ranks."""
-        return {module for _, module, forward in self.splits if forward.expert_mesh is not None}
 
     def _summed(self) -> set[nn.Parameter]:
         """Parameters whose gradients are parts on each rank of the tensor-parallel group."""
@@ -212,7 +222,7 @@ class TensorSplit(Holder):
         for parameter in (*self._summed(), *whole):
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
             for key, hook in list(hooks.items()):
-                if sums_in_every_backward(hook):
+                if is_defined_as(hook, SUMMED_HOOK):
                     changes.later(hooks.__setitem__, key, hook)
                     del hooks[key]
 
@@ -248,37 +258,6 @@ def check_version(found: str) -> None:
             f"transformers {found} has split the model over ranks; such models have been shown "
             "exact with 5.23, and earlier versions split them otherwise. Update transformers."
         )
-
-
-def check_stages(model: nn.Module) -> None:
-    """The model is not split into stages as well.
-
-    Raises UnsupportedError.
-    """
-    config = getattr(getattr(model, "config", None), "distributed_config", None)
-    stages = getattr(config, "pp_size", None) or 1
-    if stages > 1:
-        raise UnsupportedError(
-            f"the model is split into {stages} pipeline stages (pp_size), which has not been shown "
-            "exact. Load it with pp_size=1."
-        )
-
-
-def check_widths(splits: Sequence[Split]) -> None:
-    """Linear layers know the whole width of their inputs, which transformers' forwards rely on.
-
-    Raises UnsupportedError.
-    """
-    for name, module, _ in splits:
-        if isinstance(module, nn.Linear):
-            width, whole = module.in_features, module.weight.shape[1]
-            if width != whole:
-                raise UnsupportedError(
-                    f"{name} has in_features {width}, and its weight, over all ranks, takes "
-                    f"{whole}: transformers takes the first for the whole and fails at its inputs. "
-                    "peft makes such adapters of layers that are split by their inputs (o_proj, "
-                    "down_proj). Leave these out of target_modules."
-                )
 
 
 EXPERTS = ("MoeExpertsParallel", DISPATCHED)
